@@ -1,0 +1,102 @@
+"""Batch: samples with their ids and, per key, packed sequences, one number per sample, or one Python value per sample."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Packed:
+    """Variable-length sequences end to end: `values` of shape (sum(lengths), ...) and one length per sample."""
+
+    values: torch.Tensor
+    lengths: list[int]
+
+    def __post_init__(self) -> None:
+        assert self.values.shape[0] == sum(self.lengths), (self.values.shape, sum(self.lengths))
+
+    def split(self) -> tuple[torch.Tensor, ...]:
+        """One view per sample."""
+        return self.values.split(self.lengths)
+
+    def select(self, indices: Sequence[int]) -> "Packed":
+        parts = self.split()
+        chosen = [parts[i] for i in indices]
+        return Packed(torch.cat(chosen) if chosen else self.values[:0], [self.lengths[i] for i in indices])
+
+    def like(self, values: torch.Tensor) -> "Packed":
+        """Other values with these lengths."""
+        return Packed(values, self.lengths)
+
+    @classmethod
+    def of(cls, sequences: Sequence[torch.Tensor]) -> "Packed":
+        return cls(torch.cat(list(sequences)), [len(s) for s in sequences])
+
+
+Field = Packed | torch.Tensor | list
+"""A column of a Batch: token-level, one number per sample of shape (num_samples, ...), or Python values."""
+
+
+@dataclass
+class Batch:
+    """Columns over the same samples. `ids` are unique over the whole run."""
+
+    ids: list[int]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, column in self.fields.items():
+            length = len(column.lengths) if isinstance(column, Packed) else len(column)
+            if length != len(self.ids):
+                raise ValueError(f"column {key!r} has {length} entries for {len(self.ids)} samples")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.fields[key]
+
+    def select(self, indices: Sequence[int]) -> "Batch":
+        """The samples at these positions, in this order."""
+        return Batch([self.ids[i] for i in indices], {k: select_field(c, indices) for k, c in self.fields.items()})
+
+    def pick(self, keys: Sequence[str]) -> "Batch":
+        return Batch(self.ids, {key: self.fields[key] for key in keys})
+
+    def to(self, device: torch.device) -> "Batch":
+        def move(column: Any) -> Any:
+            if isinstance(column, Packed):
+                return column.like(column.values.to(device))
+            return column.to(device) if isinstance(column, torch.Tensor) else column
+
+        return Batch(self.ids, {key: move(column) for key, column in self.fields.items()})
+
+    @classmethod
+    def concat(cls, batches: Sequence["Batch"]) -> "Batch":
+        """Samples of several batches with the same keys, one batch after the other."""
+        ids = [i for batch in batches for i in batch.ids]
+        return cls(ids, {key: concat_fields([b[key] for b in batches]) for key in batches[0].fields})
+
+    def merge(self, other: "Batch") -> "Batch":
+        """The columns of both; the samples must be the same in the same order."""
+        assert self.ids == other.ids, "batches of different samples cannot be merged"
+        return Batch(self.ids, {**self.fields, **other.fields})
+
+
+def select_field(column: Any, indices: Sequence[int]) -> Any:
+    if isinstance(column, Packed):
+        return column.select(indices)
+    if isinstance(column, torch.Tensor):
+        return column[torch.tensor(list(indices), dtype=torch.long, device=column.device)]
+    return [column[i] for i in indices]
+
+
+def concat_fields(columns: Sequence[Any]) -> Any:
+    first = columns[0]
+    if isinstance(first, Packed):
+        return Packed(torch.cat([c.values for c in columns]), [n for c in columns for n in c.lengths])
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(columns))
+    return [value for column in columns for value in column]

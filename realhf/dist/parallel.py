@@ -1,0 +1,49 @@
+"""ParallelGroups: the communication groups of one layout, seen from one rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from realhf.dist.group import Group, World
+from realhf.layout import Coordinate, Layout
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
+
+    `stage` joins the dp replicas and tp ranks of one pipeline stage, `all` every rank of the layout, `ends` the first
+    and the last stage (the same group on both; None between them or without pipelining).
+    """
+
+    layout: Layout
+    rank: int
+    at: Coordinate
+    tp: Group
+    dp: Group
+    pp: Group
+    all: Group
+    ends: Group | None
+    world: World
+
+    @classmethod
+    def create(cls, world: World, layout: Layout) -> "ParallelGroups":
+        """Every rank of the layout must call this, in the same order as its other group requests."""
+        rank, at = world.rank, layout.coordinate(world.rank)
+        line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "dp", "pp")}
+        ends = None
+        if layout.pp > 1 and at.pp in (0, layout.pp - 1):
+            ends = world.group((line["pp"][0], line["pp"][-1]))
+        groups = {axis: world.group(ranks) for axis, ranks in line.items()}
+        return cls(layout, rank, at, groups["tp"], groups["dp"], groups["pp"], world.group(layout.ranks), ends, world)
+
+    def tp_subgroup(self, indices: Sequence[int]) -> Group:
+        """The group of some members of the tp group, this rank among them."""
+        return self.world.group(tuple(self.tp.ranks[i] for i in indices))
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.at.pp == self.layout.pp - 1

@@ -1,0 +1,189 @@
+"""Which ranks hold a model and how it is split over them: ParallelStrategy, DeviceMesh, Layout."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+AXES = ("pp", "dp", "cp", "tp")
+"""Mesh axes from slowest to fastest varying rank; `ep` is carved out of `dp`."""
+
+_LETTERS = {"p": "pp", "d": "dp", "c": "cp", "t": "tp", "e": "ep"}
+_LAYOUT_PATTERN = re.compile(r"(?P<strategy>(?:[a-z]\d+)*)@(?P<mesh>[\d,\-]+)")
+
+
+def even_split(length: int, num_parts: int, index: int) -> tuple[int, int]:
+    """Half-open range of part `index` when `length` items are split into contiguous parts as even as possible."""
+    return length * index // num_parts, length * (index + 1) // num_parts
+
+
+@dataclass(frozen=True)
+class ParallelStrategy:
+    """Sizes of the parallel axes: pipeline, data, context, tensor and expert parallelism.
+
+    The number of ranks is `pp * dp * cp * tp`; experts are spread over `ep` of the `dp` replicas.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in (*AXES, "ep"):
+            size = getattr(self, axis)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"parallel size {axis}={size!r} is not legal: it must be a whole number of at least 1")
+        if self.dp % self.ep:
+            raise ValueError(f"expert-parallel size {self.ep} does not divide the data-parallel size {self.dp}")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        sizes = [("d", self.dp), ("t", self.tp), ("p", self.pp), ("c", self.cp), ("e", self.ep)]
+        return "".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "d1"
+
+    @classmethod
+    def parse(cls, text: str) -> "ParallelStrategy":
+        """`d2t4p1` -> ParallelStrategy(dp=2, tp=4). Axes may be left out when 1; `e2` alone implies `d2`."""
+        sizes: dict[str, int] = {}
+        for letter, size in re.findall(r"([a-z])(\d+)", text):
+            axis = _LETTERS.get(letter)
+            if axis is None:
+                raise ValueError(f"unknown axis letter {letter!r} in {text!r}: legal are {', '.join(_LETTERS)}")
+            if axis in sizes:
+                raise ValueError(f"axis {letter!r} is given twice in {text!r}")
+            sizes[axis] = int(size)
+        if "ep" in sizes and "dp" not in sizes:
+            sizes["dp"] = sizes["ep"]
+        return cls(**sizes)
+
+
+@dataclass(frozen=True)
+class DeviceMesh:
+    """An ordered set of ranks; text form `0-3,8-11`."""
+
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ValueError("a device mesh needs at least one rank")
+        if min(self.ranks) < 0:
+            raise ValueError(f"rank {min(self.ranks)} is not legal: ranks count from 0")
+        if len(set(self.ranks)) != len(self.ranks):
+            twice = next(r for r in self.ranks if self.ranks.count(r) > 1)
+            raise ValueError(f"rank {twice} stands twice in the mesh {_ranges(self.ranks)}")
+
+    def __str__(self) -> str:
+        return _ranges(self.ranks)
+
+    @classmethod
+    def parse(cls, text: str) -> "DeviceMesh":
+        ranks: list[int] = []
+        for part in text.split(","):
+            match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+            if match is None:
+                raise ValueError(f"{part!r} in the mesh {text!r} is not a rank or a range: write for example 0-3,8-11")
+            first, last = int(match[1]), int(match[2] or match[1])
+            if last < first:
+                raise ValueError(f"the range {part!r} in the mesh {text!r} runs backwards: write {last}-{first}")
+            ranks.extend(range(first, last + 1))
+        return cls(tuple(ranks))
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    parts: list[str] = []
+    start = 0
+    for i in range(1, len(ranks) + 1):
+        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
+            parts.append(str(ranks[start]) if i - start == 1 else f"{ranks[start]}-{ranks[i - 1]}")
+            start = i
+    return ",".join(parts)
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Where a rank stands on the axes of a layout."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A ParallelStrategy on a DeviceMesh; text form `d2t4p1@0-7`."""
+
+    strategy: ParallelStrategy
+    mesh: DeviceMesh
+
+    def __post_init__(self) -> None:
+        if self.strategy.num_ranks != len(self.mesh.ranks):
+            raise ValueError(
+                f"layout {self.strategy}@{self.mesh} is not legal: {self.strategy} needs {self.strategy.num_ranks} "
+                f"ranks and the mesh {self.mesh} has {len(self.mesh.ranks)}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.strategy}@{self.mesh}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        match = _LAYOUT_PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError(f"{text!r} is not a layout: write strategy@ranks, for example d2t4p1@0-7 or t2@0,3")
+        return cls(ParallelStrategy.parse(match["strategy"]), DeviceMesh.parse(match["mesh"]))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.mesh.ranks
+
+    @property
+    def dp(self) -> int:
+        return self.strategy.dp
+
+    @property
+    def tp(self) -> int:
+        return self.strategy.tp
+
+    @property
+    def pp(self) -> int:
+        return self.strategy.pp
+
+    @cached_property
+    def grid(self) -> np.ndarray:
+        """Ranks as an array of shape (pp, dp, cp, tp)."""
+        s = self.strategy
+        return np.array(self.ranks).reshape(s.pp, s.dp, s.cp, s.tp)
+
+    @cached_property
+    def _coordinates(self) -> dict[int, Coordinate]:
+        return {int(rank): Coordinate(*index) for index, rank in np.ndenumerate(self.grid)}
+
+    def coordinate(self, rank: int) -> Coordinate:
+        return self._coordinates[rank]
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._coordinates
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ on `axis` only, each in the order of that axis."""
+        grid = np.moveaxis(self.grid, AXES.index(axis), -1)
+        return [tuple(int(r) for r in row) for row in grid.reshape(-1, grid.shape[-1])]
+
+    def shard_ranks(self, dp: int) -> tuple[int, ...]:
+        """All ranks that work on data shard `dp`."""
+        return tuple(int(r) for r in self.grid[:, dp].reshape(-1))
+
+    def head(self, dp: int) -> int:
+        """The rank that owns the results of data shard `dp`: last pipeline stage, first of cp and tp."""
+        return int(self.grid[-1, dp, 0, 0])
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        return tuple(self.head(i) for i in range(self.dp))

@@ -1,0 +1,16 @@
+"""Logging: one line per message on standard error, with the rank where there is more than one."""
+
+import logging
+import os
+import sys
+
+
+def setup_logging(level: str = "INFO") -> None:
+    rank, world = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+    where = f" rank {rank}" if world > 1 else ""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s{where} %(name)s: %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("realhf")
+    logger.handlers[:] = [handler]
+    logger.setLevel(level)
+    logger.propagate = False

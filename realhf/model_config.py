@@ -1,0 +1,149 @@
+"""ModelConfig: the shape of a decoder-only transformer, read from a Hugging Face config.json without torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realhf.layout import Layout
+from realhf.shipped import resolve
+
+HEADS = ("lm", "score")
+"""What stands on top: `lm` gives logits over the vocabulary, `score` one number per token (critics, reward models)."""
+
+_FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "LlamaForSequenceClassification": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2ForSequenceClassification": "qwen2",
+}
+_CLASS_PREFIX = {"llama": "Llama", "qwen2": "Qwen2"}
+_CLASS_SUFFIX = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Llama and Qwen2 families: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+
+    `hf` keeps the config.json as it was read, so that an exported model carries every field along.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    qkv_bias: bool
+    tie_word_embeddings: bool
+    head: str = "lm"
+    hf: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise ValueError(f"head is {self.head!r}: legal are {', '.join(HEADS)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_attention_heads {self.num_heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], *, head: str | None = None) -> "ModelConfig":
+        """Reads the fields of a config.json. `head` overrides what its `architectures` says."""
+        architecture = (hf.get("architectures") or ["(none)"])[0]
+        if architecture not in _FAMILIES:
+            raise ValueError(f"architectures is {architecture!r}: supported are {', '.join(_FAMILIES)}")
+        family = _FAMILIES[architecture]
+        try:
+            heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
+            config = cls(
+                family=family,
+                vocab_size=hf["vocab_size"],
+                hidden_size=hidden,
+                intermediate_size=hf["intermediate_size"],
+                num_layers=hf["num_hidden_layers"],
+                num_heads=heads,
+                num_kv_heads=hf.get("num_key_value_heads") or heads,
+                head_dim=hf.get("head_dim") or hidden // heads,
+                rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+                rope_theta=_rope_theta(hf),
+                qkv_bias=family == "qwen2",
+                tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+                head=head or ("lm" if architecture.endswith("ForCausalLM") else "score"),
+                hf=dict(hf),
+            )
+        except KeyError as error:
+            raise ValueError(f"{error.args[0]} is missing") from error
+        _refuse_unsupported(hf)
+        return config
+
+    @classmethod
+    def load(cls, name: str, *, head: str | None = None) -> "ModelConfig":
+        """From a Hugging Face model directory, a config.json, or the short name of a shipped config.
+
+        Raises ValueError that names the file and the field.
+        """
+        path = config_path(name)
+        try:
+            return cls.from_hf(json.loads(path.read_text()), head=head)
+        except ValueError as error:
+            raise ValueError(f"model config {path}: {error}") from error
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json of an exported model with this head."""
+        hf = dict(self.hf)
+        hf["architectures"] = [_CLASS_PREFIX[self.family] + _CLASS_SUFFIX[self.head]]
+        if self.head == "score":
+            hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+        return hf
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding itself."""
+        return self.tie_word_embeddings and self.head == "lm"
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ValueError when the model cannot be split this way."""
+        s = layout.strategy
+        if s.pp > self.num_layers:
+            raise ValueError(f"layout {layout}: pp={s.pp} exceeds the model's {self.num_layers} layers")
+        if self.num_heads % s.tp:
+            raise ValueError(f"layout {layout}: tp={s.tp} does not divide the model's {self.num_heads} attention heads")
+        if self.num_kv_heads % s.tp and s.tp % self.num_kv_heads:
+            raise ValueError(f"layout {layout}: tp={s.tp} neither divides nor is a multiple of the {self.num_kv_heads} kv heads")
+        if s.tp > min(self.vocab_size, self.intermediate_size):
+            raise ValueError(f"layout {layout}: tp={s.tp} exceeds the vocabulary {self.vocab_size} or the MLP width "
+                             f"{self.intermediate_size}")
+        for axis, size in (("cp", s.cp), ("ep", s.ep)):
+            if size > 1:
+                raise ValueError(f"layout {layout}: {axis}={size} is not supported for {self.family} models; use {axis}=1")
+
+
+def config_path(name: str) -> Path:
+    """The config.json that `name` (model directory, file or shipped name) means; ValueError when there is none."""
+    path = resolve(name, kind="models", suffix=".json")
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model {name}: there is no {path}")
+    return path
+
+
+def _rope_theta(hf: Mapping[str, Any]) -> float:
+    parameters = hf.get("rope_parameters") or {}
+    return float(parameters.get("rope_theta", hf.get("rope_theta", 10000.0)))
+
+
+def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type != "default":
+        raise ValueError(f"rope type {rope_type!r} is not supported; legal is 'default'")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {hf['hidden_act']!r}; supported is 'silu'")
+    for name in ("mlp_bias", "attention_bias", "use_sliding_window"):
+        if hf.get(name):
+            raise ValueError(f"{name} is true; supported is false")

@@ -1,0 +1,109 @@
+"""ExecutionPlan: for every call its Layout and micro-batching; read from and written to YAML."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from realhf.graph import DataflowGraph
+from realhf.layout import Layout
+from realhf.shipped import resolve
+
+_CALL_FIELDS = ("layout", "micro_batch_tokens", "predicted")
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """Where one call runs. `micro_batch_tokens` caps the tokens of one forward or backward pass on a rank."""
+
+    layout: Layout
+    micro_batch_tokens: int = 16384
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.micro_batch_tokens, int) or self.micro_batch_tokens < 1:
+            raise ValueError(f"micro_batch_tokens is {self.micro_batch_tokens!r}: it must be a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """Call name -> CallPlan. `predicted` holds what a planner expected of the whole step; hand-written plans have none."""
+
+    calls: Mapping[str, CallPlan]
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, call: str) -> CallPlan:
+        return self.calls[call]
+
+    @property
+    def num_ranks(self) -> int:
+        """Smallest world in which every rank of the plan exists."""
+        return 1 + max(max(call.layout.ranks) for call in self.calls.values())
+
+    def check(self, graph: DataflowGraph, *, world_size: int) -> None:
+        """Raises ValueError when a call of the graph has no layout, an entry fits no call, or a rank does not exist."""
+        names = [call.name for call in graph.calls]
+        for name in self.calls:
+            if name not in names:
+                raise ValueError(f"calls.{name}: the experiment has no such call; its calls are {', '.join(names)}")
+        for name in names:
+            if name not in self.calls:
+                raise ValueError(f"calls.{name} is missing: the plan must give every call of the experiment a layout")
+            beyond = [rank for rank in self[name].layout.ranks if rank >= world_size]
+            if beyond:
+                raise ValueError(
+                    f"calls.{name}.layout {self[name].layout} uses rank {beyond[0]}, but there are {world_size} ranks "
+                    f"(0 to {world_size - 1})"
+                )
+        for call in graph.calls:
+            strategy = self[call.name].layout.strategy
+            if call.kind == "host" and strategy.num_ranks != strategy.dp:
+                raise ValueError(f"calls.{call.name}.layout {strategy}: a host call can be split over dp only")
+
+    @classmethod
+    def single(cls, graph: DataflowGraph, layout: Layout, **fields: Any) -> "ExecutionPlan":
+        """The plan that runs every call in one layout; host calls on its first rank."""
+        first = Layout.parse(f"d1@{layout.ranks[0]}")
+        return cls({c.name: CallPlan(first if c.kind == "host" else layout, **fields) for c in graph.calls})
+
+    @classmethod
+    def from_dict(cls, document: Any) -> "ExecutionPlan":
+        if not isinstance(document, dict) or not isinstance(document.get("calls"), dict) or not document["calls"]:
+            raise ValueError("calls is missing: a plan is a mapping `calls: {call name: {layout: d2t4@0-7}}`")
+        unknown = set(document) - {"calls", "predicted"}
+        if unknown:
+            raise ValueError(f"unknown field {sorted(map(str, unknown))[0]!r}: legal are calls, predicted")
+        calls = {}
+        for name, entry in document["calls"].items():
+            if not isinstance(entry, dict) or "layout" not in entry:
+                raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
+            unknown = set(entry) - set(_CALL_FIELDS)
+            if unknown:
+                raise ValueError(f"calls.{name} has an unknown field {sorted(unknown)[0]!r}: legal are {', '.join(_CALL_FIELDS)}")
+            try:
+                calls[name] = CallPlan(**{**entry, "layout": Layout.parse(entry["layout"])})
+            except ValueError as error:
+                raise ValueError(f"calls.{name}: {error}") from error
+        return cls(calls, document.get("predicted", {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        calls: dict[str, Any] = {}
+        for name, call in self.calls.items():
+            calls[name] = {"layout": str(call.layout), "micro_batch_tokens": call.micro_batch_tokens}
+            if call.predicted:
+                calls[name]["predicted"] = dict(call.predicted)
+        return {"calls": calls, **({"predicted": dict(self.predicted)} if self.predicted else {})}
+
+    @classmethod
+    def load(cls, name: str) -> "ExecutionPlan":
+        """Reads a plan file, or a shipped plan by its short name. ValueErrors name the file and the field."""
+        path = resolve(name, kind="plans", suffix=".yaml")
+        try:
+            return cls.from_dict(yaml.safe_load(path.read_text()))
+        except (ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"plan {path}: {' '.join(str(error).split())}") from error
+
+    def save(self, path: Path) -> None:
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
