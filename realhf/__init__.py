@@ -1,0 +1,42 @@
+"""realhf: reinforcement learning of language models as a dataflow graph whose calls each have their own layout."""
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "algorithms.grpo": ("GRPO", "PolicyLoss", "PolicyLossConfig"),
+    "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
+    "algorithms.sft": ("SFT",),
+    "cluster": ("Cluster",),
+    "data.dataset": ("DatasetConfig",),
+    "engine.work": (
+        "Generate",
+        "HostFunction",
+        "LogProbs",
+        "OptimizerConfig",
+        "SamplingConfig",
+        "Scores",
+        "TrainStep",
+        "Values",
+    ),
+    "experiment": ("Experiment", "Role"),
+    "graph": ("DataflowGraph", "FunctionCall"),
+    "layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
+    "model_config": ("ModelConfig",),
+    "plan": ("CallPlan", "ExecutionPlan"),
+}
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name on first use, so that `import realhf` stays quick."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'realhf' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"realhf.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -21,8 +21,8 @@ class Link:
 class Cluster:
     """Hosts, their devices and what joins them. Ranks fill one host after the other.
 
-    `peak_flops` maps a dtype name (`bfloat16`, `float32`) to FLOP/s of one device; `intra_host` and `inter_host`
-    describe the port of one device inside its host and towards other hosts.
+    `peak_flops` maps a dtype name (`bfloat16`, `float32`) to FLOP/s of one device; `intra_host` and
+    `inter_host` describe the port of one device inside its host and towards other hosts.
     """
 
     num_hosts: int
@@ -64,7 +64,9 @@ class Cluster:
         values = dict(document)
         for name in ("intra_host", "inter_host"):
             if not isinstance(values[name], dict):
-                raise ValueError(f"{name} is {values[name]!r}: it must give latency_seconds and bandwidth_bytes_per_second")
+                raise ValueError(
+                    f"{name} is {values[name]!r}: it must give latency_seconds and bandwidth_bytes_per_second"
+                )
             _check_names(values[name], Link, where=f"{name}.")
             values[name] = Link(**values[name])
         if not isinstance(values["peak_flops"], dict) or not values["peak_flops"]:
@@ -73,11 +75,11 @@ class Cluster:
 
     @classmethod
     def load(cls, name: str) -> "Cluster":
-        """Reads a cluster file, or a shipped one by its short name. ValueErrors name the file and the field."""
+        """Reads a cluster file, or a shipped one by its short name. ValueErrors name file and field."""
         path = resolve(name, kind="plans/clusters", suffix=".yaml")
         try:
             return cls.from_dict(yaml.safe_load(path.read_text()))
-        except (ValueError, yaml.YAMLError) as error:
+        except (ValueError, OSError, yaml.YAMLError) as error:
             raise ValueError(f"cluster {path}: {' '.join(str(error).split())}") from error
 
 

@@ -1,4 +1,4 @@
-"""One step of training as a dataflow graph: FunctionCall and DataflowGraph. Knows nothing of language models."""
+"""One step of training as a dataflow graph: FunctionCall, DataflowGraph. Knows nothing of models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,15 +37,17 @@ class FunctionCall:
             object.__setattr__(self, field, tuple(getattr(self, field)))
         for key in self.outputs:
             if key in self.inputs:
-                raise ValueError(f"call {self.name!r} both reads and writes the key {key!r}: give its output a new name")
+                raise ValueError(
+                    f"call {self.name!r} both reads and writes the key {key!r}: give its output a new name"
+                )
 
 
 @dataclass(frozen=True)
 class DataflowGraph:
     """The calls of one step; edges follow from key names.
 
-    `inputs` are the keys that the dataset brings. Raises ValueError when a key has no producer or two, when two
-    calls share a name, when the calls form a cycle, or when there is no call at all.
+    `inputs` are the keys that the dataset brings. Raises ValueError when a key has no producer or two, when
+    two calls share a name, when the calls form a cycle, or when there is no call at all.
     """
 
     calls: tuple[FunctionCall, ...]
@@ -68,13 +70,17 @@ class DataflowGraph:
         for call in self.calls:
             for key in call.outputs:
                 if key in producer:
-                    raise ValueError(f"key {key!r} is produced twice: by {producer[key]} and by call {call.name!r}")
+                    raise ValueError(
+                        f"key {key!r} is produced twice: by {producer[key]} and by call {call.name!r}"
+                    )
                 producer[key] = f"call {call.name!r}"
         for call in self.calls:
             for key in call.inputs:
                 if key not in producer:
                     legal = ", ".join(sorted(producer))
-                    raise ValueError(f"call {call.name!r} needs the key {key!r}, which nobody produces; there are: {legal}")
+                    raise ValueError(
+                        f"call {call.name!r} needs the key {key!r}, which nobody produces; there are: {legal}"
+                    )
 
     def _check_acyclic(self) -> None:
         if not nx.is_directed_acyclic_graph(self.nx_graph):
@@ -122,8 +128,9 @@ class DataflowGraph:
         new = {call.name: call for call in calls}
         missing = set(new) - {call.name for call in self.calls}
         if missing:
-            raise ValueError(f"no call is named {sorted(missing)[0]!r}: there are {', '.join(c.name for c in self.calls)}")
-        return DataflowGraph([new.get(call.name, call) for call in self.calls], self.inputs)
+            names = ", ".join(call.name for call in self.calls)
+            raise ValueError(f"no call is named {sorted(missing)[0]!r}: there are {names}")
+        return DataflowGraph(tuple(new.get(call.name, call) for call in self.calls), self.inputs)
 
     def add(self, *calls: FunctionCall, inputs: Sequence[str] = ()) -> "DataflowGraph":
         """This graph with more calls and, if need be, more dataset keys."""

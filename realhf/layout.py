@@ -14,7 +14,7 @@ _LAYOUT_PATTERN = re.compile(r"(?P<strategy>(?:[a-z]\d+)*)@(?P<mesh>[\d,\-]+)")
 
 
 def even_split(length: int, num_parts: int, index: int) -> tuple[int, int]:
-    """Half-open range of part `index` when `length` items are split into contiguous parts as even as possible."""
+    """Half-open range of part `index` of `length` items cut into contiguous parts, as even as possible."""
     return length * index // num_parts, length * (index + 1) // num_parts
 
 
@@ -35,9 +35,11 @@ class ParallelStrategy:
         for axis in (*AXES, "ep"):
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"parallel size {axis}={size!r} is not legal: it must be a whole number of at least 1")
+                raise ValueError(
+                    f"parallel size {axis}={size!r} is not legal: it must be a whole number of at least 1"
+                )
         if self.dp % self.ep:
-            raise ValueError(f"expert-parallel size {self.ep} does not divide the data-parallel size {self.dp}")
+            raise ValueError(f"expert-parallel size ep={self.ep} does not divide dp={self.dp}")
 
     @property
     def num_ranks(self) -> int:
@@ -50,11 +52,14 @@ class ParallelStrategy:
     @classmethod
     def parse(cls, text: str) -> "ParallelStrategy":
         """`d2t4p1` -> ParallelStrategy(dp=2, tp=4). Axes may be left out when 1; `e2` alone implies `d2`."""
+        if not re.fullmatch(r"(?:[a-z]\d+)*", text):
+            raise ValueError(f"{text!r} is not a parallel strategy: write for example d2t4p1")
         sizes: dict[str, int] = {}
         for letter, size in re.findall(r"([a-z])(\d+)", text):
             axis = _LETTERS.get(letter)
             if axis is None:
-                raise ValueError(f"unknown axis letter {letter!r} in {text!r}: legal are {', '.join(_LETTERS)}")
+                legal = ", ".join(_LETTERS)
+                raise ValueError(f"unknown axis letter {letter!r} in {text!r}: legal are {legal}")
             if axis in sizes:
                 raise ValueError(f"axis {letter!r} is given twice in {text!r}")
             sizes[axis] = int(size)
@@ -87,10 +92,14 @@ class DeviceMesh:
         for part in text.split(","):
             match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
             if match is None:
-                raise ValueError(f"{part!r} in the mesh {text!r} is not a rank or a range: write for example 0-3,8-11")
+                raise ValueError(
+                    f"{part!r} in the mesh {text!r} is not a rank or a range: write for example 0-3,8-11"
+                )
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
-                raise ValueError(f"the range {part!r} in the mesh {text!r} runs backwards: write {last}-{first}")
+                raise ValueError(
+                    f"the range {part!r} in the mesh {text!r} runs backwards: write {last}-{first}"
+                )
             ranks.extend(range(first, last + 1))
         return cls(tuple(ranks))
 
@@ -125,8 +134,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.strategy.num_ranks != len(self.mesh.ranks):
             raise ValueError(
-                f"layout {self.strategy}@{self.mesh} is not legal: {self.strategy} needs {self.strategy.num_ranks} "
-                f"ranks and the mesh {self.mesh} has {len(self.mesh.ranks)}"
+                f"layout {self.strategy}@{self.mesh} is not legal: {self.strategy} needs "
+                f"{self.strategy.num_ranks} ranks and the mesh {self.mesh} has {len(self.mesh.ranks)}"
             )
 
     def __str__(self) -> str:
@@ -136,7 +145,9 @@ class Layout:
     def parse(cls, text: str) -> "Layout":
         match = _LAYOUT_PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(f"{text!r} is not a layout: write strategy@ranks, for example d2t4p1@0-7 or t2@0,3")
+            raise ValueError(
+                f"{text!r} is not a layout: write strategy@ranks, for example d2t4p1@0-7 or t2@0,3"
+            )
         return cls(ParallelStrategy.parse(match["strategy"]), DeviceMesh.parse(match["mesh"]))
 
     @property

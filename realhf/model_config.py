@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of a decoder-only transformer, read from a Hugging Face config.json without torch."""
+"""ModelConfig: the shape of a decoder-only transformer, read from a Hugging Face config.json."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from realhf.layout import Layout
 from realhf.shipped import resolve
 
 HEADS = ("lm", "score")
-"""What stands on top: `lm` gives logits over the vocabulary, `score` one number per token (critics, reward models)."""
+"""What stands on top: `lm` gives logits over the vocabulary, `score` one number per token (critics)."""
 
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -48,11 +48,16 @@ class ModelConfig:
         if self.head not in HEADS:
             raise ValueError(f"head is {self.head!r}: legal are {', '.join(HEADS)}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_attention_heads {self.num_heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"num_attention_heads {self.num_heads} is no multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
+            )
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], *, head: str | None = None) -> "ModelConfig":
         """Reads the fields of a config.json. `head` overrides what its `architectures` says."""
+        if not isinstance(hf, Mapping):
+            raise ValueError("it must be a JSON object")
         architecture = (hf.get("architectures") or ["(none)"])[0]
         if architecture not in _FAMILIES:
             raise ValueError(f"architectures is {architecture!r}: supported are {', '.join(_FAMILIES)}")
@@ -101,6 +106,12 @@ class ModelConfig:
         return hf
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        eos = self.hf.get("eos_token_id")
+        return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+
+    @property
     def tied(self) -> bool:
         """Whether the output head is the embedding itself."""
         return self.tie_word_embeddings and self.head == "lm"
@@ -111,19 +122,28 @@ class ModelConfig:
         if s.pp > self.num_layers:
             raise ValueError(f"layout {layout}: pp={s.pp} exceeds the model's {self.num_layers} layers")
         if self.num_heads % s.tp:
-            raise ValueError(f"layout {layout}: tp={s.tp} does not divide the model's {self.num_heads} attention heads")
+            raise ValueError(
+                f"layout {layout}: tp={s.tp} does not divide the model's {self.num_heads} attention heads"
+            )
         if self.num_kv_heads % s.tp and s.tp % self.num_kv_heads:
-            raise ValueError(f"layout {layout}: tp={s.tp} neither divides nor is a multiple of the {self.num_kv_heads} kv heads")
+            raise ValueError(
+                f"layout {layout}: tp={s.tp} neither divides nor is a multiple of the "
+                f"{self.num_kv_heads} kv heads"
+            )
         if s.tp > min(self.vocab_size, self.intermediate_size):
-            raise ValueError(f"layout {layout}: tp={s.tp} exceeds the vocabulary {self.vocab_size} or the MLP width "
-                             f"{self.intermediate_size}")
+            raise ValueError(
+                f"layout {layout}: tp={s.tp} exceeds the vocabulary {self.vocab_size} or the MLP width "
+                f"{self.intermediate_size}"
+            )
         for axis, size in (("cp", s.cp), ("ep", s.ep)):
             if size > 1:
-                raise ValueError(f"layout {layout}: {axis}={size} is not supported for {self.family} models; use {axis}=1")
+                raise ValueError(
+                    f"layout {layout}: {axis}={size} is not supported for {self.family} models; use {axis}=1"
+                )
 
 
 def config_path(name: str) -> Path:
-    """The config.json that `name` (model directory, file or shipped name) means; ValueError when there is none."""
+    """The config.json that a model directory, file or shipped name means; ValueError when there is none."""
     path = resolve(name, kind="models", suffix=".json")
     if path.is_dir():
         path = path / "config.json"

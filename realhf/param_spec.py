@@ -1,8 +1,8 @@
 """The keystone: every parameter of a model with its global shape, pipeline stage and tensor-parallel split.
 
-Parameters go by their Hugging Face names and a rank holds a box (Region) of each. `nn` builds from this table,
-weights are loaded and saved by it, `realloc` schedules from it and the planner sizes with it. Nobody else knows
-how a tensor is split.
+Parameters go by their Hugging Face names and a rank holds a box (Region) of each. `nn` builds from this
+table, weights are loaded and saved by it, `realloc` schedules from it and the planner sizes with it. Nobody
+else knows how a tensor is split.
 """
 
 import math
@@ -28,10 +28,10 @@ def intersect(a: Region, b: Region) -> Region | None:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter. `layer` is its decoder layer, -1 for the embedding (first stage), None for what follows the last layer.
+    """One parameter, of decoder layer `layer`: -1 for the embedding, None for what follows the last layer.
 
-    `split_dim` is cut over tp in `num_units` indivisible units (attention heads, or single rows or columns); with
-    fewer units than tp ranks, neighbouring ranks hold the same unit and each computes a part of its gradient.
+    `split_dim` is cut over tp in `num_units` indivisible units (attention heads, or single rows or columns);
+    with fewer units than tp ranks, neighbours hold the same unit and each computes a part of its gradient.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ParamSpec:
         return tuple(box)
 
     def stages(self, num_layers: int, pp: int) -> tuple[int, ...]:
-        """The pipeline stages that hold the parameter: one, or first and last for an embedding that is also the head."""
+        """The pipeline stages that hold it: one, or first and last for an embedding that is also the head."""
         if self.layer is None:
             return (pp - 1,)
         if self.layer < 0:
@@ -76,7 +76,7 @@ class ParamSpec:
         return tuple(i for i in range(tp) if self._units(tp, i) == mine)
 
     def has_partial_gradient(self, tp: int) -> bool:
-        """Whether the ranks that share a region must add their gradients (else each has the whole gradient)."""
+        """Whether ranks that share a region must add their gradients (else each has the whole gradient)."""
         return self.split_dim is not None and tp > self.num_units
 
 
@@ -102,7 +102,7 @@ class ModelSpec:
         return {p.name: p.region(layout.tp, at.tp) for p in self.params if at.pp in self._stages(p, layout)}
 
     def is_primary(self, param: ParamSpec, layout: Layout, at: Coordinate) -> bool:
-        """Whether this coordinate counts for the region in sums over parameters (one tp sharer, one stage; every dp)."""
+        """Whether sums over parameters count the region here: at one tp sharer and one stage, at every dp."""
         return at.pp == self._stages(param, layout)[0] and at.tp == param.sharers(layout.tp, at.tp)[0]
 
     def _stages(self, param: ParamSpec, layout: Layout) -> tuple[int, ...]:
@@ -117,11 +117,12 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     for i in range(c.num_layers):
         at = f"model.layers.{i}"
         attn, mlp = f"{at}.self_attn", f"{at}.mlp"
-        projections = (("q_proj", q_rows, c.num_heads), ("k_proj", kv_rows, c.num_kv_heads), ("v_proj", kv_rows, c.num_kv_heads))
+        qkv = [(f"{attn}.q_proj", q_rows, c.num_heads)]
+        qkv += [(f"{attn}.{name}", kv_rows, c.num_kv_heads) for name in ("k_proj", "v_proj")]
         params.append(ParamSpec(f"{at}.input_layernorm.weight", (hidden,), i))
-        params.extend(ParamSpec(f"{attn}.{n}.weight", (rows, hidden), i, 0, heads) for n, rows, heads in projections)
+        params.extend(ParamSpec(f"{name}.weight", (rows, hidden), i, 0, heads) for name, rows, heads in qkv)
         if c.qkv_bias:
-            params.extend(ParamSpec(f"{attn}.{n}.bias", (rows,), i, 0, heads) for n, rows, heads in projections)
+            params.extend(ParamSpec(f"{name}.bias", (rows,), i, 0, heads) for name, rows, heads in qkv)
         params.append(ParamSpec(f"{attn}.o_proj.weight", (hidden, q_rows), i, 1, c.num_heads))
         params.append(ParamSpec(f"{at}.post_attention_layernorm.weight", (hidden,), i))
         width = c.intermediate_size

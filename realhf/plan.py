@@ -24,12 +24,14 @@ class CallPlan:
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batch_tokens, int) or self.micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens is {self.micro_batch_tokens!r}: it must be a whole number of at least 1")
+            raise ValueError(
+                f"micro_batch_tokens is {self.micro_batch_tokens!r}: it must be a whole number of at least 1"
+            )
 
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """Call name -> CallPlan. `predicted` holds what a planner expected of the whole step; hand-written plans have none."""
+    """Call name -> CallPlan. `predicted` is what the planner expected of the whole step, if it made this."""
 
     calls: Mapping[str, CallPlan]
     predicted: Mapping[str, Any] = field(default_factory=dict)
@@ -43,24 +45,29 @@ class ExecutionPlan:
         return 1 + max(max(call.layout.ranks) for call in self.calls.values())
 
     def check(self, graph: DataflowGraph, *, world_size: int) -> None:
-        """Raises ValueError when a call of the graph has no layout, an entry fits no call, or a rank does not exist."""
+        """Raises ValueError when a call has no layout, an entry fits no call, or a rank does not exist."""
         names = [call.name for call in graph.calls]
         for name in self.calls:
             if name not in names:
-                raise ValueError(f"calls.{name}: the experiment has no such call; its calls are {', '.join(names)}")
+                raise ValueError(
+                    f"calls.{name}: the experiment has no such call; its calls are {', '.join(names)}"
+                )
         for name in names:
             if name not in self.calls:
-                raise ValueError(f"calls.{name} is missing: the plan must give every call of the experiment a layout")
+                raise ValueError(
+                    f"calls.{name} is missing: the plan must give every call of the experiment a layout"
+                )
             beyond = [rank for rank in self[name].layout.ranks if rank >= world_size]
             if beyond:
                 raise ValueError(
-                    f"calls.{name}.layout {self[name].layout} uses rank {beyond[0]}, but there are {world_size} ranks "
-                    f"(0 to {world_size - 1})"
+                    f"calls.{name}.layout {self[name].layout} uses rank {beyond[0]}, "
+                    f"but there are {world_size} ranks (0 to {world_size - 1})"
                 )
         for call in graph.calls:
             strategy = self[call.name].layout.strategy
             if call.kind == "host" and strategy.num_ranks != strategy.dp:
-                raise ValueError(f"calls.{call.name}.layout {strategy}: a host call can be split over dp only")
+                where = f"calls.{call.name}.layout {strategy}"
+                raise ValueError(f"{where}: a host call can be split over dp only")
 
     @classmethod
     def single(cls, graph: DataflowGraph, layout: Layout, **fields: Any) -> "ExecutionPlan":
@@ -70,18 +77,20 @@ class ExecutionPlan:
 
     @classmethod
     def from_dict(cls, document: Any) -> "ExecutionPlan":
-        if not isinstance(document, dict) or not isinstance(document.get("calls"), dict) or not document["calls"]:
+        entries = document.get("calls") if isinstance(document, dict) else None
+        if not isinstance(entries, dict) or not entries:
             raise ValueError("calls is missing: a plan is a mapping `calls: {call name: {layout: d2t4@0-7}}`")
         unknown = set(document) - {"calls", "predicted"}
         if unknown:
             raise ValueError(f"unknown field {sorted(map(str, unknown))[0]!r}: legal are calls, predicted")
         calls = {}
-        for name, entry in document["calls"].items():
+        for name, entry in entries.items():
             if not isinstance(entry, dict) or "layout" not in entry:
                 raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
             unknown = set(entry) - set(_CALL_FIELDS)
             if unknown:
-                raise ValueError(f"calls.{name} has an unknown field {sorted(unknown)[0]!r}: legal are {', '.join(_CALL_FIELDS)}")
+                first, legal = sorted(map(str, unknown))[0], ", ".join(_CALL_FIELDS)
+                raise ValueError(f"calls.{name} has an unknown field {first!r}: legal are {legal}")
             try:
                 calls[name] = CallPlan(**{**entry, "layout": Layout.parse(entry["layout"])})
             except ValueError as error:
@@ -102,7 +111,7 @@ class ExecutionPlan:
         path = resolve(name, kind="plans", suffix=".yaml")
         try:
             return cls.from_dict(yaml.safe_load(path.read_text()))
-        except (ValueError, yaml.YAMLError) as error:
+        except (ValueError, OSError, yaml.YAMLError) as error:
             raise ValueError(f"plan {path}: {' '.join(str(error).split())}") from error
 
     def save(self, path: Path) -> None:

@@ -206,8 +206,8 @@ class World:
         self.size = size
         self._timeout = timedelta(seconds=timeout_seconds)
         self.device = torch.device(device)
-        self._groups: dict[tuple[tuple[int, ...], bool], Group] = {}
-        self.control = self.group(tuple(range(size)), control=True)
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        self.control = self.group(tuple(range(size)), purpose="control")
         """All ranks over gloo, for small metadata."""
 
     @classmethod
@@ -222,14 +222,15 @@ class World:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
         return cls(rank=rank, size=size, device=device, timeout_seconds=timeout_seconds)
 
-    def group(self, ranks: Sequence[int], *, control: bool = False) -> Group:
+    def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
         """The group of these ranks, of which this process must be one; made on first use and kept.
 
-        All members must call this in the same relative order. `control` groups always run over gloo.
+        All members must call this in the same relative order. Groups of different purpose never mix their messages;
+        those for `control` always run over gloo.
         """
-        key = (tuple(ranks), control)
+        key = (tuple(ranks), purpose)
         if key not in self._groups:
-            native = self.device.type == "cuda" and not control
+            native = self.device.type == "cuda" and purpose != "control"
             pg = None
             if len(key[0]) > 1:
                 backend = "nccl" if native else "gloo"

@@ -12,7 +12,8 @@ class ParallelGroups:
     """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
 
     `stage` joins the dp replicas and tp ranks of one pipeline stage, `all` every rank of the layout, `ends` the first
-    and the last stage (the same group on both; None between them or without pipelining).
+    and the last stage (the same group on both; None between them or without pipelining). `pp_back` has the ranks of `pp` for
+    what flows from later to earlier stages; `dp_control` those of `dp` for small metadata on the host.
     """
 
     layout: Layout
@@ -21,6 +22,8 @@ class ParallelGroups:
     tp: Group
     dp: Group
     pp: Group
+    pp_back: Group
+    dp_control: Group
     all: Group
     ends: Group | None
     world: World
@@ -34,7 +37,17 @@ class ParallelGroups:
         if layout.pp > 1 and at.pp in (0, layout.pp - 1):
             ends = world.group((line["pp"][0], line["pp"][-1]))
         groups = {axis: world.group(ranks) for axis, ranks in line.items()}
-        return cls(layout, rank, at, groups["tp"], groups["dp"], groups["pp"], world.group(layout.ranks), ends, world)
+        return cls(
+            layout=layout,
+            rank=rank,
+            at=at,
+            **groups,
+            pp_back=world.group(line["pp"], purpose="backward"),
+            dp_control=world.group(line["dp"], purpose="control"),
+            all=world.group(layout.ranks),
+            ends=ends,
+            world=world,
+        )
 
     def tp_subgroup(self, indices: Sequence[int]) -> Group:
         """The group of some members of the tp group, this rank among them."""

@@ -1,0 +1,36 @@
+# make demo [SEED=2] [DEMO_ARGS=...]   sets up .venv and runs the demo
+# make test                           sets up .venv and runs the tests
+# make check                          ruff, mypy and the layering test
+#
+# This installs the pinned CPU build of torch. On a machine with CUDA, install by hand instead:
+#   python3 -m venv .venv && .venv/bin/pip install torch && .venv/bin/pip install --no-build-isolation -e '.[gpu,dev]'
+#   touch .venv/.installed
+
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup demo test check clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py $(if $(SEED),--seed $(SEED)) $(DEMO_ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy realhf
+	$(BIN)/python -m pytest -q tests/test_layering.py
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find realhf tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

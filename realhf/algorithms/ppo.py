@@ -1,0 +1,173 @@
+"""PPO for RLHF with up to four roles (Schulman et al. 2017; Ziegler et al. 2019; Ouyang et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from realhf.algorithms.calls import actor_generate, graph_of, greedy_evaluation, log_probs, reward_forward, rollout_metrics
+from realhf.algorithms.grpo import PolicyLoss, PolicyLossConfig
+from realhf.engine.work import HostFunction, OptimizerConfig, SamplingConfig, TrainStep, Values
+from realhf.experiment import Experiment, Role
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.rewards.scoring import RewardFunction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from realhf.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), averaged over response tokens."""
+
+    clip: float = 0.2
+    output: str = "values"
+    entropy: bool = False
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        return {"tokens": float(batch["response_mask"].values.sum())}
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        value_T, old_T, return_T = outputs["values"], batch["values"].values, batch["returns"].values
+        weight_T = batch["response_mask"].values / max(totals["tokens"], 1.0)
+        clipped_T = old_T + (value_T - old_T).clamp(-self.clip, self.clip)
+        error_T, clipped_error_T = (value_T - return_T) ** 2, (clipped_T - return_T) ** 2
+        loss = 0.5 * (error_T.maximum(clipped_error_T) * weight_T).sum()
+        clip_fraction = ((clipped_error_T > error_T).detach() * weight_T).sum()
+        return loss, {"vf_loss": loss.detach(), "clip_fraction": clip_fraction}
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """Token rewards -kl_coef (log p - log p_ref), plus the score at the last token; GAE(gamma, lam) over them."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    kl_coef: float = 0.05
+    whiten: bool = True
+    """Normalise advantages to mean 0 and variance 1 over the batch's response tokens."""
+
+
+def generalized_advantages(
+    rewards_ST: Tensor, values_ST: Tensor, mask_ST: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """GAE (Schulman et al. 2016, arXiv:1506.02438) of S left-aligned sequences; returns (advantages, returns)."""
+    advantages_ST = rewards_ST.new_zeros(rewards_ST.shape)
+    running_S = rewards_ST.new_zeros(rewards_ST.shape[0])
+    next_value_S = running_S
+    for t in reversed(range(rewards_ST.shape[1])):
+        mask_S = mask_ST[:, t]
+        delta_S = rewards_ST[:, t] + gamma * next_value_S - values_ST[:, t]
+        running_S = (delta_S + gamma * lam * running_S) * mask_S
+        next_value_S = values_ST[:, t] * mask_S
+        advantages_ST[:, t] = running_S
+    return advantages_ST, (advantages_ST + values_ST) * mask_ST
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """Advantages and returns of the response tokens, from score, KL to the reference and values."""
+
+    config: AdvantageConfig
+
+    def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        c, mask = self.config, batch["response_mask"]
+        chosen_T = mask.values.bool()
+        counts = [int(part.sum()) for part in mask.split()]
+        values_T = batch["values"].values[chosen_T]
+        kl_T = batch["gen_logprobs"].values[chosen_T] - batch["ref_logprobs"].values[chosen_T]
+        valid_ST = values_T.new_ones(len(counts), max(counts)).bool()
+        for row, count in zip(valid_ST, counts, strict=True):
+            row[count:] = False
+
+        def padded(x_T: Tensor) -> Tensor:
+            x_ST = x_T.new_zeros(valid_ST.shape)
+            x_ST[valid_ST] = x_T
+            return x_ST
+
+        rewards_ST = padded(-c.kl_coef * kl_T)
+        for row, count, score in zip(rewards_ST, counts, batch["score"], strict=True):
+            row[count - 1] += score
+        advantages_ST, returns_ST = generalized_advantages(
+            rewards_ST, padded(values_T), valid_ST.to(values_T.dtype), gamma=c.gamma, lam=c.lam
+        )
+        advantage_T, return_T = advantages_ST[valid_ST], returns_ST[valid_ST]
+        metrics = rollout_metrics(batch)
+        metrics["actor/ref_kl"] = kl_T.sum().item() / len(counts)
+        residual = (return_T - values_T).var(correction=0) / return_T.var(correction=0).clamp(min=1e-12)
+        metrics["critic/explained_variance"] = 1.0 - residual.item()
+        if c.whiten:
+            advantage_T = (advantage_T - advantage_T.mean()) / (advantage_T.std(correction=0) + 1e-8)
+
+        def spread(x_N: Tensor) -> Any:
+            column_T = x_N.new_zeros(chosen_T.shape)
+            column_T[chosen_T] = x_N
+            return mask.like(column_T)
+
+        return {"advantages": spread(advantage_T), "returns": spread(return_T)}, metrics
+
+
+@dataclass
+class PPO(Experiment):
+    """PPO of `actor` and `critic` against `ref`, with a reward model or a reward function."""
+
+    actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))
+    critic: Role = field(default_factory=lambda: Role(model="", head="score", optimizer=OptimizerConfig()))
+    ref: Role | None = None
+    """The reference; None: the actor's initial weights."""
+    reward: Role | None = None
+    reward_function: RewardFunction | None = None
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(average="token"))
+    value_loss: ValueLoss = field(default_factory=ValueLoss)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    minibatches: int = 4
+    epochs: int = 1
+    max_rows: int = 512
+    """Sequences that a rank decodes at once."""
+
+    def roles(self) -> dict[str, Role]:
+        if (self.reward is None) == (self.reward_function is None):
+            raise ValueError("give either reward_function or a reward role, and not both")
+        roles = {"actor": self.actor, "critic": self.critic, "ref": self.ref or replace(self.actor, optimizer=None)}
+        return roles if self.reward is None else {**roles, "reward": self.reward}
+
+    def graph(self) -> DataflowGraph:
+        sequence = ("sequence_ids", "response_mask")
+        temperature = self.sampling.temperature or 1.0
+        advantage_inputs = ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished")
+        return graph_of(
+            actor_generate(self.sampling, max_rows=self.max_rows),
+            reward_forward(self.reward_function),
+            log_probs("ref", output="ref_logprobs", temperature=temperature),
+            FunctionCall("critic_forward", "forward", sequence, ("values",), role="critic", work=Values()),
+            FunctionCall(
+                name="token_advantages",
+                kind="host",
+                inputs=advantage_inputs,
+                outputs=("advantages", "returns"),
+                work=HostFunction(TokenAdvantages(self.advantage)),
+            ),
+            FunctionCall(
+                name="actor_train",
+                kind="train_step",
+                role="actor",
+                inputs=(*sequence, "gen_logprobs", "advantages", *(("ref_logprobs",) if self.loss.kl_coef else ())),
+                work=TrainStep(PolicyLoss(self.loss), self.minibatches, self.epochs, temperature),
+            ),
+            FunctionCall(
+                name="critic_train",
+                kind="train_step",
+                role="critic",
+                inputs=(*sequence, "values", "returns"),
+                work=TrainStep(self.value_loss, self.minibatches, self.epochs),
+            ),
+        )
+
+    def eval_graph(self) -> DataflowGraph:
+        return greedy_evaluation(self.sampling, self.reward_function)

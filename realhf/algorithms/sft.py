@@ -1,0 +1,56 @@
+"""Supervised fine-tuning: maximum likelihood of the completions, prompts masked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from realhf.algorithms.calls import greedy_evaluation
+from realhf.engine.work import OptimizerConfig, SamplingConfig, TrainStep
+from realhf.experiment import Experiment, Role
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.rewards.scoring import RewardFunction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from realhf.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Negative log-likelihood, averaged over the completion tokens of the mini-batch."""
+
+    output: str = "logprobs"
+    entropy: bool = False
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        return {"tokens": float(batch["response_mask"].values.sum())}
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        mask_T = batch["response_mask"].values
+        return -(outputs["logprobs"] * mask_T).sum() / max(totals["tokens"], 1.0), {}
+
+
+@dataclass
+class SFT(Experiment):
+    """Fine-tunes `actor` on rows of prompt and completion."""
+
+    actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))
+    reward_function: RewardFunction | None = None
+    """Scores greedy answers to `eval_dataset`, if given."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Token limit of those answers."""
+
+    def roles(self) -> dict[str, Role]:
+        return {"actor": self.actor}
+
+    def graph(self) -> DataflowGraph:
+        keys = ("sequence_ids", "response_mask")
+        return DataflowGraph([FunctionCall("actor_train", "train_step", keys, role="actor", work=TrainStep(CrossEntropy()))], keys)
+
+    def eval_graph(self) -> DataflowGraph | None:
+        return None if self.reward_function is None else greedy_evaluation(self.sampling, self.reward_function)

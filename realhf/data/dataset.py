@@ -1,0 +1,87 @@
+"""Rows of prompts from JSONL or parquet files, and the order in which a run sees them. Free of torch."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")
+"""Keys that the loader makes from the prompt (and completion) column; any other key is a column of the file."""
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """A file of rows with at least a prompt: text, or a list of chat messages."""
+
+    path: str = ""
+    """A .jsonl or .parquet file."""
+    prompt_key: str = "prompt"
+    completion_key: str = "completion"
+    """The column that supervised fine-tuning learns to write."""
+    max_prompt_tokens: int = 4096
+    """Rows with longer prompts are left out (their number is logged)."""
+    max_rows: int = 0
+    """Only the first so many rows; 0: all."""
+    shuffle: bool = True
+
+
+def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
+    """All rows of the file. Raises ValueError that names the file and line when it is missing or malformed."""
+    path = Path(config.path)
+    if not path.is_file():
+        raise ValueError(f"dataset.path {config.path!r}: there is no such file")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    elif path.suffix in (".jsonl", ".json"):
+        rows = []
+        with path.open() as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"dataset {path} line {number} is not JSON: {error}") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"dataset {path} line {number} is {type(row).__name__}: every line must be an object")
+                rows.append(row)
+    else:
+        raise ValueError(f"dataset.path {config.path!r} ends in {path.suffix!r}: legal are .jsonl and .parquet")
+    if not rows:
+        raise ValueError(f"dataset {path} has no rows")
+    return rows[: config.max_rows or None]
+
+
+def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
+    """The columns of the file that a graph with these input keys reads."""
+    columns = [key for key in keys if key not in LOADER_KEYS]
+    if "sequence_ids" in keys:
+        columns.append(config.completion_key)
+    return [config.prompt_key, *columns]
+
+
+def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    """Raises ValueError when some row lacks one of the columns."""
+    for column in columns:
+        for number, row in enumerate(rows):
+            if column not in row:
+                raise ValueError(
+                    f"dataset {config.path} has no column {column!r} in row {number}; its columns are {', '.join(row)}"
+                )
+
+
+def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:
+    """Row indices number `start` to `start + count` of an endless run through the data, reshuffled every epoch."""
+    indices: list[int] = []
+    position = start
+    while len(indices) < count:
+        epoch, offset = divmod(position, num_rows)
+        order = np.random.default_rng([seed, epoch]).permutation(num_rows) if shuffle else np.arange(num_rows)
+        part = order[offset : offset + count - len(indices)]
+        indices += part.tolist()
+        position += len(part)
+    return indices

@@ -1,0 +1,71 @@
+"""From dataset rows to the Batch that a step starts with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from realhf.data.batch import Batch, Packed
+from realhf.data.dataset import DatasetConfig, needed_columns, read_rows, require_columns, row_order
+from realhf.errors import UserError
+
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"tokenizer {directory}: {str(error).splitlines()[0]}") from error
+
+
+class Loader:
+    """Tokenises rows and deals them out. Sample ids count `group_size` samples of a prompt after one another."""
+
+    def __init__(
+        self, config: DatasetConfig, *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int
+    ) -> None:
+        self._keys = keys
+        self._config = config
+        self._tokenizer = tokenizer
+        self._group_size = group_size
+        self._seed = seed
+        rows = read_rows(config)
+        require_columns(config, rows, needed_columns(config, keys))
+        made = [self._prepare(row) for row in rows]
+        self._rows = [row for row in made if len(row["prompt_ids"]) <= config.max_prompt_tokens]
+        self.num_too_long = len(made) - len(self._rows)
+        if not self._rows:
+            raise UserError(f"dataset {config.path}: every prompt is longer than max_prompt_tokens {config.max_prompt_tokens}")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, *, first_prompt: int, num_prompts: int) -> Batch:
+        """Prompts number `first_prompt` onwards of the run, each `group_size` times."""
+        order = row_order(
+            len(self._rows), start=first_prompt, count=num_prompts, seed=self._seed, shuffle=self._config.shuffle
+        )
+        rows = [self._rows[i] for i in order for _ in range(self._group_size)]
+        first = first_prompt * self._group_size
+        ids = list(range(first, first + len(rows)))
+        return Batch(ids, {key: self._column(key, rows) for key in self._keys})
+
+    def _column(self, key: str, rows: list[dict[str, Any]]) -> Any:
+        if key in ("prompt_ids", "sequence_ids"):
+            return Packed.of([torch.tensor(row[key], dtype=torch.long) for row in rows])
+        if key == "response_mask":
+            return Packed.of([torch.tensor(row[key], dtype=torch.float32) for row in rows])
+        return [row[key] for row in rows]
+
+    def _prepare(self, row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row[self._config.prompt_key]
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt)
+        else:
+            ids = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        made = {**row, "prompt": prompt, "prompt_ids": ids}
+        if "sequence_ids" in self._keys:
+            completion = self._tokenizer.encode(row[self._config.completion_key], add_special_tokens=False)
+            completion = [*completion, self._tokenizer.eos_token_id]
+            made["sequence_ids"] = [*ids, *completion]
+            made["response_mask"] = [0] * len(ids) + [1] * len(completion)
+        return made

@@ -1,0 +1,75 @@
+"""Pipeline parallelism: which micro-batch a stage works on when, and the messages between stages."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from realhf.dist.group import Pending
+from realhf.dist.parallel import ParallelGroups
+
+Action = tuple[Literal["forward", "backward"], int]
+
+
+def one_forward_one_backward(num_micro_batches: int, *, stage: int, num_stages: int) -> list[Action]:
+    """The 1F1B order of one stage (Narayanan et al. 2021, arXiv:2104.04473): at most `num_stages - stage` in flight."""
+    num_warmup = min(num_stages - stage - 1, num_micro_batches)
+    # Warm-up: fill the pipeline.
+    actions: list[Action] = [("forward", i) for i in range(num_warmup)]
+    # Steady state: one forward, one backward.
+    for i in range(num_warmup, num_micro_batches):
+        actions += [("forward", i), ("backward", i - num_warmup)]
+    # Cool-down: drain it.
+    actions += [("backward", i) for i in range(num_micro_batches - num_warmup, num_micro_batches)]
+    return actions
+
+
+def forward_only(num_micro_batches: int) -> list[Action]:
+    return [("forward", i) for i in range(num_micro_batches)]
+
+
+def run_pipeline(
+    actions: Sequence[Action],
+    groups: ParallelGroups,
+    *,
+    forward: Callable[[int, torch.Tensor | None], torch.Tensor],
+    hidden_shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+) -> dict[int, Any]:
+    """Carries out a stage's actions. `forward(i, hidden)` computes micro-batch i from the previous stage's hidden states
+    (None on the first stage) and returns hidden states, or on the last stage what shall be kept: a loss to go backward from,
+    or any result. Returns the last stage's results by micro-batch.
+
+    Sends do not block and both directions have their own group, so that no order of stages can deadlock.
+    """
+    device = groups.world.device
+    inputs: dict[int, torch.Tensor | None] = {}
+    outputs: dict[int, Any] = {}
+    pending: list[Pending] = []
+    train = any(kind == "backward" for kind, _ in actions)
+    for kind, i in actions:
+        if kind == "forward":
+            hidden = None
+            if not groups.is_first_stage:
+                hidden = torch.empty(hidden_shapes[i], dtype=dtype, device=device)
+                groups.pp.exchange([], [(groups.at.pp - 1, hidden)])
+                hidden.requires_grad_(train)
+            inputs[i], outputs[i] = hidden, forward(i, hidden)
+            if not groups.is_last_stage:
+                pending.append(groups.pp.post([(groups.at.pp + 1, outputs[i].detach().contiguous())], []))
+        else:
+            hidden, output = inputs.pop(i), outputs[i]
+            if groups.is_last_stage:
+                output.backward()
+                outputs[i] = output.detach()
+            else:
+                grad = torch.empty_like(output)
+                groups.pp_back.exchange([], [(groups.at.pp + 1, grad)])
+                torch.autograd.backward(output, grad)
+                del outputs[i]
+            if hidden is not None:
+                assert hidden.grad is not None
+                pending.append(groups.pp_back.post([(groups.at.pp - 1, hidden.grad.contiguous())], []))
+    for message in pending:
+        message.wait()
+    return outputs if groups.is_last_stage else {}

@@ -1,0 +1,165 @@
+"""What an engine can be asked to do, and the settings of it. Free of torch, so that experiments can be planned without it.
+
+Token-level arrays are aligned with the tokens of a sequence: entry t of `logprobs` is log p(token t | tokens before t), and entry t
+of `values` is the value of the state in which token t is chosen. Both are 0 where `response_mask` is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from realhf.data.batch import Batch
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019) with ZeRO-1 sharding, gradient clipping and a learning-rate schedule."""
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    total_steps: int = 0
+    """Optimizer steps after which `linear` and `cosine` reach `min_lr_ratio`; required by them."""
+    min_lr_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.lr >= 0, f"optimizer.lr is {self.lr}: it must not be negative")
+        _require(self.max_grad_norm > 0, f"optimizer.max_grad_norm is {self.max_grad_norm}: it must be above 0")
+        _require(
+            self.schedule == "constant" or self.total_steps > 0,
+            f"optimizer.total_steps is {self.total_steps}: the {self.schedule} schedule needs it above 0",
+        )
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are drawn. `top_k=0` and `top_p=1` switch those filters off; `temperature=0` is greedy."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, f"sampling.max_new_tokens is {self.max_new_tokens}: it must be at least 1")
+        _require(self.temperature >= 0, f"sampling.temperature is {self.temperature}: it must not be negative")
+        _require(self.top_k >= 0, f"sampling.top_k is {self.top_k}: it must not be negative")
+        _require(0 < self.top_p <= 1, f"sampling.top_p is {self.top_p}: it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the runtime needs to know of any work in order to hand out samples."""
+
+    @property
+    def num_minibatches(self) -> int:
+        """Parts into which the samples of a step are cut, the same under every layout."""
+        return 1
+
+    @property
+    def num_passes(self) -> int:
+        """How often every sample is seen, for the FLOPs of the call."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Generate(Work):
+    """Continues `prompt_ids`. Outputs, by position: packed sequences (prompt and response), response mask, log-probs
+    of the response tokens (at the sampling temperature, before top-k and top-p), and 1.0 for samples that ended by themselves.
+    """
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    seed: int = 0
+    max_rows: int = 512
+    """Sequences that a rank decodes at once; the KV cache is sized for them."""
+
+
+@dataclass(frozen=True)
+class LogProbs(Work):
+    """Log-probabilities of the first input's tokens under the model, where `response_mask` is 1 if that is an input."""
+
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Values(Work):
+    """Values of the states in which the first input's tokens were chosen (score head)."""
+
+
+@dataclass(frozen=True)
+class Scores(Work):
+    """One score per sequence of the first input: the score head at its last token."""
+
+
+@dataclass(frozen=True)
+class TrainStep(Work):
+    """One optimizer step per mini-batch; the first input holds the packed sequences."""
+
+    loss: Loss
+    minibatches: int = 1
+    epochs: int = 1
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.minibatches >= 1, f"minibatches is {self.minibatches}: it must be at least 1")
+        _require(self.epochs >= 1, f"epochs is {self.epochs}: it must be at least 1")
+
+    @property
+    def num_minibatches(self) -> int:
+        return self.minibatches
+
+    @property
+    def num_passes(self) -> int:
+        return self.epochs
+
+
+@dataclass(frozen=True)
+class HostFunction(Work):
+    """Plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`.
+
+    `context.tokenizer` is the run's tokenizer and `context.step` the step's number. With `splittable` the function may
+    see any part of the samples (a plan can spread it over dp), else it sees all of them.
+    """
+
+    function: Any
+    splittable: bool = False
+
+
+class Loss(Protocol):
+    """A loss that adds up: over any partition of a mini-batch, the parts' losses and metrics sum to the whole's."""
+
+    @property
+    def output(self) -> str:
+        """What the model must compute: `logprobs`, `values` or `scores`."""
+        ...
+
+    @property
+    def entropy(self) -> bool:
+        """Whether `entropy` is wanted beside the log-probs."""
+        ...
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        """Counts whose sums over the mini-batch normalise the loss, such as the number of response tokens."""
+        ...
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The part's share of the loss (a scalar) and of each metric."""
+        ...

@@ -1,0 +1,5 @@
+"""UserError: what a user caused and can mend. The command line prints its sentence without a traceback and exits with 2."""
+
+
+class UserError(ValueError):
+    """One clear sentence that names the file, field, function or sample and what would be legal."""

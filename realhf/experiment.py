@@ -1,0 +1,83 @@
+"""Experiment: what a user defines - roles, graph, data and schedule. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from realhf.data.dataset import DatasetConfig
+from realhf.engine.work import Generate, OptimizerConfig
+from realhf.graph import DataflowGraph
+from realhf.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model in the experiment. With an optimizer it is trainable, without it is frozen."""
+
+    model: str
+    """Hugging Face model directory; or a config.json or shipped name, together with `random_init`."""
+    head: Literal["lm", "score"] = "lm"
+    """`lm` for actors and references, `score` (one number per token) for critics and reward models."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    optimizer: OptimizerConfig | None = None
+    random_init: bool = False
+    """Draw the weights at random instead of reading them."""
+    follows: str | None = None
+    """A trainable role of the same model whose moving average this role is: updated after each of its train steps."""
+    follow_rate: float = 0.01
+    """Share of the followed role's weights in each update."""
+
+    def __post_init__(self) -> None:
+        if self.follows is not None and self.optimizer is not None:
+            raise ValueError("a role that follows another cannot have an optimizer of its own")
+        if not 0 < self.follow_rate <= 1:
+            raise ValueError(f"follow_rate is {self.follow_rate}: it must be above 0 and at most 1")
+
+    def config(self) -> ModelConfig:
+        return ModelConfig.load(self.model, head=self.head)
+
+
+@dataclass
+class Experiment:
+    """Base of all experiments; an algorithm adds its settings and overrides `roles` and `graph`.
+
+    A step draws `batch_size` prompts and works on `batch_size * group_size` samples.
+    """
+
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    eval_dataset: DatasetConfig | None = None
+    """Held-out prompts; evaluated greedily before the first step, every `eval_every` steps and at the end."""
+    steps: int = 100
+    batch_size: int = 32
+    """Prompts per step."""
+    group_size: int = 1
+    """Samples per prompt."""
+    seed: int = 0
+    eval_every: int = 0
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    export_every: int = 0
+    """Steps between Hugging Face exports; 0: only after the last step."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer; None: that of the first role."""
+
+    def roles(self) -> dict[str, Role]:
+        """Role name -> Role; the first trainable one is the model that is exported."""
+        raise TypeError(f"{type(self).__name__} must define roles()")
+
+    def graph(self) -> DataflowGraph:
+        """The calls of one training step."""
+        raise TypeError(f"{type(self).__name__} must define graph()")
+
+    def eval_graph(self) -> DataflowGraph | None:
+        """The calls of one evaluation; it must produce `completion` and `score`. None: nothing to evaluate."""
+        return None
+
+    def resolved_graph(self) -> DataflowGraph:
+        """`graph()`, with the experiment's seed given to every generating call."""
+        graph = self.graph()
+        generating = [call for call in graph.calls if isinstance(call.work, Generate)]
+        return graph.replace(*(replace(call, work=replace(call.work, seed=self.seed)) for call in generating))
+
+    def tokenizer_dir(self) -> str:
+        return self.tokenizer or next(iter(self.roles().values())).model

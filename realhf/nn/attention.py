@@ -1,0 +1,57 @@
+"""Causal attention over packed sequences, by the fastest kernel that the device has.
+
+Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value heads, D head dim.
+"""
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+
+def packed_attention(
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, seq_lens: list[int]
+) -> torch.Tensor:
+    """Causal grouped-query attention inside each sequence: out_TND."""
+    if q_TND.is_cuda and q_TND.dtype in (torch.float16, torch.bfloat16):
+        return _varlen_attention(q_TND, k_TKD, v_TKD, seq_lens)
+    return _sdpa_by_length(q_TND, k_TKD, v_TKD, seq_lens)
+
+
+def _sdpa_by_length(
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, seq_lens: list[int]
+) -> torch.Tensor:
+    """One call per run of neighbours of equal length; `split` because its backward is one concatenation."""
+    runs = [(length, len(list(run))) for length, run in groupby(n for n in seq_lens if n)]
+    sizes = [length * count for length, count in runs]
+    outs = []
+    for (length, count), *qkv in zip(runs, *(x.split(sizes) for x in (q_TND, k_TKD, v_TKD)), strict=True):
+        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs) if outs else torch.zeros_like(q_TND)
+
+
+def _varlen_attention(
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, seq_lens: list[int]
+) -> torch.Tensor:
+    starts, longest = _cumulative(tuple(seq_lens), q_TND.device), max(seq_lens, default=0)
+    if find_spec("flash_attn") is not None:
+        flash = import_module("flash_attn").flash_attn_varlen_func
+        return flash(q_TND, k_TKD, v_TKD, starts, starts, longest, longest, causal=True)
+    out = varlen_attn(
+        q_TND, k_TKD, v_TKD, starts, starts, longest, longest, window_size=(-1, 0),
+        enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+@lru_cache(maxsize=8)
+def _cumulative(seq_lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Offsets of the sequences, kept so that the layers of one forward share one copy to the device."""
+    return torch.tensor((0, *seq_lens)).cumsum(0).to(device, torch.int32)

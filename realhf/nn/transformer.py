@@ -1,0 +1,307 @@
+"""Transformer: one rank's shard of a Llama- or Qwen2-style decoder, built from the parameter table.
+
+Shape suffixes: T tokens of all sequences end to end, B rows of a decoding step, H hidden; of this rank: F MLP
+width, N query heads, K key-value heads, V part of the vocabulary; D head dim.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from realhf.dist.autograd import copy_to_group, sum_over_group
+from realhf.dist.group import Group
+from realhf.dist.parallel import ParallelGroups
+from realhf.model_config import ModelConfig
+from realhf.nn.attention import packed_attention
+from realhf.nn.kv_cache import KVCache, decode_attention
+from realhf.param_spec import ModelSpec, region_size
+
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+_FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+_EMBEDDING = "model.embed_tokens.weight"
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of every token's angles, each of shape (T, 1, D / 2)."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q_TND, k_TKD, v_TKD) -> out_TND."""
+
+
+class Transformer(torch.nn.Module):
+    """The layers of this rank's pipeline stage and its tensor-parallel part of each.
+
+    `flat` holds all parameters end to end in table order; what autograd sees are views into it, q/k/v as one
+    and gate/up as one, as they lie side by side. A new model is frozen and zero: call `init_random` or load
+    weights, and `enable_grad` to train. `fp32_head` multiplies by the output head in float32; `recompute`
+    keeps only each layer's input for the backward pass.
+    """
+
+    flat: torch.Tensor
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        groups: ParallelGroups,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp32_head: bool = False,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.spec, self.groups, self.config = spec, groups, spec.config
+        self.fp32_head, self.recompute = fp32_head, recompute
+        self.regions = spec.held_by(groups.layout, groups.rank)
+        """HF name -> region that this rank holds."""
+        self._offsets: dict[str, tuple[int, int]] = {}
+        stop = 0
+        for name, region in self.regions.items():
+            self._offsets[name] = (stop, stop := stop + region_size(region))
+        self.flat = torch.zeros(stop, dtype=dtype, device=device)
+        self.grad_buffer: torch.Tensor | None = None
+        """Gradients in the places of `flat`; every backward pass adds to it."""
+        self._hooks: list[RemovableHandle] = []
+        self._extents: dict[str, tuple[int, int]] = {}
+        for name, (start, stop) in self._offsets.items():
+            fused = re.sub(r"\w+_proj", lambda match: _FUSED.get(match[0], match[0]), name)
+            self._extents[fused] = (self._extents.get(fused, (start, stop))[0], stop)
+        self._weights = {name: self._parameter(name) for name in self._extents}
+        for name, weight in self._weights.items():
+            if not name.startswith("model.layers."):
+                self.register_parameter(name.replace(".", "_"), weight)
+        layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
+        blocks = [Block(self.config, self._layer_weights(i), groups.tp) for i in layers]
+        self.blocks = torch.nn.ModuleList(blocks)
+        embedding = next(p for p in spec.params if p.name == _EMBEDDING)
+        self.vocab_range = embedding.region(groups.layout.tp, groups.at.tp)[0]
+        """Global token ids of this rank's logits: [start, stop)."""
+        tp = groups.layout.tp
+        shared = [p for p in spec.params if p.name in self.regions and p.has_partial_gradient(tp)]
+        self._shared = [p.name for p in shared]
+        self._sharers = groups.tp_subgroup(shared[0].sharers(tp, groups.at.tp)) if shared else None
+
+    def _parameter(self, fused: str) -> torch.nn.Parameter:
+        """A view of `flat` over all shards of that fused name, stacked by rows."""
+        start, stop = self._extents[fused]
+        first = next(name for name, (at, _) in self._offsets.items() if at == start)
+        inner = [hi - lo for lo, hi in self.regions[first][1:]]
+        return torch.nn.Parameter(self.flat[start:stop].view(-1, *inner), requires_grad=False)
+
+    def _layer_weights(self, index: int) -> dict[str, torch.nn.Parameter]:
+        prefix = f"model.layers.{index}."
+        return {name.removeprefix(prefix): w for name, w in self._weights.items() if name.startswith(prefix)}
+
+    # Parameters and gradients
+
+    def flat_offsets(self) -> dict[str, tuple[int, int]]:
+        """HF name -> [start, stop) in `flat` and `grad_buffer`."""
+        return dict(self._offsets)
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        """HF name -> this rank's region of it, a view of `flat`."""
+        return self._views(self.flat)
+
+    def grad_shards(self) -> dict[str, torch.Tensor]:
+        """HF name -> gradient of this rank's region, a view of `grad_buffer`."""
+        assert self.grad_buffer is not None, "enable_grad comes first"
+        return self._views(self.grad_buffer)
+
+    def _views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        shapes = {name: [hi - lo for lo, hi in region] for name, region in self.regions.items()}
+        return {name: flat[slice(*self._offsets[name])].view(shape) for name, shape in shapes.items()}
+
+    @torch.no_grad()
+    def init_random(self, seed: int) -> None:
+        """Normal weights, norms 1, biases 0; same in every layout: each parameter has its own generator."""
+        std = self.config.hf.get("initializer_range", 0.02)
+        shapes = {param.name: param.shape for param in self.spec.params}
+        for name, shard in self.shards().items():
+            if name.endswith("norm.weight"):
+                shard.fill_(1)
+            elif name.endswith(".bias"):
+                shard.zero_()
+            else:
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+                whole = torch.empty(shapes[name]).normal_(0.0, std, generator=generator)
+                shard.copy_(whole[tuple(slice(*extent) for extent in self.regions[name])])
+
+    def enable_grad(self, dtype: torch.dtype | None = None) -> None:
+        """Makes the model trainable; gradients are float32 (float64 in a float64 model) unless said."""
+        wide = torch.promote_types(self.flat.dtype, torch.float32)
+        self.grad_buffer = torch.zeros_like(self.flat, dtype=dtype or wide)
+        while self._hooks:
+            self._hooks.pop().remove()
+        for name, weight in self._weights.items():
+            view = self.grad_buffer[slice(*self._extents[name])].view_as(weight)
+            weight.requires_grad_(True)
+            if view.dtype == weight.dtype:
+                weight.grad = view
+            else:
+                self._hooks.append(weight.register_post_accumulate_grad_hook(partial(_move_grad, view)))
+
+    def zero_grad_buffer(self) -> None:
+        assert self.grad_buffer is not None, "enable_grad comes first"
+        self.grad_buffer.zero_()
+
+    def finish_grads(self) -> None:
+        """Completes gradients after the last backward pass of a step, within one dp replica.
+
+        Adds up the parts of tp ranks that share key-value heads, and of first and last pipeline stage for a tied
+        embedding.
+        """
+        grads = self.grad_shards()
+        if self._sharers is not None:
+            parts = [grads[name].view(-1) for name in self._shared]
+            total = self._sharers.all_reduce(torch.cat(parts))
+            for part, value in zip(parts, total.split([len(p) for p in parts]), strict=True):
+                part.copy_(value)
+        if self.config.tied and self.groups.ends is not None:
+            self.groups.ends.all_reduce(grads[_EMBEDDING])
+
+    # Computation
+
+    def forward(self, x: torch.Tensor, seq_lens: list[int], cache: KVCache | None = None) -> torch.Tensor:
+        """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
+
+        With a cache it is the prefill: sequence i goes to row i of the emptied cache.
+        """
+        counts = torch.tensor(seq_lens, dtype=torch.long)
+        row_T = torch.arange(len(seq_lens)).repeat_interleave(counts)
+        position_T = torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]
+        row_T, position_T = row_T.to(x.device), position_T.to(x.device)
+        if cache is not None:
+            cache.start(seq_lens)
+
+        def attend(layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+            if cache is not None:
+                cache.write_prefill(layer, k_TKD, v_TKD, row_T=row_T, position_T=position_T)
+            return packed_attention(q_TND, k_TKD, v_TKD, seq_lens)
+
+        return self._stage(x, position_T, attend)
+
+    def decode(self, x: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH.
+
+        Advances the cache.
+        """
+
+        def attend(layer: int, q_BND: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
+            cache.append(layer, k_BKD, v_BKD)
+            return decode_attention(q_BND, cache, layer)
+
+        out_BH = self._stage(x, cache.lens, attend)
+        cache.advance()
+        return out_BH
+
+    def _stage(
+        self, x: torch.Tensor, position_T: torch.Tensor, attend: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        x_TH = self._embed(x) if self.groups.is_first_stage else x
+        rope = self._rope(position_T)
+        for layer, block in enumerate(self.blocks):
+            inputs = (x_TH, rope, partial(attend, layer))
+            if self.recompute and torch.is_grad_enabled():
+                x_TH = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_TH = block(*inputs)
+        if self.groups.is_last_stage:
+            x_TH = rms_norm(x_TH, self._weights["model.norm.weight"], eps=self.config.rms_norm_eps)
+        return x_TH
+
+    def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        weight, (start, stop) = self._weights[_EMBEDDING], self.vocab_range
+        if self.groups.tp.size == 1:
+            return F.embedding(ids_T, weight)
+        here_T = (ids_T >= start) & (ids_T < stop)
+        x_TH = F.embedding(torch.where(here_T, ids_T - start, 0), weight) * here_T[:, None]
+        return sum_over_group(x_TH, self.groups.tp)
+
+    def _rope(self, position_T: torch.Tensor) -> Rope:
+        """Angles in float32, or float64 in a float64 model."""
+        wide = torch.promote_types(self.flat.dtype, torch.float32)
+        dim = self.config.head_dim
+        exponent = torch.arange(0, dim, 2, dtype=wide, device=self.flat.device) / dim
+        angles = position_T[:, None, None].to(wide) * (1.0 / self.config.rope_theta**exponent)
+        return angles.cos().to(self.flat.dtype), angles.sin().to(self.flat.dtype)
+
+    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Last stage: logits_TV over `vocab_range`, float32 (float64 in a float64 model)."""
+        weight = self._weights[_EMBEDDING if self.config.tied else "lm_head.weight"]
+        return self._project(copy_to_group(hidden_TH, self.groups.tp), weight)
+
+    def scores(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Last stage of a model with a score head: scores_T, float32 (float64 in a float64 model)."""
+        return self._project(hidden_TH, self._weights["score.weight"])[:, 0]
+
+    def _project(self, hidden_TH: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(self.flat.dtype, torch.float32)
+        if self.fp32_head:
+            return F.linear(hidden_TH.to(wide), weight.to(wide))
+        return F.linear(hidden_TH, weight).to(wide)
+
+    def new_cache(self, rows: int, max_len: int) -> KVCache:
+        """An empty cache for this stage's layers."""
+        kv_heads = self.blocks[0].num_kv_heads
+        assert isinstance(kv_heads, int)
+        return KVCache(
+            len(self.blocks), rows=rows, kv_heads=kv_heads, max_len=max_len, head_dim=self.config.head_dim,
+            dtype=self.flat.dtype, device=self.flat.device,
+        )  # fmt: skip
+
+
+class Block(torch.nn.Module):
+    """One decoder layer's tensor-parallel part: attention and SwiGLU MLP, each behind an RMSNorm."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, torch.nn.Parameter], tp: Group) -> None:
+        super().__init__()
+        self.tp, self.eps, self.head_dim = tp, config.rms_norm_eps, config.head_dim
+        self.input_norm = weights["input_layernorm.weight"]
+        self.qkv = weights["self_attn.qkv_proj.weight"]
+        self.qkv_bias = weights.get("self_attn.qkv_proj.bias")
+        self.attn_out = weights["self_attn.o_proj.weight"]
+        self.mlp_norm = weights["post_attention_layernorm.weight"]
+        self.gate_up = weights["mlp.gate_up_proj.weight"]
+        self.down = weights["mlp.down_proj.weight"]
+        self.num_heads = self.attn_out.shape[1] // self.head_dim
+        self.num_kv_heads = (self.qkv.shape[0] // self.head_dim - self.num_heads) // 2
+
+    def forward(self, x_TH: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        x_TH = x_TH + self._attention(rms_norm(x_TH, self.input_norm, eps=self.eps), rope, attend)
+        return x_TH + self._mlp(rms_norm(x_TH, self.mlp_norm, eps=self.eps))
+
+    def _attention(self, x_TH: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+        N, K = self.num_heads, self.num_kv_heads
+        qkv = F.linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias)
+        qk, v_TKD = qkv.unflatten(1, (-1, self.head_dim)).split((N + K, K), dim=1)
+        q_TND, k_TKD = rotate(qk, rope).split((N, K), dim=1)
+        out_TND = attend(q_TND, k_TKD, v_TKD)
+        return sum_over_group(F.linear(out_TND.flatten(1), self.attn_out), self.tp)
+
+    def _mlp(self, x_TH: torch.Tensor) -> torch.Tensor:
+        gate_TF, up_TF = F.linear(copy_to_group(x_TH, self.tp), self.gate_up).chunk(2, dim=1)
+        return sum_over_group(F.linear(F.silu(gate_TF) * up_TF, self.down), self.tp)
+
+
+def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, statistics in float32 at least."""
+    return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+
+
+def rotate(x_TND: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotary position embedding in Hugging Face's convention: dim i turns together with dim i + D/2."""
+    cos, sin = rope
+    a, b = x_TND.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _move_grad(view: torch.Tensor, weight: torch.Tensor) -> None:
+    """Adds a fresh gradient of low precision to its place in the gradient buffer."""
+    assert weight.grad is not None
+    view.add_(weight.grad)
+    weight.grad = None

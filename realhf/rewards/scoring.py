@@ -1,0 +1,85 @@
+"""RewardCall: runs a reward function over a batch and refuses what is not one finite number per sample."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from realhf.errors import UserError
+
+if TYPE_CHECKING:
+    from realhf.data.batch import Batch
+
+RewardFunction = Callable[..., list[float]]
+"""`f(prompts, completions, completion_ids, **columns) -> list[float]`, the form that TRL uses."""
+
+_STANDARD = ("self", "prompts", "completions", "completion_ids")
+
+
+def reward_columns(function: RewardFunction) -> tuple[str, ...]:
+    """The dataset columns that a reward function asks for by name."""
+    parameters = inspect.signature(function).parameters.values()
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return tuple(p.name for p in named if p.name not in _STANDARD and p.default is p.empty)
+
+
+class RewardCall:
+    """A host function: decodes responses, calls the reward function, writes `score` and `completion`."""
+
+    def __init__(self, function: RewardFunction, columns: Sequence[str]) -> None:
+        self.function = function
+        self.columns = tuple(columns)
+        self.name = getattr(function, "__qualname__", type(function).__name__)
+
+    def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
+        mask = batch["response_mask"]
+        pairs = zip(batch["sequence_ids"].split(), mask.split(), strict=True)
+        completion_ids = [tokens[chosen.bool()].tolist() for tokens, chosen in pairs]
+        completions = [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
+        columns = {"prompts": batch["prompt"], "completions": completions, "completion_ids": completion_ids}
+        columns |= {name: batch[name] for name in self.columns}
+        scores = self._scores(columns, batch) if batch.ids else []
+        return {"score": mask.values.new_tensor(scores), "completion": completions}
+
+    def _scores(self, columns: dict[str, list], batch: Batch) -> list[float]:
+        try:
+            scores = self.function(**columns)
+        except Exception as error:
+            raise self._explain(error, columns, batch) from error
+        num = len(scores) if hasattr(scores, "__len__") else None
+        if num != len(batch):
+            got = type(scores).__name__ if num is None else f"{num} values"
+            raise UserError(
+                f"reward function {self.name} returned {got} for {len(batch)} samples ({batch.ids[0]} to {batch.ids[-1]}): "
+                f"it must return a list with one number per completion"
+            )
+        return [self._number(score, i, batch) for i, score in enumerate(scores)]
+
+    def _number(self, score: Any, i: int, batch: Batch) -> float:
+        try:
+            number = float(score)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise UserError(
+                f"reward function {self.name} returned {score!r} for sample {batch.ids[i]} with the prompt "
+                f"{batch['prompt'][i]!r}: it must be a finite number"
+            )
+        return number
+
+    def _explain(self, error: Exception, columns: dict[str, list], batch: Batch) -> UserError:
+        """Names the sample that the function fails on alone, if there is one."""
+        which = f"samples {batch.ids[0]} to {batch.ids[-1]}"
+        for i, sample_id in enumerate(batch.ids):
+            try:
+                self.function(**{name: values[i : i + 1] for name, values in columns.items()})
+            except Exception as alone:
+                error, which = alone, f"sample {sample_id} with the prompt {batch['prompt'][i]!r}"
+                break
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return UserError(
+            f"reward function {self.name} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno}) on {which}"
+        )

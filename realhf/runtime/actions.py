@@ -1,0 +1,119 @@
+"""Compiles a graph and a plan into the one list of actions that every rank walks through, in the same order. Free of torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from realhf.experiment import Role
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.layout import Layout
+from realhf.plan import ExecutionPlan
+
+DATASET = Layout.parse("d1@0")
+"""Where a step's dataset rows come from."""
+
+
+@dataclass(frozen=True)
+class Reallocate:
+    """Brings a role's parameters from one layout to another.
+
+    With a `rate` the target is another role that follows: target = rate * source + (1 - rate) * target.
+    """
+
+    source_role: str
+    source: Layout
+    target_role: str
+    target: Layout
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Move:
+    """Hands a call its inputs: from the heads of the producers' layouts to every rank of the call's layout.
+
+    `sources` gives per producer (None: the dataset) its layout and the keys taken from it.
+    """
+
+    call: FunctionCall
+    sources: tuple[tuple[str | None, Layout, tuple[str, ...]], ...]
+    target: Layout
+
+
+@dataclass(frozen=True)
+class Run:
+    call: FunctionCall
+    layout: Layout
+
+
+Action = Reallocate | Move | Run
+
+
+def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role]) -> dict[str, Layout]:
+    """Role -> the layout that owns its parameters: where it trains, else where its first call runs.
+
+    Raises ValueError when a role has no call, or trains in two layouts.
+    """
+    homes: dict[str, Layout] = {}
+    for role in roles:
+        calls = graph.of_role(role)
+        if not calls:
+            raise ValueError(f"role {role!r} has no call in the graph")
+        training = [call for call in calls if call.kind == "train_step"]
+        layouts = {plan[call.name].layout for call in training}
+        if len(layouts) > 1:
+            where = " and ".join(f"{call.name} at {plan[call.name].layout}" for call in training)
+            raise ValueError(f"role {role!r} has two homes: {where}; a role must train in one layout")
+        homes[role] = plan[(training or calls)[0].name].layout
+    return homes
+
+
+def complete_plan(plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout] | None = None) -> ExecutionPlan:
+    """The plan with what may be left out: host calls on rank 0 and, given `homes`, other calls in their role's home."""
+    calls = {name: plan.calls[name] for name in plan.calls}
+    some = next(iter(plan.calls.values()))
+    for call in graph.calls:
+        if call.name in calls:
+            continue
+        if call.kind == "host":
+            calls[call.name] = type(some)(DATASET)
+        elif homes is not None and call.role in homes:
+            calls[call.name] = type(some)(homes[call.role], some.micro_batch_tokens)
+    return ExecutionPlan(calls, plan.predicted)
+
+
+def compile_actions(
+    graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role], homes: Mapping[str, Layout]
+) -> tuple[Action, ...]:
+    """One step. Reallocations stand first and a call's inputs move as soon as the last of them exists, so that no
+    rank waits for another that is busy with a call of its own; calls follow in topological order.
+    """
+    actions: list[Action] = []
+    wanted = dict.fromkeys((c.role, plan[c.name].layout) for c in graph.order if c.role is not None)
+    actions += [Reallocate(r, homes[r], r, layout) for r, layout in wanted if layout != homes[r]]
+    produced = set(graph.inputs)
+    unmoved = list(graph.order)
+
+    def move_what_is_ready() -> None:
+        for call in list(unmoved):
+            if produced.issuperset(call.inputs):
+                actions.append(_move(call, graph, plan))
+                unmoved.remove(call)
+
+    move_what_is_ready()
+    for call in graph.order:
+        actions.append(Run(call, plan[call.name].layout))
+        produced.update(call.outputs)
+        if call.kind == "train_step":
+            for name, role in roles.items():
+                if role.follows == call.role:
+                    actions.append(Reallocate(role.follows, homes[role.follows], name, homes[name], role.follow_rate))
+        move_what_is_ready()
+    return tuple(actions)
+
+
+def _move(call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan) -> Move:
+    by_producer: dict[str | None, list[str]] = {}
+    for key in call.inputs:
+        producer = graph.producer(key)
+        by_producer.setdefault(None if producer is None else producer.name, []).append(key)
+    sources = tuple((p, DATASET if p is None else plan[p].layout, tuple(keys)) for p, keys in by_producer.items())
+    return Move(call, sources, plan[call.name].layout)

@@ -1,0 +1,145 @@
+"""Finds what is wrong with an experiment and a plan before anything starts. Free of torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from realhf.data.dataset import needed_columns, read_rows, require_columns
+from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainStep, Values
+from realhf.experiment import Experiment, Role
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.plan import ExecutionPlan
+from realhf.runtime.actions import Action, compile_actions, complete_plan, home_layouts
+
+_WORK_OF_KIND = {
+    "generate": (Generate,),
+    "forward": (LogProbs, Values, Scores),
+    "train_step": (TrainStep,),
+    "host": (HostFunction,),
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """An experiment and a plan that fit each other, compiled for every rank."""
+
+    experiment: Experiment
+    roles: Mapping[str, Role]
+    graph: DataflowGraph
+    eval_graph: DataflowGraph | None
+    plan: ExecutionPlan
+    homes: Mapping[str, Layout]
+    actions: tuple[Action, ...]
+    eval_actions: tuple[Action, ...]
+
+
+def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world_size: int) -> Program:
+    """Checks everything that can be known before the first step, and compiles the actions.
+
+    Without a plan, every call is split over all ranks by dp. Raises ValueError with one sentence about the first fault.
+    """
+    _check_numbers(experiment)
+    roles, graph = experiment.roles(), experiment.resolved_graph()
+    for call in graph.calls:
+        _check_call(call, roles)
+    if plan is None:
+        plan = ExecutionPlan.single(graph, Layout.parse(f"d{world_size}@0-{world_size - 1}"))
+    plan = complete_plan(plan, graph)
+    eval_graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
+    eval_names = {call.name for call in eval_graph.calls} if eval_graph else set()
+    train_plan = ExecutionPlan({n: c for n, c in plan.calls.items() if n not in eval_names or n in _names(graph)}, plan.predicted)
+    train_plan.check(graph, world_size=world_size)
+    for call in graph.calls:
+        _check_host_split(call, train_plan)
+    homes = home_layouts(graph, train_plan, roles)
+    _check_models(roles, graph, train_plan)
+    _check_data(experiment, graph, eval_graph)
+    eval_actions: tuple[Action, ...] = ()
+    if eval_graph is not None:
+        plan = complete_plan(plan, eval_graph, homes)
+        eval_plan = ExecutionPlan({name: plan[name] for name in _names(eval_graph)})
+        eval_plan.check(eval_graph, world_size=world_size)
+        _check_models(roles, eval_graph, eval_plan)
+        eval_actions = compile_actions(eval_graph, plan, roles, homes)
+    actions = compile_actions(graph, plan, roles, homes)
+    return Program(experiment, roles, graph, eval_graph, plan, homes, actions, eval_actions)
+
+
+def _names(graph: DataflowGraph) -> list[str]:
+    return [call.name for call in graph.calls]
+
+
+def _check_numbers(experiment: Experiment) -> None:
+    for name in ("steps", "batch_size", "group_size"):
+        if getattr(experiment, name) < 1:
+            raise ValueError(f"{name} is {getattr(experiment, name)}: it must be at least 1")
+    for name in ("eval_every", "export_every"):
+        if getattr(experiment, name) < 0:
+            raise ValueError(f"{name} is {getattr(experiment, name)}: it must not be negative")
+
+
+def _check_call(call: FunctionCall, roles: Mapping[str, Role]) -> None:
+    legal = _WORK_OF_KIND[call.kind]
+    if not isinstance(call.work, legal):
+        names = " or ".join(cls.__name__ for cls in legal)
+        raise ValueError(f"call {call.name!r} of kind {call.kind!r} has work {type(call.work).__name__}: it must be {names}")
+    if call.role is None:
+        return
+    if call.role not in roles:
+        raise ValueError(f"call {call.name!r} is for the role {call.role!r}, which does not exist: there are {', '.join(roles)}")
+    role = roles[call.role]
+    if call.kind == "train_step" and role.optimizer is None:
+        raise ValueError(f"call {call.name!r} trains the role {call.role!r}, which has no optimizer")
+    output = call.work.loss.output if isinstance(call.work, TrainStep) else ""
+    head = "score" if isinstance(call.work, (Values, Scores)) or output in ("values", "scores") else "lm"
+    if role.head != head:
+        raise ValueError(f"call {call.name!r} needs head={head!r} of the role {call.role!r}, which has head={role.head!r}")
+
+
+def _check_host_split(call: FunctionCall, plan: ExecutionPlan) -> None:
+    layout = plan[call.name].layout
+    if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
+        raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples at once; give it one rank")
+
+
+def _check_models(roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan) -> None:
+    configs: dict[str, ModelConfig] = {}
+    for name, role in roles.items():
+        if role.follows is not None and (role.follows not in roles or roles[role.follows].optimizer is None):
+            raise ValueError(f"{name}.follows is {role.follows!r}: it must name a trainable role")
+        try:
+            configs[name] = role.config()
+        except ValueError as error:
+            raise ValueError(f"{name}.model: {error}") from error
+        if not role.random_init and not _has_weights(Path(role.model)):
+            raise ValueError(
+                f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model directory, or set "
+                f"{name}.random_init"
+            )
+    for name, role in roles.items():
+        if role.follows is not None and configs[name] != configs[role.follows]:
+            raise ValueError(f"{name}.model {role.model!r} has another shape than {role.follows}.model, which it follows")
+    for call in graph.calls:
+        if call.role is not None:
+            try:
+                configs[call.role].check_layout(plan[call.name].layout)
+            except ValueError as error:
+                raise ValueError(f"calls.{call.name}: {error}") from error
+
+
+def _has_weights(directory: Path) -> bool:
+    """Whether there are weights; pickled ones count, so that the loader can say how to convert them."""
+    patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+    return directory.is_dir() and any(next(directory.glob(p), None) for p in patterns)
+
+
+def _check_data(experiment: Experiment, graph: DataflowGraph, eval_graph: DataflowGraph | None) -> None:
+    for config, keys in ((experiment.dataset, graph.inputs), (experiment.eval_dataset, eval_graph and eval_graph.inputs)):
+        if config is not None and keys is not None:
+            require_columns(config, read_rows(config), needed_columns(config, keys))
+    directory = Path(experiment.tokenizer_dir())
+    if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
+        raise ValueError(f"tokenizer {str(directory)!r}: there is no tokenizer.json in this directory; set `tokenizer`")
+

@@ -1,0 +1,127 @@
+"""Every layout computes the logits and gradients of the one-process model, and starts from the same weights."""
+
+import pytest
+import torch
+
+from realhf.nn.hf import load_weights, save_weights
+from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
+
+LAYOUTS = ["t2@0,1", "t4@0-3", "p2@0,1", "t2p2@0-3", "p4@0-3", "d2t2@0-3", "t2@3,1"]
+
+
+def _pass_through(model, x_shape, x_ids, compute):
+    """One forward through the stages by hand; gives this stage's input and output."""
+    groups, stage = model.groups, model.groups.at.pp
+    x = x_ids
+    if not groups.is_first_stage:
+        x = torch.empty(x_shape, dtype=model.flat.dtype)
+        groups.pp.exchange([], [(stage - 1, x)])
+        x.requires_grad_(model.grad_buffer is not None)
+    hidden = compute(x)
+    if not groups.is_last_stage:
+        groups.pp.exchange([(stage + 1, hidden.detach())], [])
+    return x, hidden
+
+
+def _train(world, hf, layout):
+    """Logits of the last stage, and (HF name, region, weights, gradient) of every shard."""
+    model = build(hf, world=world, layout=layout)
+    model.enable_grad()
+    groups, stage = model.groups, model.groups.at.pp
+    ids = tokens()
+    x, hidden = _pass_through(model, (len(ids), 32), ids, lambda x: model(x, SEQ_LENS))
+    logits = None
+    if groups.is_last_stage:
+        logits = model.logits(hidden)
+        weights = torch.randn(len(ids), 67, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
+        (logits * weights[:, slice(*model.vocab_range)]).sum().backward()
+    else:
+        grad = torch.empty_like(hidden)
+        groups.pp.exchange([], [(stage + 1, grad)])
+        hidden.backward(grad)
+    if not groups.is_first_stage:
+        groups.pp.exchange([(stage - 1, x.grad)], [])
+    model.finish_grads()
+    grads, shards = model.grad_shards(), model.shards()
+    pieces = [(name, region, shards[name], grads[name]) for name, region in model.regions.items()]
+    return logits if logits is None else (model.vocab_range, logits.detach()), pieces
+
+
+def _on_ranks_of(world, layout, fn, *args):
+    ranks = [int(r) for r in layout.split("@")[1].replace("-", ",").split(",")]
+    inside = world.rank in ranks or "-" in layout
+    return fn(world, *args, layout) if inside else None
+
+
+def _train_on(world, hf, layout):
+    return _on_ranks_of(world, layout, _train, hf)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_and_gradients_are_those_of_one_process(pool, layout, tied):
+    hf = hf_config(tied=tied)
+    reference = build(hf)
+    reference.enable_grad()
+    ids = tokens()
+    expected = reference.logits(reference(ids, SEQ_LENS))
+    weights = torch.randn(len(ids), 67, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+    (expected * weights).sum().backward()
+    grads, whole = reference.grad_shards(), reference.shards()
+    results = [r for r in pool.run(_train_on, hf, layout) if r is not None]
+    for logits, pieces in results:
+        if logits is not None:
+            (start, stop), values = logits
+            torch.testing.assert_close(values, expected[:, start:stop].detach(), rtol=1e-10, atol=1e-10)
+        for name, region, shard, grad in pieces:
+            at = tuple(slice(*extent) for extent in region)
+            assert torch.equal(shard, whole[name][at]), name
+            torch.testing.assert_close(grad, grads[name][at], rtol=1e-9, atol=1e-9, msg=f"{layout} {name}")
+    assert any(logits is not None for logits, _ in results)
+
+
+def _decode(world, hf, layout):
+    """Hidden states of a prefill and three decoding steps, on the last stage."""
+    model = build(hf, world=world, layout=layout)
+    ids, rows = tokens(), len(SEQ_LENS)
+    cache = model.new_cache(rows, 12)
+    with torch.no_grad():
+        hidden = [_pass_through(model, (len(ids), 32), ids, lambda x: model(x, SEQ_LENS, cache=cache))[1]]
+        for step in range(3):
+            hidden.append(_pass_through(model, (rows, 32), ids[step : step + rows], lambda x: model.decode(x, cache))[1])
+    return torch.cat(hidden) if model.groups.is_last_stage else None
+
+
+@pytest.mark.parametrize("layout", ["t4@0-3", "t2p2@0-3"])
+def test_decoding_is_that_of_one_process(pool, layout):
+    expected = _decode_alone(hf_config())
+    results = [r for r in pool.run(_decode, hf_config(), layout) if r is not None]
+    assert results
+    for hidden in results:
+        torch.testing.assert_close(hidden, expected, rtol=1e-10, atol=1e-10)
+
+
+def _decode_alone(hf):
+    model = build(hf)
+    cache, ids = model.new_cache(len(SEQ_LENS), 12), tokens()
+    with torch.no_grad():
+        hidden = [model(ids, SEQ_LENS, cache)]
+        hidden += [model.decode(ids[i : i + len(SEQ_LENS)], cache) for i in range(3)]
+    return torch.cat(hidden)
+
+
+def _round_trip(world, hf, layout, source, target):
+    model = build(hf, world=world, layout=layout)
+    model.flat.zero_()
+    load_weights(source, model)
+    save_weights(target, model, max_shard_bytes=20_000)
+
+
+@pytest.mark.parametrize("layout", ["t4@0-3", "t2p2@0-3", "d2t2@0-3"])
+def test_saving_from_a_layout_writes_what_one_process_writes(pool, tmp_path, layout):
+    hf = hf_config(tied=True)
+    save_weights(tmp_path / "source", build(hf), max_shard_bytes=20_000)
+    pool.run(_round_trip, hf, layout, tmp_path / "source", tmp_path / "target")
+    source, target = (sorted((tmp_path / side).iterdir()) for side in ("source", "target"))
+    assert [f.name for f in source] == [f.name for f in target] and len(source) > 3
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(source, target, strict=True))

@@ -1,0 +1,157 @@
+"""The transformer on one process against transformers' own classes, and its KV cache against the full forward."""
+
+import pytest
+import torch
+import transformers
+
+from realhf.nn.attention import packed_attention
+from realhf.nn.hf import load_weights
+from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
+
+
+class _Float64Rotary(torch.nn.Module):
+    """transformers computes its angles in float32 even in a float64 model; this one does not."""
+
+    def __init__(self, head_dim):
+        super().__init__()
+        self.inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+    def forward(self, x, position_ids):
+        angles = (position_ids[:, :, None].double() * self.inv_freq).repeat(1, 1, 2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def _reference(hf, directory, dtype, architecture):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**hf, attn_implementation="sdpa")
+    model = getattr(transformers, architecture)(config).to(dtype)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                value.normal_()
+    model.save_pretrained(directory)
+    if dtype == torch.float64:
+        model.model.rotary_emb = _Float64Rotary(8)
+    return model
+
+
+@pytest.mark.parametrize("dtype, tolerance, grad_tolerance", [("float32", 1e-5, 1e-4), ("float64", 1e-10, 1e-10)])
+@pytest.mark.parametrize(
+    "architecture, tied",
+    [("Qwen2ForCausalLM", False), ("Qwen2ForCausalLM", True), ("LlamaForCausalLM", False), ("LlamaForCausalLM", True)],
+)
+def test_logits_and_gradients_are_those_of_transformers(tmp_path, architecture, tied, dtype, tolerance, grad_tolerance):
+    hf, dtype = hf_config(architecture, tied=tied), getattr(torch, dtype)
+    reference = _reference(hf, tmp_path, dtype, architecture)
+    model = build(hf, dtype=dtype)
+    assert load_weights(tmp_path, model) == []
+    model.enable_grad()
+    ids = tokens()
+    logits = model.logits(model(ids, SEQ_LENS))
+    expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
+    torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
+    weights = torch.randn(logits.shape, dtype=dtype)
+    for _ in range(2):  # two micro-batches accumulate
+        (model.logits(model(ids, SEQ_LENS)) * weights).sum().backward()
+    (2 * (expected * weights).sum()).backward()
+    grads = {name: value.grad for name, value in reference.named_parameters()}
+    assert grads.keys() == model.shards().keys()
+    for name, grad in model.grad_shards().items():
+        scale = grads[name].abs().max()
+        torch.testing.assert_close(grad / scale, grads[name] / scale, rtol=0, atol=grad_tolerance, msg=name)
+
+
+def test_scores_are_those_of_transformers(tmp_path):
+    architecture = "Qwen2ForSequenceClassification"
+    hf = hf_config(architecture)
+    reference = _reference(hf, tmp_path, torch.float64, architecture)
+    model = build(hf)
+    load_weights(tmp_path, model)
+    ids = tokens()
+    scores = model.scores(model(ids, SEQ_LENS)).split(SEQ_LENS)
+    for part, score in zip(ids.split(SEQ_LENS), scores, strict=True):
+        hidden = reference.model(part[None]).last_hidden_state
+        torch.testing.assert_close(score, reference.score(hidden)[0, :, 0])
+
+
+def test_flat_buffers_are_the_shards():
+    model = build(hf_config())
+    model.enable_grad()
+    assert list(model.shards()) == list(model.spec.held_by(model.groups.layout, 0))
+    stops = [0, *(stop for _, stop in model.flat_offsets().values())]
+    assert stops == [0, *torch.tensor([s.numel() for s in model.shards().values()]).cumsum(0).tolist()]
+    assert stops[-1] == model.flat.numel() == model.grad_buffer.numel() == model.spec.numel
+    before = model.logits(model(tokens(), SEQ_LENS)).detach()
+    model.flat.mul_(0.5)
+    assert not torch.equal(before, model.logits(model(tokens(), SEQ_LENS)))
+    model(tokens(), SEQ_LENS).sum().backward()
+    assert model.grad_buffer.abs().sum() > 0
+    model.zero_grad_buffer()
+    assert all(not p.grad.any() for p in model.parameters())
+    model.requires_grad_(False)
+    assert not model(tokens(), SEQ_LENS).requires_grad
+
+
+def test_bfloat16_accumulates_gradients_in_float32():
+    model, exact = build(hf_config(), dtype=torch.bfloat16), build(hf_config(), dtype=torch.float32)
+    exact.flat.copy_(model.flat)
+    for m in (model, exact):
+        m.enable_grad()
+        for _ in range(3):
+            m.logits(m(tokens(), SEQ_LENS)).logsumexp(1).sum().backward()
+    assert model.grad_buffer.dtype == torch.float32
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.cosine_similarity(model.grad_buffer, exact.grad_buffer, dim=0) > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp32_head_multiplies_in_float32(dtype):
+    model = build(hf_config(), dtype=dtype, fp32_head=True)
+    hidden = model(tokens(), SEQ_LENS)
+    logits = model.logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden.float() @ model.shards()["lm_head.weight"].float().T)
+
+
+def test_recompute_changes_no_gradient():
+    grads = []
+    for recompute in (False, True):
+        model = build(hf_config(), recompute=recompute)
+        model.enable_grad()
+        model.logits(model(tokens(), SEQ_LENS)).logsumexp(1).sum().backward()
+        grads.append(model.grad_buffer)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 0.1)])
+def test_decoding_with_the_cache_is_the_full_forward(dtype, tolerance):
+    model = build(hf_config(), dtype=dtype)
+    prompts = list(tokens().split(SEQ_LENS))
+    cache = model.new_cache(len(prompts), max_len=16)
+    with torch.no_grad():
+        hidden = model(torch.cat(prompts), SEQ_LENS, cache=cache)
+        torch.testing.assert_close(hidden, model(torch.cat(prompts), SEQ_LENS))
+        cache.repeat([2, 1, 1, 3, 1])  # grows
+        sequences = [prompts[i] for i in (0, 0, 1, 2, 3, 3, 3, 4)]
+        for step in range(6):
+            new = torch.randint(67, (len(sequences),), generator=torch.Generator().manual_seed(step))
+            sequences = [torch.cat((s, t[None])) for s, t in zip(sequences, new, strict=True)]
+            hidden = model.decode(new, cache)
+            lens = [len(s) for s in sequences]
+            assert cache.lens.tolist() == lens
+            full = model(torch.cat(sequences), lens)[torch.tensor(lens).cumsum(0) - 1]
+            torch.testing.assert_close(hidden, full, rtol=tolerance, atol=tolerance)
+            if step in (2, 3):  # drops the longest row first
+                kept = [0, 2, 3, 6, 7] if step == 2 else [4, 1]
+                cache.keep(torch.tensor(kept))
+                sequences = [sequences[i] for i in kept]
+
+
+def test_empty_sequences_take_no_part_in_attention():
+    q, k, v = (torch.randn(6, heads, 8) for heads in (4, 2, 2))
+    out = packed_attention(q, k, v, [0, 2, 0, 4, 0])
+    assert torch.equal(out, packed_attention(q, k, v, [2, 4]))
+    for at in (slice(0, 2), slice(2, 6)):
+        scores = torch.einsum("tnd,snd->nts", q[at], k[at].repeat_interleave(2, 1)) / 8**0.5
+        probs = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf).softmax(-1)
+        torch.testing.assert_close(out[at], torch.einsum("nts,snd->tnd", probs, v[at].repeat_interleave(2, 1)))

@@ -1,0 +1,172 @@
+"""The structure of the package: imports go strictly downward, light modules load no torch, small files."""
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "realhf"
+
+NOUNS = ("graph", "layout", "plan", "cluster", "model_config", "param_spec", "shipped")
+LAYERS = {
+    **dict.fromkeys(("log", "errors"), 0),
+    **dict.fromkeys(NOUNS, 1),
+    **dict.fromkeys(("dist", "data"), 2),
+    "realloc": 2.5,
+    **dict.fromkeys(("nn", "planner"), 3),
+    "engine": 4,
+    "experiment": 5,
+    **dict.fromkeys(("algorithms", "rewards", "runtime"), 6),
+    **dict.fromkeys(("cli", "__main__"), 7),
+}
+"""Layer of every module or subpackage directly under realhf."""
+SIDEWAYS = {("nouns", "nouns"), ("cli", "__main__"), ("__main__", "cli"), ("algorithms", "rewards")}
+FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
+TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
+    *("realhf", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
+    *("realhf.engine.work", "realhf.data.dataset"),
+]
+"""Modules, or packages with all that is in them, from which imports never lead to torch."""
+MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 5000
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    return found
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(node: ast.AST, *, functions: bool, type_checking: bool) -> list[str]:
+    """Dotted names that the code imports; those inside functions and for type checkers only on demand."""
+    names = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            names += [alias.name for alias in child.names]
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"relative import in line {child.lineno}"
+            for alias in child.names:
+                full = f"{child.module}.{alias.name}"
+                names.append(full if full in modules() else str(child.module))
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if (functions or not is_function) and (type_checking or not _is_type_checking(child)):
+            names += imports(child, functions=functions, type_checking=type_checking)
+    return names
+
+
+def part(module: str) -> str:
+    """The module or subpackage directly under realhf that a module belongs to."""
+    return module.split(".")[1]
+
+
+def is_internal(name: str) -> bool:
+    return name.split(".")[0] == "realhf"
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".") and package != "realhf"
+
+
+def test_imports_go_strictly_downward():
+    wrong = []
+    for module, tree in modules().items():
+        for name in imports(tree, functions=True, type_checking=module != "realhf"):
+            if not is_internal(name):
+                continue
+            if module == "realhf" or name == "realhf":
+                wrong.append(f"{module} imports {name}: realhf itself neither imports nor is imported")
+                continue
+            here, there = part(module), part(name)
+            pair = ("nouns", "nouns") if here in NOUNS and there in NOUNS else (here, there)
+            assert here in LAYERS and there in LAYERS, f"{module} or {name} has no layer: add it to LAYERS"
+            if here != there and pair not in SIDEWAYS and LAYERS[there] >= LAYERS[here]:
+                wrong.append(f"{module} (layer {LAYERS[here]}) imports {name} (layer {LAYERS[there]})")
+            for source, target in FORBIDDEN:
+                if within(module, source) and within(name, target):
+                    wrong.append(f"{module} imports {name}")
+    assert wrong == []
+
+
+def test_every_module_has_a_layer():
+    assert [module for module in modules() if module != "realhf" and part(module) not in LAYERS] == []
+
+
+def test_no_import_cycles():
+    graph = {
+        module: {n for n in imports(tree, functions=False, type_checking=False) if n in modules()} - {module}
+        for module, tree in modules().items()
+    }
+    while graph:
+        leaves = {module for module, targets in graph.items() if not targets & graph.keys()}
+        assert leaves, f"import cycle among {sorted(graph)}"
+        graph = {module: targets for module, targets in graph.items() if module not in leaves}
+
+
+def test_no_globals_star_imports_or_hidden_internal_imports():
+    wrong = []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                wrong.append(f"{module}:{node.lineno} global {', '.join(node.names)}")
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                wrong.append(f"{module}:{node.lineno} star import")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                hidden = [n for n in imports(node, functions=True, type_checking=True) if is_internal(n)]
+                wrong += [f"{module}:{node.lineno} {node.name} imports {name} inside" for name in hidden]
+    assert wrong == []
+
+
+def torch_path(module: str, seen: set[str]) -> list[str] | None:
+    """How importing the module leads to torch, if it does."""
+    seen.add(module)
+    for name in imports(modules()[module], functions=False, type_checking=False):
+        if name.split(".")[0] == "torch":
+            return [module, name]
+        pieces = name.split(".")
+        for target in (".".join(pieces[:i]) for i in range(1, len(pieces) + 1)):
+            if target in modules() and target not in seen and (path := torch_path(target, seen)):
+                return [module, *path]
+    return None
+
+
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_light_modules_do_not_import_torch(package):
+    paths = [torch_path(module, set()) for module in modules() if within(module, package)]
+    assert [" -> ".join(path) for path in paths if path] == []
+
+
+def test_command_line_does_not_import_torch_itself():
+    for module, tree in modules().items():
+        if within(module, "realhf.cli") or module == "realhf.__main__":
+            tops = {name.split(".")[0] for name in imports(tree, functions=False, type_checking=False)}
+            assert "torch" not in tops, module
+
+
+def test_import_and_help_leave_torch_alone():
+    commands = [["-c", "import realhf"]]
+    if "realhf.__main__" in modules():
+        commands.append(["-m", "realhf", "--help"])
+    for command in commands:
+        result = subprocess.run(
+            [sys.executable, "-X", "importtime", *command], cwd=ROOT, capture_output=True, text=True
+        )
+        imported = [line.split("|")[-1].strip() for line in result.stderr.splitlines()]
+        assert result.returncode == 0, result.stderr
+        assert "realhf" in imported and "torch" not in imported
+
+
+def test_files_and_package_stay_small():
+    lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {str(path): n for path, n in lines.items() if n > MAX_FILE_LINES} == {}
+    assert sum(lines.values()) < MAX_PACKAGE_LINES
