@@ -231,11 +231,15 @@ class World:
         key = (tuple(ranks), purpose)
         if key not in self._groups:
             native = self.device.type == "cuda" and purpose != "control"
-            pg = None
-            if len(key[0]) > 1:
-                backend = "nccl" if native else "gloo"
+            index = key[0].index(self.rank)
+            pg: Any = None
+            if len(key[0]) > 1 and native:
                 pg = dist.new_group(
-                    list(key[0]), self._timeout, backend, use_local_synchronization=True, sort_ranks=False
+                    list(key[0]), self._timeout, "nccl", use_local_synchronization=True, sort_ranks=False
                 )
-            self._groups[key] = Group(key[0], key[0].index(self.rank), pg, native=native)
+            elif len(key[0]) > 1:
+                # new_group would name it by how many groups this rank has made, which differs between ranks.
+                store = dist.PrefixStore(f"realhf/{key}/", dist.distributed_c10d._get_default_store())
+                pg = dist.ProcessGroupGloo(store, index, len(key[0]), self._timeout)
+            self._groups[key] = Group(key[0], index, pg, native=native)
         return self._groups[key]

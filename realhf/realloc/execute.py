@@ -21,7 +21,7 @@ Shards = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ReallocStats:
-    """One run as this rank saw it; `bytes_moved` counts all ranks, `over_bound` is busiest port / lower bound."""
+    """One run as a rank saw it; `bytes_moved` is over all ranks, `over_bound` busiest port / lower bound."""
 
     bytes_sent: int
     bytes_received: int
@@ -37,24 +37,32 @@ class Staging:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, num_bytes: int) -> None:
-        if num_bytes > self._bytes.numel():
+        if num_bytes > self.num_bytes:
             self._bytes = self._bytes.new_zeros(num_bytes)  # written to, so that no run waits for fresh pages
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes.numel()
 
     def view(self, dtype: torch.dtype) -> torch.Tensor:
         """The whole buffer as a flat tensor of `dtype`."""
-        return self._bytes[: self._bytes.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return self._bytes[: self.num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 class _Piece(NamedTuple):
-    """A box of shard `name` (`box`, in the shard's own indices), staged from element `start` of the buffer on."""
+    """A box of a shard, in the shard's own indices, staged from element `start` of the buffer on."""
 
     name: str
     box: tuple[slice, ...]
     start: int
 
+    def staged(self, part: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """The place of this piece, which is `part` of its shard, in the buffer."""
+        return buffer[self.start : self.start + part.numel()].view(part.shape)
+
 
 @dataclass
-class _Round:
+class Round:
     """What one rank sends and receives at once: one message (peer, start, stop) per peer and direction."""
 
     sends: list[tuple[int, int, int]] = field(default_factory=list)
@@ -66,8 +74,8 @@ class _Round:
 class Reallocator:
     """Carries one model from layout `source` to layout `target`, any number of times.
 
-    Every rank of either layout constructs it and calls `run`, everywhere in the same order among other requests for
-    groups and other messages. Parameters travel in `dtype`, which is the dtype of the target's tensors.
+    Every rank of either layout constructs it and calls `run`, in the same order among its other requests for
+    groups and its other messages. Parameters travel in `dtype`, the dtype of the target's tensors.
     """
 
     def __init__(
@@ -92,7 +100,7 @@ class Reallocator:
             if t.target == self._rank
         ]
         self._group: Group | None = None
-        self._rounds: list[_Round] = []
+        self.rounds: list[Round] = []
         used = 0
         if self.schedule.transfers and (held or wanted):
             self._group = world.group((*source.ranks, *(r for r in target.ranks if r not in source)))
@@ -101,34 +109,34 @@ class Reallocator:
             for transfers in self.schedule.rounds(half):
                 mine = [t for t in transfers if self._rank in (t.source, t.target)]
                 if mine:
-                    offset = half * (len(self._rounds) % 2)
+                    offset = half * (len(self.rounds) % 2)
                     step, stop = _plan_round(mine, group=self._group, held=held, wanted=wanted, offset=offset)
-                    self._rounds.append(step)
+                    self.rounds.append(step)
                     used = max(used, stop)
-        self._staging = staging or Staging(world.device)
-        self._staging.reserve(used * dtype.itemsize)
+        self.staging = staging or Staging(world.device)
+        self.staging.reserve(used * dtype.itemsize)
 
     def run(
         self, source_shards: Shards | None, target_shards: Shards | None, *, eta: float = 1.0
     ) -> ReallocStats:
         """Writes target = eta * source + (1 - eta) * target.
 
-        Ranks of the source layout give `source_shards`, those of the target layout `target_shards`. A target may be
-        a view of its source's memory where both mean the same elements; those are left as they are.
+        Ranks of the source layout give `source_shards`, those of the target layout `target_shards`. A target
+        may be a view of its source's memory where both mean the same elements; these are left as they are.
         """
         begin = time.perf_counter()
         source, target = source_shards or {}, target_shards or {}
         with torch.no_grad():
-            buffer = self._staging.view(self.dtype)
+            buffer = self.staging.view(self.dtype)
             pending = self._post(0, source, buffer)
             for name, source_box, target_box in self._local:
                 self._write(target[name][target_box], source[name][source_box], eta)
-            for number, step in enumerate(self._rounds):
+            for number, step in enumerate(self.rounds):
                 following = self._post(number + 1, source, buffer)
                 pending.wait()
                 for piece in step.unpack:
                     part = target[piece.name][piece.box]
-                    self._write(part, _staged(piece, part, buffer), eta)
+                    self._write(part, piece.staged(part, buffer), eta)
                 pending = following
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -143,12 +151,12 @@ class Reallocator:
 
     def _post(self, number: int, source: Shards, buffer: torch.Tensor) -> Pending:
         """Packs round `number` and sends it off; nothing when there is no such round."""
-        if self._group is None or number >= len(self._rounds):
+        if self._group is None or number >= len(self.rounds):
             return Pending([], [])
-        step = self._rounds[number]
+        step = self.rounds[number]
         for piece in step.pack:
             part = source[piece.name][piece.box]
-            _staged(piece, part, buffer).copy_(part)
+            piece.staged(part, buffer).copy_(part)
         sends = [(peer, buffer[start:stop]) for peer, start, stop in step.sends]
         return self._group.post(sends, [(peer, buffer[start:stop]) for peer, start, stop in step.recvs])
 
@@ -169,7 +177,7 @@ def _plan_round(
     held: Mapping[str, Region],
     wanted: Mapping[str, Region],
     offset: int,
-) -> tuple[_Round, int]:
+) -> tuple[Round, int]:
     """This rank's part of a round, staged from element `offset` on, and where in the memory it ends."""
     rank = group.ranks[group.index]
     messages: dict[tuple[bool, int], list[Transfer]] = {}
@@ -177,7 +185,7 @@ def _plan_round(
         receiving = transfer.target == rank
         peer = group.ranks.index(transfer.source if receiving else transfer.target)
         messages.setdefault((receiving, (peer - group.index) % group.size), []).append(transfer)
-    step = _Round()
+    step = Round()
     for receiving, distance in sorted(messages):  # each begins behind itself: no port is everybody's first
         start, shards = offset, wanted if receiving else held
         for transfer in messages[receiving, distance]:
@@ -187,11 +195,6 @@ def _plan_round(
         message = (group.index + distance) % group.size, start, offset
         (step.recvs if receiving else step.sends).append(message)
     return step, offset
-
-
-def _staged(piece: _Piece, part: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """The place in the buffer of `part`, the piece of its shard."""
-    return buffer[piece.start : piece.start + part.numel()].view(part.shape)
 
 
 def _within(region: Region, box: Region) -> tuple[slice, ...]:

@@ -27,8 +27,8 @@ class Transfer(NamedTuple):
 class Schedule:
     """Every element that a target rank wants comes once: by a transfer or from itself (`local_copies`).
 
-    Under no schedule, not even one in which targets forward what they got, does the busiest port (the larger of
-    what one rank sends and what it receives) carry less than `bound_elements`.
+    Under no schedule, not even one in which targets forward what they got, does the busiest port (what one
+    rank sends, or what it receives) carry less than `bound_elements`.
     """
 
     transfers: tuple[Transfer, ...]
@@ -68,7 +68,7 @@ class Schedule:
         return self.total_elements * itemsize
 
     def rounds(self, max_elements: int) -> list[list[Transfer]]:
-        """Transfers, the large ones cut, in rounds: in none does a rank send and receive more than `max_elements`."""
+        """Transfers, large ones cut; per round no rank sends plus receives more than `max_elements`."""
         assert max_elements >= 1
         rounds: list[list[Transfer]] = []
         load: Counter[tuple[int, int]] = Counter()  # elements by (rank, round)
@@ -103,8 +103,8 @@ def make_schedule(spec: ModelSpec, *, source: Layout, target: Layout) -> Schedul
 def schedule_regions(held: _Regions, *, wanted: _Regions) -> Schedule:
     """The schedule that gives every rank the regions that it wants, from the ranks that hold them.
 
-    Of several holders, the one with the least to send so far sends (ties: the least to receive); boxes with few
-    holders are placed first, large ones before small ones.
+    Of several holders, the one with the least to send so far sends (ties: the least to receive); boxes with
+    few holders are placed first, large ones before small ones.
     """
     holders, wanters = _by_parameter(held), _by_parameter(wanted)
     classes: dict[tuple[_Owners, _Owners], list[str]] = {}
@@ -129,7 +129,7 @@ _Owners = tuple[tuple[Region, tuple[int, ...]], ...]
 
 
 class _Cell(NamedTuple):
-    """A box that every rank has whole or not at all; those that want it are split into `local` and `lacking`."""
+    """A box that a rank has whole or not at all; those that want it are either `local` or `lacking`."""
 
     region: Region
     size: int

@@ -1,6 +1,6 @@
 """ModelStore: the shards of every role on this rank, one per layout in which the role is used, and their reallocation."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from realhf.dist.group import World
@@ -18,7 +18,7 @@ class ModelStore:
     """
 
     def __init__(
-        self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Iterable[Action], *, seed: int
+        self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Sequence[Action], *, seed: int
     ) -> None:
         self._world = world
         self._roles = roles
@@ -32,11 +32,11 @@ class ModelStore:
             if world.rank in homes[name]:
                 directory = None if role.random_init else Path(role.model)
                 self._engines[name, homes[name]].load(directory, seed=seed)
-        for action in dict.fromkeys(actions):
+        for action in actions:
             if isinstance(action, Run) and action.call.role is not None:
                 self._create(action.call.role, roles[action.call.role], action.layout, specs, optimizer=False)
-        for action in dict.fromkeys(actions):
-            if isinstance(action, Reallocate) and self._involves(action):
+        for action in dict.fromkeys(a for a in actions if isinstance(a, Reallocate)):
+            if self._involves(action):
                 self._reallocators[action] = Reallocator(
                     specs[action.source_role],
                     source=action.source,

@@ -15,20 +15,20 @@ _CURVES = (("reward/mean", "mean reward"), ("actor/loss", "loss"))
 def draw_pictures(run: Path) -> list[Path]:
     """Writes reward.png and timeline.png into the run directory and returns their paths."""
     steps = _read(run / "metrics.jsonl")
-    events = _read(run / "timeline.jsonl")
-    return [_draw_curve(steps, _read(run / "eval_history.jsonl"), run / "reward.png"), _draw_timeline(events, run / "timeline.png")]
+    return [_draw_curve(steps, run / "reward.png"), _draw_timeline(_read(run / "timeline.jsonl"), run / "timeline.png")]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _draw_curve(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> Path:
+def _draw_curve(steps: list[dict[str, Any]], path: Path) -> Path:
     name, title = next(((n, t) for n, t in _CURVES if any(n in s for s in steps)), _CURVES[-1])
     figure, axes = plt.subplots(figsize=(8, 4.5))
     axes.plot([s["step"] for s in steps if name in s], [s[name] for s in steps if name in s], label=f"{title} (training)")
-    if evaluations:
-        x, y = [e["step"] for e in evaluations], [e["eval/score"] for e in evaluations]
+    evaluated = [s for s in steps if "eval/score" in s]
+    if evaluated:
+        x, y = [s["step"] for s in evaluated], [s["eval/score"] for s in evaluated]
         axes.plot(x, y, "o--", color="tab:red", label="held-out score (greedy)")
     axes.set(xlabel="step", ylabel=title)
     axes.grid(alpha=0.3)

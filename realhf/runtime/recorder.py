@@ -57,14 +57,9 @@ class Recorder:
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, step)
 
-    def evaluation(
-        self, step: int, score: float, rows: Sequence[Mapping[str, Any]], records: Sequence[StepRecord]
-    ) -> None:
+    def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces eval.jsonl with this evaluation, one object per held-out prompt."""
         (self.directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with (self.directory / "eval_history.jsonl").open("a") as history:
-            history.write(json.dumps({"step": step, "eval/score": score}) + "\n")
-        self._tensorboard.add_scalar("eval/score", score, step)
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

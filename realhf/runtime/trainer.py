@@ -79,12 +79,14 @@ class Trainer:
         self._progress.start(self._loader, self._eval_batch)
         if self._evaluator is not None:
             scores.append(self._evaluate(step=0))
+            self._record(0, {"eval/score": scores[-1]}, [])
         for step in range(1, experiment.steps + 1):
-            metrics = self._step(step)
+            metrics, records = self._step(step)
             last = step == experiment.steps
             if self._evaluator is not None and (last or (experiment.eval_every and step % experiment.eval_every == 0)):
                 scores.append(self._evaluate(step))
                 metrics["eval/score"] = scores[-1]
+            self._record(step, metrics, records)
             history.append(metrics)
             if last or (experiment.export_every and step % experiment.export_every == 0):
                 self._export(step)
@@ -92,7 +94,12 @@ class Trainer:
         self._world.control.barrier()
         return RunResult(history if self._is_main else [], summary)
 
-    def _step(self, step: int) -> dict[str, float]:
+    def _record(self, step: int, metrics: dict[str, float], records: list[StepRecord]) -> None:
+        if self._recorder is not None:
+            self._recorder.step(step, metrics, records)
+
+    def _step(self, step: int) -> tuple[dict[str, float], list[StepRecord]]:
+        """One training step; its metrics and all ranks' records on rank 0, empty elsewhere."""
         experiment, started = self._program.experiment, time.time()
         self._context.step = step
         batch = None
@@ -101,24 +108,22 @@ class Trainer:
             batch = self._loader.batch(first_prompt=first, num_prompts=experiment.batch_size)
         records = self._collect(self._executor.run(batch))
         if not self._is_main:
-            return {}
+            return {}, []
         metrics = merge_metrics(records)
         metrics["timing_s/step"] = time.time() - started
         metrics["perf/tokens_per_s"] = metrics.pop("perf/trained_tokens", 0.0) / metrics["timing_s/step"]
-        if self._recorder is not None:
-            self._recorder.step(step, metrics, records)
         self._progress.step(step, metrics)
-        return metrics
+        return metrics, records
 
     def _evaluate(self, step: int) -> float:
         """Greedy answers to all held-out prompts; the mean score on rank 0, 0 elsewhere."""
         assert self._evaluator is not None
-        records = self._collect(self._evaluator.run(self._eval_batch))
+        self._collect(self._evaluator.run(self._eval_batch))
         if not self._is_main:
             return 0.0
         score = sum(row["score"] for row in self._eval_rows) / len(self._eval_rows)
         if self._recorder is not None:
-            self._recorder.evaluation(step, score, self._eval_rows, records)
+            self._recorder.evaluation(self._eval_rows)
         self._progress.evaluation(step, score)
         return score
 

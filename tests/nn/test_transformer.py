@@ -1,5 +1,7 @@
 """The transformer on one process against transformers' own classes, and its KV cache against the full forward."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -10,7 +12,7 @@ from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 
 
 class _Float64Rotary(torch.nn.Module):
-    """transformers computes its angles in float32 even in a float64 model; this one does not."""
+    """transformers computes angles in float32 even in a float64 model; this one does not."""
 
     def __init__(self, head_dim):
         super().__init__()
@@ -19,6 +21,11 @@ class _Float64Rotary(torch.nn.Module):
     def forward(self, x, position_ids):
         angles = (position_ids[:, :, None].double() * self.inv_freq).repeat(1, 1, 2)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def _float64_norm(weight, x):
+    """transformers normalises in float32 even in a float64 model; this does not."""
+    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def _reference(hf, directory, dtype, architecture):
@@ -32,6 +39,9 @@ def _reference(hf, directory, dtype, architecture):
     model.save_pretrained(directory)
     if dtype == torch.float64:
         model.model.rotary_emb = _Float64Rotary(8)
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = partial(_float64_norm, module.weight)
     return model
 
 

@@ -1,0 +1,84 @@
+"""Starts local workers through torch's elastic launcher, and runs as one worker."""
+
+import logging
+import os
+import sys
+import time
+import traceback
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from realhf.dist.group import PeerError, World
+from realhf.errors import UserError
+from realhf.runtime.trainer import Trainer
+
+if TYPE_CHECKING:
+    from realhf.cli import Job
+
+_TIMEOUT_SECONDS = 600.0
+_GRACE_SECONDS = 3.0
+"""A worker that lost a peer waits so long before it speaks, so that the peer's own sentence comes first."""
+
+
+def launch(job: "Job") -> int:
+    """Runs the job on `num_ranks` local workers; the exit code is that of the first to fail."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    threads = max(1, (os.cpu_count() or 1) // job.num_ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job.num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "realhf", *job.argv)
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return 2 if 2 in codes else 1
+    return 0
+
+
+def work(job: "Job") -> int:
+    """Runs the job as one worker: the only one, or one of torchrun's."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    try:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        world = World.from_torchrun(rank=rank, size=size, local_rank=local_rank, timeout_seconds=_TIMEOUT_SECONDS)
+        out = _agree_on(job.out, world)
+        Trainer(job.program, world, out=out).run()
+    except UserError as error:
+        return _stop(f"realhf: {error}", code=2, alone=size == 1)
+    except PeerError as error:
+        time.sleep(_GRACE_SECONDS)
+        return _stop(f"realhf: rank {rank} stops: {error}", code=1, alone=size == 1)
+    except Exception:
+        return _stop(traceback.format_exc(), code=1, alone=size == 1)
+    return 0
+
+
+def _agree_on(out: Path | None, world: World) -> Path:
+    """Rank 0's run directory, created; under torchrun without --out rank 0 chooses it."""
+    if out is None:
+        out = Path("runs") / time.strftime("run-%Y%m%d-%H%M%S")
+    out = Path(world.control.all_gather_json(str(out))[0])
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _stop(sentence: str, *, code: int, alone: bool) -> int:
+    print(sentence, file=sys.stderr, flush=True)
+    if not alone:
+        # Peers may be waiting for this process: leave at once, without destructors that would wait for them.
+        os._exit(code)
+    return code

@@ -1,0 +1,179 @@
+"""Reallocation on four real processes against slicing the global tensors."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import ModelSpec, Region, model_spec
+from realhf.realloc.execute import Reallocator, Staging
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+def _spec(num_layers=3, num_heads=12, num_kv_heads=2, tied=False, head="lm") -> ModelSpec:
+    sizes = {"vocab_size": 37, "hidden_size": 10, "intermediate_size": 23, "head_dim": 2}
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head": head}
+    flags = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "qkv_bias": True, "tie_word_embeddings": tied}
+    return model_spec(ModelConfig("qwen2", num_layers=num_layers, **sizes, **heads, **flags))
+
+
+def _at(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in region)
+
+
+def _model(spec: ModelSpec, *, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {p.name: torch.randn(p.shape, generator=generator, dtype=F64).to(dtype) for p in spec.params}
+
+
+def _shards(model, regions):
+    """Contiguous copies of regions; None on a rank that holds nothing."""
+    return {name: model[name][_at(region)].clone() for name, region in regions.items()} or None
+
+
+def _lacking(spec: ModelSpec, source: Layout, target: Layout, rank: int) -> int:
+    """Elements that a rank wants and does not hold, counted on masks."""
+    held, wanted = spec.held_by(source, rank), spec.held_by(target, rank)
+    total = 0
+    for param in spec.params:
+        mask = torch.zeros(param.shape, dtype=torch.bool)
+        if param.name in wanted:
+            mask[_at(wanted[param.name])] = True
+        if param.name in held:
+            mask[_at(held[param.name])] = False
+        total += int(mask.sum())
+    return total
+
+
+@dataclass(frozen=True)
+class Case:
+    source: str
+    target: str
+    spec: ModelSpec = field(default_factory=_spec)
+    dtypes: tuple[torch.dtype, torch.dtype] = (F32, F32)
+    eta: float = 1.0
+    staging_bytes: int = 1 << 28
+
+
+CASES = {
+    "d4->t4": Case("d4@0-3", "t4@0-3"),
+    "t4->d4": Case("t4@0-3", "d4@0-3"),
+    "t4->p4": Case("t4@0-3", "p4@0-3", _spec(num_layers=5)),
+    "d2t2->d4": Case("d2t2@0-3", "d4@0-3"),
+    "same": Case("t2p2@0-3", "t2p2@0-3"),
+    "disjoint": Case("p2@0-1", "t2@2-3"),
+    "uneven": Case("t2p2@0-3", "d3@1-3"),
+    "does not divide": Case("t4@0-3", "t3@1-3", _spec(num_kv_heads=12)),
+    "one to many": Case("d1@0", "d4@0-3"),
+    "many to one": Case("d4@0-3", "d1@2"),
+    "gather to one": Case("t2p2@0-3", "d1@3"),
+    "from replicated kv heads": Case("t4@0-3", "t2p2@0-3"),
+    "to replicated kv heads": Case("p2t2@0-3", "t4@0-3", _spec(num_kv_heads=1)),
+    "from tied": Case("p2@0-1", "t2@0-1", _spec(tied=True)),
+    "to tied": Case("t2@0-1", "p3@1-3", _spec(tied=True)),
+    "score head": Case("p3@0-2", "d2t2@0-3", _spec(head="score")),
+    "permuted": Case("t2p2@0-3", "t2p2@2,0,3,1"),
+    "a rank in neither": Case("d2@0-1", "t2@1-2"),
+    "cast": Case("t2@0-1", "p2d2@0-3", dtypes=(F64, F32)),
+    "cast to bf16": Case("d2t2@0-3", "t4@0-3", dtypes=(F32, BF16)),
+    "moving average": Case("d2t2@0-3", "d4@0-3", eta=0.25),
+    "moving average with cast": Case("t4@0-3", "t2p2@0-3", dtypes=(F64, F32), eta=0.75),
+    "several rounds": Case("d2t2@0-3", "d4@0-3", staging_bytes=2000),
+    "moving average in several rounds": Case("t4@0-3", "p3@1-3", eta=0.25, staging_bytes=1000),
+    "rounds of a few elements": Case("t2@0-1", "p2@1-2", staging_bytes=80),
+}
+
+
+def _reallocator(world, case: Case, staging: Staging | None = None) -> Reallocator:
+    return Reallocator(
+        case.spec,
+        source=Layout.parse(case.source),
+        target=Layout.parse(case.target),
+        world=world,
+        dtype=case.dtypes[1],
+        staging_bytes=case.staging_bytes,
+        staging=staging,
+    )
+
+
+def _move(world, case: Case):
+    """Moves two models with one Reallocator; stats, rounds, messages sent, staging bytes of this rank."""
+    realloc = _reallocator(world, case)
+    held = case.spec.held_by(Layout.parse(case.source), world.rank)
+    wanted = case.spec.held_by(Layout.parse(case.target), world.rank)
+    for seed in (1, 2):
+        new = _model(case.spec, seed=seed, dtype=case.dtypes[0])
+        old = _model(case.spec, seed=seed + 10, dtype=case.dtypes[1])
+        source, target = _shards(new, held), _shards(old, wanted)
+        stats = realloc.run(source, target, eta=case.eta)
+        for name, region in wanted.items():
+            cast = new[name].to(case.dtypes[1])
+            expected = cast if case.eta == 1 else case.eta * cast + (1 - case.eta) * old[name]
+            assert torch.equal(target[name], expected[_at(region)]), name
+        assert all(torch.equal(source[name], new[name][_at(region)]) for name, region in held.items())
+    num_messages = sum(len(step.sends) for step in realloc.rounds)
+    return stats, len(realloc.rounds), num_messages, realloc.staging.num_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_gets_its_regions(pool, name):
+    case = CASES[name]
+    stats, num_rounds, num_messages, staging_bytes = zip(*pool.run(_move, case), strict=True)
+    source, target = Layout.parse(case.source), Layout.parse(case.target)
+    lacking = [_lacking(case.spec, source, target, rank) * case.dtypes[1].itemsize for rank in range(4)]
+    assert [s.bytes_received for s in stats] == lacking
+    assert sum(s.bytes_sent for s in stats) == sum(lacking) == stats[0].bytes_moved
+    assert all(s.over_bound == stats[0].over_bound >= 1 and s.seconds >= 0 for s in stats)
+    if case.staging_bytes == 1 << 28:
+        assert max(num_rounds) == (1 if sum(lacking) else 0) and max(num_messages) <= 3
+    else:
+        assert max(num_rounds) > 2 and max(staging_bytes) <= case.staging_bytes
+    if not sum(lacking):
+        assert stats[0].over_bound == 1 and sum(num_messages) == sum(staging_bytes) == 0
+
+
+def _move_in_place(world, eta):
+    """p2 -> t2 -> p2 in the memory of the first layout where it can be, through one staging buffer."""
+    staging = Staging(world.device)
+    there, back = Case("p2@0-1", "t2@0-1"), Case("t2@0-1", "p2@0-1")
+    spec = there.spec
+    full = spec.held_by(Layout.parse("p2@0-1"), world.rank)
+    half = spec.held_by(Layout.parse("t2@0-1"), world.rank)
+    old, new = _model(spec, seed=1, dtype=F32), _model(spec, seed=2, dtype=F32)
+    source, target = _shards(new, full), _shards(old, half)
+    for name in full.keys() & half.keys():  # tensor parallelism keeps a part of what the stage had
+        low = [start for start, _ in full[name]]
+        within = (slice(a - z, b - z) for (a, b), z in zip(half[name], low, strict=True))
+        target[name] = source[name][tuple(within)]
+    _reallocator(world, there, staging).run(source, target, eta=eta)
+    for name, region in half.items():
+        moved = new[name] if name in full or eta == 1 else eta * new[name] + (1 - eta) * old[name]
+        assert torch.equal(target[name], moved[_at(region)]), name
+    if eta == 1:
+        kept = {name: tensor.clone() for name, tensor in source.items()}
+        _reallocator(world, back, staging).run(target, source)
+        assert all(torch.equal(source[name], kept[name]) for name in full)
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.5])
+def test_a_target_in_the_memory_of_its_source(pool, eta):
+    pool.run(_move_in_place, eta, num_ranks=2)
+
+
+def test_parameters_that_need_gradients(pool):
+    pool.run(_move_into_parameters, num_ranks=2)
+
+
+def _move_into_parameters(world):
+    case = Case("t2@0-1", "d2@0-1")
+    model = _model(case.spec, seed=1, dtype=F32)
+    held = _shards(model, case.spec.held_by(Layout.parse(case.source), world.rank))
+    source = {name: torch.nn.Parameter(tensor) for name, tensor in held.items()}
+    target = {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in model.items()}
+    for eta in (1.0, 0.5):
+        _reallocator(world, case).run(source, target, eta=eta)
+        assert all(torch.equal(target[name], model[name]) for name in model)
+    assert all(p.is_leaf and p.grad_fn is None for p in target.values())

@@ -1,0 +1,115 @@
+"""A tiny task for runtime tests: model config, character tokenizer and prompts in a directory, and experiments on them."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from realhf import (
+    GRPO,
+    PPO,
+    SFT,
+    DatasetConfig,
+    FunctionCall,
+    HostFunction,
+    OptimizerConfig,
+    PolicyLossConfig,
+    Role,
+    SamplingConfig,
+)
+
+CHARACTERS = "0123456789+= abc"
+HF_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 2 + len(CHARACTERS),
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def write_task(directory: Path) -> Path:
+    """Fills `directory` with config.json, a tokenizer and data.jsonl."""
+    tokens = ["<pad>", "<eos>", *CHARACTERS]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(HF_CONFIG))
+    rng = random.Random(0)
+    with (directory / "data.jsonl").open("w") as file:
+        for _ in range(40):
+            a, b = rng.randrange(200), rng.randrange(20)
+            file.write(json.dumps({"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)}) + "\n")
+    return directory
+
+
+def some_reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[float]:
+    """Differs between samples of an untrained model."""
+    return [sum(ids) % 7 / 7 + 0.1 * len(text) for ids, text in zip(completion_ids, completions, strict=True)]
+
+
+@dataclass
+class Recorder:
+    """A host function that keeps the tokens of every step."""
+
+    steps: list = field(default_factory=list)
+
+    def __call__(self, batch: Any, context: Any) -> dict:
+        self.steps.append([tokens.tolist() for tokens in batch["sequence_ids"].split()])
+        return {}
+
+
+def common(directory: Path) -> dict[str, Any]:
+    return {
+        "dataset": DatasetConfig(str(directory / "data.jsonl")),
+        "eval_dataset": DatasetConfig(str(directory / "data.jsonl"), max_rows=5, shuffle=False),
+        "steps": 3,
+        "batch_size": 6,
+        "sampling": SamplingConfig(max_new_tokens=7),
+    }
+
+
+def role(directory: Path, *, head: str = "lm", trainable: bool = True) -> Role:
+    optimizer = OptimizerConfig(lr=3e-3, max_grad_norm=0.5, warmup_steps=2) if trainable else None
+    return Role(str(directory), head=head, dtype="float64", optimizer=optimizer, random_init=True)
+
+
+def make_experiment(kind: str, directory: Path, **changes: Any) -> Any:
+    """A `grpo`, `ppo` or `sft` experiment in float64 on the task in `directory`."""
+    settings = common(directory) | changes
+    actor = role(directory)
+    if kind == "sft":
+        return SFT(actor=actor, reward_function=some_reward, **settings)
+    settings["group_size"] = settings.get("group_size", 4)
+    if kind == "grpo":
+        loss = PolicyLossConfig(kl_coef=0.05)
+        return GRPO(actor=actor, reward_function=some_reward, loss=loss, minibatches=2, **settings)
+    return PPO(
+        actor=actor,
+        critic=role(directory, head="score"),
+        reward=role(directory, head="score", trainable=False),
+        minibatches=2,
+        **settings,
+    )
+
+
+def recording(experiment: Any, recorder: Recorder) -> Any:
+    """The experiment with one more call, which shows `recorder` the generated tokens."""
+    call = FunctionCall("record", "host", ("sequence_ids",), work=HostFunction(recorder))
+    graph = experiment.graph().add(call)
+    experiment.graph = lambda: graph
+    return experiment
