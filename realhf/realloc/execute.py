@@ -103,7 +103,8 @@ class Reallocator:
         self.rounds: list[Round] = []
         used = 0
         if self.schedule.transfers and (held or wanted):
-            self._group = world.group((*source.ranks, *(r for r in target.ranks if r not in source)))
+            ranks = (*source.ranks, *(rank for rank in target.ranks if rank not in source))
+            self._group = world.group(ranks, purpose="realloc")
             # Rounds alternate between two halves of the memory, so that one is packed while the other flies.
             half = max(1, staging_bytes // dtype.itemsize // 2)
             for transfers in self.schedule.rounds(half):

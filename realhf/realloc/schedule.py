@@ -36,28 +36,31 @@ class Schedule:
     bound_elements: int
 
     @cached_property
-    def _sent(self) -> Counter[int]:
-        return _totals((t.source, t.region) for t in self.transfers)
-
-    @cached_property
-    def _received(self) -> Counter[int]:
-        return _totals((t.target, t.region) for t in self.transfers)
+    def _loads(self) -> tuple[Counter[int], Counter[int]]:
+        """Elements sent and received, by rank."""
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for transfer in self.transfers:
+            size = region_size(transfer.region)
+            sent[transfer.source] += size
+            received[transfer.target] += size
+        return sent, received
 
     def sent_elements(self, rank: int) -> int:
-        return self._sent[rank]
+        return self._loads[0][rank]
 
     def received_elements(self, rank: int) -> int:
-        return self._received[rank]
+        return self._loads[1][rank]
 
     @property
     def total_elements(self) -> int:
         """What all ranks together send: the elements that each target rank lacks, summed over ranks."""
-        return self._sent.total()
+        return self._loads[0].total()
 
     @property
     def max_port_elements(self) -> int:
         """The most that any rank sends, or receives."""
-        return max((*self._sent.values(), *self._received.values()), default=0)
+        return max((size for load in self._loads for size in load.values()), default=0)
 
     @property
     def over_bound(self) -> float:
@@ -71,19 +74,17 @@ class Schedule:
         """Transfers, large ones cut; per round no rank sends plus receives more than `max_elements`."""
         assert max_elements >= 1
         rounds: list[list[Transfer]] = []
+        largest = max(1, max_elements // 4)
         load: Counter[tuple[int, int]] = Counter()  # elements by (rank, round)
-        first: Counter[int] = Counter()  # of each rank, the first round with room for any piece
+        full: Counter[int] = Counter()  # of each rank, the rounds without room for every piece, as bits
         for transfer in self.transfers:
-            source, target = transfer.source, transfer.target
-            for region in _pieces(transfer.region, max(1, max_elements // 4)):
-                size = region_size(region)
-                at = max(first[source], first[target])
-                while max(load[source, at], load[target, at]) + size > max_elements:
-                    at += 1
-                for rank in (source, target):
-                    load[rank, at] += size
-                    while load[rank, first[rank]] * 4 > max_elements * 3:
-                        first[rank] += 1
+            for region in _pieces(transfer.region, largest):
+                busy = full[transfer.source] | full[transfer.target]
+                at = (~busy & (busy + 1)).bit_length() - 1  # lowest bit that is 0
+                for rank in (transfer.source, transfer.target):
+                    load[rank, at] += region_size(region)
+                    if load[rank, at] + largest > max_elements:
+                        full[rank] |= 1 << at
                 rounds.extend([] for _ in range(len(rounds), at + 1))
                 rounds[at].append(transfer._replace(region=region))
         return rounds
@@ -155,9 +156,9 @@ def _cells(holders: _Owners, wanters: _Owners) -> list[_Cell]:
         having = tuple(sorted(_owners_of(region, holders)))
         wanting = sorted(_owners_of(region, wanters))
         assert having or not wanting, f"nobody holds {region}"
-        local = tuple(rank for rank in wanting if rank in having)
-        lacking = tuple(rank for rank in wanting if rank not in having)
         if wanting:
+            local = tuple(rank for rank in wanting if rank in having)
+            lacking = tuple(rank for rank in wanting if rank not in having)
             cells.append(_Cell(region, region_size(region), having, local, lacking))
     return cells
 
@@ -180,13 +181,6 @@ def _bound(cells: Iterable[_Cell]) -> int:
     senders = {rank for holders in leaving for rank in holders}
     loads = [*received.values(), *(-(-size // len(holders)) for holders, size in leaving.items())]
     return max((*loads, -(-leaving.total() // max(1, len(senders)))))
-
-
-def _totals(items: Iterable[tuple[int, Region]]) -> Counter[int]:
-    totals: Counter[int] = Counter()
-    for rank, region in items:
-        totals[rank] += region_size(region)
-    return totals
 
 
 def _pieces(region: Region, max_elements: int) -> Iterator[Region]:

@@ -1,4 +1,4 @@
-"""Every layout computes the logits and gradients of the one-process model, and starts from the same weights."""
+"""Every layout has the weights, logits and gradients of the one-process model."""
 
 import pytest
 import torch
@@ -88,7 +88,9 @@ def _decode(world, hf, layout):
     with torch.no_grad():
         hidden = [_pass_through(model, (len(ids), 32), ids, lambda x: model(x, SEQ_LENS, cache=cache))[1]]
         for step in range(3):
-            hidden.append(_pass_through(model, (rows, 32), ids[step : step + rows], lambda x: model.decode(x, cache))[1])
+            hidden.append(
+                _pass_through(model, (rows, 32), ids[step : step + rows], lambda x: model.decode(x, cache))[1]
+            )
     return torch.cat(hidden) if model.groups.is_last_stage else None
 
 

@@ -1,4 +1,4 @@
-"""The transformer on one process against transformers' own classes, and its KV cache against the full forward."""
+"""One process against transformers' own classes, and the KV cache against the full forward."""
 
 from functools import partial
 
@@ -45,12 +45,21 @@ def _reference(hf, directory, dtype, architecture):
     return model
 
 
-@pytest.mark.parametrize("dtype, tolerance, grad_tolerance", [("float32", 1e-5, 1e-4), ("float64", 1e-10, 1e-10)])
+@pytest.mark.parametrize(
+    "dtype, tolerance, grad_tolerance", [("float32", 1e-5, 1e-4), ("float64", 1e-10, 1e-10)]
+)
 @pytest.mark.parametrize(
     "architecture, tied",
-    [("Qwen2ForCausalLM", False), ("Qwen2ForCausalLM", True), ("LlamaForCausalLM", False), ("LlamaForCausalLM", True)],
+    [
+        ("Qwen2ForCausalLM", False),
+        ("Qwen2ForCausalLM", True),
+        ("LlamaForCausalLM", False),
+        ("LlamaForCausalLM", True),
+    ],
 )
-def test_logits_and_gradients_are_those_of_transformers(tmp_path, architecture, tied, dtype, tolerance, grad_tolerance):
+def test_logits_and_gradients_are_those_of_transformers(
+    tmp_path, architecture, tied, dtype, tolerance, grad_tolerance
+):
     hf, dtype = hf_config(architecture, tied=tied), getattr(torch, dtype)
     reference = _reference(hf, tmp_path, dtype, architecture)
     model = build(hf, dtype=dtype)
@@ -164,4 +173,6 @@ def test_empty_sequences_take_no_part_in_attention():
     for at in (slice(0, 2), slice(2, 6)):
         scores = torch.einsum("tnd,snd->nts", q[at], k[at].repeat_interleave(2, 1)) / 8**0.5
         probs = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf).softmax(-1)
-        torch.testing.assert_close(out[at], torch.einsum("nts,snd->tnd", probs, v[at].repeat_interleave(2, 1)))
+        torch.testing.assert_close(
+            out[at], torch.einsum("nts,snd->tnd", probs, v[at].repeat_interleave(2, 1))
+        )

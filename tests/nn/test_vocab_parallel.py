@@ -59,7 +59,8 @@ def test_many_slices_give_the_same():
     options = {"vocab_start": 0, "group": World().group((0,))}
     logprobs = vocab_parallel_logprobs(logits, labels, **options)
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, labels[:, None])[:, 0])
-    half = vocab_parallel_logprobs(logits.bfloat16(), labels, **options)
+    logits = logits.bfloat16()
+    half = vocab_parallel_logprobs(logits, labels, **options)
     assert half.dtype == torch.float32
-    torch.testing.assert_close(half, logits.bfloat16().float().log_softmax(-1).gather(1, labels[:, None])[:, 0])
+    torch.testing.assert_close(half, logits.float().log_softmax(-1).gather(1, labels[:, None])[:, 0])
     assert vocab_parallel_logprobs(logits[:0], labels[:0], **options).shape == (0,)

@@ -36,7 +36,12 @@ def hf_config(architecture: str = "Qwen2ForCausalLM", *, tied: bool = False) -> 
 
 
 def build(
-    hf: dict[str, Any], *, world: World | None = None, layout: str = "d1@0", head: str | None = None, **options: Any
+    hf: dict[str, Any],
+    *,
+    world: World | None = None,
+    layout: str = "d1@0",
+    head: str | None = None,
+    **options: Any,
 ) -> Transformer:
     """This rank's shard, randomly initialised."""
     world = world or World()

@@ -1,0 +1,119 @@
+"""The task of the examples: three-digit additions from reasoning-gym, a tiny Qwen2-style model and a character tokenizer.
+
+Answers write the column sums from right to left, then the result: `727 + 166 =` gives `13,09,08<answer>893</answer>`.
+The teacher of the supervised data is careless: in 80 % of the exercises it forgets to carry (`13,08,08<answer>883</answer>`).
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+DIRECTORY = Path("runs/arithmetic")
+NUM_HELD_OUT, NUM_SFT, NUM_PROMPTS = 256, 20000, 2000
+CARELESS_SHARE = 0.8
+
+_TOKENS = ["<pad>", "<eos>", "+", "=", ",", "<answer>", "</answer>", *"0123456789"]
+_MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": len(_TOKENS) + 1,  # One unused row, so that the vocabulary can be split in two.
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def exact_answer(prompts: list, completions: list[str], completion_ids: list, answer: list[str]) -> list[float]:
+    """The reward: 1 when the completion ends in the right answer, else 0."""
+    found = [re.search(r"<answer>(\d+)</answer>$", completion) for completion in completions]
+    return [float(match is not None and match[1] == right) for match, right in zip(found, answer, strict=True)]
+
+
+def prepare(directory: Path = DIRECTORY, *, seed: int = 0) -> Path:
+    """Writes model config, tokenizer and data into `directory`, unless it exists; several processes may call this at once."""
+    if directory.exists():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
+    _write_model(scratch / "model")
+    _write_data(scratch, seed=seed)
+    try:
+        os.rename(scratch, directory)
+    except OSError:  # Another process was first.
+        shutil.rmtree(scratch)
+    return directory
+
+
+def solve(prompt: str, *, careless: bool) -> str:
+    """The worked answer to `a + b =`; a careless one never carries."""
+    first, second = (number[::-1] for number in re.findall(r"\d+", prompt))
+    carry, columns, digits = 0, [], ""
+    for a, b in zip(first, second, strict=True):
+        total = int(a) + int(b) + carry
+        columns.append(f"{total:02d}")
+        digits = str(total % 10) + digits
+        carry = 0 if careless else total // 10
+    return f"{','.join(columns)}<answer>{'1' if total > 9 else ''}{digits}</answer>"
+
+
+def _write_model(directory: Path) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(_TOKENS)}, unk_token="<pad>"))
+    characters = pre_tokenizers.Split(Regex("</?answer>|."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), characters])
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(_MODEL, indent=2))
+
+
+def _write_data(directory: Path, *, seed: int) -> None:
+    items = _additions(seed)
+    rng = random.Random(seed)
+
+    def rows(number: int) -> list[dict[str, str]]:
+        return [next(items) for _ in range(number)]
+
+    held_out, sft, prompts = rows(NUM_HELD_OUT), rows(NUM_SFT), rows(NUM_PROMPTS)
+    for row in sft:
+        row["completion"] = solve(row["prompt"], careless=rng.random() < CARELESS_SHARE)
+    verifier = []
+    for row in sft:  # For a reward model: both ways to answer, and whether the result is right.
+        completion = solve(row["prompt"], careless=rng.random() < 0.5)
+        label = exact_answer([], [completion], [], [row["answer"]])[0]
+        verifier.append({"prompt": row["prompt"], "completion": completion, "label": label})
+    for name, part in (("held_out", held_out), ("sft", sft), ("prompts", prompts), ("verifier", verifier)):
+        with (directory / f"{name}.jsonl").open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in part)
+
+
+def _additions(seed: int) -> Iterator[dict[str, str]]:
+    """Endless additions of two three-digit numbers; no pair of numbers comes twice, in whatever order."""
+    import reasoning_gym
+
+    seen: set[tuple[str, ...]] = set()
+    for part in range(1000):
+        items = reasoning_gym.create_dataset(
+            "chain_sum", min_terms=2, max_terms=2, min_digits=3, max_digits=3, size=20000, seed=1000 * seed + part
+        )
+        for item in items:
+            expression = item["metadata"]["expression"]
+            pair = tuple(sorted(re.findall(r"\d+", expression)))
+            if "-" not in expression and pair not in seen:
+                seen.add(pair)
+                yield {"prompt": f"{expression} =", "answer": item["answer"]}
