@@ -1,6 +1,6 @@
 """The task of the examples: three-digit additions from reasoning-gym, a tiny Qwen2-style model and a character tokenizer.
 
-Answers write the column sums from right to left, then the result: `727 + 166 =` gives `13,09,08<answer>893</answer>`.
+Answers write the column sums from right to left, then the result: `727+166=` gives `13,09,08<answer>893</answer>`.
 The teacher of the supervised data is careless: in 80 % of the exercises it forgets to carry (`13,08,08<answer>883</answer>`).
 """
 
@@ -17,11 +17,11 @@ DIRECTORY = Path("runs/arithmetic")
 NUM_HELD_OUT, NUM_SFT, NUM_PROMPTS = 256, 20000, 2000
 CARELESS_SHARE = 0.8
 
-_TOKENS = ["<pad>", "<eos>", "+", "=", ",", "<answer>", "</answer>", *"0123456789"]
+_CHARACTERS, _TAGS = ["<pad>", "<eos>", *"+=,0123456789"], ["<answer>", "</answer>"]
 _MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "vocab_size": len(_TOKENS) + 1,  # One unused row, so that the vocabulary can be split in two.
+    "vocab_size": len(_CHARACTERS) + len(_TAGS),
     "hidden_size": 64,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -49,6 +49,7 @@ def prepare(directory: Path = DIRECTORY, *, seed: int = 0) -> Path:
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent))
+    scratch.chmod(0o755)
     _write_model(scratch / "model")
     _write_data(scratch, seed=seed)
     try:
@@ -59,7 +60,7 @@ def prepare(directory: Path = DIRECTORY, *, seed: int = 0) -> Path:
 
 
 def solve(prompt: str, *, careless: bool) -> str:
-    """The worked answer to `a + b =`; a careless one never carries."""
+    """The worked answer to `a+b=`; a careless one never carries."""
     first, second = (number[::-1] for number in re.findall(r"\d+", prompt))
     carry, columns, digits = 0, [], ""
     for a, b in zip(first, second, strict=True):
@@ -71,14 +72,12 @@ def solve(prompt: str, *, careless: bool) -> str:
 
 
 def _write_model(directory: Path) -> None:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AddedToken, Qwen2Tokenizer
 
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(_TOKENS)}, unk_token="<pad>"))
-    characters = pre_tokenizers.Split(Regex("</?answer>|."), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), characters])
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(directory)
+    vocabulary = {token: i for i, token in enumerate(_CHARACTERS)}
+    tokenizer = Qwen2Tokenizer(vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+    tokenizer.add_tokens([AddedToken(tag) for tag in _TAGS])
+    tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(_MODEL, indent=2))
 
 
@@ -115,4 +114,4 @@ def _additions(seed: int) -> Iterator[dict[str, str]]:
         pair = tuple(sorted(re.findall(r"\d+", expression)))
         if "-" not in expression and pair not in seen:
             seen.add(pair)
-            yield {"prompt": f"{expression} =", "answer": item["answer"]}
+            yield {"prompt": f"{expression}=".replace(" ", ""), "answer": item["answer"]}
