@@ -17,4 +17,5 @@ experiment = SFT(
     sampling=SamplingConfig(max_new_tokens=15),
     steps=700,
     batch_size=64,
+    log_every=50,
 )

@@ -7,6 +7,7 @@ _PUBLIC = {
     "algorithms.grpo": ("GRPO", "PolicyLoss", "PolicyLossConfig"),
     "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
     "algorithms.sft": ("SFT",),
+    "algorithms.verifier": ("Verifier",),
     "cluster": ("Cluster",),
     "data.dataset": ("DatasetConfig",),
     "engine.work": (

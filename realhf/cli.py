@@ -25,7 +25,9 @@ from realhf.log import setup_logging
 from realhf.plan import ExecutionPlan
 from realhf.runtime.check import Program, compile_program
 
-EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
+EXIT_DONE, EXIT_USER = 0, 2
+_TYRO = (tyro.conf.AvoidSubcommands,)
+"""Optional parts of an experiment that are set can be overridden like any other field."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _experiment(options: argparse.Namespace, overrides: list[str]) -> Experiment
         if options.experiment is not None:
             experiment = load_experiment(options.experiment)
             with contextlib.suppress(SystemExit):
-                tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:", description="")
+                tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:", description="", config=_TYRO)
         return None
     if options.experiment is None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
@@ -151,7 +153,7 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     try:
         with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(complaints):
             changed, unknown = tyro.cli(
-                type(experiment), default=experiment, args=list(words), prog="realhf", return_unknown_args=True
+                type(experiment), default=experiment, args=list(words), return_unknown_args=True, config=_TYRO
             )
     except SystemExit as error:
         sentence = re.sub(r"[─-╿\s]+", " ", complaints.getvalue()).strip()

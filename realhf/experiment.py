@@ -58,6 +58,8 @@ class Experiment:
     """Steps between evaluations; 0: only before the first and after the last step."""
     export_every: int = 0
     """Steps between Hugging Face exports; 0: only after the last step."""
+    log_every: int = 1
+    """Steps between printed lines."""
     tokenizer: str | None = None
     """Directory of the tokenizer; None: that of the first role."""
 

@@ -114,6 +114,8 @@ class GRPO(Experiment):
     reward: Role | None = None
     """A reward model, when there is no reward function."""
     reward_function: RewardFunction | None = None
+    eval_function: RewardFunction | None = None
+    """Scores the answers to `eval_dataset`; None: the training reward does."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     scale_by_std: bool = True
@@ -152,4 +154,4 @@ class GRPO(Experiment):
         return graph_of(*calls)
 
     def eval_graph(self) -> DataflowGraph:
-        return greedy_evaluation(self.sampling, self.reward_function)
+        return greedy_evaluation(self.sampling, self.eval_function or self.reward_function)

@@ -122,6 +122,8 @@ class PPO(Experiment):
     """The reference; None: the actor's initial weights."""
     reward: Role | None = None
     reward_function: RewardFunction | None = None
+    eval_function: RewardFunction | None = None
+    """Scores the answers to `eval_dataset`; None: the training reward does."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(average="token"))
     value_loss: ValueLoss = field(default_factory=ValueLoss)
@@ -170,4 +172,4 @@ class PPO(Experiment):
         )
 
     def eval_graph(self) -> DataflowGraph:
-        return greedy_evaluation(self.sampling, self.reward_function)
+        return greedy_evaluation(self.sampling, self.eval_function or self.reward_function)

@@ -32,4 +32,4 @@ def uniform(seed: int, *, sample_ids: torch.Tensor, positions: torch.Tensor) -> 
     words = philox_4x32(
         [sample_ids & _MASK, (sample_ids >> 32) & _MASK, positions, zero], (seed & _MASK, (seed >> 32) & _MASK)
     )
-    return ((words[0] >> 5) * 67108864.0 + (words[1] >> 6)).to(torch.float64) / 9007199254740992.0
+    return (words[0] >> 5 << 26 | words[1] >> 6).to(torch.float64) / 2.0**53

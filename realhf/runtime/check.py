@@ -72,7 +72,7 @@ def _names(graph: DataflowGraph) -> list[str]:
 
 
 def _check_numbers(experiment: Experiment) -> None:
-    for name in ("steps", "batch_size", "group_size"):
+    for name in ("steps", "batch_size", "group_size", "log_every"):
         if getattr(experiment, name) < 1:
             raise ValueError(f"{name} is {getattr(experiment, name)}: it must be at least 1")
     for name in ("eval_every", "export_every"):

@@ -8,7 +8,7 @@ from realhf.engine.native import DTYPES, NativeEngine
 from realhf.experiment import Role
 from realhf.layout import Layout
 from realhf.param_spec import model_spec
-from realhf.realloc.execute import Reallocator, ReallocStats
+from realhf.realloc.execute import Reallocator, ReallocStats, Staging
 from realhf.runtime.actions import Action, Reallocate, Run
 
 
@@ -35,6 +35,7 @@ class ModelStore:
         for action in actions:
             if isinstance(action, Run) and action.call.role is not None:
                 self._create(action.call.role, roles[action.call.role], action.layout, specs, optimizer=False)
+        staging = Staging(world.device)
         for action in dict.fromkeys(a for a in actions if isinstance(a, Reallocate)):
             if self._involves(action):
                 self._reallocators[action] = Reallocator(
@@ -43,6 +44,7 @@ class ModelStore:
                     target=action.target,
                     world=world,
                     dtype=DTYPES[roles[action.target_role].dtype],
+                    staging=staging,
                 )
 
     def _create(self, name: str, role: Role, layout: Layout, specs: Mapping, *, optimizer: bool) -> None:

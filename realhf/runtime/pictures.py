@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
+_MOVE = "move data, or wait for it"
 _CURVES = (("reward/mean", "mean reward"), ("actor/loss", "loss"))
 
 
@@ -24,7 +25,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def _draw_curve(steps: list[dict[str, Any]], path: Path) -> Path:
     name, title = next(((n, t) for n, t in _CURVES if any(n in s for s in steps)), _CURVES[-1])
-    figure, axes = plt.subplots(figsize=(8, 4.5))
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    axes = figure.subplots()
     axes.plot([s["step"] for s in steps if name in s], [s[name] for s in steps if name in s], label=f"{title} (training)")
     evaluated = [s for s in steps if "eval/score" in s]
     if evaluated:
@@ -42,18 +44,20 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> Path:
     for event in events:
         by_step.setdefault(event["step"], []).append(event)
     spans = {s: max(e["end"] for e in es) - min(e["start"] for e in es) for s, es in by_step.items() if s > 0}
-    figure, axes = plt.subplots(figsize=(10, 1.6 + 0.5 * len({e["rank"] for e in events})))
+    figure = Figure(figsize=(10, 1.6 + 0.5 * len({e["rank"] for e in events})), dpi=120)
+    axes = figure.subplots()
     if spans:
         step = sorted(spans, key=spans.__getitem__)[len(spans) // 2]
         chosen = by_step[step]
         origin = min(e["start"] for e in chosen)
         labels = list(dict.fromkeys(_label(e) for e in sorted(chosen, key=lambda e: e["start"])))
-        colors = {label: plt.get_cmap("tab20")(i % 20) for i, label in enumerate(labels)}
+        palette = iter(matplotlib.colormaps["tab20"].colors)
+        colors = {label: "0.85" if label == _MOVE else next(palette, "0.3") for label in labels}
         for event in chosen:
             width = event["end"] - event["start"]
             height = 0.35 if event["kind"] == "move" else 0.8
             axes.barh(event["rank"], width, height, left=event["start"] - origin, color=colors[_label(event)])
-        handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+        handles = [Patch(color=color) for color in colors.values()]
         axes.legend(handles, list(colors), loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
         axes.set_yticks(sorted({e["rank"] for e in chosen}))
         axes.set(title=f"step {step}", xlabel="seconds", ylabel="rank")
@@ -64,11 +68,10 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> Path:
 def _label(event: dict[str, Any]) -> str:
     if event["kind"] == "realloc":
         return f"reallocate {event['name']}"
-    return "move data" if event["kind"] == "move" else event["name"]
+    return _MOVE if event["kind"] == "move" else event["name"]
 
 
-def _save(figure: Any, path: Path) -> Path:
+def _save(figure: Figure, path: Path) -> Path:
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    FigureCanvasAgg(figure).print_png(path)
     return path

@@ -17,6 +17,8 @@ _COLUMNS = {
     "actor/entropy": "entropy",
     "actor/ref_kl": "KL to ref",
     "critic/vf_loss": "value loss",
+    "reward/loss": "loss",
+    "reward/accuracy": "accuracy",
     "actor/grad_norm": "grad norm",
     "timing_s/step": "seconds",
     "perf/tokens_per_s": "tokens/s",
@@ -54,6 +56,8 @@ class Progress:
         if self._quiet:
             return
         if self._live is None:
+            if step % self._program.experiment.log_every:
+                return
             shown = [f"{title} {metrics[name]:.4g}" for name, title in _COLUMNS.items() if name in metrics]
             self._console.print(f"step {step}/{self._program.experiment.steps}: " + ", ".join(shown))
             return

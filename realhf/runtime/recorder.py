@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from realhf.runtime.executor import StepRecord
 
 
@@ -43,6 +41,8 @@ class Recorder:
     """metrics.jsonl, timeline.jsonl, TensorBoard, eval.jsonl and summary.json in `directory`."""
 
     def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # Here, as only one rank needs it and it takes a second.
+
         self.directory = directory
         self._metrics = (directory / "metrics.jsonl").open("w")
         self._timeline = (directory / "timeline.jsonl").open("w")

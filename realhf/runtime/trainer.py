@@ -12,6 +12,7 @@ from realhf.data.batch import Batch
 from realhf.data.loader import Loader, load_tokenizer
 from realhf.dist.group import Pending, World
 from realhf.engine.work import HostFunction
+from realhf.errors import UserError
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.actions import DATASET, compile_actions
@@ -47,6 +48,7 @@ class Trainer:
         self._eval_rows: list[dict[str, Any]] = []
         self._loader = self._eval_batch = None
         if self._is_main:
+            self._check_vocabulary()
             self._loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
         plan, eval_actions = program.plan, program.eval_actions
         if program.eval_graph is not None:
@@ -183,6 +185,16 @@ class Trainer:
         layouts = [self._program.plan[c.name].layout for g in (self._program.graph, self._program.eval_graph) if g
                    for c in g.calls if c.kind == "host"]
         return self._is_main or any(self._world.rank in layout for layout in layouts)
+
+    def _check_vocabulary(self) -> None:
+        largest = max(self._context.tokenizer.get_vocab().values())
+        for name, role in self._program.roles.items():
+            size = role.config().vocab_size
+            if largest >= size:
+                raise UserError(
+                    f"tokenizer {self._program.experiment.tokenizer_dir()} has token ids up to {largest}, but the vocabulary of "
+                    f"{name}.model {role.model} ends at {size - 1}"
+                )
 
     def _make_loader(self, config: Any, graph: DataflowGraph, group_size: int) -> Loader:
         return Loader(

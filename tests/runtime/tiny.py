@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from realhf import (
     GRPO,
     PPO,
@@ -42,12 +39,12 @@ HF_CONFIG: dict[str, Any] = {
 
 def write_task(directory: Path) -> Path:
     """Fills `directory` with config.json, a tokenizer and data.jsonl."""
-    tokens = ["<pad>", "<eos>", *CHARACTERS]
-    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.save_pretrained(directory)
+    from transformers import Qwen2Tokenizer  # Here, as the experiments below do not need it and it takes a second.
+
+    # AutoTokenizer reads every tokenizer of a qwen2 model as Qwen2Tokenizer: byte-level, with "Ġ" for a space.
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS.replace(" ", "Ġ")])}
+    tokenizer = Qwen2Tokenizer(vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+    tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(HF_CONFIG))
     rng = random.Random(0)
     with (directory / "data.jsonl").open("w") as file:

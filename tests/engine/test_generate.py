@@ -1,0 +1,142 @@
+"""Generation against transformers' generate() and its logits."""
+
+import pytest
+import torch
+
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import World
+from realhf.engine.native import NativeEngine
+from realhf.engine.work import Generate, LogProbs, SamplingConfig
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from tests.engine.reference import plain_model, ragged_rows
+
+NUM_NEW = 12
+
+
+def _prompts():
+    """Ragged, with repetitions next to each other and apart, and one of a single token."""
+    a, b, c, d = (prompt for prompt, _ in ragged_rows(4, seed=5))
+    return [a, a, a, b, [9], c, c, a, d, d, b]
+
+
+def _engine(directory, world=None, layout="d1@0"):
+    spec = model_spec(ModelConfig.load(str(directory)))
+    engine = NativeEngine(spec, Layout.parse(layout), world or World(), dtype="float64")
+    engine.load(directory, seed=0)
+    return engine
+
+
+def _generate(engine, prompts, *, seed=0, max_rows=512, first_id=0, **sampling):
+    """Responses, log-probs and finished flags, and the columns that they are cut from."""
+    call = FunctionCall(
+        name="actor_generate",
+        kind="generate",
+        inputs=("prompt_ids",),
+        outputs=("sequence_ids", "response_mask", "gen_logprobs", "finished"),
+        role="actor",
+        work=Generate(SamplingConfig(max_new_tokens=NUM_NEW, **sampling), seed=seed, max_rows=max_rows),
+    )
+    ids = list(range(first_id, first_id + len(prompts)))
+    batch = Batch(ids, {"prompt_ids": Packed.of([torch.tensor(p) for p in prompts])})
+    result = engine.run(call, [batch], micro_batch_tokens=1000).batch
+    if not result.fields:
+        return None, result
+    responses = []
+    columns = zip(prompts, *(result[k].split() for k in call.outputs[:3]), strict=True)
+    for prompt, tokens, mask, logprobs in columns:
+        assert tokens[: len(prompt)].tolist() == prompt
+        assert mask.tolist() == [0.0] * len(prompt) + [1.0] * (len(tokens) - len(prompt))
+        assert not logprobs[: len(prompt)].any()
+        responses.append(tokens[len(prompt) :].tolist())
+    return responses, result
+
+
+def _greedy_by_transformers(model, prompts, eos):
+    responses = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_NEW,
+            eos_token_id=eos or None, pad_token_id=0,
+        )  # fmt: skip
+        responses.append(out[0, len(prompt) :].tolist())
+    return responses
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """Directory and HF model whose end-of-sequence tokens cut some greedy responses short, at different places."""
+    directory = tmp_path_factory.mktemp("model")
+    free = _greedy_by_transformers(plain_model(directory, initializer_range=0.4), _prompts(), [])
+    eos = [free[0][4], free[4][1]]
+    return directory, plain_model(directory, initializer_range=0.4, eos_token_id=eos), eos
+
+
+def _generate_greedily(world, layout, directory):
+    parsed = Layout.parse(layout)
+    if world.rank not in parsed:
+        return None
+    responses, result = _generate(_engine(directory, world, layout), _prompts(), temperature=0.0, max_rows=4)
+    return None if responses is None else (responses, result["finished"].tolist())
+
+
+def test_greedy_is_what_transformers_generates(pool, case):
+    directory, model, eos = case
+    expected = _greedy_by_transformers(model, _prompts(), eos)
+    ended = [float(response[-1] in eos) for response in expected]
+    assert {len(response) for response in expected} > {NUM_NEW} and 0 < sum(ended) < len(ended)
+    for max_rows in (512, 3, 1):
+        responses, result = _generate(_engine(directory), _prompts(), temperature=0.0, max_rows=max_rows)
+        assert responses == expected
+        assert result["finished"].tolist() == ended
+    for layout in ("t4@0-3", "t2p2@0-3"):
+        results = [r for r in pool.run(_generate_greedily, layout, directory) if r is not None]
+        assert results and all(result == (expected, ended) for result in results)
+
+
+def test_logprobs_of_sampled_tokens_are_those_of_transformers_and_of_the_forward_call(case):
+    directory, model, eos = case
+    engine = _engine(directory)
+    responses, result = _generate(engine, _prompts() * 3, temperature=0.7, top_k=40, top_p=0.95)
+    for response, finished in zip(responses, result["finished"].tolist(), strict=True):
+        stops = [i for i, token in enumerate(response) if token in eos]
+        assert stops in ([], [len(response) - 1])
+        assert finished == bool(stops) and (stops or len(response) == NUM_NEW)
+    assert 0 < float(result["finished"].mean()) < 1
+    call = FunctionCall(
+        name="ref_forward",
+        kind="forward",
+        inputs=("sequence_ids", "response_mask"),
+        outputs=("logprobs",),
+        role="ref",
+        work=LogProbs(temperature=0.7),
+    )
+    again = engine.run(call, [result], micro_batch_tokens=50).batch["logprobs"]
+    torch.testing.assert_close(again.values, result["gen_logprobs"].values, rtol=1e-10, atol=1e-10)
+    columns = zip(result["sequence_ids"].split(), result["gen_logprobs"].split(), responses, strict=True)
+    for tokens, logprobs, response in columns:
+        logits = model(tokens[None]).logits[0, :-1]
+        theirs = (logits / 0.7).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        num = len(response)
+        torch.testing.assert_close(logprobs[-num:], theirs[-num:].detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_samples_depend_on_seed_and_sample_id_and_not_on_what_runs_beside_them(case):
+    engine, prompts = _engine(case[0]), _prompts()
+    whole, _ = _generate(engine, prompts, seed=3)
+    assert len({tuple(r) for r in whole[:3]}) == 3  # equal prompts, different samples
+    assert [_generate(engine, prompts, seed=3, max_rows=n)[0] for n in (1, 4)] == [whole, whole]
+    assert _generate(engine, prompts[4:6], seed=3, first_id=4)[0] == whole[4:6]
+    assert _generate(engine, prompts, seed=4)[0] != whole
+    assert _generate(engine, prompts, seed=3, first_id=len(prompts))[0] != whole
+
+
+def test_no_prompts_give_empty_columns(case):
+    engine = _engine(case[0])
+    call = FunctionCall("g", "generate", ("p",), ("ids", "mask", "logp", "finished"), role="actor", work=Generate())
+    empty = Batch([], {"p": Packed(torch.zeros(0, dtype=torch.long), [])})
+    result = engine.run(call, [empty], micro_batch_tokens=10).batch
+    assert len(result) == 0 and set(result.fields) == {"ids", "mask", "logp", "finished"}

@@ -1,0 +1,155 @@
+"""Training against transformers and torch.optim.AdamW, learning rates against their schedulers."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from realhf.algorithms.sft import CrossEntropy
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import World
+from realhf.engine.native import NativeEngine
+from realhf.engine.optimizer import learning_rate
+from realhf.engine.work import OptimizerConfig, TrainStep
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from tests.engine.reference import plain_model, ragged_rows
+
+NUM_STEPS = 3
+OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-6, weight_decay=0.1, max_grad_norm=6.0, warmup_steps=2)
+CALL = FunctionCall(
+    name="actor_train",
+    kind="train_step",
+    inputs=("sequence_ids", "response_mask"),
+    role="actor",
+    work=TrainStep(CrossEntropy()),
+)
+
+
+def _batch(rows, *, dp=1, index=0):
+    """Every dp-th row."""
+    rows = rows[index::dp]
+    ids = Packed.of([torch.tensor(p + c) for p, c in rows])
+    mask = Packed.of([torch.tensor([0.0] * len(p) + [1.0] * len(c)).double() for p, c in rows])
+    return Batch(list(range(len(rows))), {"sequence_ids": ids, "response_mask": mask})
+
+
+def _plain_training(model, steps):
+    """Loss and gradient norm of every step, done the textbook way on padded rows."""
+    adamw = torch.optim.AdamW(
+        model.parameters(), betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
+    )
+    history = []
+    for number, rows in enumerate(steps):
+        adamw.param_groups[0]["lr"] = OPTIMIZER.lr * min(1.0, (number + 1) / OPTIMIZER.warmup_steps)
+        width = max(len(p) + len(c) for p, c in rows)
+        ids = torch.tensor([p + c + [0] * (width - len(p + c)) for p, c in rows])
+        labels = torch.tensor([[-100] * len(p) + c + [-100] * (width - len(p + c)) for p, c in rows])
+        answer = model(input_ids=ids, labels=labels)
+        loss = torch.nn.functional.cross_entropy(answer.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        torch.testing.assert_close(answer.loss.double(), loss, rtol=1e-6, atol=0)  # theirs is in float32
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
+        adamw.step()
+        adamw.zero_grad()
+        history.append((loss.item(), norm.item()))
+    return history
+
+
+def _train(world, text, source, target, steps):
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return None
+    spec = model_spec(ModelConfig.load(str(source)))
+    engine = NativeEngine(spec, layout, world, dtype="float64", optimizer=OPTIMIZER)
+    engine.load(source, seed=0)
+    metrics = []
+    for rows in steps:
+        batch = _batch(rows, dp=layout.dp, index=layout.coordinate(world.rank).dp)
+        metrics.append(engine.run(CALL, [batch], micro_batch_tokens=20).metrics)
+    engine.save(target)
+    return [(m["loss"], m["grad_norm"]) for m in metrics] if world.rank == layout.head(0) else None
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def plain(request, tmp_path_factory):
+    """Initial directory, steps of rows, history and final weights of the textbook training."""
+    directory = tmp_path_factory.mktemp("plain")
+    model = plain_model(directory, tied=request.param)
+    steps = [ragged_rows(9, seed=seed) for seed in range(NUM_STEPS)]
+    history = _plain_training(model, steps)
+    clipped = [norm > OPTIMIZER.max_grad_norm for _, norm in history]
+    assert any(clipped) and not all(clipped), history
+    return directory, steps, history, model.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["d1@0", "d2@0-1", "d4@0-3", "t2@0-1", "t4@0-3", "p2@0-1", "d2p2@3,1,0,2"])
+def test_training_is_that_of_torch_on_the_plain_model(pool, plain, tmp_path, layout):
+    directory, steps, history, weights = plain
+    results = pool.run(_train, layout, directory, tmp_path / "out", steps)
+    (metrics,) = [result for result in results if result is not None]
+    torch.testing.assert_close(torch.tensor(metrics), torch.tensor(history), rtol=1e-9, atol=1e-9)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() >= weights.keys() - {"lm_head.weight"}
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_bfloat16_model_learns_with_a_float32_master_copy(tmp_path):
+    """The weights stay the rounded master copy: steps far below bfloat16's resolution add up."""
+    plain_model(tmp_path)
+    spec = model_spec(ModelConfig.load(str(tmp_path)))
+    config = OptimizerConfig(lr=1e-5, weight_decay=0.0)
+    engine = NativeEngine(spec, Layout.parse("d1@0"), World(), dtype="bfloat16", optimizer=config)
+    engine.load(tmp_path, seed=0)
+    before = {name: shard.clone() for name, shard in engine.shards().items()}
+    batch = _batch(ragged_rows(9, seed=0))
+    losses = [engine.run(CALL, [batch], micro_batch_tokens=40).metrics["loss"] for _ in range(60)]
+    after = engine.shards()
+    assert all(shard.dtype == torch.bfloat16 for shard in after.values())
+    name = "model.layers.0.mlp.down_proj.weight"
+    change = (after[name] - before[name]).float().abs()
+    # Adam moves a weight by up to lr per step; a bfloat16 weight of 0.2 only takes steps of 0.0005 to 0.001.
+    assert 0.2 < (change > 0).float().mean() < 1.0
+    assert change.max() <= 60e-5 + 2**-9
+    assert losses[-1] < losses[0] - 0.02, losses
+    assert all(later < earlier + 0.01 for earlier, later in pairwise(losses))
+
+
+def _rates(config, num_steps):
+    return [learning_rate(config, step) for step in range(num_steps)]
+
+
+def _scheduled(make_scheduler, num_steps, lr=0.3):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler, rates = make_scheduler(optimizer), []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_learning_rates_are_those_of_transformers(schedule):
+    """transformers' warm-up starts at 0; ours is one step ahead of it, so that no step is wasted."""
+    config = OptimizerConfig(lr=0.3, schedule=schedule, warmup_steps=5, total_steps=30)
+    theirs = "constant_with_warmup" if schedule == "constant" else schedule
+    expected = _scheduled(lambda o: transformers.get_scheduler(theirs, o, 5, 30), 30)
+    assert _rates(config, 30) == pytest.approx([*expected[1:6], *expected[5:]], abs=1e-12)
+
+
+def test_learning_rates_with_a_floor_are_those_of_torch():
+    floor = {"lr": 0.3, "total_steps": 20, "min_lr_ratio": 0.1}
+    schedulers = torch.optim.lr_scheduler
+    cosine = _scheduled(lambda o: schedulers.CosineAnnealingLR(o, T_max=20, eta_min=0.03), 21)
+    linear = _scheduled(lambda o: schedulers.LinearLR(o, 1.0, 0.1, total_iters=20), 25)
+    ours = _rates(OptimizerConfig(schedule="cosine", **floor), 24)
+    assert ours == pytest.approx([*cosine, 0.03, 0.03, 0.03], abs=1e-12)
+    assert _rates(OptimizerConfig(schedule="linear", **floor), 25) == pytest.approx(linear, abs=1e-12)
+    warmup = _scheduled(lambda o: schedulers.LinearLR(o, 1 / 8, 1.0, total_iters=7), 12)
+    assert _rates(OptimizerConfig(lr=0.3, warmup_steps=8), 12) == pytest.approx(warmup, abs=1e-12)

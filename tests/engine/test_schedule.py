@@ -1,0 +1,96 @@
+"""Pipeline order and micro-batches: simulated, counted and searched by brute force."""
+
+import random
+from itertools import product
+
+import pytest
+
+from realhf.engine.micro_batch import balance, micro_batches
+from realhf.engine.pipeline import one_forward_one_backward
+
+
+def _simulate(num_micro_batches, num_stages):
+    """Runs all stages at one action per tick; returns ticks and each stage's largest number in flight.
+
+    A message sent in a tick can be received from the next tick on; receivers match messages in order.
+    """
+    actions = [
+        one_forward_one_backward(num_micro_batches, stage=s, num_stages=num_stages) for s in range(num_stages)
+    ]
+    for order in actions:
+        done = [order.index(("forward", i)) < order.index(("backward", i)) for i in range(num_micro_batches)]
+        assert all(done) and len(order) == len(set(order)) == 2 * num_micro_batches
+    up = [[] for _ in range(num_stages)]  # hidden states waiting for stage s
+    down = [[] for _ in range(num_stages)]  # gradients waiting for stage s
+    at, in_flight, most, ticks = [0] * num_stages, [0] * num_stages, [0] * num_stages, 0
+    while any(i < len(order) for i, order in zip(at, actions, strict=True)):
+        sent = []
+        for stage in range(num_stages):
+            if at[stage] == len(actions[stage]):
+                continue
+            kind, i = actions[stage][at[stage]]
+            last = stage == num_stages - 1
+            inbox = up[stage] if kind == "forward" else down[stage]
+            if not (stage == 0 if kind == "forward" else last):
+                if not inbox:
+                    continue
+                assert inbox.pop(0) == i
+            at[stage] += 1
+            in_flight[stage] += 1 if kind == "forward" else -1
+            most[stage] = max(most[stage], in_flight[stage])
+            if kind == "forward" and not last:
+                sent.append((up[stage + 1], i))
+            if kind == "backward" and stage:
+                sent.append((down[stage - 1], i))
+        assert sent or at == [len(order) for order in actions] or ticks < 10_000, "deadlock"
+        for inbox, i in sent:
+            inbox.append(i)
+        ticks += 1
+        assert ticks < 10_000, "deadlock"
+    assert not any(up) and not any(down)
+    return ticks, most
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
+def test_one_forward_one_backward_flows_and_bounds_what_is_in_flight(num_stages):
+    for num_micro_batches in range(12):
+        ticks, most = _simulate(num_micro_batches, num_stages)
+        for stage, number in enumerate(most):
+            assert number == min(num_stages - stage, num_micro_batches)
+        if num_micro_batches:  # the bubble of the paper: (p - 1) forward and backward slots
+            assert ticks == 2 * (num_micro_batches + num_stages - 1)
+
+
+def _best_maximum(costs, num_parts):
+    choices = product(range(num_parts), repeat=len(costs))
+    return min(max(sum(c for c, p in zip(costs, choice, strict=True) if p == part) for part in range(num_parts))
+               for choice in choices)  # fmt: skip
+
+
+def test_balance_is_a_partition_within_the_bound_of_lpt():
+    rng = random.Random(0)
+    for _ in range(60):
+        costs, num_parts = [rng.randint(1, 20) for _ in range(rng.randint(0, 7))], rng.randint(1, 3)
+        parts = balance(costs, num_parts)
+        assert len(parts) == num_parts
+        assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+        assert all(part == sorted(part) for part in parts)
+        best = _best_maximum(costs, num_parts)
+        largest = max(sum(costs[i] for i in part) for part in parts)
+        assert largest <= best * (4 / 3 - 1 / (3 * num_parts)) + 1e-9
+
+
+def test_micro_batches_keep_their_promises():
+    rng = random.Random(1)
+    for _ in range(300):
+        lengths = [rng.choice([0, 1, 3, 7, 8, 30]) for _ in range(rng.randint(0, 12))]
+        max_tokens, at_least = rng.randint(1, 40), rng.randint(1, 5)
+        parts = micro_batches(lengths, max_tokens=max_tokens, at_least=at_least)
+        assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+        assert all(parts) and len(parts) >= min(at_least, len(lengths))
+        for part in parts:
+            assert len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens
+        # Not more than twice what any packing needs, apart from what `at_least` asks for.
+        need = -(-sum(lengths) // max_tokens)
+        alone = sum(length > max_tokens / 2 for length in lengths)
+        assert len(parts) <= max(2 * need + 1, alone + need, at_least)
