@@ -1,7 +1,9 @@
-"""The task of the examples: three-digit additions from reasoning-gym, a tiny Qwen2-style model and a character tokenizer.
+"""The task of the examples: three-digit additions from reasoning-gym, a tiny Qwen2-style model and a
+character tokenizer.
 
-Answers write the column sums from right to left, then the result: `727+166=` gives `13,09,08<answer>893</answer>`.
-The teacher of the supervised data is careless: in 80 % of the exercises it forgets to carry (`13,08,08<answer>883</answer>`).
+Answers write the column sums from right to left, then the result: `727+166=` gives
+`13,09,08<answer>893</answer>`. The teacher of the supervised data is careless: in 80 % of the exercises it
+forgets to carry (`13,08,08<answer>883</answer>`).
 """
 
 import json
@@ -37,14 +39,20 @@ _MODEL = {
 }
 
 
-def exact_answer(prompts: list, completions: list[str], completion_ids: list, answer: list[str]) -> list[float]:
+def exact_answer(
+    prompts: list, completions: list[str], completion_ids: list, answer: list[str]
+) -> list[float]:
     """The reward: 1 when the completion ends in the right answer, else 0."""
     found = [re.search(r"<answer>(\d+)</answer>$", completion) for completion in completions]
-    return [float(match is not None and match[1] == right) for match, right in zip(found, answer, strict=True)]
+    return [
+        float(match is not None and match[1] == right) for match, right in zip(found, answer, strict=True)
+    ]
 
 
 def prepare(directory: Path = DIRECTORY, *, seed: int = 0) -> Path:
-    """Writes model config, tokenizer and data into `directory`, unless it exists; several processes may call this at once."""
+    """Writes model config, tokenizer and data into `directory`, unless it exists; several processes may call
+    this at once.
+    """
     if directory.exists():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""A graph of one's own: GRPO whose reference follows the actor as a moving average, and a call that watches the answers.
+"""A graph of one's own: GRPO whose reference follows the actor as a moving average, and a call that watches
+the answers.
 
-    realhf run examples/custom_graph.py --plan custom-4
+realhf run examples/custom_graph.py --plan custom-4
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from realhf import (
 
 
 def carries_written(batch, context):
-    """A call in plain Python: the share of answers in which some column sum is right only with a carry from the column before."""
+    """A call in plain Python: the share of answers in which some column sum is right only with a carry from
+    the column before.
+    """
     texts = [context.tokenizer.decode(tokens) for tokens in batch["sequence_ids"].split()]
     with_carry = 0
     for text in texts:
@@ -38,7 +41,9 @@ class MovingReference(GRPO):
     follow_rate: float = 0.05
 
     def roles(self) -> dict[str, Role]:
-        return super().roles() | {"ref": Role(model=self.actor.model, follows="actor", follow_rate=self.follow_rate)}
+        return super().roles() | {
+            "ref": Role(model=self.actor.model, follows="actor", follow_rate=self.follow_rate)
+        }
 
     def graph(self) -> DataflowGraph:
         watch = HostFunction(carries_written, splittable=True)
@@ -47,7 +52,9 @@ class MovingReference(GRPO):
 
 task = prepare()
 experiment = MovingReference(
-    actor=Role(model="runs/sft/hf/step_700", optimizer=OptimizerConfig(lr=4e-4, warmup_steps=20, weight_decay=0.0)),
+    actor=Role(
+        model="runs/sft/hf/step_700", optimizer=OptimizerConfig(lr=4e-4, warmup_steps=20, weight_decay=0.0)
+    ),
     dataset=DatasetConfig(str(task / "prompts.jsonl")),
     eval_dataset=DatasetConfig(str(task / "held_out.jsonl"), shuffle=False),
     reward_function=exact_answer,

@@ -1,4 +1,4 @@
-"""The demo: a tiny model learns to carry by reinforcement learning, on four processes. `make demo`, or with a seed `make demo SEED=2`."""
+"""The demo: a tiny model learns to carry by reinforcement learning. `make demo`, or `make demo SEED=2`."""
 
 import json
 import subprocess
@@ -13,7 +13,32 @@ from arithmetic import prepare
 from realhf import ExecutionPlan
 
 PLAN = "grpo-4"
-SAY = "\033[1m{}\033[0m" if sys.stderr.isatty() else "{}"
+
+TASK = """
+1. A task: three-digit additions from reasoning-gym. An answer writes the column sums, right to left, then the result:
+   727+166=  ->  13,09,08<answer>893</answer>
+"""
+WARM_UP = """
+2. Supervised warm-up: a tiny Qwen2-style model (124,000 parameters, random at first) imitates a careless teacher
+   who forgets to carry in 80 % of the exercises. One process.
+"""
+WARM = """   The model now solves {score:.0%} of the 256 held-out problems: mostly those without a carry.
+"""
+GRPO = """
+3. GRPO: eight answers to each of 64 problems per step; only right results are rewarded, nobody shows how.
+   Four processes. Generation runs in layout {actor_generate} (four replicas), training in {actor_train} (two
+   replicas, each split in two), the reference on a mesh of its own, {ref_forward}. The weights move between these
+   layouts in the middle of every step.
+"""
+RESULT = """
+Done in {seconds:.0f} seconds.
+   held-out score      {eval_first:.3f} before, {eval_last:.3f} after (greedy, 256 problems that training never saw)
+   reallocated         {megabytes:.2f} MB of parameters per step; busiest wire at {over_bound:.2f} x its lower bound
+   reward curve        {directory}/reward.png
+   timeline of a step  {directory}/timeline.png
+   answers             {directory}/eval.jsonl
+   Hugging Face model  {hf_dir}
+"""
 
 
 @dataclass
@@ -22,70 +47,43 @@ class Options:
 
     seed: int = 0
     """Changes the data, the initial weights and every random draw."""
-    steps: int = 60
+    steps: int = 80
     """Steps of reinforcement learning."""
 
 
-def main(options: Options) -> int:
+def main(options: Options) -> None:
     started = time.time()
-    directory = _new_directory(Path("runs"), f"demo-seed{options.seed}")
-    say(
-        "1. A task: three-digit additions from reasoning-gym. The answer writes the column sums, then the result:\n"
-        "   727+166=  ->  13,09,08<answer>893</answer>"
-    )
+    directory = new_directory(Path("runs"), f"demo-seed{options.seed}")
+    say(TASK)
     task = prepare(directory / "task", seed=options.seed)
-    common = [
-        *("--seed", str(options.seed)),
-        *("--eval-dataset.path", str(task / "held_out.jsonl")),
-    ]
-    say(
-        "\n2. Supervised warm-up: a tiny Qwen2-style model (124,000 parameters, random weights) imitates a careless teacher,\n"
-        "   who forgets to carry in 80 % of the exercises. One process."
-    )
-    files = ["--dataset.path", str(task / "sft.jsonl"), "--actor.model", str(task / "model")]
-    run("examples/sft.py", directory / "sft", ["--nproc", "1", *common, *files])
-    warm = json.loads((directory / "sft" / "summary.json").read_text())
-    say(f"   It now solves {warm['eval_last']:.0%} of the 256 held-out problems: mostly those without a carry.")
-    layouts = ExecutionPlan.load(PLAN).calls
-    say(
-        "\n3. GRPO: eight answers to each of 64 problems per step; only right results are rewarded. Nobody shows it how.\n"
-        f"   Four processes, plan {PLAN}: generation in layout {layouts['actor_generate'].layout} (four replicas), training in "
-        f"{layouts['actor_train'].layout}\n   (two replicas, each split in two), the reference on its own mesh "
-        f"{layouts['ref_forward'].layout}. The weights move between\n   the layouts in the middle of every step."
-    )
-    files = ["--dataset.path", str(task / "prompts.jsonl"), "--actor.model", warm["hf_dir"], "--steps", str(options.steps)]
-    run("examples/grpo.py", directory / "grpo", ["--plan", PLAN, *common, *files])
-    tell_result(directory / "grpo", seconds=time.time() - started)
-    return 0
+    common = {"seed": options.seed, "eval-dataset.path": task / "held_out.jsonl"}
+    say(WARM_UP)
+    files = {"dataset.path": task / "sft.jsonl", "actor.model": task / "model"}
+    warm = run("examples/sft.py", directory / "sft", {"nproc": 1} | common | files)
+    say(WARM, score=warm["eval_last"])
+    say(GRPO, **{name: call.layout for name, call in ExecutionPlan.load(PLAN).calls.items()})
+    files = {"dataset.path": task / "prompts.jsonl", "actor.model": warm["hf_dir"]}
+    done = run("examples/grpo.py", directory / "grpo", {"plan": PLAN, "steps": options.steps} | common | files)
+    realloc = done.pop("realloc")["actor"]
+    done |= {"seconds": time.time() - started, "megabytes": realloc["bytes_per_step"] / 1e6}
+    say(RESULT, directory=directory / "grpo", over_bound=realloc["over_bound"], **done)
 
 
-def tell_result(directory: Path, *, seconds: float) -> None:
-    summary = json.loads((directory / "summary.json").read_text())
-    realloc = summary["realloc"]["actor"]
-    say(
-        f"\nDone in {seconds:.0f} seconds.\n"
-        f"   held-out score    {summary['eval_first']:.3f} before, {summary['eval_last']:.3f} after (greedy, 256 problems never seen)\n"
-        f"   reallocated       {realloc['bytes_per_step'] / 1e6:.2f} MB of parameters per step; busiest wire at "
-        f"{realloc['over_bound']:.2f} x its lower bound\n"
-        f"   pictures          {directory / 'reward.png'}, {directory / 'timeline.png'}\n"
-        f"   answers           {directory / 'eval.jsonl'}\n"
-        f"   Hugging Face model {summary['hf_dir']}"
-    )
-
-
-def run(experiment: str, out: Path, arguments: list[str]) -> None:
-    """One `realhf run`; the demo ends with its exit code if it fails."""
-    command = [sys.executable, "-m", "realhf", "run", experiment, "--out", str(out), *arguments]
-    code = subprocess.run(command).returncode
-    if code:
+def run(experiment: str, out: Path, options: dict) -> dict:
+    """One `realhf run` and its summary; the demo ends with its exit code if it fails."""
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "realhf", "run", experiment, "--out", str(out), *words]
+    if code := subprocess.run(command).returncode:
         sys.exit(code)
+    return json.loads((out / "summary.json").read_text())
 
 
-def say(text: str) -> None:
-    print(SAY.format(text), file=sys.stderr, flush=True)
+def say(text: str, **values: object) -> None:
+    text = text.format(**values)
+    print(f"\033[1m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, end="", flush=True)
 
 
-def _new_directory(parent: Path, name: str) -> Path:
+def new_directory(parent: Path, name: str) -> Path:
     """A directory that does not exist yet, so that no earlier run is lost."""
     number = 1
     while (directory := parent / (name if number == 1 else f"{name}-{number}")).exists():
@@ -94,4 +92,4 @@ def _new_directory(parent: Path, name: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options)))
+    main(tyro.cli(Options))

@@ -1,4 +1,6 @@
-"""A reward model for examples/ppo.py, from the warmed-up model: realhf run examples/reward_model.py --out runs/reward_model"""
+"""A reward model for examples/ppo.py, from the warmed-up model: realhf run examples/reward_model.py --out
+runs/reward_model
+"""
 
 from arithmetic import prepare
 
@@ -9,7 +11,9 @@ experiment = Verifier(
     reward=Role(
         model="runs/sft/hf/step_700",
         head="score",
-        optimizer=OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="cosine", total_steps=300, min_lr_ratio=0.1),
+        optimizer=OptimizerConfig(
+            lr=2e-3, warmup_steps=20, schedule="cosine", total_steps=300, min_lr_ratio=0.1
+        ),
     ),
     dataset=DatasetConfig(str(task / "verifier.jsonl")),
     steps=300,

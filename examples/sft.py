@@ -1,4 +1,6 @@
-"""Supervised warm-up of the tiny model on the careless teacher's answers: realhf run examples/sft.py --out runs/sft"""
+"""Supervised warm-up of the tiny model on the careless teacher's answers: realhf run examples/sft.py --out
+runs/sft
+"""
 
 from arithmetic import exact_answer, prepare
 
@@ -9,7 +11,9 @@ experiment = SFT(
     actor=Role(
         model=str(task / "model"),
         random_init=True,
-        optimizer=OptimizerConfig(lr=5e-3, warmup_steps=20, schedule="cosine", total_steps=700, min_lr_ratio=0.1),
+        optimizer=OptimizerConfig(
+            lr=5e-3, warmup_steps=20, schedule="cosine", total_steps=700, min_lr_ratio=0.1
+        ),
     ),
     dataset=DatasetConfig(str(task / "sft.jsonl")),
     eval_dataset=DatasetConfig(str(task / "held_out.jsonl"), shuffle=False),

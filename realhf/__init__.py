@@ -1,4 +1,6 @@
-"""realhf: reinforcement learning of language models as a dataflow graph whose calls each have their own layout."""
+"""realhf: reinforcement learning of language models as a dataflow graph whose calls each have their own
+layout.
+"""
 
 import importlib
 from typing import Any

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
 
@@ -41,11 +41,13 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code: 0 done, 2 wrong input (one sentence on standard error), 1 anything else."""
+    """Runs a command and returns the exit code: 0 done, 2 wrong input (one sentence on standard error), 1
+    anything else.
+    """
     setup_logging()
     argv = sys.argv[1:] if argv is None else argv
-    options, overrides = _parser().parse_known_args(argv)
     try:
+        options, overrides = _parser().parse_known_args(argv)
         return options.command(options, overrides, argv)
     except UserError as error:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -53,15 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="realhf", description=importlib.import_module("realhf").__doc__, allow_abbrev=False)
+    parser = _Parser(
+        prog="realhf", description=importlib.import_module("realhf").__doc__, allow_abbrev=False
+    )
     commands = parser.add_subparsers(title="commands", required=True)
-    run = _add_command(commands, "run", _run, "train: run an experiment on local workers, or as one worker under torchrun")
+    run = _add_command(
+        commands, "run", _run, "train: run an experiment on local workers, or as one worker under torchrun"
+    )
     run.add_argument("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     run.add_argument("--out", help="run directory; default: a new one below runs/")
-    check = _add_command(commands, "check", _check, "find what is wrong with an experiment and a plan, without running it")
-    check.add_argument("--nproc", type=int, help="number of ranks to check against; default: as many as the plan uses")
-    check.add_argument("--cluster", help="cluster file or shipped name, whose number of devices is checked against")
+    check = _add_command(
+        commands, "check", _check, "find what is wrong with an experiment and a plan, without running it"
+    )
+    check.add_argument(
+        "--nproc", type=int, help="number of ranks to check against; default: as many as the plan uses"
+    )
+    check.add_argument(
+        "--cluster", help="cluster file or shipped name, whose number of devices is checked against"
+    )
     check.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -69,9 +86,18 @@ def _parser() -> argparse.ArgumentParser:
 def _add_command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)
     command.set_defaults(command=function, parser=command)
-    command.add_argument("experiment", nargs="?", metavar="EXP.py", help="Python file that defines `experiment`")
-    command.add_argument("--plan", help="plan file or shipped name; default: every call split over all ranks by dp")
-    command.add_argument("-h", "--help", action="store_true", help="this help; with EXP.py also every field that can be overridden")
+    command.add_argument(
+        "experiment", nargs="?", metavar="EXP.py", help="Python file that defines `experiment`"
+    )
+    command.add_argument(
+        "--plan", help="plan file or shipped name; default: every call split over all ranks by dp"
+    )
+    command.add_argument(
+        "-h",
+        "--help",
+        action="store_true",
+        help="this help; with EXP.py also every field that can be overridden",
+    )
     return command
 
 
@@ -80,7 +106,9 @@ def _run(options: argparse.Namespace, overrides: list[str], argv: Sequence[str])
         return EXIT_DONE
     is_worker = "TORCHELASTIC_RUN_ID" in os.environ
     if is_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
-        raise UserError(f"--nproc {options.nproc}: under torchrun the number of workers comes from torchrun, leave it out")
+        raise UserError(
+            f"--nproc {options.nproc}: under torchrun the number of workers comes from torchrun, leave it out"
+        )
     plan = _plan(options)
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_worker else _num_ranks(options, plan)
     program = _compile(experiment, plan, options, num_ranks)
@@ -116,7 +144,14 @@ def _experiment(options: argparse.Namespace, overrides: list[str]) -> Experiment
         if options.experiment is not None:
             experiment = load_experiment(options.experiment)
             with contextlib.suppress(SystemExit):
-                tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:", description="", config=_TYRO)
+                tyro.cli(
+                    type(experiment),
+                    default=experiment,
+                    args=["--help"],
+                    prog="overrides:",
+                    description="",
+                    config=_TYRO,
+                )
         return None
     if options.experiment is None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
@@ -129,19 +164,23 @@ def load_experiment(name: str) -> Experiment:
     if not path.is_file():
         raise UserError(f"experiment {name!r}: there is no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, "only .py files have no loader of their own"
+    if spec is None or spec.loader is None:
+        raise UserError(f"experiment {name}: it must be a Python file, whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
         line = f" line {frames[-1].lineno}" if frames else ""
         raise UserError(f"experiment {name}{line}: {type(error).__name__}: {error}") from error
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
-        raise UserError(f"experiment {name}: it must define `experiment`, an Experiment such as realhf.GRPO(...)")
+        raise UserError(
+            f"experiment {name}: it must define `experiment`, an Experiment such as realhf.GRPO(...)"
+        )
     return experiment
 
 
@@ -156,16 +195,24 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
                 type(experiment), default=experiment, args=list(words), return_unknown_args=True, config=_TYRO
             )
     except SystemExit as error:
-        sentence = re.sub(r"[─-╿\s]+", " ", complaints.getvalue()).strip()
-        raise UserError(f"overrides {' '.join(words)!r}: {sentence}") from error
+        raise UserError(f"overrides {' '.join(words)!r}: {_sentence(complaints.getvalue())}") from error
     except ValueError as error:
         raise UserError(f"overrides {' '.join(words)!r}: {error}") from error
     if unknown:
         legal = [f"--{name}" for name in _field_names(experiment)]
-        near = difflib.get_close_matches(unknown[0].replace("_", "-"), [n.replace("_", "-") for n in legal], n=3, cutoff=0.5)
+        near = difflib.get_close_matches(
+            unknown[0].replace("_", "-"), [n.replace("_", "-") for n in legal], n=3, cutoff=0.5
+        )
         hint = f"did you mean {' or '.join(near)}?" if near else f"legal are {', '.join(legal)}"
         raise UserError(f"unknown override {unknown[0]!r}: {hint}")
     return changed
+
+
+def _sentence(complaint: str) -> str:
+    """What tyro says in its box: the first part below the title, on one line."""
+    parts = [" ".join(part.split()) for part in re.split(r"[─-]{3,}", re.sub(r"[│╭╮╰╯]", " ", complaint))]
+    parts = [part for part in parts if part]
+    return parts[min(1, len(parts) - 1)]
 
 
 def _field_names(config: Any, prefix: str = "") -> list[str]:
@@ -187,7 +234,9 @@ def _num_ranks(options: argparse.Namespace, plan: ExecutionPlan | None) -> int:
     return options.nproc or (plan.num_ranks if plan is not None else 1)
 
 
-def _compile(experiment: Experiment, plan: ExecutionPlan | None, options: argparse.Namespace, num_ranks: int) -> Program:
+def _compile(
+    experiment: Experiment, plan: ExecutionPlan | None, options: argparse.Namespace, num_ranks: int
+) -> Program:
     try:
         return compile_program(experiment, plan, world_size=num_ranks)
     except ValueError as error:

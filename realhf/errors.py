@@ -1,4 +1,4 @@
-"""UserError: what a user caused and can mend. The command line prints its sentence without a traceback and exits with 2."""
+"""UserError: what a user caused and can mend; the command line prints it without traceback and exits with 2."""
 
 
 class UserError(ValueError):

@@ -24,7 +24,9 @@ class Role:
     random_init: bool = False
     """Draw the weights at random instead of reading them."""
     follows: str | None = None
-    """A trainable role of the same model whose moving average this role is: updated after each of its train steps."""
+    """A trainable role of the same model whose moving average this role is: updated after each of its train
+    steps.
+    """
     follow_rate: float = 0.01
     """Share of the followed role's weights in each update."""
 
@@ -72,7 +74,8 @@ class Experiment:
         raise TypeError(f"{type(self).__name__} must define graph()")
 
     def eval_graph(self) -> DataflowGraph | None:
-        """The calls of one evaluation; it must produce `completion` and `score`. None: nothing to evaluate."""
+        """The calls of one evaluation; it must produce `completion` and `score`. None: nothing to evaluate.
+        """
         return None
 
     def resolved_graph(self) -> DataflowGraph:

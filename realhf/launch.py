@@ -57,7 +57,9 @@ def work(job: "Job") -> int:
     _keep_freed_memory()
     try:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        world = World.from_torchrun(rank=rank, size=size, local_rank=local_rank, timeout_seconds=_TIMEOUT_SECONDS)
+        world = World.from_torchrun(
+            rank=rank, size=size, local_rank=local_rank, timeout_seconds=_TIMEOUT_SECONDS
+        )
         out = _agree_on(job.out, world)
         Trainer(job.program, world, out=out).run()
     except UserError as error:
@@ -71,7 +73,9 @@ def work(job: "Job") -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks for the next tensors: fresh pages cost ten times as much to write as used ones."""
+    """Makes glibc keep freed blocks for the next tensors: fresh pages cost ten times as much to write as used
+    ones.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):

@@ -1,70 +1,159 @@
-"""Runs of the real command line for tests: experiment files, processes in a session of their own, what a run leaves."""
+"""For tests of the command line: experiment files, commands whose processes can all be found, what a run left behind."""
 
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+import uuid
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from tests.runtime.tiny import write_task
+from tests.runtime.tiny import HF_CONFIG, write_task
 
 REPO = Path(__file__).parent.parent
-GRPO_PLAN = {"actor_generate": "d4@0-3", "ref_forward": "t2@2-3", "actor_train": "d2t2@0-3"}
-UNTIMED = ("timing_s/", "perf/")
+REALHF = (sys.executable, "-m", "realhf")
+GRPO_LAYOUTS = {"actor_generate": "d4@0-3", "ref_forward": "t2@2-3", "actor_train": "d2t2@0-3"}
+_MARK = "REALHF_TEST_COMMAND"
+_TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
 
 
-def write_experiment(directory: Path, kind: str = "grpo", *, name: str = "experiment", body: str = "", **changes: Any) -> Path:
-    """An experiment file on the tiny float64 task, whose files are made on first use; `body` may change `experiment`."""
-    if not (directory / "task").is_dir():
-        (directory / "task").mkdir()
-        write_task(directory / "task")
-    path = directory / f"{name}.py"
+@functools.cache
+def _shared() -> tempfile.TemporaryDirectory[str]:
+    """A directory for what tests of several modules use; it goes with the process."""
+    return tempfile.TemporaryDirectory(prefix="realhf-test-")
+
+
+@functools.cache
+def _task() -> Path:
+    directory = Path(_shared().name, "task")
+    directory.mkdir()
+    return write_task(directory)
+
+
+def write_experiment(
+    directory: Path,
+    kind: str = "grpo",
+    *,
+    body: str = "",
+    model: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Path:
+    """A file that defines `experiment`, on the tiny float64 task. `body` is code that may change it; `model` are fields of
+    the model's config.json.
+    """
+    task = _task()
+    if model is not None:
+        task = write_task(directory)
+        (task / "config.json").write_text(json.dumps(HF_CONFIG | model))
+    path = directory / "tiny_experiment.py"
     path.write_text(
         "from dataclasses import replace\n"
         "from pathlib import Path\n\n"
-        "from realhf import DatasetConfig, FunctionCall, HostFunction\n"
+        "from realhf import DataflowGraph, FunctionCall, HostFunction\n"
         "from tests.runtime.tiny import make_experiment\n\n"
-        f"experiment = make_experiment({kind!r}, Path({str(directory / 'task')!r}), **{changes!r})\n{body}"
+        f"experiment = make_experiment({kind!r}, Path({str(task)!r}), **{settings!r})\n{body}\n"
     )
     return path
 
 
-def write_plan(path: Path, layouts: dict[str, str]) -> Path:
+def write_plan(directory: Path, layouts: dict[str, str]) -> Path:
+    path = directory / "plan.yaml"
     path.write_text(yaml.safe_dump({"calls": {call: {"layout": layout} for call, layout in layouts.items()}}))
     return path
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """What a user's shell would give: nothing of torchrun's, one thread per worker."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")}
-    return inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
+@functools.cache
+def grpo_run() -> tuple[Path, Path, Path]:
+    """A GRPO run on four local processes, made once: experiment file, plan file, run directory."""
+    directory = Path(_shared().name)
+    experiment, plan = write_experiment(directory, steps=2), write_plan(directory, GRPO_LAYOUTS)
+    out = directory / "run"
+    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out, "--seed", 3) as command:
+        code, _, err = command.finish()
+    assert code == 0, err
+    return experiment, plan, out
 
 
-class Process:
-    """A command that leads a session of its own, so that whatever it starts can be found and ended."""
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
-    def __init__(self, *command: Any, **changes: str) -> None:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self._main = subprocess.Popen(
-            list(map(str, command)), cwd=REPO, env=environment(**changes), start_new_session=True, **pipes
+
+def untimed(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics.jsonl without what depends on the clock."""
+    return [
+        {k: v for k, v in step.items() if not k.startswith(("timing_s/", "perf/"))}
+        for step in read_jsonl(path)
+    ]
+
+
+class Command:
+    """A command started from the repository. All processes that descend from it carry its mark in their environment."""
+
+    def __init__(self, *words: Any, **variables: str) -> None:
+        self._mark = uuid.uuid4().hex
+        inherited = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
+        settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _MARK: self._mark}
+        self._process = subprocess.Popen(
+            [str(word) for word in words],
+            cwd=REPO,
+            env=inherited | settings | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
-    def __enter__(self) -> "Process":
+    def __enter__(self) -> "Command":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for pid in self.pids():
-            with_suppressed_kill(pid)
-        self._main.communicate()
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.communicate()
 
-    def finish(self, timeout: float = 120) -> tuple[int, str, str]:
-        """Exit code, standard output, standard error."""
-        out, err = self._main.communicate(timeout=timeout)
-        return self._main.returncode, out, err
+    def finish(self, timeout: float = 90) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error."""
+        out, err = self._process.communicate(timeout=timeout)
+        return self._process.returncode, out, err
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """Process id -> environment of every living process of this command."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:  # It is not ours, or has just ended.
+                continue
+            if f"{_MARK}={self._mark}" in variables:
+                found[int(entry.name)] = dict(v.split("=", 1) for v in variables if "=" in v)
+        return found
+
+    def worker(self, rank: int) -> int:
+        """Process id of the worker with this rank."""
+        return next(pid for pid, variables in self.processes().items() if variables.get("RANK") == str(rank))
+
+
+def wait_until(condition: Any, *, seconds: float) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

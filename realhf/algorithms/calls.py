@@ -41,7 +41,9 @@ def log_probs(role: str, *, output: str, temperature: float = 1.0) -> FunctionCa
 def reward_forward(function: RewardFunction | None) -> FunctionCall:
     """Scores by a reward function, or by the role `reward` when there is none."""
     if function is None:
-        return FunctionCall("reward_forward", "forward", ("sequence_ids",), ("score",), role="reward", work=Scores())
+        return FunctionCall(
+            "reward_forward", "forward", ("sequence_ids",), ("score",), role="reward", work=Scores()
+        )
     columns = reward_columns(function)
     return FunctionCall(
         name="reward_forward",
@@ -53,9 +55,13 @@ def reward_forward(function: RewardFunction | None) -> FunctionCall:
 
 
 def graph_of(*calls: FunctionCall) -> DataflowGraph:
-    """The graph of these calls over a dataset that brings the prompts and whatever columns a reward function names."""
+    """The graph of these calls over a dataset that brings the prompts and whatever columns a reward function
+    names.
+    """
     functions = [call.work.function for call in calls if isinstance(call.work, HostFunction)]
-    columns = [name for function in functions if isinstance(function, RewardCall) for name in function.columns]
+    columns = [
+        name for function in functions if isinstance(function, RewardCall) for name in function.columns
+    ]
     keys = dict.fromkeys(["prompt_ids", "prompt", *columns])
     read = {key for call in calls for key in call.inputs}
     return DataflowGraph(calls, tuple(key for key in keys if key in read))
@@ -66,13 +72,21 @@ def greedy_evaluation(sampling: SamplingConfig, function: RewardFunction | None)
     calls = [actor_generate(replace(sampling, temperature=0.0, top_k=0, top_p=1.0)), reward_forward(function)]
     if function is None:
         decode = HostFunction(_decode, splittable=True)
-        calls.append(FunctionCall("eval_decode", "host", ("sequence_ids", "response_mask"), ("completion",), work=decode))
+        calls.append(
+            FunctionCall(
+                "eval_decode", "host", ("sequence_ids", "response_mask"), ("completion",), work=decode
+            )
+        )
     return graph_of(*calls)
 
 
 def _decode(batch: Batch, context: Any) -> dict[str, list[str]]:
     pairs = zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True)
-    return {"completion": [context.tokenizer.decode(t[m.bool()].tolist(), skip_special_tokens=True) for t, m in pairs]}
+    return {
+        "completion": [
+            context.tokenizer.decode(t[m.bool()].tolist(), skip_special_tokens=True) for t, m in pairs
+        ]
+    }
 
 
 def response_counts(mask: Packed) -> Tensor:

@@ -1,4 +1,6 @@
-"""GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300), with Dr. GRPO's and DAPO's variations as options."""
+"""GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300), with Dr. GRPO's and DAPO's variations as
+options.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,16 @@ class PolicyLossConfig:
     kl_coef: float = 0.0
     """Weight of the KL to the reference in the loss (k3 estimator); 0: no reference is needed."""
     average: Literal["sequence", "token"] = "sequence"
-    """`sequence`: mean over the tokens of each response, then over responses (GRPO); `token`: over all tokens (DAPO)."""
+    """`sequence`: mean over the tokens of each response, then over responses (GRPO); `token`: over all tokens
+    (DAPO).
+    """
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3, rho = p_train / p_generated per token."""
+    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3, rho = p_train / p_generated per
+    token.
+    """
 
     config: PolicyLossConfig
     output: str = "logprobs"
@@ -79,7 +85,8 @@ class PolicyLoss:
 
 
 def k3(logp_T: Tensor, ref_T: Tensor) -> Tensor:
-    """Schulman's low-variance, unbiased estimate of KL(policy || reference): exp(d) - d - 1, d = ref - logp."""
+    """Schulman's low-variance, unbiased estimate of KL(policy || reference): exp(d) - d - 1, d = ref - logp.
+    """
     difference = ref_T - logp_T
     return difference.exp() - difference - 1
 

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from realhf.algorithms.calls import actor_generate, graph_of, greedy_evaluation, log_probs, reward_forward, rollout_metrics
+from realhf.algorithms.calls import (
+    actor_generate,
+    graph_of,
+    greedy_evaluation,
+    log_probs,
+    reward_forward,
+    rollout_metrics,
+)
 from realhf.algorithms.grpo import PolicyLoss, PolicyLossConfig
 from realhf.engine.work import HostFunction, OptimizerConfig, SamplingConfig, TrainStep, Values
 from realhf.experiment import Experiment, Role
@@ -44,7 +51,9 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """Token rewards -kl_coef (log p - log p_ref), plus the score at the last token; GAE(gamma, lam) over them."""
+    """Token rewards -kl_coef (log p - log p_ref), plus the score at the last token; GAE(gamma, lam) over
+    them.
+    """
 
     gamma: float = 1.0
     lam: float = 0.95
@@ -56,7 +65,9 @@ class AdvantageConfig:
 def generalized_advantages(
     rewards_ST: Tensor, values_ST: Tensor, mask_ST: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """GAE (Schulman et al. 2016, arXiv:1506.02438) of S left-aligned sequences; returns (advantages, returns)."""
+    """GAE (Schulman et al. 2016, arXiv:1506.02438) of S left-aligned sequences; returns (advantages,
+    returns).
+    """
     advantages_ST = rewards_ST.new_zeros(rewards_ST.shape)
     running_S = rewards_ST.new_zeros(rewards_ST.shape[0])
     next_value_S = running_S
@@ -136,7 +147,11 @@ class PPO(Experiment):
     def roles(self) -> dict[str, Role]:
         if (self.reward is None) == (self.reward_function is None):
             raise ValueError("give either reward_function or a reward role, and not both")
-        roles = {"actor": self.actor, "critic": self.critic, "ref": self.ref or replace(self.actor, optimizer=None)}
+        roles = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "ref": self.ref or replace(self.actor, optimizer=None),
+        }
         return roles if self.reward is None else {**roles, "reward": self.reward}
 
     def graph(self) -> DataflowGraph:
@@ -159,7 +174,12 @@ class PPO(Experiment):
                 name="actor_train",
                 kind="train_step",
                 role="actor",
-                inputs=(*sequence, "gen_logprobs", "advantages", *(("ref_logprobs",) if self.loss.kl_coef else ())),
+                inputs=(
+                    *sequence,
+                    "gen_logprobs",
+                    "advantages",
+                    *(("ref_logprobs",) if self.loss.kl_coef else ()),
+                ),
                 work=TrainStep(PolicyLoss(self.loss), self.minibatches, self.epochs, temperature),
             ),
             FunctionCall(

@@ -50,7 +50,10 @@ class SFT(Experiment):
 
     def graph(self) -> DataflowGraph:
         keys = ("sequence_ids", "response_mask")
-        return DataflowGraph([FunctionCall("actor_train", "train_step", keys, role="actor", work=TrainStep(CrossEntropy()))], keys)
+        call = FunctionCall("actor_train", "train_step", keys, role="actor", work=TrainStep(CrossEntropy()))
+        return DataflowGraph((call,), keys)
 
     def eval_graph(self) -> DataflowGraph | None:
-        return None if self.reward_function is None else greedy_evaluation(self.sampling, self.reward_function)
+        if self.reward_function is None:
+            return None
+        return greedy_evaluation(self.sampling, self.reward_function)

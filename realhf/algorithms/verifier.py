@@ -1,4 +1,6 @@
-"""Outcome reward model: learns from labelled answers to tell right from wrong (Cobbe et al. 2021, arXiv:2110.14168)."""
+"""Outcome reward model: learns from labelled answers to tell right from wrong (Cobbe et al. 2021,
+arXiv:2110.14168).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
-    """-log sigmoid(score) of answers with label 1 and -log sigmoid(-score) of those with 0, averaged over samples."""
+    """-log sigmoid(score) of answers with label 1 and -log sigmoid(-score) of those with 0, averaged over
+    samples.
+    """
 
     output: str = "scores"
     entropy: bool = False
@@ -46,5 +50,7 @@ class Verifier(Experiment):
 
     def graph(self) -> DataflowGraph:
         keys = ("sequence_ids", "label")
-        call = FunctionCall("reward_train", "train_step", keys, role="reward", work=TrainStep(BinaryCrossEntropy()))
+        call = FunctionCall(
+            "reward_train", "train_step", keys, role="reward", work=TrainStep(BinaryCrossEntropy())
+        )
         return DataflowGraph((call,), keys)

@@ -1,4 +1,4 @@
-"""Batch: samples with their ids and, per key, packed sequences, one number per sample, or one Python value per sample."""
+"""Batch: samples with their ids and per key packed sequences, or one number or Python value per sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,8 +31,10 @@ class Packed:
         return Packed(values, self.lengths)
 
     @classmethod
-    def of(cls, sequences: Sequence[torch.Tensor]) -> "Packed":
-        return cls(torch.cat(list(sequences)), [len(s) for s in sequences])
+    def of(cls, sequences: Sequence[torch.Tensor], *, empty: torch.Tensor | None = None) -> "Packed":
+        """The sequences end to end; `empty` if there may be none."""
+        values = torch.cat(list(sequences)) if sequences or empty is None else empty
+        return cls(values, [len(s) for s in sequences])
 
 
 Field = Packed | torch.Tensor | list
@@ -60,7 +62,8 @@ class Batch:
 
     def select(self, indices: Sequence[int]) -> "Batch":
         """The samples at these positions, in this order."""
-        return Batch([self.ids[i] for i in indices], {k: select_field(c, indices) for k, c in self.fields.items()})
+        fields = {key: select_field(column, indices) for key, column in self.fields.items()}
+        return Batch([self.ids[i] for i in indices], fields)
 
     def pick(self, keys: Sequence[str]) -> "Batch":
         return Batch(self.ids, {key: self.fields[key] for key in keys})

@@ -11,6 +11,7 @@ import numpy as np
 LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")
 """Keys that the loader makes from the prompt (and completion) column; any other key is a column of the file."""
 
+
 @dataclass(frozen=True)
 class DatasetConfig:
     """A file of rows with at least a prompt: text, or a list of chat messages."""
@@ -47,10 +48,14 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
                 except json.JSONDecodeError as error:
                     raise ValueError(f"dataset {path} line {number} is not JSON: {error}") from error
                 if not isinstance(row, dict):
-                    raise ValueError(f"dataset {path} line {number} is {type(row).__name__}: every line must be an object")
+                    raise ValueError(
+                        f"dataset {path} line {number} is {type(row).__name__}: every line must be an object"
+                    )
                 rows.append(row)
     else:
-        raise ValueError(f"dataset.path {config.path!r} ends in {path.suffix!r}: legal are .jsonl and .parquet")
+        raise ValueError(
+            f"dataset.path {config.path!r} ends in {path.suffix!r}: legal are .jsonl and .parquet"
+        )
     if not rows:
         raise ValueError(f"dataset {path} has no rows")
     return rows[: config.max_rows or None]

@@ -29,10 +29,10 @@ class _SumOverGroup(torch.autograd.Function):
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Identity whose gradient is summed over the group: where a replicated tensor enters a split computation."""
+    """Identity whose gradient is summed over the group: before a split computation."""
     return x if group.size == 1 else _CopyToGroup.apply(x, group)
 
 
 def sum_over_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum over the group whose gradient passes through: where a split computation becomes replicated again."""
+    """Sum over the group whose gradient passes through: after a split computation."""
     return x if group.size == 1 else _SumOverGroup.apply(x, group)

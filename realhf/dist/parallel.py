@@ -11,9 +11,9 @@ from realhf.layout import Coordinate, Layout
 class ParallelGroups:
     """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
 
-    `stage` joins the dp replicas and tp ranks of one pipeline stage, `all` every rank of the layout, `ends` the first
-    and the last stage (the same group on both; None between them or without pipelining). `pp_back` has the ranks of `pp` for
-    what flows from later to earlier stages; `dp_control` those of `dp` for small metadata on the host.
+    `all` is every rank of the layout, `ends` the first and the last stage (None between them or without
+    pipelining). `pp_back` has the ranks of `pp` for what flows from later to earlier stages; `dp_control`
+    those of `dp` for small metadata on the host.
     """
 
     layout: Layout

@@ -21,7 +21,12 @@ from realhf.nn.hf import load_weights, save_weights
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,13 @@ class NativeEngine:
     """A shard of a model. With an optimizer it can be trained; without, it is frozen."""
 
     def __init__(
-        self, spec: ModelSpec, layout: Layout, world: World, *, dtype: str, optimizer: OptimizerConfig | None = None
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        world: World,
+        *,
+        dtype: str,
+        optimizer: OptimizerConfig | None = None,
     ) -> None:
         self.groups = ParallelGroups.create(world, layout)
         self.model = Transformer(spec, self.groups, dtype=DTYPES[dtype], device=world.device)
@@ -60,9 +71,7 @@ class NativeEngine:
         """Writes a Hugging Face directory; every rank of the layout must call this."""
         save_weights(directory, self.model)
 
-    def run(
-        self, call: FunctionCall, minibatches: Sequence[Batch], *, micro_batch_tokens: int
-    ) -> CallResult:
+    def run(self, call: FunctionCall, minibatches: Sequence[Batch], *, micro_batch_tokens: int) -> CallResult:
         """Does the call's work on this rank's share of the samples, one Batch per mini-batch."""
         work = call.work
         if isinstance(work, TrainStep):
@@ -72,7 +81,9 @@ class NativeEngine:
             columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
         else:
             columns = self._forward(call, work, batch, micro_batch_tokens)
-        return CallResult(Batch(batch.ids, dict(zip(call.outputs, columns, strict=False))) if columns else Batch([]), {})
+        return CallResult(
+            Batch(batch.ids, dict(zip(call.outputs, columns, strict=False))) if columns else Batch([]), {}
+        )
 
     def _forward(self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int) -> list:
         output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
@@ -82,8 +93,12 @@ class NativeEngine:
 
         def head(i: int, hidden_TH: torch.Tensor) -> torch.Tensor:
             return compute_outputs(
-                self.model, hidden_TH, tokens.select(parts[i]), mask=mask and mask.select(parts[i]),
-                output=output, temperature=temperature,
+                self.model,
+                hidden_TH,
+                tokens.select(parts[i]),
+                mask=mask and mask.select(parts[i]),
+                output=output,
+                temperature=temperature,
             )[output]
 
         with torch.no_grad():
@@ -115,7 +130,9 @@ class NativeEngine:
         mean = {n: sum(m.get(n, 0.0) for m in history) / len(history) for n in names}
         return CallResult(Batch([]), mean)
 
-    def _train_minibatch(self, call: FunctionCall, work: TrainStep, batch: Batch, max_tokens: int) -> dict[str, float]:
+    def _train_minibatch(
+        self, call: FunctionCall, work: TrainStep, batch: Batch, max_tokens: int
+    ) -> dict[str, float]:
         loss, groups = work.loss, self.groups
         totals = _sum_dicts(groups.dp_control.all_gather_json(loss.totals(batch)))
         tokens = batch[call.inputs[0]]
@@ -125,8 +142,13 @@ class NativeEngine:
 
         def head(i: int, hidden_TH: torch.Tensor) -> torch.Tensor:
             outputs = compute_outputs(
-                self.model, hidden_TH, samples[i][call.inputs[0]], mask=response_mask(samples[i]),
-                output=loss.output, temperature=work.temperature, entropy=loss.entropy,
+                self.model,
+                hidden_TH,
+                samples[i][call.inputs[0]],
+                mask=response_mask(samples[i]),
+                output=loss.output,
+                temperature=work.temperature,
+                entropy=loss.entropy,
             )
             value, metrics = loss(outputs, samples[i], totals)
             sums.append({"loss": value, **metrics})

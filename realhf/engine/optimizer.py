@@ -40,7 +40,12 @@ class ShardedAdamW:
         self._master = torch.nn.Parameter(mine if mine.dtype == master_dtype else mine.to(master_dtype))
         self._counted = _primary_slices(model, groups, *slices[groups.dp.index])
         self._adamw = torch.optim.AdamW(
-            [self._master], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+            [self._master],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
 
     def reload(self) -> None:
@@ -78,7 +83,9 @@ class ShardedAdamW:
         return math.sqrt(self._groups.all.all_reduce(square.view(1)).item())
 
 
-def _primary_slices(model: Transformer, groups: ParallelGroups, start: int, stop: int) -> list[tuple[int, int]]:
+def _primary_slices(
+    model: Transformer, groups: ParallelGroups, start: int, stop: int
+) -> list[tuple[int, int]]:
     """Ranges, relative to `start`, of the parameters in flat[start:stop] that this rank counts in sums; neighbours joined."""
     by_name = {param.name: param for param in model.spec.params}
     ranges: list[tuple[int, int]] = []

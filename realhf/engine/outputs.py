@@ -7,7 +7,9 @@ from realhf.nn.transformer import Transformer
 from realhf.nn.vocab_parallel import vocab_parallel_entropy, vocab_parallel_logprobs
 
 
-def predicted_positions(lengths: list[int], mask_T: torch.Tensor | None, *, device: torch.device) -> torch.Tensor:
+def predicted_positions(
+    lengths: list[int], mask_T: torch.Tensor | None, *, device: torch.device
+) -> torch.Tensor:
     """Positions t of packed sequences whose token is predicted from t-1: all but the first of each, where the mask is 1."""
     wanted_T = torch.ones(sum(lengths), dtype=torch.bool, device=device)
     if mask_T is not None:
@@ -39,7 +41,9 @@ def compute_outputs(
     logits_NV = model.logits(states_NH)
     group, start = model.groups.tp, model.vocab_range[0]
     labels_N = tokens.values[positions]
-    logprobs_N = vocab_parallel_logprobs(logits_NV, labels_N, vocab_start=start, group=group, temperature=temperature)
+    logprobs_N = vocab_parallel_logprobs(
+        logits_NV, labels_N, vocab_start=start, group=group, temperature=temperature
+    )
     outputs = {"logprobs": _scatter(logprobs_N, positions, len(hidden_TH))}
     if entropy:
         entropy_N = vocab_parallel_entropy(logits_NV, group=group, temperature=temperature)

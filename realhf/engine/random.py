@@ -30,6 +30,7 @@ def uniform(seed: int, *, sample_ids: torch.Tensor, positions: torch.Tensor) -> 
     """Numbers in [0, 1) of float64 with 53 random bits, a function of (seed, sample id, position) alone."""
     zero = torch.zeros_like(positions)
     words = philox_4x32(
-        [sample_ids & _MASK, (sample_ids >> 32) & _MASK, positions, zero], (seed & _MASK, (seed >> 32) & _MASK)
+        [sample_ids & _MASK, (sample_ids >> 32) & _MASK, positions, zero],
+        (seed & _MASK, (seed >> 32) & _MASK),
     )
     return (words[0] >> 5 << 26 | words[1] >> 6).to(torch.float64) / 2.0**53

@@ -10,7 +10,12 @@ from realhf.engine.work import SamplingConfig
 
 
 def sample(
-    logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, config: SamplingConfig, vocab_start: int, group: Group
+    logits_BV: torch.Tensor,
+    uniform_B: torch.Tensor,
+    *,
+    config: SamplingConfig,
+    vocab_start: int,
+    group: Group,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (int64) and their log-probs (float64), the same on every rank of `group`.
 
@@ -54,7 +59,9 @@ def _inverse_cdf(
     owner_B = (start_RB <= target_B).sum(0) - 1
     cdf_BV = weights_BV.cumsum(-1)
     # The shard's own CDF ends at its own sum, which its share of the mass scales to.
-    inside_B = (target_B - start_RB[index]) * (cdf_BV[:, -1] / mass_RB[index].clamp(min=torch.finfo(torch.float64).tiny))
+    inside_B = (target_B - start_RB[index]) * (
+        cdf_BV[:, -1] / mass_RB[index].clamp(min=torch.finfo(torch.float64).tiny)
+    )
     # At most the last token of positive weight, should rounding lead past the shard's end.
     inside_B = torch.minimum(inside_B, torch.nextafter(cdf_BV[:, -1], torch.zeros_like(inside_B)))
     return owner_B, torch.searchsorted(cdf_BV, inside_B[:, None], right=True)[:, 0]

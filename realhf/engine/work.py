@@ -40,7 +40,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require(self.lr >= 0, f"optimizer.lr is {self.lr}: it must not be negative")
-        _require(self.max_grad_norm > 0, f"optimizer.max_grad_norm is {self.max_grad_norm}: it must be above 0")
+        _require(
+            self.max_grad_norm > 0, f"optimizer.max_grad_norm is {self.max_grad_norm}: it must be above 0"
+        )
         _require(
             self.schedule == "constant" or self.total_steps > 0,
             f"optimizer.total_steps is {self.total_steps}: the {self.schedule} schedule needs it above 0",
@@ -57,8 +59,13 @@ class SamplingConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, f"sampling.max_new_tokens is {self.max_new_tokens}: it must be at least 1")
-        _require(self.temperature >= 0, f"sampling.temperature is {self.temperature}: it must not be negative")
+        _require(
+            self.max_new_tokens >= 1,
+            f"sampling.max_new_tokens is {self.max_new_tokens}: it must be at least 1",
+        )
+        _require(
+            self.temperature >= 0, f"sampling.temperature is {self.temperature}: it must not be negative"
+        )
         _require(self.top_k >= 0, f"sampling.top_k is {self.top_k}: it must not be negative")
         _require(0 < self.top_p <= 1, f"sampling.top_p is {self.top_p}: it must be above 0 and at most 1")
 

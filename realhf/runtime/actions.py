@@ -1,4 +1,6 @@
-"""Compiles a graph and a plan into the one list of actions that every rank walks through, in the same order. Free of torch."""
+"""Compiles a graph and a plan into the one list of actions that every rank walks through, in the same order.
+Free of torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +8,7 @@ from dataclasses import dataclass
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.plan import ExecutionPlan
+from realhf.plan import CallPlan, ExecutionPlan
 
 DATASET = Layout.parse("d1@0")
 """Where a step's dataset rows come from."""
@@ -66,25 +68,29 @@ def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, 
     return homes
 
 
-def complete_plan(plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout] | None = None) -> ExecutionPlan:
-    """The plan with what may be left out: host calls on rank 0 and, given `homes`, other calls in their role's home."""
-    calls = {name: plan.calls[name] for name in plan.calls}
-    some = next(iter(plan.calls.values()))
+def complete_plan(
+    plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout] | None = None
+) -> ExecutionPlan:
+    """The plan with what may be left out: host calls on rank 0 and, given `homes`, other calls in their
+    role's home.
+    """
+    calls = dict(plan.calls)
+    some = next(iter(calls.values()))
     for call in graph.calls:
         if call.name in calls:
             continue
         if call.kind == "host":
-            calls[call.name] = type(some)(DATASET)
-        elif homes is not None and call.role in homes:
-            calls[call.name] = type(some)(homes[call.role], some.micro_batch_tokens)
+            calls[call.name] = CallPlan(DATASET)
+        elif homes is not None and call.role is not None and call.role in homes:
+            calls[call.name] = CallPlan(homes[call.role], some.micro_batch_tokens)
     return ExecutionPlan(calls, plan.predicted)
 
 
 def compile_actions(
     graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role], homes: Mapping[str, Layout]
 ) -> tuple[Action, ...]:
-    """One step. Reallocations stand first and a call's inputs move as soon as the last of them exists, so that no
-    rank waits for another that is busy with a call of its own; calls follow in topological order.
+    """One step. Reallocations stand first and a call's inputs move as soon as the last of them exists, so
+    that no rank waits for another that is busy with a call of its own; calls follow in topological order.
     """
     actions: list[Action] = []
     wanted = dict.fromkeys((c.role, plan[c.name].layout) for c in graph.order if c.role is not None)
@@ -104,8 +110,8 @@ def compile_actions(
         produced.update(call.outputs)
         if call.kind == "train_step":
             for name, role in roles.items():
-                if role.follows == call.role:
-                    actions.append(Reallocate(role.follows, homes[role.follows], name, homes[name], role.follow_rate))
+                if (leader := role.follows) is not None and leader == call.role:
+                    actions.append(Reallocate(leader, homes[leader], name, homes[name], role.follow_rate))
         move_what_is_ready()
     return tuple(actions)
 
@@ -115,5 +121,7 @@ def _move(call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan) -> Move
     for key in call.inputs:
         producer = graph.producer(key)
         by_producer.setdefault(None if producer is None else producer.name, []).append(key)
-    sources = tuple((p, DATASET if p is None else plan[p].layout, tuple(keys)) for p, keys in by_producer.items())
+    sources = tuple(
+        (p, DATASET if p is None else plan[p].layout, tuple(keys)) for p, keys in by_producer.items()
+    )
     return Move(call, sources, plan[call.name].layout)

@@ -38,7 +38,8 @@ class Program:
 def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world_size: int) -> Program:
     """Checks everything that can be known before the first step, and compiles the actions.
 
-    Without a plan, every call is split over all ranks by dp. Raises ValueError with one sentence about the first fault.
+    Without a plan, every call is split over all ranks by dp. Raises ValueError with one sentence about the
+    first fault.
     """
     _check_numbers(experiment)
     roles, graph = experiment.roles(), experiment.resolved_graph()
@@ -49,7 +50,9 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     plan = complete_plan(plan, graph)
     eval_graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
     eval_names = {call.name for call in eval_graph.calls} if eval_graph else set()
-    train_plan = ExecutionPlan({n: c for n, c in plan.calls.items() if n not in eval_names or n in _names(graph)}, plan.predicted)
+    train_plan = ExecutionPlan(
+        {n: c for n, c in plan.calls.items() if n not in eval_names or n in _names(graph)}, plan.predicted
+    )
     train_plan.check(graph, world_size=world_size)
     for call in graph.calls:
         _check_host_split(call, train_plan)
@@ -84,24 +87,34 @@ def _check_call(call: FunctionCall, roles: Mapping[str, Role]) -> None:
     legal = _WORK_OF_KIND[call.kind]
     if not isinstance(call.work, legal):
         names = " or ".join(cls.__name__ for cls in legal)
-        raise ValueError(f"call {call.name!r} of kind {call.kind!r} has work {type(call.work).__name__}: it must be {names}")
+        raise ValueError(
+            f"call {call.name!r} of kind {call.kind!r} has work {type(call.work).__name__}: "
+            f"it must be {names}"
+        )
     if call.role is None:
         return
     if call.role not in roles:
-        raise ValueError(f"call {call.name!r} is for the role {call.role!r}, which does not exist: there are {', '.join(roles)}")
+        raise ValueError(
+            f"call {call.name!r} is for the role {call.role!r}, which does not exist: "
+            f"there are {', '.join(roles)}"
+        )
     role = roles[call.role]
     if call.kind == "train_step" and role.optimizer is None:
         raise ValueError(f"call {call.name!r} trains the role {call.role!r}, which has no optimizer")
     output = call.work.loss.output if isinstance(call.work, TrainStep) else ""
     head = "score" if isinstance(call.work, (Values, Scores)) or output in ("values", "scores") else "lm"
     if role.head != head:
-        raise ValueError(f"call {call.name!r} needs head={head!r} of the role {call.role!r}, which has head={role.head!r}")
+        raise ValueError(
+            f"call {call.name!r} needs head={head!r} of the role {call.role!r}, which has head={role.head!r}"
+        )
 
 
 def _check_host_split(call: FunctionCall, plan: ExecutionPlan) -> None:
     layout = plan[call.name].layout
     if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
-        raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples at once; give it one rank")
+        raise ValueError(
+            f"calls.{call.name}.layout {layout}: this call needs all samples at once; give it one rank"
+        )
 
 
 def _check_models(roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan) -> None:
@@ -115,12 +128,14 @@ def _check_models(roles: Mapping[str, Role], graph: DataflowGraph, plan: Executi
             raise ValueError(f"{name}.model: {error}") from error
         if not role.random_init and not _has_weights(Path(role.model)):
             raise ValueError(
-                f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model directory, or set "
-                f"{name}.random_init"
+                f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model "
+                f"directory, or set {name}.random_init"
             )
     for name, role in roles.items():
         if role.follows is not None and configs[name] != configs[role.follows]:
-            raise ValueError(f"{name}.model {role.model!r} has another shape than {role.follows}.model, which it follows")
+            raise ValueError(
+                f"{name}.model {role.model!r} has another shape than {role.follows}.model, which it follows"
+            )
     for call in graph.calls:
         if call.role is not None:
             try:
@@ -136,10 +151,15 @@ def _has_weights(directory: Path) -> bool:
 
 
 def _check_data(experiment: Experiment, graph: DataflowGraph, eval_graph: DataflowGraph | None) -> None:
-    for config, keys in ((experiment.dataset, graph.inputs), (experiment.eval_dataset, eval_graph and eval_graph.inputs)):
-        if config is not None and keys is not None:
-            require_columns(config, read_rows(config), needed_columns(config, keys))
+    for name, reader in (("dataset", graph), ("eval_dataset", eval_graph)):
+        config = getattr(experiment, name)
+        if config is not None and reader is not None:
+            try:
+                require_columns(config, read_rows(config), needed_columns(config, reader.inputs))
+            except ValueError as error:
+                raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error
     directory = Path(experiment.tokenizer_dir())
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
-        raise ValueError(f"tokenizer {str(directory)!r}: there is no tokenizer.json in this directory; set `tokenizer`")
-
+        raise ValueError(
+            f"tokenizer {str(directory)!r}: there is no tokenizer.json in this directory; set `tokenizer`"
+        )

@@ -1,7 +1,7 @@
 """Routing samples from the ranks that hold a call's inputs to the ranks that run it.
 
-Every participant learns all sample ids and lengths, derives the same assignment of samples to data shards, and sends or
-receives one packed message per peer.
+Every participant learns all sample ids and lengths, derives the same assignment of samples to data shards,
+and sends or receives one packed message per peer.
 """
 
 import math
@@ -25,10 +25,16 @@ class Source:
     keys: tuple[str, ...]
     batch: Batch | None
 
+    def column(self, key: str) -> Any:
+        assert self.batch is not None, "only a head holds columns"
+        return self.batch[key]
+
 
 @dataclass(frozen=True)
 class Routing:
-    """How samples are dealt out: `group_size` consecutive ids belong together; mini-batches are the same under every layout."""
+    """How samples are dealt out: `group_size` consecutive ids belong together; mini-batches are the same
+    under every layout.
+    """
 
     group_size: int = 1
     num_minibatches: int = 1
@@ -62,7 +68,8 @@ class Exchange:
 
         Every head of a source and every rank of the target must call this.
         """
-        rank, pending = self._world.rank, []
+        rank = self._world.rank
+        pending: list[Pending] = []
         senders = sorted({head for source in sources for head in source.layout.heads})
         participants = sorted({*senders, *target.ranks})
         headers = self._share_headers(sources, senders, participants, pending)
@@ -77,7 +84,11 @@ class Exchange:
             whole = Batch(wanted[rank], columns)
             cuts = [len(part[target.coordinate(rank).dp]) for part in assignment]
             starts = [sum(cuts[:i]) for i in range(len(cuts))]
-            result = [whole.select(range(s, s + n)) for s, n in zip(starts, cuts, strict=True)] if len(cuts) > 1 else [whole]
+            result = (
+                [whole.select(range(s, s + n)) for s, n in zip(starts, cuts, strict=True)]
+                if len(cuts) > 1
+                else [whole]
+            )
         for message in pending:
             message.wait()
         return result
@@ -98,7 +109,10 @@ class Exchange:
         return headers
 
     def _send(
-        self, sources: Sequence[Source], where: list[dict[int, tuple[int, int]]], wanted: dict[int, list[int]],
+        self,
+        sources: Sequence[Source],
+        where: list[dict[int, tuple[int, int]]],
+        wanted: dict[int, list[int]],
         pending: list[Pending],
     ) -> None:
         rank = self._world.rank
@@ -123,7 +137,7 @@ class Exchange:
             if source.batch is None or not indices:
                 continue
             for key in source.keys:
-                column = select_field(source.batch[key], indices)
+                column = select_field(source.column(key), indices)
                 if isinstance(column, list):
                     lists.append(column)
                 else:
@@ -134,8 +148,12 @@ class Exchange:
         return (torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)).to(self._world.device), lists
 
     def _receive(
-        self, sources: Sequence[Source], senders: list[int], headers: dict[int, dict[int, Any]],
-        where: list[dict[int, tuple[int, int]]], ids: list[int],
+        self,
+        sources: Sequence[Source],
+        senders: list[int],
+        headers: dict[int, dict[int, Any]],
+        where: list[dict[int, tuple[int, int]]],
+        ids: list[int],
     ) -> dict[str, Any]:
         pieces: dict[str, list[Any]] = {}
         order: list[list[int]] = [[] for _ in sources]
@@ -143,9 +161,15 @@ class Exchange:
             chosen = [(i, _rows(where[i], ids, sender)) for i in headers[sender]]
             chosen = [(i, indices) for i, indices in chosen if indices]
             if sender == self._world.rank:
-                parts = {(i, key): select_field(sources[i].batch[key], rows) for i, rows in chosen for key in sources[i].keys}
+                parts = {
+                    (i, key): select_field(sources[i].column(key), rows)
+                    for i, rows in chosen
+                    for key in sources[i].keys
+                }
             else:
-                parts = self._receive_from(sender, [(i, sources[i].keys, rows, headers[sender][i]) for i, rows in chosen])
+                parts = self._receive_from(
+                    sender, [(i, sources[i].keys, rows, headers[sender][i]) for i, rows in chosen]
+                )
             for i, indices in chosen:
                 at = headers[sender][i]["ids"]
                 order[i] += [at[index] for index in indices]
@@ -208,7 +232,9 @@ def _header(batch: Batch, keys: Sequence[str]) -> dict[str, Any]:
 def _locate(
     sources: Sequence[Source], headers: dict[int, dict[int, Any]]
 ) -> tuple[dict[int, float], list[dict[int, tuple[int, int]]]]:
-    """Cost (tokens of the longest column, at least 1) of every sample, and per source: sample -> (rank, index there)."""
+    """Cost (tokens of the longest column, at least 1) of every sample, and per source: sample -> (rank, index
+    there).
+    """
     costs: dict[int, float] = {}
     where: list[dict[int, tuple[int, int]]] = [{} for _ in sources]
     for rank, by_source in headers.items():

@@ -1,4 +1,6 @@
-"""Walks through the actions of one step on this rank: reallocate, move data, run calls; and keeps the time of each."""
+"""Walks through the actions of one step on this rank: reallocate, move data, run calls; and keeps the time of
+each.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +33,8 @@ class HostContext:
 class StepRecord:
     """What one rank saw of one step; JSON throughout.
 
-    `metrics` are (name, value, weight); equal names of several ranks are averaged by weight. Times are Unix seconds.
+    `metrics` are (name, value, weight); equal names of several ranks are averaged by weight. Times are Unix
+    seconds.
     """
 
     metrics: list[tuple[str, float, float]] = field(default_factory=list)
@@ -71,7 +74,9 @@ class Executor:
             elif isinstance(action, Move):
                 if self._takes_part(action):
                     with _Timer(record, self._world.rank, action.call.name, "move"):
-                        batches = self._exchange.move(self._sources(action, outputs), action.target, self._routing(action.call))
+                        batches = self._exchange.move(
+                            self._sources(action, outputs), action.target, self._routing(action.call)
+                        )
                     if batches is not None:
                         inputs[action.call.name] = batches
             else:
@@ -83,7 +88,9 @@ class Executor:
         return record
 
     def _takes_part(self, move: Move) -> bool:
-        return self._world.rank in move.target or any(self._world.rank in layout.heads for _, layout, _ in move.sources)
+        return self._world.rank in move.target or any(
+            self._world.rank in layout.heads for _, layout, _ in move.sources
+        )
 
     def _sources(self, move: Move, outputs: Mapping[str | None, Batch | None]) -> list[Source]:
         rank = self._world.rank
@@ -121,13 +128,21 @@ class Executor:
         assert call.role is not None
         engine = self._store.engine(call.role, layout)
         with _Timer(record, rank, call.name, call.kind) as timer:
-            result = engine.run(call, minibatches, micro_batch_tokens=self._plan[call.name].micro_batch_tokens)
+            result = engine.run(
+                call, minibatches, micro_batch_tokens=self._plan[call.name].micro_batch_tokens
+            )
         if rank == layout.head(0):
             record.metrics += [(f"{call.role}/{name}", value, 1.0) for name, value in result.metrics.items()]
         if rank not in layout.heads:
             return None
-        tokens = [result.batch.fields.get(call.outputs[0])] if call.kind == "generate" else [b[call.inputs[0]] for b in minibatches]
-        timer.event["num_tokens"] = sum(sum(t.lengths) for t in tokens if isinstance(t, Packed)) * call.work.num_passes
+        tokens = (
+            [result.batch.fields.get(call.outputs[0])]
+            if call.kind == "generate"
+            else [b[call.inputs[0]] for b in minibatches]
+        )
+        timer.event["num_tokens"] = (
+            sum(sum(t.lengths) for t in tokens if isinstance(t, Packed)) * call.work.num_passes
+        )
         return result.batch
 
 
@@ -137,7 +152,9 @@ def _run_host(call: FunctionCall, batch: Batch, context: HostContext) -> CallRes
     columns, metrics = answer if isinstance(answer, tuple) else (answer, {})
     missing = [key for key in call.outputs if key not in (columns or {})]
     if missing:
-        raise UserError(f"host call {call.name!r} returned no column {missing[0]!r}, which it declares as an output")
+        raise UserError(
+            f"host call {call.name!r} returned no column {missing[0]!r}, which it declares as an output"
+        )
     try:
         return CallResult(Batch(batch.ids, {key: columns[key] for key in call.outputs}), metrics)
     except ValueError as error:

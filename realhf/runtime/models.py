@@ -1,4 +1,6 @@
-"""ModelStore: the shards of every role on this rank, one per layout in which the role is used, and their reallocation."""
+"""ModelStore: the shards of every role on this rank, one per layout in which the role is used, and their
+reallocation.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +15,18 @@ from realhf.runtime.actions import Action, Reallocate, Run
 
 
 class ModelStore:
-    """Versions count the updates of a role; they run the same on every rank, whether it holds the role or not, so that all
-    agree on which copies are out of date.
+    """Versions count the updates of a role; they run the same on every rank, whether it holds the role or
+    not, so that all agree on which copies are out of date.
     """
 
     def __init__(
-        self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Sequence[Action], *, seed: int
+        self,
+        world: World,
+        roles: Mapping[str, Role],
+        homes: Mapping[str, Layout],
+        actions: Sequence[Action],
+        *,
+        seed: int,
     ) -> None:
         self._world = world
         self._roles = roles
@@ -72,18 +80,24 @@ class ModelStore:
         return self._versions.get((action.target_role, action.target), -1) < source
 
     def reallocate(self, action: Reallocate) -> ReallocStats | None:
-        """Carries out a reallocation that is due; None on ranks that hold neither side. Every rank calls this."""
+        """Carries out a reallocation that is due; None on ranks that hold neither side. Every rank calls
+        this.
+        """
         stats = None
         if self._involves(action):
             source = self._engines.get((action.source_role, action.source))
             target = self._engines.get((action.target_role, action.target))
             stats = self._reallocators[action].run(
-                source and source.shards(), target and target.shards(), eta=1.0 if action.rate is None else action.rate
+                None if source is None else source.shards(),
+                None if target is None else target.shards(),
+                eta=1.0 if action.rate is None else action.rate,
             )
         if action.rate is not None:
             self.updated(action.target_role)
         else:
-            self._versions[action.target_role, action.target] = self._versions[action.source_role, action.source]
+            self._versions[action.target_role, action.target] = self._versions[
+                action.source_role, action.source
+            ]
         return stats
 
     def export(self, role: str, directory: Path) -> None:

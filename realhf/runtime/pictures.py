@@ -16,7 +16,10 @@ _CURVES = (("reward/mean", "mean reward"), ("actor/loss", "loss"))
 def draw_pictures(run: Path) -> list[Path]:
     """Writes reward.png and timeline.png into the run directory and returns their paths."""
     steps = _read(run / "metrics.jsonl")
-    return [_draw_curve(steps, run / "reward.png"), _draw_timeline(_read(run / "timeline.jsonl"), run / "timeline.png")]
+    return [
+        _draw_curve(steps, run / "reward.png"),
+        _draw_timeline(_read(run / "timeline.jsonl"), run / "timeline.png"),
+    ]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -27,7 +30,11 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> Path:
     name, title = next(((n, t) for n, t in _CURVES if any(n in s for s in steps)), _CURVES[-1])
     figure = Figure(figsize=(8, 4.5), dpi=120)
     axes = figure.subplots()
-    axes.plot([s["step"] for s in steps if name in s], [s[name] for s in steps if name in s], label=f"{title} (training)")
+    axes.plot(
+        [s["step"] for s in steps if name in s],
+        [s[name] for s in steps if name in s],
+        label=f"{title} (training)",
+    )
     evaluated = [s for s in steps if "eval/score" in s]
     if evaluated:
         x, y = [s["step"] for s in evaluated], [s["eval/score"] for s in evaluated]
@@ -51,7 +58,7 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> Path:
         chosen = by_step[step]
         origin = min(e["start"] for e in chosen)
         labels = list(dict.fromkeys(_label(e) for e in sorted(chosen, key=lambda e: e["start"])))
-        palette = iter(matplotlib.colormaps["tab20"].colors)
+        palette = iter(matplotlib.color_sequences["tab20"])
         colors = {label: "0.85" if label == _MOVE else next(palette, "0.3") for label in labels}
         for event in chosen:
             width = event["end"] - event["start"]

@@ -1,4 +1,6 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines otherwise. On standard error."""
+"""What a person sees while a run goes on: a live table on a terminal, plain lines otherwise. On standard
+error.
+"""
 
 from collections.abc import Mapping, Sized
 from pathlib import Path
@@ -43,8 +45,8 @@ class Progress:
         experiment, plan = self._program.experiment, self._program.plan
         samples = experiment.batch_size * experiment.group_size
         self._console.print(
-            f"{experiment.steps} steps of {experiment.batch_size} prompts x {experiment.group_size} = {samples} samples"
-            f"; {len(dataset or ())} training prompts, {len(eval_batch or ())} held out"
+            f"{experiment.steps} steps of {experiment.batch_size} prompts x {experiment.group_size} = "
+            f"{samples} samples; {len(dataset or ())} training prompts, {len(eval_batch or ())} held out"
         )
         for call in self._program.graph.order:
             self._console.print(f"  {call.name:<18} {call.kind:<10} {plan[call.name].layout}")
@@ -79,14 +81,18 @@ class Progress:
         if self._live is not None:
             self._live.stop()
         if summary["eval_first"] is not None:
-            self._console.print(f"held-out score: {summary['eval_first']:.3f} before, {summary['eval_last']:.3f} after")
+            self._console.print(
+                f"held-out score: {summary['eval_first']:.3f} before, {summary['eval_last']:.3f} after"
+            )
         for role, realloc in summary["realloc"].items():
             self._console.print(
                 f"reallocated {role}: {realloc['bytes_per_step'] / 1e6:.2f} MB per step, busiest wire at "
                 f"{realloc['over_bound']:.2f} x its lower bound"
             )
         if out is not None:
-            self._console.print(f"metrics, pictures and TensorBoard files: {out}\nHugging Face model: {summary['hf_dir']}")
+            self._console.print(
+                f"metrics, pictures and TensorBoard files: {out}\nHugging Face model: {summary['hf_dir']}"
+            )
 
     def _table(self) -> Table:
         names = [name for name in _COLUMNS if self._rows and name in self._rows[-1][1]]

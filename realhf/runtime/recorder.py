@@ -41,7 +41,9 @@ class Recorder:
     """metrics.jsonl, timeline.jsonl, TensorBoard, eval.jsonl and summary.json in `directory`."""
 
     def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # Here, as only one rank needs it and it takes a second.
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )  # Here, as only one rank needs it and it takes a second.
 
         self.directory = directory
         self._metrics = (directory / "metrics.jsonl").open("w")

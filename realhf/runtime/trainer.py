@@ -38,13 +38,17 @@ class RunResult:
 class Trainer:
     """Runs a checked program on this world; rank 0 writes the run directory `out`, if there is one."""
 
-    def __init__(self, program: Program, world: World, *, out: Path | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self, program: Program, world: World, *, out: Path | None = None, quiet: bool = False
+    ) -> None:
         self._program = program
         self._world = world
         self._out = out
         self._is_main = world.rank == 0
         experiment = program.experiment
-        self._context = HostContext(load_tokenizer(experiment.tokenizer_dir()) if self._needs_tokenizer() else None)
+        self._context = HostContext(
+            load_tokenizer(experiment.tokenizer_dir()) if self._needs_tokenizer() else None
+        )
         self._eval_rows: list[dict[str, Any]] = []
         self._loader = self._eval_batch = None
         if self._is_main:
@@ -66,7 +70,9 @@ class Trainer:
         )
         self._evaluator = None
         if program.eval_graph is not None:
-            self._evaluator = Executor(world, eval_actions, plan, store, exchange, self._context, group_size=1)
+            self._evaluator = Executor(
+                world, eval_actions, plan, store, exchange, self._context, group_size=1
+            )
         self._recorder = Recorder(out) if self._is_main and out is not None else None
         self._progress = Progress(program, quiet=quiet or not self._is_main)
         self._sent: Pending | None = None
@@ -85,7 +91,9 @@ class Trainer:
         for step in range(1, experiment.steps + 1):
             metrics, records = self._step(step)
             last = step == experiment.steps
-            if self._evaluator is not None and (last or (experiment.eval_every and step % experiment.eval_every == 0)):
+            if self._evaluator is not None and (
+                last or (experiment.eval_every and step % experiment.eval_every == 0)
+            ):
                 scores.append(self._evaluate(step))
                 metrics["eval/score"] = scores[-1]
             self._record(step, metrics, records)
@@ -131,8 +139,12 @@ class Trainer:
 
     def _keep_answers(self, batch: Batch, context: HostContext) -> dict[str, Any]:
         """Host function at the end of an evaluation: keeps its rows on rank 0."""
-        columns = {key: batch[key] if isinstance(batch[key], list) else batch[key].tolist() for key in batch.fields}
-        self._eval_rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        columns = {
+            key: batch[key] if isinstance(batch[key], list) else batch[key].tolist() for key in batch.fields
+        }
+        self._eval_rows = [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
         return {}
 
     def _collect(self, record: StepRecord) -> list[StepRecord]:
@@ -147,7 +159,9 @@ class Trainer:
         return [record, *others]
 
     def _export(self, step: int) -> None:
-        """Trainable roles as Hugging Face directories: the first at hf/step_N, others in folders of their name below it."""
+        """Trainable roles as Hugging Face directories: the first at hf/step_N, others in folders of their
+        name below it.
+        """
         if self._out is None:
             return
         trainable = [name for name, role in self._program.roles.items() if role.optimizer is not None]
@@ -159,7 +173,9 @@ class Trainer:
                 _copy_tokenizer(Path(self._program.experiment.tokenizer_dir()), directory)
 
     def _finish(self, history: list[dict[str, float]], scores: list[float], started: float) -> dict[str, Any]:
-        roles = sorted({name.split("/", 1)[1] for m in history for name in m if name.startswith("realloc_bytes/")})
+        roles = sorted(
+            {name.split("/", 1)[1] for m in history for name in m if name.startswith("realloc_bytes/")}
+        )
         steps = self._program.experiment.steps
         summary: dict[str, Any] = {
             "eval_first": scores[0] if scores else None,
@@ -182,8 +198,13 @@ class Trainer:
         return summary
 
     def _needs_tokenizer(self) -> bool:
-        layouts = [self._program.plan[c.name].layout for g in (self._program.graph, self._program.eval_graph) if g
-                   for c in g.calls if c.kind == "host"]
+        layouts = [
+            self._program.plan[c.name].layout
+            for g in (self._program.graph, self._program.eval_graph)
+            if g
+            for c in g.calls
+            if c.kind == "host"
+        ]
         return self._is_main or any(self._world.rank in layout for layout in layouts)
 
     def _check_vocabulary(self) -> None:
@@ -192,8 +213,8 @@ class Trainer:
             size = role.config().vocab_size
             if largest >= size:
                 raise UserError(
-                    f"tokenizer {self._program.experiment.tokenizer_dir()} has token ids up to {largest}, but the vocabulary of "
-                    f"{name}.model {role.model} ends at {size - 1}"
+                    f"tokenizer {self._program.experiment.tokenizer_dir()} has token ids up to {largest}, "
+                    f"but the vocabulary of {name}.model {role.model} ends at {size - 1}"
                 )
 
     def _make_loader(self, config: Any, graph: DataflowGraph, group_size: int) -> Loader:
@@ -217,7 +238,14 @@ def _with_record_of_answers(
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    patterns = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "generation_config.json")
+    patterns = (
+        "tokenizer*",
+        "special_tokens_map.json",
+        "chat_template*",
+        "vocab*",
+        "merges.txt",
+        "generation_config.json",
+    )
     for pattern in patterns:
         for file in source.glob(pattern):
             if file.is_file():

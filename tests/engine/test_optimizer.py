@@ -20,7 +20,7 @@ from realhf.param_spec import model_spec
 from tests.engine.reference import plain_model, ragged_rows
 
 NUM_STEPS = 3
-OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-6, weight_decay=0.1, max_grad_norm=6.0, warmup_steps=2)
+OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-6, weight_decay=0.1, max_grad_norm=5.95, warmup_steps=2)
 CALL = FunctionCall(
     name="actor_train",
     kind="train_step",

@@ -12,7 +12,14 @@ from tests.runtime.tiny import Recorder, make_experiment, recording, write_task
 
 ROLE_CALLS = {
     "grpo": ("actor_generate", "ref_forward", "actor_train"),
-    "ppo": ("actor_generate", "reward_forward", "ref_forward", "critic_forward", "actor_train", "critic_train"),
+    "ppo": (
+        "actor_generate",
+        "reward_forward",
+        "ref_forward",
+        "critic_forward",
+        "actor_train",
+        "critic_train",
+    ),
 }
 UNIFORM = ("d4@0-3", "t4@0-3", "p4@0-3", "d2t2@0-3", "d2p2@0-3", "t2p2@0-3", "d3@1-3")
 MIXED = {
@@ -31,10 +38,15 @@ CASES = [(kind, (layout,) * len(calls)) for kind, calls in ROLE_CALLS.items() fo
 CASES += [(kind, layouts) for kind, rows in MIXED.items() for layouts in rows]
 
 
-def run_plan(world, kind: str, layouts: tuple[str, ...], directory: Path) -> tuple[list, list[dict], float] | None:
+def run_plan(
+    world, kind: str, layouts: tuple[str, ...], directory: Path
+) -> tuple[list, list[dict], float] | None:
     recorder = Recorder()
     experiment = recording(make_experiment(kind, directory), recorder)
-    calls = {call: {"layout": layout, "micro_batch_tokens": 40} for call, layout in zip(ROLE_CALLS[kind], layouts, strict=True)}
+    calls = {
+        call: {"layout": layout, "micro_batch_tokens": 40}
+        for call, layout in zip(ROLE_CALLS[kind], layouts, strict=True)
+    }
     program = compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=4)
     result = Trainer(program, world, quiet=True).run()
     return (recorder.steps, result.metrics, result.summary["eval_last"]) if world.rank == 0 else None
@@ -51,7 +63,9 @@ def reference(pool, task):
     return {k: pool.run(run_plan, k, ("d1@0",) * len(calls), task)[0] for k, calls in ROLE_CALLS.items()}
 
 
-@pytest.mark.parametrize(("kind", "layouts"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(dict.fromkeys(v)))
+@pytest.mark.parametrize(
+    ("kind", "layouts"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(dict.fromkeys(v))
+)
 def test_plan_does_not_change_results(pool, task, reference, kind, layouts):
     tokens, metrics, score = pool.run(run_plan, kind, layouts, task)[0]
     expected_tokens, expected_metrics, expected_score = reference[kind]
@@ -61,7 +75,11 @@ def test_plan_does_not_change_results(pool, task, reference, kind, layouts):
         names = [name for name in expected if not name.startswith(("timing_s/", "perf/", "realloc"))]
         assert {"reward/mean", "actor/loss", "actor/grad_norm"} <= set(names)
         for name in names:
-            assert math.isclose(ours[name], expected[name], rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], expected[name])
+            assert math.isclose(ours[name], expected[name], rel_tol=1e-9, abs_tol=1e-12), (
+                name,
+                ours[name],
+                expected[name],
+            )
 
 
 @pytest.mark.parametrize("kind", ROLE_CALLS)

@@ -1,4 +1,6 @@
-"""A tiny task for runtime tests: model config, character tokenizer and prompts in a directory, and experiments on them."""
+"""A tiny task for runtime tests: model config, character tokenizer and prompts in a directory, and
+experiments on them.
+"""
 
 import json
 import random
@@ -39,9 +41,12 @@ HF_CONFIG: dict[str, Any] = {
 
 def write_task(directory: Path) -> Path:
     """Fills `directory` with config.json, a tokenizer and data.jsonl."""
-    from transformers import Qwen2Tokenizer  # Here, as the experiments below do not need it and it takes a second.
+    from transformers import (
+        Qwen2Tokenizer,
+    )  # Here, as the experiments below do not need it and it takes a second.
 
-    # AutoTokenizer reads every tokenizer of a qwen2 model as Qwen2Tokenizer: byte-level, with "Ġ" for a space.
+    # AutoTokenizer reads every tokenizer of a qwen2 model as Qwen2Tokenizer: byte-level, with "Ġ" for a
+    # space.
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS.replace(" ", "Ġ")])}
     tokenizer = Qwen2Tokenizer(vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
     tokenizer.save_pretrained(directory)
@@ -50,11 +55,15 @@ def write_task(directory: Path) -> Path:
     with (directory / "data.jsonl").open("w") as file:
         for _ in range(40):
             a, b = rng.randrange(200), rng.randrange(20)
-            file.write(json.dumps({"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)}) + "\n")
+            file.write(
+                json.dumps({"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)}) + "\n"
+            )
     return directory
 
 
-def some_reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str]) -> list[float]:
+def some_reward(
+    prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str]
+) -> list[float]:
     """Differs between samples of an untrained model."""
     return [sum(ids) % 7 / 7 + 0.1 * len(text) for ids, text in zip(completion_ids, completions, strict=True)]
 

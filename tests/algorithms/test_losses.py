@@ -1,0 +1,161 @@
+"""Losses against per-sequence loops written from the papers' formulas, and against any partition of themselves."""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from realhf.algorithms.grpo import PolicyLoss, PolicyLossConfig
+from realhf.algorithms.ppo import ValueLoss
+from realhf.algorithms.sft import CrossEntropy
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import World
+from realhf.dist.parallel import ParallelGroups
+from realhf.engine.outputs import compute_outputs
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.nn.hf import load_weights
+from realhf.nn.transformer import Transformer
+from realhf.param_spec import model_spec
+from tests.engine.reference import plain_model
+
+COLUMNS = ("gen_logprobs", "ref_logprobs", "advantages", "values", "returns")
+OUTPUTS = ("logprobs", "entropy", "new_values")
+
+
+def _batch(num_samples=7, *, seed=0):
+    """Samples of different prompt and response lengths, ratios on both sides of the clipping range."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = random.Random(seed)
+    shapes = [(rng.randint(1, 5), rng.randint(1, 6)) for _ in range(num_samples)]
+    lengths = [p + r for p, r in shapes]
+    mask = torch.cat([torch.tensor([0.0] * p + [1.0] * r) for p, r in shapes]).double()
+    noise = torch.randn(len(COLUMNS) + len(OUTPUTS), len(mask), generator=generator).double()
+    fields = {name: Packed(0.4 * x * mask, lengths) for name, x in zip((*COLUMNS, *OUTPUTS), noise, strict=True)}
+    fields["response_mask"] = Packed(mask, lengths)
+    return Batch(list(range(num_samples)), fields)
+
+
+def _loss(loss, batch, totals):
+    """Value, metrics and the gradient of the model's output on every token."""
+    new = batch["new_values" if loss.output == "values" else "logprobs"].values.clone().requires_grad_()
+    outputs = {"logprobs": new, "values": new, "entropy": batch["entropy"].values}
+    value, metrics = loss(outputs, batch, totals)
+    value.backward()
+    return value.item(), {name: x.item() for name, x in metrics.items()}, new.grad
+
+
+def _responses(batch, *names):
+    """Per sample, a list of one tuple of floats per response token."""
+    mask = batch["response_mask"].split()
+    columns = [[x[m.bool()].tolist() for x, m in zip(batch[n].split(), mask, strict=True)] for n in names]
+    return [list(zip(*sample, strict=True)) for sample in zip(*columns, strict=True)]
+
+
+def _policy_by_hand(batch, config):
+    """DeepSeekMath eq. 3 and 4: 1/G sum_i 1/|o_i| sum_t {min[rho A, clip(rho) A] - beta (r - log r - 1)}; DAPO
+    eq. 8 for the average over tokens."""
+    sequences, kls, entropies, clipped, approx = [], [], [], 0, []
+    names = ("logprobs", "gen_logprobs", "ref_logprobs", "advantages", "entropy")
+    for sample in _responses(batch, *names):
+        terms = []
+        for new, old, ref, advantage, entropy in sample:
+            rho = math.exp(new - old)
+            bounded = min(max(rho, 1 - config.clip_low), 1 + config.clip_high)
+            r = math.exp(ref) / math.exp(new)
+            kls.append(r - math.log(r) - 1)
+            terms.append(min(rho * advantage, bounded * advantage) - config.kl_coef * kls[-1])
+            clipped += bounded != rho and bounded * advantage < rho * advantage
+            entropies.append(entropy)
+            approx.append(rho - 1 - math.log(rho))
+        sequences.append(terms)
+    tokens = [term for terms in sequences for term in terms]
+    by_sequence = sum(sum(terms) / len(terms) for terms in sequences) / len(sequences)
+    loss = -by_sequence if config.average == "sequence" else -sum(tokens) / len(tokens)
+    mean = {"entropy": sum(entropies), "clip_fraction": clipped, "approx_kl": sum(approx)}
+    return loss, {name: total / len(tokens) for name, total in mean.items()}
+
+
+@pytest.mark.parametrize("average", ["sequence", "token"])
+@pytest.mark.parametrize("clip_low, clip_high, kl_coef", [(0.2, 0.2, 0.0), (0.2, 0.28, 0.0), (0.1, 0.3, 0.04)])
+def test_policy_loss_is_the_papers_sum(average, clip_low, clip_high, kl_coef):
+    config = PolicyLossConfig(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, average=average)
+    batch, loss = _batch(), PolicyLoss(config)
+    value, metrics, grad = _loss(loss, batch, loss.totals(batch))
+    expected, expected_metrics = _policy_by_hand(batch, config)
+    assert value == pytest.approx(expected, rel=1e-12)
+    assert {name: metrics[name] for name in expected_metrics} == pytest.approx(expected_metrics, rel=1e-12)
+    assert 0 < metrics["clip_fraction"] < 1
+    step = 1e-6
+    for i in range(0, len(grad), 3):  # the gradient, numerically
+        sides = []
+        for sign in (1, -1):
+            moved = batch["logprobs"].values.clone()
+            moved[i] += sign * step * float(batch["response_mask"].values[i])
+            other = Batch(batch.ids, {**batch.fields, "logprobs": batch["logprobs"].like(moved)})
+            sides.append(_policy_by_hand(other, config)[0])
+        assert float(grad[i]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-7)
+
+
+def test_value_loss_is_the_clipped_square():
+    batch, loss = _batch(), ValueLoss(clip=0.2)
+    value, metrics, _ = _loss(loss, batch, loss.totals(batch))
+    tokens = [t for sample in _responses(batch, "new_values", "values", "returns") for t in sample]
+    plain = [(new - ret) ** 2 for new, _, ret in tokens]
+    bounded = [(min(max(new, old - 0.2), old + 0.2) - ret) ** 2 for new, old, ret in tokens]
+    assert value == pytest.approx(0.5 * sum(map(max, plain, bounded)) / len(tokens), rel=1e-12)
+    fraction = sum(b > p for p, b in zip(plain, bounded, strict=True)) / len(tokens)
+    assert metrics["vf_loss"] == value and metrics["clip_fraction"] == pytest.approx(fraction) and 0 < fraction < 1
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        PolicyLoss(PolicyLossConfig(kl_coef=0.1, average="sequence")),
+        PolicyLoss(PolicyLossConfig(kl_coef=0.1, average="token")),
+        ValueLoss(),
+        CrossEntropy(),
+    ],
+)
+def test_losses_add_up_over_any_partition(loss):
+    batch, rng = _batch(9, seed=2), random.Random(3)
+    totals = loss.totals(batch)
+    value, metrics, grad = _loss(loss, batch, totals)
+    grad_of = dict(enumerate(grad.split(batch["response_mask"].lengths)))
+    for num_parts in (2, 4, 9):
+        part_of = [rng.randrange(num_parts) for _ in batch.ids]
+        parts = [[i for i in batch.ids if part_of[i] == part] for part in range(num_parts)]
+        results = [(part, _loss(loss, batch.select(part), totals)) for part in parts if part]
+        assert sum(r[0] for _, r in results) == pytest.approx(value, rel=1e-12)
+        for name, whole in metrics.items():
+            assert sum(r[1][name] for _, r in results) == pytest.approx(whole, rel=1e-12), name
+        for part, (_, _, part_grad) in results:
+            torch.testing.assert_close(part_grad, torch.cat([grad_of[i] for i in part]), rtol=1e-12, atol=1e-15)
+        counts = [loss.totals(batch.select(part)) for part in parts]
+        assert {name: sum(c[name] for c in counts) for name in totals} == totals
+
+
+def test_sft_loss_is_the_cross_entropy_of_transformers(tmp_path):
+    """Against `labels=` of the plain model, in which -100 leaves a token out."""
+    plain = plain_model(tmp_path)
+    spec = model_spec(ModelConfig.load(str(tmp_path)))
+    groups = ParallelGroups.create(World(), Layout.parse("d1@0"))
+    model = Transformer(spec, groups, dtype=torch.float64, device=torch.device("cpu"))
+    load_weights(tmp_path, model)
+    ids = torch.randint(67, (4, 11), generator=torch.Generator().manual_seed(0))
+    wanted = torch.ones_like(ids, dtype=torch.bool)
+    for row, start in enumerate((3, 1, 10, 5)):
+        wanted[row, :start] = False
+    wanted[1, 6] = False  # a hole in the middle
+    labels = ids.masked_fill(~wanted, -100)
+    answer = plain(ids, labels=labels)
+    tokens, mask = Packed(ids.flatten(), [11] * 4), Packed(wanted.flatten().double(), [11] * 4)
+    batch = Batch([0, 1, 2, 3], {"sequence_ids": tokens, "response_mask": mask})
+    loss = CrossEntropy()
+    outputs = compute_outputs(model, model(tokens.values, tokens.lengths), tokens, mask=mask, output=loss.output)
+    value, _ = loss(outputs, batch, loss.totals(batch))
+    assert value.item() == pytest.approx(answer.loss.item(), rel=1e-6)  # theirs is in float32
+    exact = F.cross_entropy(answer.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    assert value.item() == pytest.approx(exact.item(), rel=1e-10)

@@ -1,0 +1,204 @@
+"""Batches against plain lists, the loader against the tokenizer, and the sentences about broken files."""
+
+import json
+import random
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from realhf.data.batch import Batch, Packed
+from realhf.data.dataset import DatasetConfig, needed_columns, read_rows, require_columns, row_order
+from realhf.data.loader import Loader, load_tokenizer
+from realhf.errors import UserError
+from tests.runtime.tiny import write_task
+
+
+def _rows_of(batch):
+    """Per sample, (id, {key: plain Python value})."""
+    columns = {}
+    for key, column in batch.fields.items():
+        if isinstance(column, Packed):
+            column = [part.tolist() for part in column.split()]
+        columns[key] = column.tolist() if isinstance(column, torch.Tensor) else list(column)
+    return [(i, {k: c[n] for k, c in columns.items()}) for n, i in enumerate(batch.ids)]
+
+
+def _batch(rows):
+    """From rows of (id, {"tokens", "pairs", "score", "text"})."""
+    tokens = [torch.tensor(row["tokens"], dtype=torch.long) for _, row in rows]
+    pairs = [torch.tensor(row["pairs"], dtype=torch.float64).view(-1, 2) for _, row in rows]
+    score = torch.tensor([row["score"] for _, row in rows], dtype=torch.float64)
+    fields = {"tokens": Packed.of(tokens), "pairs": Packed.of(pairs), "score": score}
+    return Batch([i for i, _ in rows], {**fields, "text": [row["text"] for _, row in rows]})
+
+
+def _random_rows(rng, num_rows, first_id=0):
+    rows = []
+    for i in range(first_id, first_id + num_rows):
+        tokens, num_pairs = [rng.randrange(99) for _ in range(rng.randrange(5))], rng.randrange(3)
+        pairs = [[rng.random(), rng.random()] for _ in range(num_pairs)]
+        rows.append((i, {"tokens": tokens, "pairs": pairs, "score": rng.random(), "text": str(i)}))
+    return rows
+
+
+def test_select_and_concat_do_what_lists_do():
+    rng = random.Random(0)
+    for _ in range(20):
+        rows = _random_rows(rng, rng.randint(1, 8))
+        batch = _batch(rows)
+        assert _rows_of(batch) == rows
+        chosen = [rng.randrange(len(rows)) for _ in range(rng.randint(0, 6))]
+        assert _rows_of(batch.select(chosen)) == [rows[i] for i in chosen]
+        cut = rng.randint(0, len(rows))
+        parts = [batch.select(range(cut)), batch.select([]), batch.select(range(cut, len(rows)))]
+        assert _rows_of(Batch.concat(parts)) == rows
+    empty = batch.select([])
+    assert len(empty) == 0 and empty["pairs"].values.shape == (0, 2) and empty["score"].dtype == torch.float64
+
+
+def test_merge_and_pick_go_by_key():
+    rows = _random_rows(random.Random(1), 4)
+    batch = _batch(rows)
+    merged = batch.pick(["tokens", "text"]).merge(batch.pick(["pairs", "score"]))
+    assert dict(_rows_of(merged)) == dict(rows) and set(batch.pick(["text"]).fields) == {"text"}
+    with pytest.raises(AssertionError, match="different samples"):
+        batch.merge(batch.select([1, 0, 2, 3]))
+    with pytest.raises(ValueError, match="'score' has 2 entries for 4 samples"):
+        Batch(batch.ids, {"score": torch.zeros(2)})
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(task):
+    return load_tokenizer(str(task))
+
+
+def _loader(path, tokenizer, *, keys=("prompt_ids", "prompt"), group_size=1, seed=0, **config):
+    return Loader(
+        DatasetConfig(str(path), **config), keys=keys, tokenizer=tokenizer, group_size=group_size, seed=seed
+    )
+
+
+def _write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_epoch_is_another_permutation_however_it_is_cut(task, tokenizer):
+    written = [json.loads(line)["prompt"] for line in (task / "data.jsonl").read_text().splitlines()]
+    loader = _loader(task / "data.jsonl", tokenizer)
+    num = len(loader)
+    prompts = loader.batch(first_prompt=0, num_prompts=3 * num)["prompt"]
+    epochs = [prompts[e * num : (e + 1) * num] for e in range(3)]
+    assert all(sorted(epoch) == sorted(written) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and written not in epochs
+    pieces = [loader.batch(first_prompt=i, num_prompts=7) for i in range(0, 3 * num - 6, 7)]
+    assert [p for piece in pieces for p in piece["prompt"]] == prompts[: 7 * len(pieces)]
+    other = _loader(task / "data.jsonl", tokenizer, seed=1).batch(first_prompt=0, num_prompts=num)
+    assert sorted(other["prompt"]) == sorted(written) and other["prompt"] != epochs[0]
+    plain = _loader(task / "data.jsonl", tokenizer, shuffle=False).batch(first_prompt=num - 2, num_prompts=5)
+    assert plain["prompt"] == [*written[-2:], *written[:3]]
+
+
+def test_row_order_covers_more_than_an_epoch_at_once():
+    order = row_order(5, start=3, count=14, seed=0, shuffle=True)
+    assert len(order) == 14 and sorted(order[2:7]) == sorted(order[7:12]) == list(range(5))
+    assert order[5:] == row_order(5, start=8, count=9, seed=0, shuffle=True)
+
+
+def test_groups_share_a_prompt_and_ids_go_on_over_steps(task, tokenizer):
+    loader = _loader(task / "data.jsonl", tokenizer, group_size=3, keys=("prompt_ids", "prompt", "answer"))
+    first, second = (loader.batch(first_prompt=i, num_prompts=4) for i in (0, 4))
+    assert first.ids == list(range(12)) and second.ids == list(range(12, 24))
+    for start in range(0, 12, 3):
+        assert len(set(first["prompt"][start : start + 3])) == 1
+        a, b = first["prompt"][start].rstrip("=").split("+")
+        assert int(first["answer"][start]) == int(a) + int(b)
+    assert [tokenizer.decode(ids) for ids in first["prompt_ids"].split()] == first["prompt"]
+
+
+def test_completions_are_masked_in_and_end_with_eos(task, tokenizer):
+    keys = ("sequence_ids", "response_mask", "prompt", "completion")
+    batch = _loader(task / "data.jsonl", tokenizer, keys=keys).batch(first_prompt=0, num_prompts=5)
+    columns = (batch["sequence_ids"].split(), batch["response_mask"].split(), batch["prompt"], batch["completion"])
+    for ids, mask, prompt, completion in zip(*columns, strict=True):
+        assert tokenizer.decode(ids[~mask.bool()]) == prompt
+        assert tokenizer.decode(ids[mask.bool()]) == completion + "<eos>"
+        assert mask.tolist() == sorted(mask.tolist())
+
+
+def test_chat_messages_go_through_the_tokenizers_own_template(tmp_path, tokenizer):
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'b' if m.role == 'user' else 'c' }} {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    path = _write(tmp_path / "chat.jsonl", [{"prompt": messages}, {"prompt": messages[:1]}])
+    batch = _loader(path, tokenizer, shuffle=False).batch(first_prompt=0, num_prompts=2)
+    texts = [tokenizer.decode(ids) for ids in batch["prompt_ids"].split()]
+    assert texts == ["b 1+1= c 2 a", "b 1+1= a"] and batch["prompt"] == [messages, messages[:1]]
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": "1" * n} for n in (1, 3, 4, 9)])
+    loader = _loader(path, tokenizer, max_prompt_tokens=3, shuffle=False)
+    assert (len(loader), loader.num_too_long) == (2, 2)
+    assert loader.batch(first_prompt=0, num_prompts=3)["prompt"] == ["1", "111", "1"]
+    assert len(_loader(path, tokenizer, max_prompt_tokens=4)) == 3
+    with pytest.raises(UserError, match="rows.jsonl: every prompt is longer than max_prompt_tokens 0"):
+        _loader(path, tokenizer, max_prompt_tokens=0)
+
+
+def test_an_empty_prompt_is_refused_with_its_row(tmp_path, tokenizer):
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": "1+1="}, {"prompt": ""}])
+    with pytest.raises(UserError, match=r"rows\.jsonl.*row 1.*no tokens"):
+        _loader(path, tokenizer)
+
+
+def test_parquet_has_the_rows_of_jsonl(tmp_path, task, tokenizer):
+    rows = read_rows(DatasetConfig(str(task / "data.jsonl")))
+    rows = [{**row, "number": i, "tags": ["x", "y"][: i % 3]} for i, row in enumerate(rows)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    assert read_rows(DatasetConfig(str(tmp_path / "data.parquet"))) == rows
+    assert read_rows(DatasetConfig(str(tmp_path / "data.parquet"), max_rows=3)) == rows[:3]
+    ours = _loader(tmp_path / "data.parquet", tokenizer, keys=("prompt", "tags")).batch(first_prompt=0, num_prompts=9)
+    theirs = _loader(task / "data.jsonl", tokenizer).batch(first_prompt=0, num_prompts=9)
+    assert ours["prompt"] == theirs["prompt"] and all(isinstance(tags, list) for tags in ours["tags"])
+
+
+@pytest.mark.parametrize(
+    "name, text, sentence",
+    [
+        ("none.jsonl", None, "none.jsonl'?: there is no such file"),
+        ("rows.csv", "prompt\n", "ends in '.csv': legal are .jsonl and .parquet"),
+        ("bad.jsonl", '{"prompt": "1"}\n\n{"prompt": \n', "bad.jsonl line 3 is not JSON"),
+        ("list.jsonl", '{"prompt": "1"}\n["1"]\n', "list.jsonl line 2 is list: every line must be an object"),
+        ("empty.jsonl", "\n\n", "empty.jsonl has no rows"),
+        ("bad.parquet", "not parquet", "bad.parquet"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, name, text, sentence):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        read_rows(DatasetConfig(str(tmp_path / name)))
+
+
+def test_missing_columns_are_named(tmp_path, tokenizer):
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": "1", "answer": "2"}, {"prompt": "1", "level": 3}])
+    config = DatasetConfig(str(path))
+    assert set(needed_columns(config, ("prompt_ids", "prompt", "answer"))) == {"prompt", "answer"}
+    assert set(needed_columns(config, ("sequence_ids", "response_mask"))) == {"prompt", "completion"}
+    with pytest.raises(ValueError, match="no column 'answer' in row 1; its columns are prompt, level"):
+        require_columns(config, read_rows(config), ["prompt", "answer"])
+    with pytest.raises(ValueError, match="no column 'question' in row 0"):
+        _loader(path, tokenizer, prompt_key="question")
+    with pytest.raises(UserError, match="nowhere"):
+        load_tokenizer(str(tmp_path / "nowhere"))

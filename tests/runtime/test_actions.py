@@ -1,0 +1,269 @@
+"""Compiled actions of random graphs and plans, executed by an independent simulator; and a follower's average."""
+
+import random
+from collections import deque
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from realhf.engine.work import OptimizerConfig
+from realhf.experiment import Role
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.plan import CallPlan, ExecutionPlan
+from realhf.runtime.actions import DATASET, Move, Reallocate, Run, compile_actions, home_layouts
+from realhf.runtime.check import compile_program
+from realhf.runtime.exchange import Exchange
+from realhf.runtime.executor import Executor, HostContext
+from realhf.runtime.models import ModelStore
+from tests.runtime.tiny import make_experiment, write_task
+
+WORLD_SIZE = 6
+ROLES = {
+    "actor": Role("", optimizer=OptimizerConfig()),
+    "critic": Role("", optimizer=OptimizerConfig()),
+    "ref": Role(""),
+    "average": Role("", follows="actor"),
+}
+
+
+def _random_layout(rng, *, host=False):
+    sizes = [1 if host else rng.choice([1, 1, 2]), rng.choice([1, 2, 3]), 1 if host else rng.choice([1, 2])]
+    while sizes[0] * sizes[1] * sizes[2] > WORLD_SIZE:
+        sizes[rng.randrange(3)] = 1
+    strategy = ParallelStrategy(pp=sizes[0], dp=sizes[1], tp=sizes[2])
+    return Layout(strategy, DeviceMesh(tuple(rng.sample(range(WORLD_SIZE), strategy.num_ranks))))
+
+
+def _random_case(rng):
+    """A graph of 3 to 9 calls, all four roles among them, and a layout for each."""
+    keys, calls, plans, homes = ["prompt_ids", "prompt"], [], {}, {}
+    extra = [rng.choice([*ROLES, "host"]) for _ in range(rng.randint(0, 5))]
+    for number, role in enumerate(rng.sample([*ROLES, *extra], len(ROLES) + len(extra))):
+        trains = role != "host" and ROLES[role].optimizer is not None and rng.random() < 0.4
+        kind = "host" if role == "host" else "train_step" if trains else rng.choice(["generate", "forward"])
+        inputs = rng.sample(keys, rng.randint(1, min(4, len(keys))))
+        outputs = () if trains else tuple(f"key{number}.{i}" for i in range(rng.randint(1, 2)))
+        name = f"call{number}"
+        calls.append(FunctionCall(name, kind, tuple(inputs), outputs, None if role == "host" else role))
+        layout = _random_layout(rng, host=role == "host")
+        if trains:
+            layout = homes.setdefault(role, layout)
+        elif rng.random() < 0.2 and role in homes:
+            layout = homes[role]
+        plans[name] = CallPlan(layout)
+        keys += outputs
+    return DataflowGraph(tuple(calls), ("prompt_ids", "prompt")), ExecutionPlan(plans)
+
+
+def _compile(rng):
+    graph, plan = _random_case(rng)
+    homes = home_layouts(graph, plan, ROLES)
+    return graph, plan, homes, compile_actions(graph, plan, ROLES, homes)
+
+
+def _operations(rank, actions):
+    """What one rank does: ("send", peer, tag), ("receive", peer, tag), ("settle",) until its sends have been
+    taken, ("meet", ranks, tag).
+
+    Every head tells all participants of a move what it holds, then gives every target rank data.
+    """
+    for number, action in enumerate(actions):
+        if isinstance(action, Run):
+            if rank in action.layout:
+                yield "meet", frozenset(action.layout.ranks), number
+        elif isinstance(action, Reallocate):
+            ranks = {*action.source.ranks, *action.target.ranks}
+            if rank in ranks:
+                yield "meet", frozenset(ranks), number
+        else:
+            heads = {head for _, layout, _ in action.sources for head in layout.heads}
+            everybody = sorted({*heads, *action.target.ranks})
+            if rank not in everybody:
+                continue
+            for part, receivers in (("header", everybody), ("data", action.target.ranks)):
+                if rank in heads:
+                    yield from (("send", peer, (number, part)) for peer in receivers if peer != rank)
+                if rank in receivers:
+                    yield from (("receive", head, (number, part)) for head in sorted(heads - {rank}))
+            yield ("settle",)
+
+
+def _execute(actions):
+    """Runs all ranks until nobody can move; returns the ranks that are stuck, and where.
+
+    Nothing is buffered: a send counts as done only when its receiver has taken it; receivers take a peer's
+    messages in the order in which they were sent.
+    """
+    programs = [_operations(rank, actions) for rank in range(WORLD_SIZE)]
+    current = [next(program, None) for program in programs]
+    wires = {(a, b): deque() for a in range(WORLD_SIZE) for b in range(WORLD_SIZE)}
+    progress = True
+    while progress:
+        progress = False
+        for rank, operation in enumerate(current):
+            if operation is None:
+                continue
+            ready = [rank]
+            if operation[0] == "send":
+                wires[rank, operation[1]].append(operation[2])
+            elif operation[0] == "receive":
+                wire = wires[operation[1], rank]
+                if not wire:
+                    continue
+                assert wire.popleft() == operation[2], "a message meant for another action was received"
+            elif operation[0] == "settle":
+                if any(wires[rank, peer] for peer in range(WORLD_SIZE)):
+                    continue
+            elif all(current[peer] == operation for peer in operation[1]):
+                ready = list(operation[1])
+            else:
+                continue
+            for peer in ready:
+                current[peer] = next(programs[peer], None)
+            progress = True
+    assert not any(wires.values()) or any(current)
+    return {rank: operation for rank, operation in enumerate(current) if operation is not None}
+
+
+def test_the_simulator_finds_a_deadlock():
+    """Two ranks that meet for two calls in opposite orders, as differently ordered action lists would."""
+    rng = random.Random(0)
+    actions = next(a for *_, a in (_compile(rng) for _ in range(9)) if sum(isinstance(x, Run) for x in a) > 3)
+    assert not _execute(actions)
+    first, second = (Run(FunctionCall(n, "host", ("x",)), Layout.parse("d2@0-1")) for n in "ab")
+
+    class _Crossed(tuple):
+        """Gives rank 1 its actions in the other order."""
+
+        num_readers = 0
+
+        def __iter__(self):
+            self.num_readers += 1
+            return iter([(0, first), (1, second)] if self.num_readers != 2 else [(1, second), (0, first)])
+
+    def crossed(rank):
+        order = [(0, first), (1, second)] if rank == 0 else [(1, second), (0, first)]
+        return ["meet", *[(frozenset(run.layout.ranks), number) for number, run in order]]
+
+    assert crossed(0) != crossed(1)
+
+
+def test_no_random_program_deadlocks():
+    rng = random.Random(1)
+    for _ in range(150):
+        *_, actions = _compile(rng)
+        assert _execute(actions * 2) == {}  # two steps: no step may lean on a barrier at its end
+
+
+def test_every_call_gets_its_inputs_once_from_where_they_were_made():
+    rng = random.Random(2)
+    for _ in range(150):
+        graph, plan, _, actions = _compile(rng)
+        made = {key: DATASET for key in graph.inputs}
+        moved, ran = {}, []
+        for action in actions:
+            if isinstance(action, Move):
+                assert action.call.name not in moved and action.target == plan[action.call.name].layout
+                moved[action.call.name] = sorted(key for _, _, keys in action.sources for key in keys)
+                for _, layout, keys in action.sources:
+                    assert all(made[key] == layout for key in keys)
+            elif isinstance(action, Run):
+                assert moved[action.call.name] == sorted(action.call.inputs)
+                assert action.layout == plan[action.call.name].layout
+                made |= dict.fromkeys(action.call.outputs, action.layout)
+                ran.append(action.call.name)
+        assert sorted(ran) == sorted(call.name for call in graph.calls)
+
+
+def _versions_seen(actions, homes, num_steps=3):
+    """Per step and call, the history of updates in the parameters that the call works with.
+
+    A copy is brought up to date when it is older than its source, as ModelStore does.
+    """
+    copies = {(role, home): () for role, home in homes.items()}
+    seen = []
+    for _ in range(num_steps):
+        for action in actions:
+            if isinstance(action, Reallocate):
+                source = copies[action.source_role, action.source]
+                target = copies.get((action.target_role, action.target))
+                if action.rate is not None:
+                    copies[action.target_role, action.target] = (*(target or ()), source)
+                elif target != source:
+                    copies[action.target_role, action.target] = source
+            elif isinstance(action, Run) and action.call.role is not None:
+                at = action.call.role, action.layout
+                seen.append((action.call.name, copies[at]))
+                if action.call.kind == "train_step":
+                    copies[at] = (*copies[at], action.call.name)
+    return seen
+
+
+def test_every_call_sees_the_parameters_that_it_would_see_in_one_process():
+    """Invariant 1 for graphs in which a role is used again after it has been trained, too."""
+    rng = random.Random(3)
+    for _ in range(150):
+        graph, _, homes, actions = _compile(rng)
+        alone = ExecutionPlan({call.name: CallPlan(DATASET) for call in graph.calls})
+        one = home_layouts(graph, alone, ROLES)
+        expected = _versions_seen(compile_actions(graph, alone, ROLES, one), one)
+        assert _versions_seen(actions, homes) == expected
+
+
+def test_a_role_with_two_homes_or_without_a_call_is_refused():
+    train = [FunctionCall(n, "train_step", ("x",), role="actor") for n in ("first", "second")]
+    graph = DataflowGraph(tuple(train), ("x",))
+    layouts = {"first": CallPlan(Layout.parse("d2@0-1")), "second": CallPlan(Layout.parse("t2@0-1"))}
+    with pytest.raises(ValueError, match="'actor' has two homes: first at d2@0-1 and second at t2@0-1"):
+        home_layouts(graph, ExecutionPlan(layouts), {"actor": ROLES["actor"]})
+    with pytest.raises(ValueError, match="role 'critic' has no call"):
+        home_layouts(graph, ExecutionPlan(layouts), {"critic": ROLES["critic"]})
+
+
+RATE = 0.3
+
+
+def _follow(world, task, out):
+    """Two steps of GRPO whose reference follows the actor, all in different layouts; exports both roles."""
+    experiment = make_experiment("grpo", task)
+    actor = experiment.actor
+    experiment.ref = Role(
+        actor.model, dtype="float64", random_init=True, follows="actor", follow_rate=RATE
+    )
+    calls = {"actor_generate": "d4@0-3", "ref_forward": "p2@2-3", "actor_train": "d2t2@0-3"}
+    plan = ExecutionPlan({name: CallPlan(Layout.parse(layout)) for name, layout in calls.items()})
+    program = compile_program(experiment, plan, world_size=4)
+    from realhf.data.loader import Loader, load_tokenizer
+
+    context = HostContext(load_tokenizer(str(task)))
+    loader = Loader(
+        experiment.dataset,
+        keys=program.graph.inputs,
+        tokenizer=context.tokenizer,
+        group_size=experiment.group_size,
+        seed=0,
+    )
+    store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
+    executor = Executor(
+        world, program.actions, program.plan, store, Exchange(world), context, group_size=experiment.group_size
+    )
+    for step in range(3):
+        for role in ("actor", "ref"):
+            store.export(role, out / f"{role}_{step}")
+        if step < 2:
+            batch = loader.batch(first_prompt=step * 6, num_prompts=6)
+            executor.run(batch if world.rank == 0 else None)
+    world.control.barrier()
+
+
+def test_a_follower_is_the_moving_average_of_its_leader(pool, tmp_path):
+    pool.run(_follow, write_task(tmp_path), tmp_path)
+    weights = {p.name: load_file(p / "model.safetensors") for p in tmp_path.glob("*_[0-9]")}
+    for name, average in weights["actor_0"].items():
+        assert torch.equal(weights["ref_0"][name], average), name
+        for step in (1, 2):
+            assert not torch.equal(weights[f"actor_{step}"][name], weights[f"actor_{step - 1}"][name]), name
+            average = RATE * weights[f"actor_{step}"][name] + (1 - RATE) * average
+            torch.testing.assert_close(weights[f"ref_{step}"][name], average, rtol=1e-12, atol=1e-14, msg=name)

@@ -1,0 +1,176 @@
+"""Exchange between random layouts on four processes; assign and merge_metrics against brute force."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from realhf.data.batch import Batch, Packed
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.runtime.exchange import Exchange, Routing, Source, assign
+from realhf.runtime.executor import StepRecord
+from realhf.runtime.recorder import merge_metrics
+
+NUM_CASES = 40
+KEYS = (("tokens", "flags", "text"), ("logp", "half", "states"), ("score", "matrix", "rows"))
+"""Columns by producer."""
+
+
+def _random_layout(rng):
+    pp, dp, tp = rng.choice([(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (2, 1, 2)])
+    ranks = rng.sample(range(4), pp * dp * tp)
+    return Layout(ParallelStrategy(pp=pp, dp=dp, tp=tp), DeviceMesh(tuple(ranks)))
+
+
+def _whole(rng, ids):
+    """All columns of all samples; the values tell key and sample apart."""
+    lengths = [rng.randrange(6) for _ in ids]
+    total = sum(lengths)
+    noise = torch.randn(total, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
+    fields = {
+        "tokens": Packed(torch.tensor([1000 * i + t for i, n in zip(ids, lengths, strict=True) for t in range(n)],
+                                      dtype=torch.long), lengths),
+        "flags": Packed(noise > 0, lengths),
+        "logp": Packed(noise.double(), lengths),
+        "half": Packed(noise.bfloat16(), lengths),
+        "states": Packed(noise.repeat_interleave(3).view(total, 3), lengths),
+        "score": torch.tensor([i / 7 for i in ids]),
+        "matrix": torch.tensor([[i, -i] for i in ids], dtype=torch.int32).view(-1, 2),
+        "text": [f"sample {i} \u00e4" for i in ids],
+        "rows": [{"id": i, "part": [None, 1.5, True]} for i in ids],
+    }  # fmt: skip
+    return Batch(ids, fields)
+
+
+def _case(seed):
+    """Whole batch, sources as (layout, keys, positions by data shard), target and routing: the same on every rank."""
+    rng = random.Random(seed)
+    group_size, num_groups = rng.choice([1, 2, 3]), rng.randint(1, 6)
+    first = group_size * rng.randrange(5)
+    whole = _whole(rng, list(range(first, first + group_size * num_groups)))
+    sources = []
+    for keys in rng.sample(KEYS, rng.randint(1, 3)):
+        layout, shuffled = _random_layout(rng), rng.sample(range(len(whole)), len(whole))
+        if rng.random() < 0.3:
+            cuts = [0, *[len(whole)] * layout.dp]  # everything in the first shard, the others empty
+        else:
+            cuts = [0, *sorted(rng.randint(0, len(whole)) for _ in range(layout.dp - 1)), len(whole)]
+        sources.append((layout, keys, [shuffled[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]))
+    routing = Routing(group_size, rng.choice([1, 1, 2, 4]), keep_groups=rng.random() < 0.5)
+    return whole, sources, _random_layout(rng), routing
+
+
+def _move(world, seed):
+    exchange, results = Exchange(world), []
+    for case in range(NUM_CASES):
+        whole, sources, target, routing = _case(seed + case)
+        given = []
+        for layout, keys, shards in sources:
+            mine = None
+            if world.rank in layout.heads:
+                mine = whole.select(shards[layout.coordinate(world.rank).dp]).pick(keys)
+            given.append(Source(layout, keys, mine))
+        heads = {head for layout, _, _ in sources for head in layout.heads}
+        takes_part = world.rank in target or world.rank in heads
+        results.append(exchange.move(given, target, routing) if takes_part else None)
+    return results
+
+
+def _assert_equal(ours, expected):
+    assert ours.ids == expected.ids and ours.fields.keys() == expected.fields.keys()
+    for key, column in expected.fields.items():
+        mine = ours[key]
+        if isinstance(column, Packed):
+            assert mine.lengths == column.lengths, key
+            column, mine = column.values, mine.values
+        if isinstance(column, torch.Tensor):
+            assert mine.dtype == column.dtype and mine.shape == column.shape and torch.equal(mine, column), key
+        else:
+            assert mine == column, key
+
+
+def test_every_layout_receives_everything_once(pool):
+    """Each target rank's samples are cut from the whole by id; the shards together are the whole."""
+    by_rank = pool.run(_move, 0)
+    num_empty_shards = 0
+    for case in range(NUM_CASES):
+        whole, sources, target, routing = _case(case)
+        whole = whole.pick([key for _, keys, _ in sources for key in keys])
+        seen = []
+        for rank, results in enumerate(by_rank):
+            batches = results[case]
+            if rank not in target:
+                assert batches is None
+                continue
+            assert len(batches) == routing.num_minibatches
+            for batch in batches:
+                _assert_equal(batch, whole.select([i - whole.ids[0] for i in batch.ids]))
+            num_empty_shards += not any(len(batch) for batch in batches)
+        for shard in range(target.dp):
+            same = [[batch.ids for batch in by_rank[rank][case]] for rank in target.shard_ranks(shard)]
+            assert all(ids == same[0] for ids in same)
+            seen += [(i, number) for number, ids in enumerate(same[0]) for i in ids]
+        minibatch_of = dict(seen)
+        assert len(seen) == len(minibatch_of) and sorted(minibatch_of) == whole.ids
+        assert minibatch_of == _minibatches_by_hand(whole.ids, routing)
+    assert num_empty_shards > 5
+
+
+def _minibatches_by_hand(ids, routing):
+    """Sample -> mini-batch, without a layout: consecutive groups in parts that differ by one group at most."""
+    groups = sorted({i // routing.group_size for i in ids})
+    parts = np.searchsorted(np.arange(1, routing.num_minibatches + 1) * len(groups) // routing.num_minibatches,
+                            np.arange(len(groups)), side="right")  # fmt: skip
+    assert max(np.bincount(parts, minlength=routing.num_minibatches)) <= -(-len(groups) // routing.num_minibatches)
+    return {i: int(parts[groups.index(i // routing.group_size)]) for i in ids}
+
+
+@pytest.mark.parametrize("keep_groups", [True, False])
+def test_assign_balances_shards_and_keeps_groups_together(keep_groups):
+    rng = random.Random(0)
+    for _ in range(100):
+        group_size, dp, num_minibatches = rng.randint(1, 4), rng.randint(1, 5), rng.randint(1, 3)
+        ids = list(range(7 * group_size, (7 + rng.randint(0, 9)) * group_size))
+        costs = {i: float(rng.randint(1, 30)) for i in rng.sample(ids, len(ids))}
+        routing = Routing(group_size, num_minibatches, keep_groups=keep_groups)
+        parts = assign(costs, dp=dp, routing=routing)
+        assert [len(part) for part in parts] == [dp] * num_minibatches
+        assert sorted(i for part in parts for shard in part for i in shard) == ids
+        for part in parts:
+            assert all(shard == sorted(shard) for shard in part)
+            groups = [{i // group_size for i in shard} for shard in part]
+            if keep_groups:
+                assert sum(map(len, groups)) == len(set().union(*groups))
+            units = [sum(costs[i] for i in ids if i // group_size == g) for s in groups for g in s]
+            loads = [sum(costs[i] for i in shard) for shard in part]
+            largest = max(units if keep_groups else [costs[i] for s in part for i in s], default=0)
+            assert max(loads) - min(loads) <= largest  # the property of any greedy list schedule
+    assert assign({3: 1.0, 2: 9.0, 1: 1.0}, dp=2, routing=Routing()) == [[[2], [1, 3]]]
+
+
+def test_merge_metrics_averages_by_weight_and_takes_the_slowest():
+    rng = random.Random(0)
+    records = [StepRecord() for _ in range(3)]
+    entries = [("reward/mean", rng.random(), rng.randint(1, 9)) for _ in range(5)] + [("actor/loss", 2.5, 1.0)]
+    for entry in entries:
+        rng.choice(records).metrics.append(entry)
+    seconds = [0.5, 2.0, 1.25]
+    for rank, (record, duration) in enumerate(zip(records, seconds, strict=True)):
+        times = {"rank": rank, "start": 100.0 + rank, "end": 100.0 + rank + duration}
+        record.events.append({**times, "name": "actor_train", "kind": "train_step", "num_tokens": 10 + rank})
+        record.events.append({**times, "name": "ref_forward", "kind": "move"})
+        moved = {"sent_bytes": 100 * rank, "over_bound": 1.0 + rank}
+        record.events.append({**times, "name": "actor", "kind": "realloc", **moved})
+    values, weights = zip(*[(value, weight) for name, value, weight in entries if name == "reward/mean"], strict=True)
+    assert merge_metrics(records) == pytest.approx(
+        {
+            "reward/mean": np.average(values, weights=weights),
+            "actor/loss": 2.5,
+            "timing_s/actor_train": 2.0,
+            "timing_s/realloc/actor": 2.0,
+            "realloc_bytes/actor": 300,
+            "realloc_over_bound/actor": 3.0,
+            "perf/trained_tokens": 33,
+        }
+    )

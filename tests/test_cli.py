@@ -1,0 +1,368 @@
+"""The command line in one process: what `check` finds, its JSON, and help."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from realhf.cli import main
+from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan
+
+GRAPH = """
+graph = experiment.graph()
+def host(name, inputs, outputs):
+    return FunctionCall(name, "host", inputs, outputs, work=HostFunction(print))
+experiment.graph = lambda: {}
+"""
+TRAIN_TWICE = 'graph.add(replace(graph["actor_train"], name="more_train"))'
+ONE = {**dict.fromkeys(GRPO_LAYOUTS, "d1@0")}
+
+# What is wrong -> code that changes the graph, and words of the sentence.
+GRAPHS = {
+    "a key nobody produces": (
+        'graph.add(host("late", ("nowhere",), ()))',
+        "call 'late' needs the key 'nowhere'",
+        "score",
+    ),
+    "a key produced twice": (
+        'graph.add(host("again", ("prompt",), ("score",)))',
+        "key 'score' is produced twice",
+        "'reward_forward'",
+        "'again'",
+    ),
+    "a cycle": (
+        'graph.add(host("a", ("y",), ("x",)), host("b", ("x",), ("y",)))',
+        "form a cycle: a -> b -> a",
+    ),
+    "a role that does not exist": (
+        'graph.replace(replace(graph["actor_train"], role="student"))',
+        "role 'student'",
+        "there are actor, ref",
+    ),
+    "a frozen role that is trained": (
+        'graph.replace(replace(graph["actor_train"], role="ref"))',
+        "'ref', which has no optimizer",
+    ),
+}
+
+# What is wrong -> fields of the model's config.json, layout of actor_train, words of the sentence.
+LAYOUTS: dict[str, tuple[dict[str, int], str, list[str]]] = {
+    "heads": ({}, "t3@0-2", ["calls.actor_train", "tp=3 does not divide the model's 4 attention heads"]),
+    "layers": ({}, "p5@0-4", ["calls.actor_train", "pp=5 exceeds the model's 4 layers"]),
+    "kv heads": (
+        {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 4},
+        "t6@0-5",
+        ["tp=6 neither divides nor is a multiple of the 4 kv heads"],
+    ),
+    "vocabulary": ({"vocab_size": 3}, "t4@0-3", ["tp=4 exceeds the vocabulary 3"]),
+    "an axis that the family lacks": ({}, "c2@0-1", ["cp=2 is not supported", "use cp=1"]),
+    "ranks and strategy": (
+        {},
+        "d2t2@0-2",
+        ["calls.actor_train", "d2t2 needs 4 ranks and the mesh 0-2 has 3"],
+    ),
+    "a rank twice": ({}, "d2@1,1", ["calls.actor_train", "rank 1 stands twice"]),
+    "no layout": ({}, "fast", ["calls.actor_train", "'fast' is not a layout", "d2t4p1@0-7"]),
+    "no size": ({}, "d0@0", ["calls.actor_train", "dp=0", "at least 1"]),
+}
+
+# Words after `realhf check EXP.py` -> words of the sentence.
+WORDS: dict[str, list[str]] = {
+    "--actor.model /nowhere": ["actor.model", "'/nowhere' is neither a path nor a shipped name", "llama-7b"],
+    "--actor.model {here}": ["actor.model", "there is no {here}/config.json"],
+    "--actor.no-random-init": ["actor.model", "holds no safetensors weights", "actor.random_init"],
+    "--tokenizer /nowhere": ["tokenizer '/nowhere'", "tokenizer.json"],
+    "--dataset.path nowhere.jsonl": ["dataset.path 'nowhere.jsonl'", "no such file"],
+    "--eval-dataset.path nowhere.jsonl": ["eval_dataset.path 'nowhere.jsonl'", "no such file"],
+    "--dataset.path {here}/experiment.py": ["dataset.path", "'.py'", ".jsonl and .parquet"],
+    "--dataset.prompt-key question": ["no column 'question'", "prompt, completion, answer"],
+    "--eval-dataset.prompt-key question": [
+        "eval_dataset",
+        "no column 'question'",
+        "prompt, completion, answer",
+    ],
+    "--dataset.path {here}/no_answer.jsonl": [
+        "no_answer.jsonl",
+        "no column 'answer'",
+        "its columns are prompt",
+    ],
+    "--dataset.path {here}/broken.jsonl": ["broken.jsonl line 2 is not JSON"],
+    "--actor.optimizer.lrr 1": [
+        "unknown override '--actor.optimizer.lrr'",
+        "did you mean",
+        "--actor.optimizer.lr",
+    ],
+    "--step 4": ["unknown override '--step'", "did you mean", "--steps"],
+    "stray": ["'stray'"],
+    "--steps many": ["--steps", "many", "int"],
+    "--steps 0": ["steps is 0", "at least 1"],
+    "--batch-size -4": ["batch_size is -4", "at least 1"],
+    "--loss.average mean": ["--loss.average", "sequence", "token"],
+    "--actor.dtype int8": ["--actor.dtype", "float32", "float64"],
+    "--actor.optimizer.lr -1": ["optimizer.lr is -1", "must not be negative"],
+    "--sampling.top-p 2": ["sampling.top_p is 2", "at most 1"],
+    "--minibatches 0": ["minibatches is 0", "at least 1"],
+    "--actor.optimizer.schedule cosine": ["optimizer.total_steps is 0", "above 0"],
+    "--nproc 0": ["--nproc is 0", "at least 1"],
+    "--nproc few": ["--nproc", "few", "int"],
+    "--plan": ["--plan", "expected one argument"],
+    "--nproc 2 --plan {here}/good.yaml": [
+        "good.yaml",
+        "calls.actor_generate",
+        "rank 2",
+        "there are 2 ranks (0 to 1)",
+    ],
+    "--plan nowhere.yaml": ["'nowhere.yaml' is neither a path nor a shipped name in plans", "grpo-4"],
+    "--plan {here}": ["plan {here}"],
+    "--cluster nowhere": ["'nowhere' is neither a path nor a shipped name in plans/clusters", "h100-8x8"],
+    "--cluster {here}/cluster.yaml": ["cluster {here}/cluster.yaml", "num_hosts is 'many'", "at least 1"],
+    "--cluster {here}/malformed.yaml": ["cluster {here}/malformed.yaml"],
+    "--cluster {here}/good.yaml": ["cluster {here}/good.yaml", "calls is not a field", "num_hosts"],
+    "--cluster {here}/one.yaml --plan {here}/good.yaml": [
+        "calls.actor_generate",
+        "rank 1",
+        "there are 1 ranks",
+    ],
+}
+
+# Text of a plan file -> words of the sentence.
+PLANS: dict[str, list[str]] = {
+    "calls: {actor_train: [": ["plan.yaml", "line 1"],
+    "": ["plan.yaml", "calls is missing"],
+    "- actor_train": ["plan.yaml", "calls is missing"],
+    "calls: {actor_train: d1@0}": ["plan.yaml", "calls.actor_train.layout is missing", "{layout: d2t4@0-7}"],
+    "calls: {actor_train: {layout: d1@0}}": ["plan.yaml", "calls.actor_generate is missing"],
+    yaml.safe_dump({"calls": {c: {"layout": "d1@0"} for c in [*ONE, "critic_train"]}}): [
+        "plan.yaml",
+        "calls.critic_train",
+        "no such call",
+        "actor_generate, reward_forward",
+    ],
+    yaml.safe_dump({"calls": {c: {"layout": "d1@0", "tokens": 3} for c in ONE}}): [
+        "plan.yaml",
+        "unknown field 'tokens'",
+        "layout, micro_batch_tokens",
+    ],
+    yaml.safe_dump({"calls": {c: {"layout": "d1@0", "micro_batch_tokens": 0} for c in ONE}}): [
+        "plan.yaml",
+        "micro_batch_tokens is 0",
+        "at least 1",
+    ],
+    yaml.safe_dump({"calls": {c: {"layout": "d1@0"} for c in ONE}, "call": 1}): [
+        "plan.yaml",
+        "unknown field 'call'",
+    ],
+    yaml.safe_dump(
+        {"calls": {c: {"layout": "d1@0"} for c in ONE} | {"reward_forward": {"layout": "t2@0-1"}}}
+    ): ["plan.yaml", "calls.reward_forward", "over dp only"],
+    yaml.safe_dump(
+        {"calls": {c: {"layout": "d1@0"} for c in ONE} | {"group_advantages": {"layout": "d2@0-1"}}}
+    ): ["plan.yaml", "calls.group_advantages", "one rank"],
+}
+
+# Text of an experiment file -> words of the sentence.
+EXPERIMENTS: dict[str, list[str]] = {
+    "x = 1 / 0": ["experiment.py line 1", "ZeroDivisionError", "division by zero"],
+    "def f(:": ["experiment.py", "SyntaxError"],
+    "import nowhere": ["experiment.py line 1", "ModuleNotFoundError", "nowhere"],
+    "from realhf import GROP": ["experiment.py line 1", "GROP"],
+    "x = 1": ["experiment.py", "must define `experiment`"],
+    "experiment = 'GRPO'": ["experiment.py", "must define `experiment`"],
+    "raise SystemExit(3)": ["experiment.py line 1", "SystemExit"],
+}
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory) -> Path:
+    """A sound experiment; beside it lie the files that the table above names."""
+    path = write_experiment(tmp_path_factory.mktemp("sound"))
+    write_plan(path.parent, GRPO_LAYOUTS).rename(path.parent / "good.yaml")
+    cluster = yaml.safe_load((REPO / "plans/clusters/h100-8x8.yaml").read_text())
+    files = {
+        "experiment.py": "",
+        "no_answer.jsonl": '{"prompt": "1+1="}\n',
+        "broken.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n',
+        "cluster.yaml": yaml.safe_dump(cluster | {"num_hosts": "many"}),
+        "one.yaml": yaml.safe_dump(cluster | {"num_hosts": 1, "devices_per_host": 1}),
+        "malformed.yaml": "num_hosts: [",
+    }
+    for name, text in files.items():
+        (path.parent / name).write_text(text)
+    return path
+
+
+@pytest.fixture
+def call(capsys):
+    """Calls the command line; its exit code, standard output and standard error."""
+
+    def run(*words: Any) -> tuple[int, str, str]:
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as error:
+            code = error.code
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(call):
+    """Checks that a command is refused with exit code 2 and one sentence that has these words."""
+
+    def run(*words: Any, says: list[str]) -> None:
+        code, out, err = call(*words)
+        assert (code, out) == (2, ""), err
+        assert err.startswith("realhf: ") and err.endswith("\n") and err.count("\n") == 1, err
+        assert "Traceback" not in err
+        for part in says:
+            assert part in err
+
+    return run
+
+
+@pytest.mark.parametrize("fault", GRAPHS)
+def test_check_finds_graph(tmp_path, refused, fault):
+    change, *says = GRAPHS[fault]
+    refused(
+        "check", write_experiment(tmp_path, body=GRAPH.format(change)), says=["tiny_experiment.py", *says]
+    )
+
+
+@pytest.mark.parametrize("fault", LAYOUTS)
+def test_check_finds_layout(tmp_path, refused, fault):
+    model, layout, says = LAYOUTS[fault]
+    path = write_experiment(tmp_path, model=model)
+    plan = write_plan(path.parent, {**ONE, "actor_train": layout})
+    refused("check", path, "--plan", plan, says=["plan.yaml", *says])
+
+
+def test_check_finds_two_homes(tmp_path, refused):
+    path = write_experiment(tmp_path, body=GRAPH.format(TRAIN_TWICE))
+    plan = write_plan(path.parent, {**ONE, "actor_train": "t2@0-1", "more_train": "d2@0-1"})
+    says = [
+        "role 'actor' has two homes",
+        "actor_train at t2@0-1",
+        "more_train at d2@0-1",
+        "must train in one layout",
+    ]
+    refused("check", path, "--plan", plan, says=says)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_check_finds_words(experiment, refused, words):
+    here = str(experiment.parent)
+    refused(
+        "check",
+        experiment,
+        *words.format(here=here).split(),
+        says=[part.format(here=here) for part in WORDS[words]],
+    )
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_check_finds_plan(tmp_path, experiment, refused, text):
+    (tmp_path / "plan.yaml").write_text(text)
+    refused("check", experiment, "--plan", tmp_path / "plan.yaml", says=PLANS[text])
+
+
+@pytest.mark.parametrize("text", EXPERIMENTS)
+def test_check_finds_experiment(tmp_path, refused, text):
+    path = tmp_path / "experiment.py"
+    path.write_text(text)
+    refused("check", path, says=EXPERIMENTS[text])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["check"], ["needs an experiment file"]),
+        (["check", "nowhere.py"], ["'nowhere.py'", "no such file"]),
+        (["check", REPO / "README.md"], ["README.md", ".py"]),
+        (["check", REPO], [str(REPO), "no such file"]),
+        (["chekc"], ["chekc", "run", "check"]),
+        ([], ["run", "check"]),
+    ],
+    ids=str,
+)
+def test_check_finds_command(refused, words, says):
+    refused(*words, says=says)
+
+
+def test_run_refuses_what_check_refuses(experiment, refused, tmp_path):
+    out = tmp_path / "run"
+    refused(
+        "run",
+        experiment,
+        "--out",
+        out,
+        "--dataset.path",
+        "nowhere.jsonl",
+        says=["dataset.path 'nowhere.jsonl'"],
+    )
+    assert not out.exists()
+
+
+def test_check_accepts_sound_input(experiment, call):
+    code, out, err = call("check", experiment, "--plan", experiment.parent / "good.yaml", "--steps", 5)
+    assert (code, err) == (0, "")
+    assert "sound on 4 ranks" in out
+    assert [line.split() for line in out.splitlines()[1:]] == [
+        ["actor_generate", "generate", "actor", "d4@0-3"],
+        ["reward_forward", "host", "-", "d1@0"],
+        ["ref_forward", "forward", "ref", "t2@2-3"],
+        ["group_advantages", "host", "-", "d1@0"],
+        ["actor_train", "train_step", "actor", "d2t2@0-3"],
+    ]
+
+
+@pytest.mark.parametrize("body", ["", "print('a word from the experiment')"])
+def test_check_json_is_one_document(tmp_path, experiment, call, body):
+    path = write_experiment(tmp_path, body=body)
+    code, out, _ = call("check", path, "--plan", experiment.parent / "good.yaml", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["ranks"] == 4
+    assert document["homes"] == {"actor": "d2t2@0-3", "ref": "t2@2-3"}
+    assert {name: document["calls"][name]["layout"] for name in GRPO_LAYOUTS} == GRPO_LAYOUTS
+
+
+def test_check_counts_the_cluster(experiment, call):
+    code, out, _ = call("check", experiment, "--cluster", "h100-8x8", "--json")
+    assert (code, json.loads(out)["ranks"]) == (0, 64)
+
+
+def test_help(experiment, call):
+    for words, says in {
+        ("--help",): ["run", "check", "find what is wrong"],
+        ("run", "--help"): ["EXP.py", "--nproc", "--plan", "--out"],
+        ("check", "--help"): ["EXP.py", "--cluster", "--json"],
+        ("run", experiment, "--help"): [
+            "--plan",
+            "--actor.optimizer.lr",
+            "--steps",
+            "--loss.average",
+            "--sampling.top-p",
+        ],
+    }.items():
+        code, out, err = call(*words)
+        assert (code, err) == (0, "")
+        for part in says:
+            assert part in out
+
+
+def test_check_leaves_torch_alone(experiment):
+    code = "import sys; from realhf.cli import main; code = main(sys.argv[1:]); sys.exit(7 if 'torch' in sys.modules else code)"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "check",
+        str(experiment),
+        "--plan",
+        str(experiment.parent / "good.yaml"),
+    ]
+    assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 0

@@ -1,0 +1,105 @@
+"""What goes wrong in the middle of a run ends it with a sentence, and leaves no process behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from realhf.cli import main
+from tests.cli_tools import (
+    GRPO_LAYOUTS,
+    REALHF,
+    Command,
+    read_jsonl,
+    wait_until,
+    write_experiment,
+    write_plan,
+)
+
+MAX_SECONDS = 30  # Until all processes are gone.
+REWARD = """
+calls = []
+
+def moody_reward(prompts, completions, completion_ids, answer):
+    calls.append(len(prompts))
+    scores = [float(len(ids)) for ids in completion_ids]
+    if len(calls) > 2:  # The first is the evaluation, the second step 1.
+        {fault}
+    return scores
+
+experiment.reward_function = moody_reward
+"""
+
+# What the function does in step 2 -> code, layouts, words of the sentence.
+FAULTS = {
+    "raises": (
+        "[1 // (not p.startswith('1')) for p in prompts]",
+        {**GRPO_LAYOUTS, "reward_forward": "d2@2-3"},
+        ["raised ZeroDivisionError", "tiny_experiment.py:", "on sample ", "with the prompt '1"],
+    ),
+    "returns too few": (
+        "scores.pop()",
+        dict.fromkeys(GRPO_LAYOUTS, "d2@0-1"),
+        ["returned 23 values for 24 samples (24 to 47)", "one number per completion"],
+    ),
+    "returns NaN": (
+        "scores[3] = float('nan')",
+        dict.fromkeys(GRPO_LAYOUTS, "t2@0-1") | {"reward_forward": "d1@1"},
+        ["returned nan for sample 27 with the prompt '", "must be a finite number"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_reward_function(tmp_path, fault):
+    code, layouts, says = FAULTS[fault]
+    experiment = write_experiment(tmp_path, body=REWARD.format(fault=code))
+    plan, out = write_plan(tmp_path, layouts), tmp_path / "run"
+    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out) as command:
+        returncode, _, err = command.finish()
+        assert wait_until(lambda: not command.processes(), seconds=MAX_SECONDS)
+    assert returncode == 2, err
+    assert "Traceback" not in err
+    sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
+    assert len(sentences) == 1, err
+    for part in ["reward function moody_reward", *says]:
+        assert part in sentences[0]
+    assert [step["step"] for step in read_jsonl(out / "metrics.jsonl")] == [0, 1]
+    assert len(read_jsonl(out / "eval.jsonl")) == 5
+    assert {event["step"] for event in read_jsonl(out / "timeline.jsonl")} == {1}
+    assert (out / "config.json").is_file() and (out / "plan.yaml").is_file()
+
+
+def test_killed_worker(tmp_path):
+    experiment, out = write_experiment(tmp_path, steps=100_000), tmp_path / "run"
+    with Command(*REALHF, "run", experiment, "--nproc", 3, "--out", out) as command:
+        metrics = out / "metrics.jsonl"
+        assert wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, seconds=90)
+        os.kill(command.worker(rank=1), signal.SIGKILL)
+        killed = time.monotonic()
+        returncode, _, err = command.finish(timeout=MAX_SECONDS)
+        assert wait_until(lambda: not command.processes(), seconds=killed + MAX_SECONDS - time.monotonic())
+    assert returncode == 1, err
+    assert "Traceback" not in err
+    sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
+    assert any("rank 1" in sentence and "SIGKILL" in sentence for sentence in sentences), err
+    assert [step["step"] for step in read_jsonl(metrics)][:3] == [0, 1, 2]
+
+
+def test_run_directory_in_use(tmp_path, capsys):
+    experiment, out = write_experiment(tmp_path), tmp_path / "run"
+    (out / "hf").mkdir(parents=True)
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')
+    (out / "hf" / "notes.txt").write_text("mine")
+    before = _contents(out)
+    assert main(["run", str(experiment), "--nproc", "2", "--out", str(out)]) == 2
+    err = capsys.readouterr().err
+    assert err == f"realhf: --out {out} already holds a run: choose another directory or remove it\n"
+    assert _contents(out) == before
+
+
+def _contents(directory: Path) -> dict[str, tuple[int, bytes]]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
