@@ -1,4 +1,7 @@
-"""GRPO of the warmed-up model: realhf run examples/grpo.py --plan plans/grpo-4.yaml"""
+"""GRPO of the warmed-up model; needs runs/sft.
+
+    realhf run examples/grpo.py --plan grpo-4
+"""
 
 from arithmetic import exact_answer, prepare
 

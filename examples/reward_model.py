@@ -1,5 +1,6 @@
-"""A reward model for examples/ppo.py, from the warmed-up model: realhf run examples/reward_model.py --out
-runs/reward_model
+"""A reward model for examples/ppo.py, from the warmed-up model.
+
+    realhf run examples/reward_model.py --out runs/reward_model
 """
 
 from arithmetic import prepare
@@ -12,11 +13,11 @@ experiment = Verifier(
         model="runs/sft/hf/step_700",
         head="score",
         optimizer=OptimizerConfig(
-            lr=2e-3, warmup_steps=20, schedule="cosine", total_steps=300, min_lr_ratio=0.1
+            lr=1e-3, warmup_steps=20, schedule="cosine", total_steps=1500, min_lr_ratio=0.1
         ),
     ),
     dataset=DatasetConfig(str(task / "verifier.jsonl")),
-    steps=300,
-    batch_size=64,
+    steps=1500,
+    batch_size=128,
     log_every=50,
 )

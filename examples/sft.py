@@ -1,5 +1,6 @@
-"""Supervised warm-up of the tiny model on the careless teacher's answers: realhf run examples/sft.py --out
-runs/sft
+"""Supervised warm-up of the tiny model on the careless teacher's answers.
+
+    realhf run examples/sft.py --out runs/sft
 """
 
 from arithmetic import exact_answer, prepare

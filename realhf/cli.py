@@ -25,7 +25,7 @@ from realhf.log import setup_logging
 from realhf.plan import ExecutionPlan
 from realhf.runtime.check import Program, compile_program
 
-EXIT_DONE, EXIT_USER = 0, 2
+EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
 _TYRO = (tyro.conf.AvoidSubcommands,)
 """Optional parts of an experiment that are set can be overridden like any other field."""
 
@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"realhf: {error}", file=sys.stderr)
         return EXIT_USER
+    except KeyboardInterrupt:
+        print("realhf: ended by SIGINT", file=sys.stderr)
+        return EXIT_FAILED
 
 
 class _Parser(argparse.ArgumentParser):
@@ -112,7 +115,7 @@ def _run(options: argparse.Namespace, overrides: list[str], argv: Sequence[str])
     plan = _plan(options)
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_worker else _num_ranks(options, plan)
     program = _compile(experiment, plan, options, num_ranks)
-    out = None if is_worker and options.out is None else _run_directory(options, is_worker)
+    out = None if is_worker and options.out is None else _run_directory(options)
     words = list(argv) if options.out is not None or out is None else [*argv, "--out", str(out)]
     launch = importlib.import_module("realhf.launch")
     job = Job(program, num_ranks, out, tuple(words))
@@ -252,11 +255,11 @@ def _user(function: Any, *arguments: Any) -> Any:
         raise UserError(str(error)) from error
 
 
-def _run_directory(options: argparse.Namespace, is_worker: bool) -> Path:
+def _run_directory(options: argparse.Namespace) -> Path:
     """The run directory: as given, if it holds no run yet; else a new one named after the experiment."""
     if options.out is not None:
         out = Path(options.out)
-        if not is_worker and (out / "metrics.jsonl").exists():
+        if (out / "metrics.jsonl").exists():
             raise UserError(f"--out {out} already holds a run: choose another directory or remove it")
         return out
     stem, number = Path(options.experiment).stem, 1

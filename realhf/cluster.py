@@ -36,8 +36,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("num_hosts", "devices_per_host"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         positive = {f"peak_flops.{dtype}": flops for dtype, flops in self.peak_flops.items()}
         for name in ("device_memory_bytes", "host_memory_bytes", "memory_bandwidth_bytes_per_second"):
@@ -58,16 +57,10 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, document: Any) -> "Cluster":
-        if not isinstance(document, dict):
-            raise ValueError("a cluster is a mapping of fields")
-        _check_names(document, cls, where="")
+        _check_names(document, cls)
         values = dict(document)
         for name in ("intra_host", "inter_host"):
-            if not isinstance(values[name], dict):
-                raise ValueError(
-                    f"{name} is {values[name]!r}: it must give latency_seconds and bandwidth_bytes_per_second"
-                )
-            _check_names(values[name], Link, where=f"{name}.")
+            _check_names(values[name], Link, name)
             values[name] = Link(**values[name])
         if not isinstance(values["peak_flops"], dict) or not values["peak_flops"]:
             raise ValueError("peak_flops must map dtype names to FLOP/s, for example {bfloat16: 9.9e14}")
@@ -83,11 +76,14 @@ class Cluster:
             raise ValueError(f"cluster {path}: {' '.join(str(error).split())}") from error
 
 
-def _check_names(document: dict, cls: type, *, where: str) -> None:
-    legal = [f.name for f in fields(cls)]
+def _check_names(document: Any, cls: type, where: str = "") -> None:
+    """Whether a mapping (the whole document or its field `where`) has exactly the fields of the class."""
+    legal, prefix = [f.name for f in fields(cls)], where and f"{where}."
+    if not isinstance(document, dict):
+        raise ValueError(f"{where or 'the cluster'} is {document!r}: it must give {', '.join(legal)}")
     for name in document:
         if name not in legal:
-            raise ValueError(f"{where}{name} is not a field: legal are {', '.join(legal)}")
+            raise ValueError(f"{prefix}{name} is not a field: legal are {', '.join(legal)}")
     for name in legal:
         if name not in document:
-            raise ValueError(f"{where}{name} is missing")
+            raise ValueError(f"{prefix}{name} is missing")

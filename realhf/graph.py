@@ -38,7 +38,7 @@ class FunctionCall:
         for key in self.outputs:
             if key in self.inputs:
                 raise ValueError(
-                    f"call {self.name!r} both reads and writes the key {key!r}: give its output a new name"
+                    f"call {self.name!r} both reads and writes the key {key!r}: rename its output"
                 )
 
 
@@ -62,10 +62,9 @@ class DataflowGraph:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two calls are named {name!r}: call names must differ")
-        self._check_keys()
-        self._check_acyclic()
+        self._check_edges()
 
-    def _check_keys(self) -> None:
+    def _check_edges(self) -> None:
         producer: dict[str, str] = {key: "the dataset" for key in self.inputs}
         for call in self.calls:
             for key in call.outputs:
@@ -77,12 +76,8 @@ class DataflowGraph:
         for call in self.calls:
             for key in call.inputs:
                 if key not in producer:
-                    legal = ", ".join(sorted(producer))
-                    raise ValueError(
-                        f"call {call.name!r} needs the key {key!r}, which nobody produces; there are: {legal}"
-                    )
-
-    def _check_acyclic(self) -> None:
+                    needs = f"call {call.name!r} needs the key {key!r}, which nobody produces"
+                    raise ValueError(f"{needs}; there are: {', '.join(sorted(producer))}")
         if not nx.is_directed_acyclic_graph(self.nx_graph):
             cycle = [edge[0] for edge in nx.find_cycle(self.nx_graph)]
             raise ValueError(f"the calls form a cycle: {' -> '.join([*cycle, cycle[0]])}")
@@ -95,19 +90,13 @@ class DataflowGraph:
         for call in self.calls:
             for key in call.inputs:
                 source = self.producer(key)
-                if source is None:
-                    continue
-                if graph.has_edge(source.name, call.name):
-                    graph.edges[source.name, call.name]["keys"].append(key)
-                else:
-                    graph.add_edge(source.name, call.name, keys=[key])
+                if source is not None:
+                    graph.add_edge(source.name, call.name)
+                    graph.edges[source.name, call.name].setdefault("keys", []).append(key)
         return graph
 
     def __getitem__(self, name: str) -> FunctionCall:
-        for call in self.calls:
-            if call.name == name:
-                return call
-        raise KeyError(name)
+        return {call.name: call for call in self.calls}[name]
 
     def producer(self, key: str) -> FunctionCall | None:
         """The call that writes `key`; None when the dataset brings it."""
@@ -126,10 +115,10 @@ class DataflowGraph:
     def replace(self, *calls: FunctionCall) -> "DataflowGraph":
         """This graph with calls of the same names exchanged for these."""
         new = {call.name: call for call in calls}
-        missing = set(new) - {call.name for call in self.calls}
-        if missing:
-            names = ", ".join(call.name for call in self.calls)
-            raise ValueError(f"no call is named {sorted(missing)[0]!r}: there are {names}")
+        names = [call.name for call in self.calls]
+        for name in new:
+            if name not in names:
+                raise ValueError(f"no call is named {name!r}: there are {', '.join(names)}")
         return DataflowGraph(tuple(new.get(call.name, call) for call in self.calls), self.inputs)
 
     def add(self, *calls: FunctionCall, inputs: Sequence[str] = ()) -> "DataflowGraph":

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -45,9 +47,20 @@ def launch(job: "Job") -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "realhf", *job.argv)
     except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        return 2 if 2 in codes else 1
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        for rank, name in _killed(codes).items():
+            print(f"realhf: the worker of rank {rank} was ended by {name}; the run stops", file=sys.stderr)
+        return 2 if 2 in codes.values() else 1
+    except SignalException as error:
+        print(f"realhf: ended by {error.sigval.name}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _killed(codes: dict[int, int]) -> dict[int, str]:
+    """Rank -> the signal that ended its worker; SIGTERM is how the launcher itself ends the others."""
+    causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
+    return {rank: signal.Signals(-code).name for rank, code in causes.items() if code < 0}
 
 
 def work(job: "Job") -> int:
@@ -67,6 +80,10 @@ def work(job: "Job") -> int:
     except PeerError as error:
         time.sleep(_GRACE_SECONDS)
         return _stop(f"realhf: rank {rank} stops: {error}", code=1, alone=size == 1)
+    except KeyboardInterrupt:
+        if size > 1:  # The launcher says so.
+            os._exit(1)
+        raise
     except Exception:
         return _stop(traceback.format_exc(), code=1, alone=size == 1)
     return 0

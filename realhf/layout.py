@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +38,7 @@ class ParallelStrategy:
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(
-                    f"parallel size {axis}={size!r} is not legal: it must be a whole number of at least 1"
+                    f"parallel size {axis}={size!r} is not legal: it must be an integer from 1 up"
                 )
         if self.dp % self.ep:
             raise ValueError(f"expert-parallel size ep={self.ep} does not divide dp={self.dp}")
@@ -56,16 +58,14 @@ class ParallelStrategy:
             raise ValueError(f"{text!r} is not a parallel strategy: write for example d2t4p1")
         sizes: dict[str, int] = {}
         for letter, size in re.findall(r"([a-z])(\d+)", text):
-            axis = _LETTERS.get(letter)
-            if axis is None:
-                legal = ", ".join(_LETTERS)
-                raise ValueError(f"unknown axis letter {letter!r} in {text!r}: legal are {legal}")
-            if axis in sizes:
+            if letter not in _LETTERS:
+                raise ValueError(
+                    f"unknown axis letter {letter!r} in {text!r}: legal are {', '.join(_LETTERS)}"
+                )
+            if _LETTERS[letter] in sizes:
                 raise ValueError(f"axis {letter!r} is given twice in {text!r}")
-            sizes[axis] = int(size)
-        if "ep" in sizes and "dp" not in sizes:
-            sizes["dp"] = sizes["ep"]
-        return cls(**sizes)
+            sizes[_LETTERS[letter]] = int(size)
+        return cls(**{"dp": sizes.get("ep", 1), **sizes})
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,14 @@ class DeviceMesh:
             raise ValueError(f"rank {min(self.ranks)} is not legal: ranks count from 0")
         if len(set(self.ranks)) != len(self.ranks):
             twice = next(r for r in self.ranks if self.ranks.count(r) > 1)
-            raise ValueError(f"rank {twice} stands twice in the mesh {_ranges(self.ranks)}")
+            raise ValueError(f"rank {twice} stands twice in the mesh {self}")
 
     def __str__(self) -> str:
-        return _ranges(self.ranks)
+        parts = []
+        for _, run in groupby(enumerate(self.ranks), key=lambda item: item[1] - item[0]):
+            first, *rest = (rank for _, rank in run)
+            parts.append(f"{first}-{rest[-1]}" if rest else f"{first}")
+        return ",".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> "DeviceMesh":
@@ -93,29 +97,16 @@ class DeviceMesh:
             match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
             if match is None:
                 raise ValueError(
-                    f"{part!r} in the mesh {text!r} is not a rank or a range: write for example 0-3,8-11"
+                    f"{part!r} in the mesh {text!r} is not a rank or a range: write as in 0-3,8-11"
                 )
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
-                raise ValueError(
-                    f"the range {part!r} in the mesh {text!r} runs backwards: write {last}-{first}"
-                )
+                raise ValueError(f"the range {part!r} in {text!r} runs backwards: write {last}-{first}")
             ranks.extend(range(first, last + 1))
         return cls(tuple(ranks))
 
 
-def _ranges(ranks: tuple[int, ...]) -> str:
-    parts: list[str] = []
-    start = 0
-    for i in range(1, len(ranks) + 1):
-        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
-            parts.append(str(ranks[start]) if i - start == 1 else f"{ranks[start]}-{ranks[i - 1]}")
-            start = i
-    return ",".join(parts)
-
-
-@dataclass(frozen=True)
-class Coordinate:
+class Coordinate(NamedTuple):
     """Where a rank stands on the axes of a layout."""
 
     pp: int
@@ -132,11 +123,10 @@ class Layout:
     mesh: DeviceMesh
 
     def __post_init__(self) -> None:
-        if self.strategy.num_ranks != len(self.mesh.ranks):
-            raise ValueError(
-                f"layout {self.strategy}@{self.mesh} is not legal: {self.strategy} needs "
-                f"{self.strategy.num_ranks} ranks and the mesh {self.mesh} has {len(self.mesh.ranks)}"
-            )
+        need, have = self.strategy.num_ranks, len(self.mesh.ranks)
+        if need != have:
+            needs = f"{self.strategy} needs {need} ranks and the mesh {self.mesh} has {have}"
+            raise ValueError(f"layout {self} is not legal: {needs}")
 
     def __str__(self) -> str:
         return f"{self.strategy}@{self.mesh}"
@@ -146,7 +136,7 @@ class Layout:
         match = _LAYOUT_PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ValueError(
-                f"{text!r} is not a layout: write strategy@ranks, for example d2t4p1@0-7 or t2@0,3"
+                f"{text!r} is not a layout: write strategy@ranks, for example d2t4@0-7 or t2@0,3"
             )
         return cls(ParallelStrategy.parse(match["strategy"]), DeviceMesh.parse(match["mesh"]))
 

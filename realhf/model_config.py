@@ -12,14 +12,9 @@ from realhf.shipped import resolve
 HEADS = ("lm", "score")
 """What stands on top: `lm` gives logits over the vocabulary, `score` one number per token (critics)."""
 
-_FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "LlamaForSequenceClassification": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2ForSequenceClassification": "qwen2",
-}
 _CLASS_PREFIX = {"llama": "Llama", "qwen2": "Qwen2"}
 _CLASS_SUFFIX = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
+_ARCHITECTURES = {_CLASS_PREFIX[f] + _CLASS_SUFFIX[h]: (f, h) for f in _CLASS_PREFIX for h in HEADS}
 
 
 @dataclass(frozen=True)
@@ -48,10 +43,8 @@ class ModelConfig:
         if self.head not in HEADS:
             raise ValueError(f"head is {self.head!r}: legal are {', '.join(HEADS)}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_heads} is no multiple of "
-                f"num_key_value_heads {self.num_kv_heads}"
-            )
+            heads = f"num_attention_heads {self.num_heads}"
+            raise ValueError(f"{heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], *, head: str | None = None) -> "ModelConfig":
@@ -59,9 +52,9 @@ class ModelConfig:
         if not isinstance(hf, Mapping):
             raise ValueError("it must be a JSON object")
         architecture = (hf.get("architectures") or ["(none)"])[0]
-        if architecture not in _FAMILIES:
-            raise ValueError(f"architectures is {architecture!r}: supported are {', '.join(_FAMILIES)}")
-        family = _FAMILIES[architecture]
+        if architecture not in _ARCHITECTURES:
+            raise ValueError(f"architectures is {architecture!r}: supported are {', '.join(_ARCHITECTURES)}")
+        family, own_head = _ARCHITECTURES[architecture]
         try:
             heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
             config = cls(
@@ -77,7 +70,7 @@ class ModelConfig:
                 rope_theta=_rope_theta(hf),
                 qkv_bias=family == "qwen2",
                 tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-                head=head or ("lm" if architecture.endswith("ForCausalLM") else "score"),
+                head=head or own_head,
                 hf=dict(hf),
             )
         except KeyError as error:
@@ -118,28 +111,25 @@ class ModelConfig:
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ValueError when the model cannot be split this way."""
-        s = layout.strategy
-        if s.pp > self.num_layers:
-            raise ValueError(f"layout {layout}: pp={s.pp} exceeds the model's {self.num_layers} layers")
-        if self.num_heads % s.tp:
-            raise ValueError(
-                f"layout {layout}: tp={s.tp} does not divide the model's {self.num_heads} attention heads"
-            )
-        if self.num_kv_heads % s.tp and s.tp % self.num_kv_heads:
-            raise ValueError(
-                f"layout {layout}: tp={s.tp} neither divides nor is a multiple of the "
-                f"{self.num_kv_heads} kv heads"
-            )
-        if s.tp > min(self.vocab_size, self.intermediate_size):
-            raise ValueError(
-                f"layout {layout}: tp={s.tp} exceeds the vocabulary {self.vocab_size} or the MLP width "
-                f"{self.intermediate_size}"
-            )
-        for axis, size in (("cp", s.cp), ("ep", s.ep)):
-            if size > 1:
-                raise ValueError(
-                    f"layout {layout}: {axis}={size} is not supported for {self.family} models; use {axis}=1"
-                )
+        s, kv_heads = layout.strategy, self.num_kv_heads
+        width, vocabulary = self.intermediate_size, self.vocab_size
+        for refused, why in (
+            (s.pp > self.num_layers, f"pp={s.pp} exceeds the model's {self.num_layers} layers"),
+            (
+                self.num_heads % s.tp,
+                f"tp={s.tp} does not divide the model's {self.num_heads} attention heads",
+            ),
+            (
+                kv_heads % s.tp and s.tp % kv_heads,
+                f"tp={s.tp} neither divides nor is a multiple of the {kv_heads} kv heads",
+            ),
+            (s.tp > vocabulary, f"tp={s.tp} exceeds the vocabulary {vocabulary}"),
+            (s.tp > width, f"tp={s.tp} exceeds the MLP width {width}"),
+            (s.cp > 1, f"cp={s.cp} is not supported for {self.family} models; use cp=1"),
+            (s.ep > 1, f"ep={s.ep} is not supported for {self.family} models; use ep=1"),
+        ):
+            if refused:
+                raise ValueError(f"layout {layout}: {why}")
 
 
 def config_path(name: str) -> Path:

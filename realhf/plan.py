@@ -23,10 +23,9 @@ class CallPlan:
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.micro_batch_tokens, int) or self.micro_batch_tokens < 1:
-            raise ValueError(
-                f"micro_batch_tokens is {self.micro_batch_tokens!r}: it must be a whole number of at least 1"
-            )
+        num = self.micro_batch_tokens
+        if not isinstance(num, int) or num < 1:
+            raise ValueError(f"micro_batch_tokens is {num!r}: it must be a whole number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -52,22 +51,19 @@ class ExecutionPlan:
                 raise ValueError(
                     f"calls.{name}: the experiment has no such call; its calls are {', '.join(names)}"
                 )
-        for name in names:
-            if name not in self.calls:
-                raise ValueError(
-                    f"calls.{name} is missing: the plan must give every call of the experiment a layout"
-                )
-            beyond = [rank for rank in self[name].layout.ranks if rank >= world_size]
-            if beyond:
-                raise ValueError(
-                    f"calls.{name}.layout {self[name].layout} uses rank {beyond[0]}, "
-                    f"but there are {world_size} ranks (0 to {world_size - 1})"
-                )
         for call in graph.calls:
-            strategy = self[call.name].layout.strategy
-            if call.kind == "host" and strategy.num_ranks != strategy.dp:
-                where = f"calls.{call.name}.layout {strategy}"
-                raise ValueError(f"{where}: a host call can be split over dp only")
+            where = f"calls.{call.name}"
+            if call.name not in self.calls:
+                raise ValueError(
+                    f"{where} is missing: the plan must give every call of the experiment a layout"
+                )
+            layout = self[call.name].layout
+            beyond = [rank for rank in layout.ranks if rank >= world_size]
+            if beyond:
+                there_are = f"there are {world_size} ranks (0 to {world_size - 1})"
+                raise ValueError(f"{where}.layout {layout} uses rank {beyond[0]}, but {there_are}")
+            if call.kind == "host" and layout.strategy.num_ranks != layout.dp:
+                raise ValueError(f"{where}.layout {layout.strategy}: a host call can be split over dp only")
 
     @classmethod
     def single(cls, graph: DataflowGraph, layout: Layout, **fields: Any) -> "ExecutionPlan":
@@ -80,17 +76,17 @@ class ExecutionPlan:
         entries = document.get("calls") if isinstance(document, dict) else None
         if not isinstance(entries, dict) or not entries:
             raise ValueError("calls is missing: a plan is a mapping `calls: {call name: {layout: d2t4@0-7}}`")
-        unknown = set(document) - {"calls", "predicted"}
+        unknown = sorted(map(str, set(document) - {"calls", "predicted"}))
         if unknown:
-            raise ValueError(f"unknown field {sorted(map(str, unknown))[0]!r}: legal are calls, predicted")
+            raise ValueError(f"unknown field {unknown[0]!r}: legal are calls, predicted")
         calls = {}
         for name, entry in entries.items():
             if not isinstance(entry, dict) or "layout" not in entry:
                 raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
-            unknown = set(entry) - set(_CALL_FIELDS)
+            unknown = sorted(map(str, set(entry) - set(_CALL_FIELDS)))
             if unknown:
-                first, legal = sorted(map(str, unknown))[0], ", ".join(_CALL_FIELDS)
-                raise ValueError(f"calls.{name} has an unknown field {first!r}: legal are {legal}")
+                legal = ", ".join(_CALL_FIELDS)
+                raise ValueError(f"calls.{name} has an unknown field {unknown[0]!r}: legal are {legal}")
             try:
                 calls[name] = CallPlan(**{**entry, "layout": Layout.parse(entry["layout"])})
             except ValueError as error:

@@ -1,4 +1,4 @@
-"""For tests of the command line: experiment files, commands whose processes can all be found, what a run left behind."""
+"""For tests of the command line: experiment files, commands with all their processes, what runs leave."""
 
 import functools
 import json
@@ -52,8 +52,9 @@ def write_experiment(
     model: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Path:
-    """A file that defines `experiment`, on the tiny float64 task. `body` is code that may change it; `model` are fields of
-    the model's config.json.
+    """A file that defines `experiment`, on the tiny float64 task.
+
+    `body` is code that may change it; `model` are fields of the model's config.json.
     """
     task = _task()
     if model is not None:
@@ -101,7 +102,7 @@ def untimed(path: Path) -> list[dict[str, Any]]:
 
 
 class Command:
-    """A command started from the repository. All processes that descend from it carry its mark in their environment."""
+    """A command started from the repository; all its descendants carry a mark of it in their environment."""
 
     def __init__(self, *words: Any, **variables: str) -> None:
         self._mark = uuid.uuid4().hex

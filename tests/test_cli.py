@@ -355,7 +355,7 @@ def test_help(experiment, call):
 
 
 def test_check_leaves_torch_alone(experiment):
-    code = "import sys; from realhf.cli import main; code = main(sys.argv[1:]); sys.exit(7 if 'torch' in sys.modules else code)"
+    code = "import sys, realhf.cli as cli; sys.exit(cli.main(sys.argv[1:]) or 7 * ('torch' in sys.modules))"
     command = [
         sys.executable,
         "-c",

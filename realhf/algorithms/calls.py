@@ -38,12 +38,11 @@ def log_probs(role: str, *, output: str, temperature: float = 1.0) -> FunctionCa
     )
 
 
-def reward_forward(function: RewardFunction | None) -> FunctionCall:
+def reward_forward(function: RewardFunction | None, scores: Scores | None = None) -> FunctionCall:
     """Scores by a reward function, or by the role `reward` when there is none."""
     if function is None:
-        return FunctionCall(
-            "reward_forward", "forward", ("sequence_ids",), ("score",), role="reward", work=Scores()
-        )
+        work = scores or Scores()
+        return FunctionCall("reward_forward", "forward", ("sequence_ids",), ("score",), role="reward", work=work)
     columns = reward_columns(function)
     return FunctionCall(
         name="reward_forward",

@@ -18,7 +18,7 @@ from realhf.algorithms.calls import (
     reward_forward,
     rollout_metrics,
 )
-from realhf.engine.work import HostFunction, OptimizerConfig, SamplingConfig, TrainStep
+from realhf.engine.work import HostFunction, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.scoring import RewardFunction
@@ -120,6 +120,8 @@ class GRPO(Experiment):
     """The reference; needed when `loss.kl_coef` is above 0. None: the actor's initial weights."""
     reward: Role | None = None
     """A reward model, when there is no reward function."""
+    reward_scores: Scores = field(default_factory=Scores)
+    """How the reward model's head is read."""
     reward_function: RewardFunction | None = None
     eval_function: RewardFunction | None = None
     """Scores the answers to `eval_dataset`; None: the training reward does."""
@@ -143,7 +145,7 @@ class GRPO(Experiment):
         return roles
 
     def graph(self) -> DataflowGraph:
-        calls = [actor_generate(self.sampling, max_rows=self.max_rows), reward_forward(self.reward_function)]
+        calls = [actor_generate(self.sampling, max_rows=self.max_rows), reward_forward(self.reward_function, self.reward_scores)]
         train_inputs = ["sequence_ids", "response_mask", "gen_logprobs", "advantages"]
         if self.loss.kl_coef:
             calls.append(log_probs("ref", output="ref_logprobs", temperature=self.sampling.temperature))

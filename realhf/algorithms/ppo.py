@@ -15,7 +15,7 @@ from realhf.algorithms.calls import (
     rollout_metrics,
 )
 from realhf.algorithms.grpo import PolicyLoss, PolicyLossConfig
-from realhf.engine.work import HostFunction, OptimizerConfig, SamplingConfig, TrainStep, Values
+from realhf.engine.work import HostFunction, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.scoring import RewardFunction
@@ -132,6 +132,8 @@ class PPO(Experiment):
     ref: Role | None = None
     """The reference; None: the actor's initial weights."""
     reward: Role | None = None
+    reward_scores: Scores = field(default_factory=Scores)
+    """How the reward model's head is read."""
     reward_function: RewardFunction | None = None
     eval_function: RewardFunction | None = None
     """Scores the answers to `eval_dataset`; None: the training reward does."""
@@ -160,7 +162,7 @@ class PPO(Experiment):
         advantage_inputs = ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished")
         return graph_of(
             actor_generate(self.sampling, max_rows=self.max_rows),
-            reward_forward(self.reward_function),
+            reward_forward(self.reward_function, self.reward_scores),
             log_probs("ref", output="ref_logprobs", temperature=temperature),
             FunctionCall("critic_forward", "forward", sequence, ("values",), role="critic", work=Values()),
             FunctionCall(

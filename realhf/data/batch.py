@@ -9,7 +9,7 @@ import torch
 
 @dataclass
 class Packed:
-    """Variable-length sequences end to end: `values` of shape (sum(lengths), ...) and one length per sample."""
+    """Variable-length sequences end to end: `values` of shape (sum(lengths), ...), one length per sample."""
 
     values: torch.Tensor
     lengths: list[int]
@@ -69,12 +69,13 @@ class Batch:
         return Batch(self.ids, {key: self.fields[key] for key in keys})
 
     def to(self, device: torch.device) -> "Batch":
-        def move(column: Any) -> Any:
+        fields = dict(self.fields)
+        for key, column in fields.items():
             if isinstance(column, Packed):
-                return column.like(column.values.to(device))
-            return column.to(device) if isinstance(column, torch.Tensor) else column
-
-        return Batch(self.ids, {key: move(column) for key, column in self.fields.items()})
+                fields[key] = column.like(column.values.to(device))
+            elif isinstance(column, torch.Tensor):
+                fields[key] = column.to(device)
+        return Batch(self.ids, fields)
 
     @classmethod
     def concat(cls, batches: Sequence["Batch"]) -> "Batch":

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")
-"""Keys that the loader makes from the prompt (and completion) column; any other key is a column of the file."""
+"""Keys that the loader makes from prompt and completion; any other key is a column of the file."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class DatasetConfig:
 
 
 def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
-    """All rows of the file. Raises ValueError that names the file and line when it is missing or malformed."""
+    """All rows of the file. Raises ValueError that names the file and line if one is missing or malformed."""
     path = Path(config.path)
     if not path.is_file():
         raise ValueError(f"dataset.path {config.path!r}: there is no such file")
@@ -41,17 +41,8 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
         rows = []
         with path.open() as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"dataset {path} line {number} is not JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise ValueError(
-                        f"dataset {path} line {number} is {type(row).__name__}: every line must be an object"
-                    )
-                rows.append(row)
+                if line.strip():
+                    rows.append(_parse(line, where=f"dataset {path} line {number}"))
     else:
         raise ValueError(
             f"dataset.path {config.path!r} ends in {path.suffix!r}: legal are .jsonl and .parquet"
@@ -59,6 +50,16 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"dataset {path} has no rows")
     return rows[: config.max_rows or None]
+
+
+def _parse(line: str, *, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is {type(row).__name__}: every line must be an object")
+    return row
 
 
 def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
@@ -71,12 +72,11 @@ def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
 
 def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     """Raises ValueError when some row lacks one of the columns."""
-    for column in columns:
-        for number, row in enumerate(rows):
+    for number, row in enumerate(rows):
+        for column in columns:
             if column not in row:
-                raise ValueError(
-                    f"dataset {config.path} has no column {column!r} in row {number}; its columns are {', '.join(row)}"
-                )
+                where = f"dataset {config.path} has no column {column!r} in row {number}"
+                raise ValueError(f"{where}; its columns are {', '.join(row)}")
 
 
 def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:

@@ -1,17 +1,23 @@
 """From dataset rows to the Batch that a step starts with."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig, needed_columns, read_rows, require_columns, row_order
 from realhf.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer  # here, as it takes a second and few ranks need it
+
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -19,49 +25,33 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 
 class Loader:
-    """Tokenises rows and deals them out. Sample ids count `group_size` samples of a prompt after one another."""
+    """Tokenises rows and deals them out. The `group_size` samples of a prompt have consecutive ids."""
 
     def __init__(
-        self,
-        config: DatasetConfig,
-        *,
-        keys: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        group_size: int,
-        seed: int,
-    ) -> None:
-        self._keys = keys
-        self._config = config
-        self._tokenizer = tokenizer
-        self._group_size = group_size
-        self._seed = seed
+        self, config: DatasetConfig,
+        *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int,
+    ) -> None:  # fmt: skip
+        self._keys, self._config, self._tokenizer = keys, config, tokenizer
+        self._group_size, self._seed = group_size, seed
         rows = read_rows(config)
         require_columns(config, rows, needed_columns(config, keys))
         made = [self._prepare(row) for row in rows]
         empty = [number for number, row in enumerate(made) if not row["prompt_ids"]]
         if empty and "prompt_ids" in keys:
-            raise UserError(
-                f"dataset {config.path}: the prompt in row {empty[0]} has no tokens; there is nothing to continue"
-            )
+            raise UserError(f"dataset {config.path}: the prompt in row {empty[0]} has no tokens")
         self._rows = [row for row in made if len(row["prompt_ids"]) <= config.max_prompt_tokens]
         self.num_too_long = len(made) - len(self._rows)
         if not self._rows:
-            raise UserError(
-                f"dataset {config.path}: every prompt is longer than max_prompt_tokens {config.max_prompt_tokens}"
-            )
+            limit = f"max_prompt_tokens {config.max_prompt_tokens}"
+            raise UserError(f"dataset {config.path}: every prompt is longer than {limit}")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def batch(self, *, first_prompt: int, num_prompts: int) -> Batch:
         """Prompts number `first_prompt` onwards of the run, each `group_size` times."""
-        order = row_order(
-            len(self._rows),
-            start=first_prompt,
-            count=num_prompts,
-            seed=self._seed,
-            shuffle=self._config.shuffle,
-        )
+        seed, shuffle = self._seed, self._config.shuffle
+        order = row_order(len(self._rows), start=first_prompt, count=num_prompts, seed=seed, shuffle=shuffle)
         rows = [self._rows[i] for i in order for _ in range(self._group_size)]
         first = first_prompt * self._group_size
         ids = list(range(first, first + len(rows)))
@@ -79,9 +69,7 @@ class Loader:
         if isinstance(prompt, str):
             ids = self._tokenizer.encode(prompt)
         else:
-            ids = self._tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            ids = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         made = {**row, "prompt": prompt, "prompt_ids": ids}
         if "sequence_ids" in self._keys:
             completion = self._tokenizer.encode(row[self._config.completion_key], add_special_tokens=False)

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""Peer and contiguous tensor to send or to receive into."""
+
 _SMALL_BYTES = 1 << 16
 """Up to this size an all-reduce sends whole tensors to every peer; above it, one chunk per rank."""
 
@@ -59,18 +62,14 @@ class Group:
         self._backend = backend
         self._native = native and backend is not None
 
-    def exchange(
-        self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
-        """Sends and receives contiguous tensors, all at once, and returns when all of them are through.
+    def exchange(self, sends: Messages, recvs: Messages) -> None:
+        """Sends and receives all at once, and returns when all of them are through.
 
         Messages between two ranks match in the order in which they are listed.
         """
         self.post(sends, recvs).wait()
 
-    def post(
-        self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]
-    ) -> Pending:
+    def post(self, sends: Messages, recvs: Messages) -> Pending:
         """Like `exchange`, but returns at once; the tensors must stay untouched until `Pending.wait`.
 
         On gloo posts never wait for one another. On NCCL the messages of one post move together, but posts of
@@ -176,14 +175,9 @@ class World:
     """All processes of the run. Hands out Groups, for which all members must ask in the same order."""
 
     def __init__(
-        self,
-        *,
-        rank: int = 0,
-        size: int = 1,
-        device: torch.device | str = "cpu",
-        store: dist.Store | None = None,
-        timeout_seconds: float = 600.0,
-    ) -> None:
+        self, *, rank: int = 0, size: int = 1, device: torch.device | str = "cpu",
+        store: dist.Store | None = None, timeout_seconds: float = 600.0,
+    ) -> None:  # fmt: skip
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self._store, self._timeout = store, timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}

@@ -1,7 +1,8 @@
 """Generation: prefill every distinct prompt once, then decode all rows together until each has ended.
 
-Under pipeline parallelism the rows form one cohort per stage, so that all stages work at the same time: hidden
-states flow to later stages, sampled tokens back to earlier ones. All ranks of a data shard follow all cohorts.
+Under pipeline parallelism the rows form one cohort per stage, so that all stages work at the same time:
+hidden states flow to later stages, sampled tokens back to earlier ones. Every rank of a data shard follows
+every cohort.
 """
 
 import zlib
@@ -57,7 +58,7 @@ def _run(cohorts: Sequence["_Cohort"], *, num_steps: int) -> None:
 
 
 class _Cohort:
-    """Rows that advance together. `_rows` maps rows of the cache, which shrinks as rows end, to the original ones."""
+    """Rows that advance together. The cache's rows shrink as rows end: `_rows` has their original numbers."""
 
     def __init__(
         self,
@@ -158,15 +159,14 @@ class _Cohort:
 
 def _columns(cohorts: Sequence[_Cohort], model: Transformer) -> list:
     """Sequences, response mask, log-probs and finished flags, as `Generate` promises them."""
-    wide = torch.promote_types(model.flat.dtype, torch.float32)
-    floats = torch.zeros(0, dtype=wide, device=model.flat.device)
+    floats = torch.zeros(0, dtype=model.wide, device=model.flat.device)
     sequences, masks, logprobs = [], [], []
     for cohort in cohorts:
         for i, (prompt, length) in enumerate(zip(cohort.prompts, cohort.lengths.tolist(), strict=True)):
             zeros = floats.new_zeros(len(prompt))
             sequences.append(torch.cat([cohort.tokens.new_tensor(prompt), cohort.tokens[i, :length]]))
             masks.append(torch.cat([zeros, zeros.new_ones(length)]))
-            logprobs.append(torch.cat([zeros, cohort.logprobs[i, :length].to(wide)]))
-    finished = torch.cat([floats, *(cohort.finished.to(wide) for cohort in cohorts)])
+            logprobs.append(torch.cat([zeros, cohort.logprobs[i, :length].to(model.wide)]))
+    finished = torch.cat([floats, *(cohort.finished.to(model.wide) for cohort in cohorts)])
     tokens = Packed.of(sequences, empty=floats.long())
     return [tokens, Packed.of(masks, empty=floats), Packed.of(logprobs, empty=floats), finished]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Indices of `num_parts` parts of nearly equal total cost: the longest first, each to the lightest part.
 
-    (Graham's LPT rule: at most 4/3 of the best maximum.) Indices of a part are in rising order; parts may be empty.
+    (Graham's LPT rule: at most 4/3 of the best maximum.) Indices of a part rise; parts may be empty.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [0.0] * num_parts
@@ -20,7 +20,7 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 def micro_batches(lengths: Sequence[int], *, max_tokens: int, at_least: int = 1) -> list[list[int]]:
     """Indices of micro-batches of at most `max_tokens` tokens each; a longer sequence stands alone.
 
-    There are `at_least` so many if there are that many samples (a pipeline wants one per stage). No samples: none.
+    At least `at_least` if there are that many samples (a pipeline wants one per stage).
     """
     if not lengths:
         return []

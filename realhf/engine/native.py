@@ -31,8 +31,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class CallResult:
-    """`batch` holds the call's output columns (complete on the ranks of the last pipeline stage, empty elsewhere);
-    `metrics` are for the whole call and the same on all ranks of the last stage."""
+    """Output columns (on the last pipeline stage, else none) and metrics (the same on all of its ranks)."""
 
     batch: Batch
     metrics: dict[str, float]
@@ -42,17 +41,11 @@ class NativeEngine:
     """A shard of a model. With an optimizer it can be trained; without, it is frozen."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        layout: Layout,
-        world: World,
-        *,
-        dtype: str,
-        optimizer: OptimizerConfig | None = None,
-    ) -> None:
+        self, spec: ModelSpec, layout: Layout, world: World,
+        *, dtype: str, optimizer: OptimizerConfig | None = None,
+    ) -> None:  # fmt: skip
         self.groups = ParallelGroups.create(world, layout)
         self.model = Transformer(spec, self.groups, dtype=DTYPES[dtype], device=world.device)
-        self.model.requires_grad_(False)
         self._optimizer = None if optimizer is None else ShardedAdamW(self.model, optimizer)
 
     def shards(self) -> dict[str, torch.Tensor]:
@@ -60,7 +53,7 @@ class NativeEngine:
         return self.model.shards()
 
     def load(self, directory: Path | None, *, seed: int) -> None:
-        """Weights from a Hugging Face directory; what it lacks, or everything when there is none, is drawn from `seed`."""
+        """Weights from a Hugging Face directory; what it lacks, or everything, is drawn from `seed`."""
         self.model.init_random(seed)
         if directory is not None:
             load_weights(directory, self.model)
@@ -74,6 +67,7 @@ class NativeEngine:
     def run(self, call: FunctionCall, minibatches: Sequence[Batch], *, micro_batch_tokens: int) -> CallResult:
         """Does the call's work on this rank's share of the samples, one Batch per mini-batch."""
         work = call.work
+        minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
         if isinstance(work, TrainStep):
             return self._train(call, work, minibatches, micro_batch_tokens)
         (batch,) = minibatches
@@ -81,40 +75,35 @@ class NativeEngine:
             columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
         else:
             columns = self._forward(call, work, batch, micro_batch_tokens)
-        return CallResult(
-            Batch(batch.ids, dict(zip(call.outputs, columns, strict=False))) if columns else Batch([]), {}
-        )
+        fields = dict(zip(call.outputs, columns, strict=False))
+        return CallResult(Batch(batch.ids, fields) if fields else Batch([]), {})
 
     def _forward(self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int) -> list:
         output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
         temperature = work.temperature if isinstance(work, LogProbs) else 1.0
         tokens, mask = batch[call.inputs[0]], response_mask(batch)
         parts = micro_batches(tokens.lengths, max_tokens=max_tokens, at_least=self.groups.layout.pp)
+        micro = [tokens.select(part) for part in parts]
 
         def head(i: int, hidden_TH: torch.Tensor) -> torch.Tensor:
+            some = None if mask is None else mask.select(parts[i])
             return compute_outputs(
-                self.model,
-                hidden_TH,
-                tokens.select(parts[i]),
-                mask=mask and mask.select(parts[i]),
-                output=output,
-                temperature=temperature,
+                self.model, hidden_TH, micro[i], mask=some, output=output, temperature=temperature
             )[output]
 
         with torch.no_grad():
-            results = self._pipeline([tokens.select(p) for p in parts], head, train=False)
+            results = self._pipeline(micro, head, train=False)
         if not self.groups.is_last_stage:
             return []
-        wide = torch.float64 if self.model.flat.dtype == torch.float64 else torch.float32
-        empty = torch.zeros(0, dtype=wide, device=self.groups.world.device)
-        if output == "scores":
-            scores = torch.cat([results[i] for i in range(len(parts))]) if parts else empty
-            return [scores[_inverse([i for p in parts for i in p])]]
-        if not parts:
-            return [Packed(empty, [])]
-        packed = [Packed(results[i], [tokens.lengths[j] for j in part]) for i, part in enumerate(parts)]
-        sequences = [s for p in packed for s in p.split()]
-        return [Packed.of([sequences[i] for i in _inverse([i for p in parts for i in p]).tolist()])]
+        by_sample: dict[int, torch.Tensor] = {}
+        for i, part in enumerate(parts):
+            sizes = [1] * len(part) if output == "scores" else micro[i].lengths
+            by_sample |= zip(part, results[i].split(sizes), strict=True)
+        empty = torch.zeros(0, dtype=self.model.wide, device=self.model.flat.device)
+        column = Packed.of([by_sample[i] for i in range(len(batch))], empty=empty)
+        if not isinstance(work, Scores):
+            return [column]
+        return [column.values.sigmoid() if work.probability else column.values]
 
     def _train(
         self, call: FunctionCall, work: TrainStep, minibatches: Sequence[Batch], max_tokens: int
@@ -124,64 +113,52 @@ class NativeEngine:
         history: list[dict[str, float]] = []
         for _ in range(work.epochs):
             for batch in minibatches:
-                history.append(self._train_minibatch(call, work, batch, max_tokens))
+                metrics = self._compute_grads(call, work, batch, max_tokens)
+                history.append({**metrics, **self._optimizer.step()})
         self.model.requires_grad_(False)
-        names = dict.fromkeys(name for metrics in history for name in metrics)
-        mean = {n: sum(m.get(n, 0.0) for m in history) / len(history) for n in names}
-        return CallResult(Batch([]), mean)
+        return CallResult(Batch([]), {name: x / len(history) for name, x in _sum_dicts(history).items()})
 
-    def _train_minibatch(
+    def _compute_grads(
         self, call: FunctionCall, work: TrainStep, batch: Batch, max_tokens: int
     ) -> dict[str, float]:
+        """Gradients of a mini-batch; its loss and metrics on the last stage."""
         loss, groups = work.loss, self.groups
         totals = _sum_dicts(groups.dp_control.all_gather_json(loss.totals(batch)))
-        tokens = batch[call.inputs[0]]
-        parts = micro_batches(tokens.lengths, max_tokens=max_tokens, at_least=groups.layout.pp)
-        samples = [batch.select(part).to(groups.world.device) for part in parts]
+        key = call.inputs[0]
+        parts = micro_batches(batch[key].lengths, max_tokens=max_tokens, at_least=groups.layout.pp)
+        samples = [batch.select(part) for part in parts]
         sums: list[dict[str, torch.Tensor]] = []
 
         def head(i: int, hidden_TH: torch.Tensor) -> torch.Tensor:
             outputs = compute_outputs(
-                self.model,
-                hidden_TH,
-                samples[i][call.inputs[0]],
-                mask=response_mask(samples[i]),
-                output=loss.output,
-                temperature=work.temperature,
-                entropy=loss.entropy,
-            )
+                self.model, hidden_TH, samples[i][key], mask=response_mask(samples[i]), output=loss.output,
+                temperature=work.temperature, entropy=loss.entropy,
+            )  # fmt: skip
             value, metrics = loss(outputs, samples[i], totals)
             sums.append({"loss": value, **metrics})
             return value
 
-        self._pipeline([s[call.inputs[0]] for s in samples], head, train=True)
-        update = self._optimizer.step()  # type: ignore[union-attr]
+        self._pipeline([some[key] for some in samples], head, train=True)
         if not groups.is_last_stage:
-            return update
+            return {}
         local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in sums])
-        return {**_sum_dicts(groups.dp_control.all_gather_json(local)), **update}
+        return _sum_dicts(groups.dp_control.all_gather_json(local))
 
     def _pipeline(
         self, micro: Sequence[Packed], head: Callable[[int, torch.Tensor], torch.Tensor], *, train: bool
     ) -> dict[int, torch.Tensor]:
-        groups, model, device = self.groups, self.model, self.groups.world.device
+        groups, model = self.groups, self.model
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            x = micro[i].values.to(device) if hidden is None else hidden
-            hidden_TH = model(x, micro[i].lengths)
+            hidden_TH = model(micro[i].values if hidden is None else hidden, micro[i].lengths)
             return head(i, hidden_TH) if groups.is_last_stage else hidden_TH
 
         if train:
             actions = one_forward_one_backward(len(micro), stage=groups.at.pp, num_stages=groups.layout.pp)
         else:
             actions = forward_only(len(micro))
-        shapes = [(m.values.shape[0], model.spec.config.hidden_size) for m in micro]
+        shapes = [(len(m.values), model.config.hidden_size) for m in micro]
         return run_pipeline(actions, groups, forward=forward, hidden_shapes=shapes, dtype=model.flat.dtype)
-
-
-def _inverse(order: list[int]) -> torch.Tensor:
-    """Where each index stands in `order`."""
-    return torch.tensor(order, dtype=torch.long).argsort()
 
 
 def _sum_dicts(parts: Sequence[dict[str, float]]) -> dict[str, float]:

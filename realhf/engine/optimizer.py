@@ -1,4 +1,4 @@
-"""ZeRO-1 AdamW (Rajbhandari et al. 2020): every dp replica keeps and updates one slice of the flat parameters."""
+"""ZeRO-1 AdamW (Rajbhandari et al. 2020): every dp replica updates one slice of the flat parameters."""
 
 import math
 
@@ -23,37 +23,31 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 class ShardedAdamW:
-    """Owns the master copy of this rank's slice; `step` turns summed gradients into updated parameters on every replica."""
+    """Owns the master copy of this rank's slice; `step` turns gradients into new parameters everywhere."""
 
     def __init__(self, model: Transformer, config: OptimizerConfig) -> None:
         self.config = config
         self.num_steps = 0
         self._model = model
         groups = self._groups = model.groups
-        master_dtype = torch.float64 if model.flat.dtype == torch.float64 else torch.float32
-        model.enable_grad(master_dtype)
+        model.enable_grad()
         assert model.grad_buffer is not None
         slices = [even_split(model.flat.numel(), groups.dp.size, i) for i in range(groups.dp.size)]
         self._param_chunks = [model.flat[start:stop] for start, stop in slices]
         self._grad_chunks = [model.grad_buffer[start:stop] for start, stop in slices]
         mine = self._param_chunks[groups.dp.index].detach()
-        self._master = torch.nn.Parameter(mine if mine.dtype == master_dtype else mine.to(master_dtype))
+        self._master = torch.nn.Parameter(mine.to(model.grad_buffer.dtype))
         self._counted = _primary_slices(model, groups, *slices[groups.dp.index])
         self._adamw = torch.optim.AdamW(
-            [self._master],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
+            [self._master], betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
         )
 
     def reload(self) -> None:
-        """Takes the model's present parameters as the master copy, after they have been written from outside."""
+        """Takes over parameters that were written from outside."""
         self._master.data.copy_(self._param_chunks[self._groups.dp.index])
 
     def step(self) -> dict[str, float]:
-        """Reduces gradients over dp, clips, updates, and gathers the parameters; returns `grad_norm` and `lr`."""
+        """Reduces gradients over dp, clips, updates, gathers the parameters; gives `grad_norm` and `lr`."""
         groups = self._groups
         self._model.finish_grads()
         grad = groups.dp.reduce_scatter_chunks(self._grad_chunks)
@@ -86,10 +80,10 @@ class ShardedAdamW:
 def _primary_slices(
     model: Transformer, groups: ParallelGroups, start: int, stop: int
 ) -> list[tuple[int, int]]:
-    """Ranges, relative to `start`, of the parameters in flat[start:stop] that this rank counts in sums; neighbours joined."""
+    """Ranges, relative to `start`, of what this rank counts in sums over parameters; neighbours joined."""
     by_name = {param.name: param for param in model.spec.params}
     ranges: list[tuple[int, int]] = []
-    for name, (first, last) in sorted(model.flat_offsets().items(), key=lambda item: item[1]):
+    for name, (first, last) in model.flat_offsets().items():
         first, last = max(first, start), min(last, stop)
         if first >= last or not model.spec.is_primary(by_name[name], groups.layout, groups.at):
             continue

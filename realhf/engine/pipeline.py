@@ -12,7 +12,7 @@ Action = tuple[Literal["forward", "backward"], int]
 
 
 def one_forward_one_backward(num_micro_batches: int, *, stage: int, num_stages: int) -> list[Action]:
-    """The 1F1B order of one stage (Narayanan et al. 2021, arXiv:2104.04473): at most `num_stages - stage` in flight."""
+    """The 1F1B order of one stage (Narayanan et al. 2021, arXiv:2104.04473)."""
     num_warmup = min(num_stages - stage - 1, num_micro_batches)
     # Warm-up: fill the pipeline.
     actions: list[Action] = [("forward", i) for i in range(num_warmup)]
@@ -36,10 +36,10 @@ def run_pipeline(
     hidden_shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
 ) -> dict[int, Any]:
-    """Carries out a stage's actions. `forward(i, hidden)` computes micro-batch i from the previous stage's hidden states
-    (None on the first stage) and returns hidden states, or on the last stage what shall be kept: a loss to go backward from,
-    or any result. Returns the last stage's results by micro-batch.
+    """Carries out a stage's actions. Returns the last stage's results by micro-batch.
 
+    `forward(i, hidden)` computes micro-batch i from the previous stage's hidden states (None on the first)
+    and returns hidden states, on the last stage what is kept: a loss to go backward from, or any result.
     Sends do not block and both directions have their own group, so that no order of stages can deadlock.
     """
     device = groups.world.device

@@ -1,4 +1,4 @@
-"""Counter-based uniform numbers: Philox4x32-10 (Salmon et al., SC 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
+"""Counter-based uniform numbers: Philox4x32-10 (Salmon et al., SC 2011)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Drawing tokens from vocabulary shards: inverse CDF in vocabulary order, so that every layout draws the same tokens.
+"""Drawing tokens from vocabulary shards: inverse CDF in vocabulary order, so that all layouts draw the same.
 
 Shapes: B rows, V the rank's shard of the vocabulary, R ranks of the tensor-parallel group.
 """
@@ -19,8 +19,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (int64) and their log-probs (float64), the same on every rank of `group`.
 
-    Only per-shard maxima and sums cross ranks (with top-k also each shard's k largest; with top-p all logits).
-    Log-probs are those of the distribution at the temperature before top-k and top-p, the one the trainer sees.
+    Only shards' maxima and sums cross ranks (with top-k also their k largest, with top-p all logits).
+    Log-probs are those at the temperature before top-k and top-p, which the trainer sees.
     """
     greedy = config.temperature == 0
     logits_BV = logits_BV.double()
@@ -59,16 +59,15 @@ def _inverse_cdf(
     owner_B = (start_RB <= target_B).sum(0) - 1
     cdf_BV = weights_BV.cumsum(-1)
     # The shard's own CDF ends at its own sum, which its share of the mass scales to.
-    inside_B = (target_B - start_RB[index]) * (
-        cdf_BV[:, -1] / mass_RB[index].clamp(min=torch.finfo(torch.float64).tiny)
-    )
+    scale_B = cdf_BV[:, -1] / mass_RB[index].clamp(min=torch.finfo(torch.float64).tiny)
+    inside_B = (target_B - start_RB[index]) * scale_B
     # At most the last token of positive weight, should rounding lead past the shard's end.
     inside_B = torch.minimum(inside_B, torch.nextafter(cdf_BV[:, -1], torch.zeros_like(inside_B)))
     return owner_B, torch.searchsorted(cdf_BV, inside_B[:, None], right=True)[:, 0]
 
 
 def _filter(logits_BV: torch.Tensor, config: SamplingConfig, *, group: Group) -> torch.Tensor:
-    """Logits with everything outside top-k, then outside the nucleus (Holtzman et al. 2020), at minus infinity."""
+    """Logits; outside top-k, then outside the nucleus (Holtzman et al. 2020), minus infinity."""
     if config.top_k > 0:
         k = min(config.top_k, logits_BV.shape[-1])
         largest_BK = logits_BV.topk(k, -1).values

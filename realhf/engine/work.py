@@ -1,7 +1,8 @@
-"""What an engine can be asked to do, and the settings of it. Free of torch, so that experiments can be planned without it.
+"""What an engine can be asked to do, and the settings of it. Free of torch.
 
-Token-level arrays are aligned with the tokens of a sequence: entry t of `logprobs` is log p(token t | tokens before t), and entry t
-of `values` is the value of the state in which token t is chosen. Both are 0 where `response_mask` is 0.
+Token-level arrays are aligned with the tokens of a sequence: entry t of `logprobs` is log p(token t | tokens
+before t), entry t of `values` the value of the state in which token t is chosen. Both are 0 where
+`response_mask` is 0.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
 
-def _require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ValueError(sentence)
+def _require(legal: bool, name: str, value: Any, rule: str) -> None:
+    if not legal:
+        raise ValueError(f"{name} is {value}: it must {rule}")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019) with ZeRO-1 sharding, gradient clipping and a learning-rate schedule."""
+    """AdamW (Loshchilov & Hutter 2019), gradient clipping and a learning-rate schedule."""
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -39,14 +40,11 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.lr >= 0, f"optimizer.lr is {self.lr}: it must not be negative")
-        _require(
-            self.max_grad_norm > 0, f"optimizer.max_grad_norm is {self.max_grad_norm}: it must be above 0"
-        )
-        _require(
-            self.schedule == "constant" or self.total_steps > 0,
-            f"optimizer.total_steps is {self.total_steps}: the {self.schedule} schedule needs it above 0",
-        )
+        _require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
+        _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
+        steps_given = self.schedule == "constant" or self.total_steps > 0
+        rule = f"be above 0 for the {self.schedule} schedule"
+        _require(steps_given, "optimizer.total_steps", self.total_steps, rule)
 
 
 @dataclass(frozen=True)
@@ -59,15 +57,10 @@ class SamplingConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(
-            self.max_new_tokens >= 1,
-            f"sampling.max_new_tokens is {self.max_new_tokens}: it must be at least 1",
-        )
-        _require(
-            self.temperature >= 0, f"sampling.temperature is {self.temperature}: it must not be negative"
-        )
-        _require(self.top_k >= 0, f"sampling.top_k is {self.top_k}: it must not be negative")
-        _require(0 < self.top_p <= 1, f"sampling.top_p is {self.top_p}: it must be above 0 and at most 1")
+        _require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "be at least 1")
+        _require(self.temperature >= 0, "sampling.temperature", self.temperature, "not be negative")
+        _require(self.top_k >= 0, "sampling.top_k", self.top_k, "not be negative")
+        _require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "be above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -87,8 +80,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Generate(Work):
-    """Continues `prompt_ids`. Outputs, by position: packed sequences (prompt and response), response mask, log-probs
-    of the response tokens (at the sampling temperature, before top-k and top-p), and 1.0 for samples that ended by themselves.
+    """Continues `prompt_ids`.
+
+    Outputs, by position: packed sequences (prompt and response), response mask, log-probs of the response
+    tokens (at the sampling temperature, before top-k and top-p), 1.0 for samples that ended by themselves.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -99,7 +94,7 @@ class Generate(Work):
 
 @dataclass(frozen=True)
 class LogProbs(Work):
-    """Log-probabilities of the first input's tokens under the model, where `response_mask` is 1 if that is an input."""
+    """Log-probabilities of the first input's tokens, where `response_mask` is 1 if that is an input."""
 
     temperature: float = 1.0
 
@@ -111,7 +106,10 @@ class Values(Work):
 
 @dataclass(frozen=True)
 class Scores(Work):
-    """One score per sequence of the first input: the score head at its last token."""
+    """One score per sequence of the first input: the score head at its last token, or its sigmoid."""
+
+    probability: bool = False
+    """Whether the score is a logit (of an outcome reward model) and its probability is wanted."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,8 @@ class TrainStep(Work):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.minibatches >= 1, f"minibatches is {self.minibatches}: it must be at least 1")
-        _require(self.epochs >= 1, f"epochs is {self.epochs}: it must be at least 1")
+        _require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
+        _require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
 
     @property
     def num_minibatches(self) -> int:
@@ -140,8 +138,8 @@ class TrainStep(Work):
 class HostFunction(Work):
     """Plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`.
 
-    `context.tokenizer` is the run's tokenizer and `context.step` the step's number. With `splittable` the function may
-    see any part of the samples (a plan can spread it over dp), else it sees all of them.
+    `context.tokenizer` is the run's tokenizer and `context.step` the step's number. When `splittable`, the
+    function may see any part of the samples (a plan can spread it over dp), else it sees all of them.
     """
 
     function: Any
@@ -149,7 +147,7 @@ class HostFunction(Work):
 
 
 class Loss(Protocol):
-    """A loss that adds up: over any partition of a mini-batch, the parts' losses and metrics sum to the whole's."""
+    """A loss that adds up: the losses and metrics of a mini-batch's parts sum to the whole's."""
 
     @property
     def output(self) -> str:

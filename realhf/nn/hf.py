@@ -76,14 +76,9 @@ def _open(path: Path) -> Any:
 
 
 def _read(
-    reader: Any,
-    path: Path,
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    region: Region | None,
-    into: torch.Tensor | None,
-) -> None:
+    reader: Any, path: Path, name: str, shape: tuple[int, ...],
+    *, region: Region | None, into: torch.Tensor | None,
+) -> None:  # fmt: skip
     """Checks one tensor of a file and reads the region, if this rank holds one."""
     try:
         part = reader.get_slice(name)
@@ -97,12 +92,9 @@ def _read(
 
 
 def save_weights(
-    directory: str | Path,
-    model: Transformer,
-    *,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 4 << 30,
-) -> None:
+    directory: str | Path, model: Transformer,
+    *, dtype: torch.dtype | None = None, max_shard_bytes: int = 4 << 30,
+) -> None:  # fmt: skip
     """Writes a directory that transformers opens: config.json, and safetensors in `dtype` or the model's own.
 
     Collective over the ranks of dp replica 0; others return at once. The layout's first rank writes, with one

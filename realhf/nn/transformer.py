@@ -8,11 +8,12 @@ import hashlib
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
@@ -26,9 +27,9 @@ _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 _EMBEDDING = "model.embed_tokens.weight"
 
-Rope = tuple[torch.Tensor, torch.Tensor]
+Rope = tuple[Tensor, Tensor]
 """cos and sin of every token's angles, each of shape (T, 1, D / 2)."""
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q_TND, k_TKD, v_TKD) -> out_TND."""
 
 
@@ -41,42 +42,37 @@ class Transformer(torch.nn.Module):
     keeps only each layer's input for the backward pass.
     """
 
-    flat: torch.Tensor
-
     def __init__(
-        self,
-        spec: ModelSpec,
-        groups: ParallelGroups,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        fp32_head: bool = False,
-        recompute: bool = False,
-    ) -> None:
+        self, spec: ModelSpec, groups: ParallelGroups,
+        *, dtype: torch.dtype, device: torch.device, fp32_head: bool = False, recompute: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.spec, self.groups, self.config = spec, groups, spec.config
         self.fp32_head, self.recompute = fp32_head, recompute
+        self.wide = torch.promote_types(dtype, torch.float32)
+        """Of what needs precision: float32, or float64 in a float64 model."""
         self.regions = spec.held_by(groups.layout, groups.rank)
         """HF name -> region that this rank holds."""
-        self._offsets: dict[str, tuple[int, int]] = {}
-        stop = 0
-        for name, region in self.regions.items():
-            self._offsets[name] = (stop, stop := stop + region_size(region))
-        self.flat = torch.zeros(stop, dtype=dtype, device=device)
-        self.grad_buffer: torch.Tensor | None = None
+        stops = dict(zip(self.regions, accumulate(map(region_size, self.regions.values())), strict=True))
+        self._offsets = {name: (stop - region_size(self.regions[name]), stop) for name, stop in stops.items()}
+        self.flat = torch.zeros(max(stops.values()), dtype=dtype, device=device)
+        self.grad_buffer: Tensor | None = None
         """Gradients in the places of `flat`; every backward pass adds to it."""
-        self._hooks: list[RemovableHandle] = []
         self._extents: dict[str, tuple[int, int]] = {}
+        self._weights: dict[str, torch.nn.Parameter] = {}
         for name, (start, stop) in self._offsets.items():
             fused = re.sub(r"\w+_proj", lambda match: _FUSED.get(match[0], match[0]), name)
-            self._extents[fused] = (self._extents.get(fused, (start, stop))[0], stop)
-        self._weights = {name: self._parameter(name) for name in self._extents}
+            start, _ = self._extents.setdefault(fused, (start, stop))
+            self._extents[fused] = start, stop
+            rows = self.flat[start:stop].view(-1, *(hi - lo for lo, hi in self.regions[name][1:]))
+            self._weights[fused] = torch.nn.Parameter(rows, requires_grad=False)
         for name, weight in self._weights.items():
             if not name.startswith("model.layers."):
                 self.register_parameter(name.replace(".", "_"), weight)
         layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
-        blocks = [Block(self.config, self._layer_weights(i), groups.tp) for i in layers]
-        self.blocks = torch.nn.ModuleList(blocks)
+        self.blocks = torch.nn.ModuleList(
+            Block(self.config, self._layer_weights(i), groups.tp) for i in layers
+        )
         embedding = next(p for p in spec.params if p.name == _EMBEDDING)
         self.vocab_range = embedding.region(groups.layout.tp, groups.at.tp)[0]
         """Global token ids of this rank's logits: [start, stop)."""
@@ -84,13 +80,6 @@ class Transformer(torch.nn.Module):
         shared = [p for p in spec.params if p.name in self.regions and p.has_partial_gradient(tp)]
         self._shared = [p.name for p in shared]
         self._sharers = groups.tp_subgroup(shared[0].sharers(tp, groups.at.tp)) if shared else None
-
-    def _parameter(self, fused: str) -> torch.nn.Parameter:
-        """A view of `flat` over all shards of that fused name, stacked by rows."""
-        start, stop = self._extents[fused]
-        first = next(name for name, (at, _) in self._offsets.items() if at == start)
-        inner = [hi - lo for lo, hi in self.regions[first][1:]]
-        return torch.nn.Parameter(self.flat[start:stop].view(-1, *inner), requires_grad=False)
 
     def _layer_weights(self, index: int) -> dict[str, torch.nn.Parameter]:
         prefix = f"model.layers.{index}."
@@ -102,16 +91,16 @@ class Transformer(torch.nn.Module):
         """HF name -> [start, stop) in `flat` and `grad_buffer`."""
         return dict(self._offsets)
 
-    def shards(self) -> dict[str, torch.Tensor]:
+    def shards(self) -> dict[str, Tensor]:
         """HF name -> this rank's region of it, a view of `flat`."""
         return self._views(self.flat)
 
-    def grad_shards(self) -> dict[str, torch.Tensor]:
+    def grad_shards(self) -> dict[str, Tensor]:
         """HF name -> gradient of this rank's region, a view of `grad_buffer`."""
         assert self.grad_buffer is not None, "enable_grad comes first"
         return self._views(self.grad_buffer)
 
-    def _views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
         shapes = {name: [hi - lo for lo, hi in region] for name, region in self.regions.items()}
         return {name: flat[slice(*self._offsets[name])].view(shape) for name, shape in shapes.items()}
 
@@ -131,19 +120,16 @@ class Transformer(torch.nn.Module):
                 whole = torch.empty(shapes[name]).normal_(0.0, std, generator=generator)
                 shard.copy_(whole[tuple(slice(*extent) for extent in self.regions[name])])
 
-    def enable_grad(self, dtype: torch.dtype | None = None) -> None:
-        """Makes the model trainable; gradients are float32 (float64 in a float64 model) unless said."""
-        wide = torch.promote_types(self.flat.dtype, torch.float32)
-        self.grad_buffer = torch.zeros_like(self.flat, dtype=dtype or wide)
-        while self._hooks:
-            self._hooks.pop().remove()
+    def enable_grad(self) -> None:
+        """Makes the model trainable; call it once."""
+        self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
         for name, weight in self._weights.items():
             view = self.grad_buffer[slice(*self._extents[name])].view_as(weight)
             weight.requires_grad_(True)
             if view.dtype == weight.dtype:
                 weight.grad = view
             else:
-                self._hooks.append(weight.register_post_accumulate_grad_hook(partial(_move_grad, view)))
+                weight.register_post_accumulate_grad_hook(partial(_move_grad, view))
 
     def zero_grad_buffer(self) -> None:
         assert self.grad_buffer is not None, "enable_grad comes first"
@@ -166,7 +152,7 @@ class Transformer(torch.nn.Module):
 
     # Computation
 
-    def forward(self, x: torch.Tensor, seq_lens: list[int], cache: KVCache | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, seq_lens: list[int], cache: KVCache | None = None) -> Tensor:
         """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
 
         With a cache it is the prefill: sequence i goes to row i of the emptied cache.
@@ -178,20 +164,20 @@ class Transformer(torch.nn.Module):
         if cache is not None:
             cache.start(seq_lens)
 
-        def attend(layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
             if cache is not None:
                 cache.write_prefill(layer, k_TKD, v_TKD, row_T=row_T, position_T=position_T)
             return packed_attention(q_TND, k_TKD, v_TKD, seq_lens)
 
         return self._stage(x, position_T, attend)
 
-    def decode(self, x: torch.Tensor, cache: KVCache) -> torch.Tensor:
+    def decode(self, x: Tensor, cache: KVCache) -> Tensor:
         """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH.
 
         Advances the cache.
         """
 
-        def attend(layer: int, q_BND: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
             cache.append(layer, k_BKD, v_BKD)
             return decode_attention(q_BND, cache, layer)
 
@@ -199,9 +185,7 @@ class Transformer(torch.nn.Module):
         cache.advance()
         return out_BH
 
-    def _stage(
-        self, x: torch.Tensor, position_T: torch.Tensor, attend: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
+    def _stage(self, x: Tensor, position_T: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         x_TH = self._embed(x) if self.groups.is_first_stage else x
         rope = self._rope(position_T)
         for layer, block in enumerate(self.blocks):
@@ -214,7 +198,7 @@ class Transformer(torch.nn.Module):
             x_TH = rms_norm(x_TH, self._weights["model.norm.weight"], eps=self.config.rms_norm_eps)
         return x_TH
 
-    def _embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def _embed(self, ids_T: Tensor) -> Tensor:
         weight, (start, stop) = self._weights[_EMBEDDING], self.vocab_range
         if self.groups.tp.size == 1:
             return F.embedding(ids_T, weight)
@@ -222,28 +206,25 @@ class Transformer(torch.nn.Module):
         x_TH = F.embedding(torch.where(here_T, ids_T - start, 0), weight) * here_T[:, None]
         return sum_over_group(x_TH, self.groups.tp)
 
-    def _rope(self, position_T: torch.Tensor) -> Rope:
-        """Angles in float32, or float64 in a float64 model."""
-        wide = torch.promote_types(self.flat.dtype, torch.float32)
+    def _rope(self, position_T: Tensor) -> Rope:
         dim = self.config.head_dim
-        exponent = torch.arange(0, dim, 2, dtype=wide, device=self.flat.device) / dim
-        angles = position_T[:, None, None].to(wide) * (1.0 / self.config.rope_theta**exponent)
+        exponent = torch.arange(0, dim, 2, dtype=self.wide, device=self.flat.device) / dim
+        angles = position_T[:, None, None].to(self.wide) * (1.0 / self.config.rope_theta**exponent)
         return angles.cos().to(self.flat.dtype), angles.sin().to(self.flat.dtype)
 
-    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Last stage: logits_TV over `vocab_range`, float32 (float64 in a float64 model)."""
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        """Last stage: logits_TV over `vocab_range`, in `wide`."""
         weight = self._weights[_EMBEDDING if self.config.tied else "lm_head.weight"]
         return self._project(copy_to_group(hidden_TH, self.groups.tp), weight)
 
-    def scores(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Last stage of a model with a score head: scores_T, float32 (float64 in a float64 model)."""
+    def scores(self, hidden_TH: Tensor) -> Tensor:
+        """Last stage of a model with a score head: scores_T, in `wide`."""
         return self._project(hidden_TH, self._weights["score.weight"])[:, 0]
 
-    def _project(self, hidden_TH: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(self.flat.dtype, torch.float32)
+    def _project(self, hidden_TH: Tensor, weight: Tensor) -> Tensor:
         if self.fp32_head:
-            return F.linear(hidden_TH.to(wide), weight.to(wide))
-        return F.linear(hidden_TH, weight).to(wide)
+            hidden_TH, weight = hidden_TH.to(self.wide), weight.to(self.wide)
+        return F.linear(hidden_TH, weight).to(self.wide)
 
     def new_cache(self, rows: int, max_len: int) -> KVCache:
         """An empty cache for this stage's layers."""
@@ -271,11 +252,11 @@ class Block(torch.nn.Module):
         self.num_heads = self.attn_out.shape[1] // self.head_dim
         self.num_kv_heads = (self.qkv.shape[0] // self.head_dim - self.num_heads) // 2
 
-    def forward(self, x_TH: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+    def forward(self, x_TH: Tensor, rope: Rope, attend: Attend) -> Tensor:
         x_TH = x_TH + self._attention(rms_norm(x_TH, self.input_norm, eps=self.eps), rope, attend)
         return x_TH + self._mlp(rms_norm(x_TH, self.mlp_norm, eps=self.eps))
 
-    def _attention(self, x_TH: torch.Tensor, rope: Rope, attend: Attend) -> torch.Tensor:
+    def _attention(self, x_TH: Tensor, rope: Rope, attend: Attend) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
         qkv = F.linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias)
         qk, v_TKD = qkv.unflatten(1, (-1, self.head_dim)).split((N + K, K), dim=1)
@@ -283,24 +264,24 @@ class Block(torch.nn.Module):
         out_TND = attend(q_TND, k_TKD, v_TKD)
         return sum_over_group(F.linear(out_TND.flatten(1), self.attn_out), self.tp)
 
-    def _mlp(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, x_TH: Tensor) -> Tensor:
         gate_TF, up_TF = F.linear(copy_to_group(x_TH, self.tp), self.gate_up).chunk(2, dim=1)
         return sum_over_group(F.linear(F.silu(gate_TF) * up_TF, self.down), self.tp)
 
 
-def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, *, eps: float) -> torch.Tensor:
+def rms_norm(x_TH: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, statistics in float32 at least."""
     return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
 
 
-def rotate(x_TND: torch.Tensor, rope: Rope) -> torch.Tensor:
+def rotate(x_TND: Tensor, rope: Rope) -> Tensor:
     """Rotary position embedding in Hugging Face's convention: dim i turns together with dim i + D/2."""
     cos, sin = rope
     a, b = x_TND.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def _move_grad(view: torch.Tensor, weight: torch.Tensor) -> None:
+def _move_grad(view: Tensor, weight: Tensor) -> None:
     """Adds a fresh gradient of low precision to its place in the gradient buffer."""
     assert weight.grad is not None
     view.add_(weight.grad)

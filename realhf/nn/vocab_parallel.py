@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from realhf.dist.group import Group
 
@@ -18,29 +19,20 @@ _SLICE_NUMEL = 1 << 18
 
 
 def vocab_parallel_logprobs(
-    logits_TV: torch.Tensor,
-    labels_T: torch.Tensor,
-    *,
-    vocab_start: int,
-    group: Group,
-    temperature: float = 1.0,
-) -> torch.Tensor:
+    logits_TV: Tensor, labels_T: Tensor, *, vocab_start: int, group: Group, temperature: float = 1.0
+) -> Tensor:
     """log softmax(logits / temperature) at global token ids `labels_T`: logprobs_T, same on every rank."""
     return _LogProbs.apply(logits_TV, labels_T - vocab_start, group, temperature)
 
 
-def vocab_parallel_entropy(
-    logits_TV: torch.Tensor, *, group: Group, temperature: float = 1.0
-) -> torch.Tensor:
+def vocab_parallel_entropy(logits_TV: Tensor, *, group: Group, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): entropy_T, differentiable, the same on every rank."""
     return _Entropy.apply(logits_TV, group, temperature)
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_TV: torch.Tensor, labels_T: torch.Tensor, group: Group, temperature: float
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, group: Group, temperature: float) -> Tensor:
         top_T, sum_T, _ = _local_sums(logits_TV, temperature)
         here_T = (labels_T >= 0) & (labels_T < logits_TV.shape[1])
         at_T1 = torch.where(here_T, labels_T, 0)[:, None]
@@ -52,7 +44,7 @@ class _LogProbs(torch.autograd.Function):
         return label_RT.sum(0) - lse_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, lse_T, at_T1, here_T = ctx.saved_tensors
         grad_T = grad_T / ctx.temperature
         out_TV = torch.empty_like(logits_TV)
@@ -64,7 +56,7 @@ class _LogProbs(torch.autograd.Function):
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: torch.Tensor, group: Group, temperature: float) -> torch.Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, group: Group, temperature: float) -> Tensor:
         parts = torch.stack(_local_sums(logits_TV, temperature, weighted=True))
         top_RT, sum_RT, dot_RT = group.all_gather(parts).unbind(1)
         lse_T = (top_RT + sum_RT.log()).logsumexp(0)
@@ -74,7 +66,7 @@ class _Entropy(torch.autograd.Function):
         return lse_T - mean_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, lse_T, mean_T = ctx.saved_tensors
         out_TV = torch.empty_like(logits_TV)
         for at, x in _slices(logits_TV, ctx.temperature):
@@ -84,8 +76,8 @@ class _Entropy(torch.autograd.Function):
 
 
 def _local_sums(
-    logits_TV: torch.Tensor, temperature: float, *, weighted: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits_TV: Tensor, temperature: float, *, weighted: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Per token over the local vocabulary: max x, sum e and, when `weighted`, sum e*x.
 
     x = logits / temperature, e = exp(x - max x).
@@ -101,7 +93,7 @@ def _local_sums(
     return top_T, sum_T, dot_T
 
 
-def _slices(logits_TV: torch.Tensor, temperature: float) -> Iterator[tuple[slice, torch.Tensor]]:
+def _slices(logits_TV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
     """Slices of tokens with a fresh float32 (or float64) copy of their logits / temperature."""
     numel = _SLICE_NUMEL * (256 if logits_TV.is_cuda else 1)
     step = max(1, numel // max(1, logits_TV.shape[1]))

@@ -79,20 +79,11 @@ class Reallocator:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        source: Layout,
-        target: Layout,
-        world: World,
-        dtype: torch.dtype,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
-        staging: Staging | None = None,
-    ) -> None:
+        self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
+        staging_bytes: int = DEFAULT_STAGING_BYTES, staging: Staging | None = None,
+    ) -> None:  # fmt: skip
         self.schedule = make_schedule(spec, source=source, target=target)
-        self.dtype = dtype
-        self._rank = world.rank
-        self._device = world.device
+        self.dtype, self._rank, self._device = dtype, world.rank, world.device
         held, wanted = spec.held_by(source, self._rank), spec.held_by(target, self._rank)
         self._local = [
             (t.name, _within(t.region, held[t.name]), _within(t.region, wanted[t.name]))
@@ -153,7 +144,7 @@ class Reallocator:
     def _post(self, number: int, source: Shards, buffer: torch.Tensor) -> Pending:
         """Packs round `number` and sends it off; nothing when there is no such round."""
         if self._group is None or number >= len(self.rounds):
-            return Pending([], [])
+            return Pending()
         step = self.rounds[number]
         for piece in step.pack:
             part = source[piece.name][piece.box]
@@ -173,12 +164,8 @@ class Reallocator:
 
 def _plan_round(
     transfers: Iterable[Transfer],
-    *,
-    group: Group,
-    held: Mapping[str, Region],
-    wanted: Mapping[str, Region],
-    offset: int,
-) -> tuple[Round, int]:
+    *, group: Group, held: Mapping[str, Region], wanted: Mapping[str, Region], offset: int,
+) -> tuple[Round, int]:  # fmt: skip
     """This rank's part of a round, staged from element `offset` on, and where in the memory it ends."""
     rank = group.ranks[group.index]
     messages: dict[tuple[bool, int], list[Transfer]] = {}

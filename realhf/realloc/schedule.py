@@ -38,12 +38,10 @@ class Schedule:
     @cached_property
     def _loads(self) -> tuple[Counter[int], Counter[int]]:
         """Elements sent and received, by rank."""
-        sent: Counter[int] = Counter()
-        received: Counter[int] = Counter()
-        for transfer in self.transfers:
-            size = region_size(transfer.region)
-            sent[transfer.source] += size
-            received[transfer.target] += size
+        sent, received = Counter[int](), Counter[int]()
+        for source, target, _, region in self.transfers:
+            sent[source] += region_size(region)
+            received[target] += region_size(region)
         return sent, received
 
     def sent_elements(self, rank: int) -> int:
@@ -171,8 +169,7 @@ def _owners_of(cell: Region, owners: _Owners) -> Iterator[int]:
 
 def _bound(cells: Iterable[_Cell]) -> int:
     """Each rank receives what it lacks, and each lacking element leaves its holders at least once."""
-    received: Counter[int] = Counter()
-    leaving: Counter[tuple[int, ...]] = Counter()
+    received, leaving = Counter[int](), Counter[tuple[int, ...]]()
     for cell in cells:
         for rank in cell.lacking:
             received[rank] += cell.size

@@ -52,10 +52,9 @@ class RewardCall:
         num = len(scores) if hasattr(scores, "__len__") else None
         if num != len(batch):
             got = type(scores).__name__ if num is None else f"{num} values"
-            raise UserError(
-                f"reward function {self.name} returned {got} for {len(batch)} samples ({batch.ids[0]} to {batch.ids[-1]}): "
-                f"it must return a list with one number per completion"
-            )
+            samples = f"{len(batch)} samples ({batch.ids[0]} to {batch.ids[-1]})"
+            rule = "it must return a list with one number per completion"
+            raise UserError(f"reward function {self.name} returned {got} for {samples}: {rule}")
         return [self._number(score, i, batch) for i, score in enumerate(scores)]
 
     def _number(self, score: Any, i: int, batch: Batch) -> float:
@@ -80,6 +79,5 @@ class RewardCall:
                 error, which = alone, f"sample {sample_id} with the prompt {batch['prompt'][i]!r}"
                 break
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return UserError(
-            f"reward function {self.name} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno}) on {which}"
-        )
+        what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        return UserError(f"reward function {self.name} raised {what} on {which}")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from realhf.data.dataset import needed_columns, read_rows, require_columns
 from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainStep, Values
@@ -49,6 +50,8 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
         plan = ExecutionPlan.single(graph, Layout.parse(f"d{world_size}@0-{world_size - 1}"))
     plan = complete_plan(plan, graph)
     eval_graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
+    if eval_graph is not None:
+        eval_graph = _with_shown_columns(eval_graph, _rows(experiment, "eval_dataset", eval_graph))
     eval_names = {call.name for call in eval_graph.calls} if eval_graph else set()
     train_plan = ExecutionPlan(
         {n: c for n, c in plan.calls.items() if n not in eval_names or n in _names(graph)}, plan.predicted
@@ -58,7 +61,8 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
         _check_host_split(call, train_plan)
     homes = home_layouts(graph, train_plan, roles)
     _check_models(roles, graph, train_plan)
-    _check_data(experiment, graph, eval_graph)
+    _rows(experiment, "dataset", graph)
+    _check_tokenizer(experiment)
     eval_actions: tuple[Action, ...] = ()
     if eval_graph is not None:
         plan = complete_plan(plan, eval_graph, homes)
@@ -150,14 +154,25 @@ def _has_weights(directory: Path) -> bool:
     return directory.is_dir() and any(next(directory.glob(p), None) for p in patterns)
 
 
-def _check_data(experiment: Experiment, graph: DataflowGraph, eval_graph: DataflowGraph | None) -> None:
-    for name, reader in (("dataset", graph), ("eval_dataset", eval_graph)):
-        config = getattr(experiment, name)
-        if config is not None and reader is not None:
-            try:
-                require_columns(config, read_rows(config), needed_columns(config, reader.inputs))
-            except ValueError as error:
-                raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error
+def _with_shown_columns(graph: DataflowGraph, rows: list[dict[str, Any]]) -> DataflowGraph:
+    """The evaluation's graph with those inputs that eval.jsonl shows although no call may read them."""
+    shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
+    known = {*graph.inputs, *(key for call in graph.calls for key in call.outputs)}
+    return graph.add(inputs=[key for key in shown if key not in known])
+
+
+def _rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:
+    """All rows of `dataset` or `eval_dataset`, which must have the columns that the graph reads."""
+    config = getattr(experiment, name)
+    try:
+        rows = read_rows(config)
+        require_columns(config, rows, needed_columns(config, graph.inputs))
+    except ValueError as error:
+        raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error
+    return rows
+
+
+def _check_tokenizer(experiment: Experiment) -> None:
     directory = Path(experiment.tokenizer_dir())
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
         raise ValueError(

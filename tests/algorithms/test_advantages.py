@@ -24,7 +24,9 @@ def _random_batch(seed, num_samples=6):
     lengths = [p + r for p, r in shapes]
     mask = torch.tensor([m for p, r in shapes for m in [0.0] * p + [1.0] * r]).double()
     names = ("values", "gen_logprobs", "ref_logprobs")
-    fields = {n: Packed(torch.tensor([rng.gauss(0, 1) for _ in mask]).double() * mask, lengths) for n in names}
+    fields = {
+        n: Packed(torch.tensor([rng.gauss(0, 1) for _ in mask]).double() * mask, lengths) for n in names
+    }
     fields["response_mask"] = Packed(mask, lengths)
     fields["score"] = torch.tensor([rng.gauss(0, 1) for _ in shapes]).double()
     fields["finished"] = torch.tensor([float(rng.random() < 0.5) for _ in shapes]).double()
@@ -40,7 +42,9 @@ def test_generalized_advantages_are_the_sum_of_their_definition(gamma, lam):
     advantages, returns = generalized_advantages(rewards * mask, values * mask, mask, gamma=gamma, lam=lam)
     for s, count in enumerate(counts):
         now = values[s, :count]
-        expected = torch.tensor(_gae_by_hand(rewards[s, :count].tolist(), now.tolist(), gamma, lam), dtype=now.dtype)
+        expected = torch.tensor(
+            _gae_by_hand(rewards[s, :count].tolist(), now.tolist(), gamma, lam), dtype=now.dtype
+        )
         torch.testing.assert_close(advantages[s, :count], expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(returns[s, :count], expected + now, rtol=1e-12, atol=1e-12)
         assert not advantages[s, count:].any() and not returns[s, count:].any()
@@ -54,7 +58,9 @@ def test_token_advantages_count_the_kl_everywhere_and_the_score_at_the_end(white
     chosen = [m.bool() for m in batch["response_mask"].split()]
     expected, returns, kls, all_values = [], [], [], []
     for i, where in enumerate(chosen):
-        values, old, ref = (batch[n].split()[i][where].tolist() for n in ("values", "gen_logprobs", "ref_logprobs"))
+        values, old, ref = (
+            batch[n].split()[i][where].tolist() for n in ("values", "gen_logprobs", "ref_logprobs")
+        )
         kl = [a - b for a, b in zip(old, ref, strict=True)]
         rewards = [-0.3 * k for k in kl]
         rewards[-1] += float(batch["score"][i])

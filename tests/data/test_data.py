@@ -126,7 +126,12 @@ def test_groups_share_a_prompt_and_ids_go_on_over_steps(task, tokenizer):
 def test_completions_are_masked_in_and_end_with_eos(task, tokenizer):
     keys = ("sequence_ids", "response_mask", "prompt", "completion")
     batch = _loader(task / "data.jsonl", tokenizer, keys=keys).batch(first_prompt=0, num_prompts=5)
-    columns = (batch["sequence_ids"].split(), batch["response_mask"].split(), batch["prompt"], batch["completion"])
+    columns = (
+        batch["sequence_ids"].split(),
+        batch["response_mask"].split(),
+        batch["prompt"],
+        batch["completion"],
+    )
     for ids, mask, prompt, completion in zip(*columns, strict=True):
         assert tokenizer.decode(ids[~mask.bool()]) == prompt
         assert tokenizer.decode(ids[mask.bool()]) == completion + "<eos>"
@@ -168,7 +173,9 @@ def test_parquet_has_the_rows_of_jsonl(tmp_path, task, tokenizer):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
     assert read_rows(DatasetConfig(str(tmp_path / "data.parquet"))) == rows
     assert read_rows(DatasetConfig(str(tmp_path / "data.parquet"), max_rows=3)) == rows[:3]
-    ours = _loader(tmp_path / "data.parquet", tokenizer, keys=("prompt", "tags")).batch(first_prompt=0, num_prompts=9)
+    ours = _loader(tmp_path / "data.parquet", tokenizer, keys=("prompt", "tags")).batch(
+        first_prompt=0, num_prompts=9
+    )
     theirs = _loader(task / "data.jsonl", tokenizer).batch(first_prompt=0, num_prompts=9)
     assert ours["prompt"] == theirs["prompt"] and all(isinstance(tags, list) for tags in ours["tags"])
 

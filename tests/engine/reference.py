@@ -1,4 +1,9 @@
-"""transformers' own Qwen2 in exact float64, the reference of the engine tests."""
+"""transformers' own Qwen2 in exact float64, the reference of the engine tests.
+
+transformers imports its submodules on first use, which worker processes do without.
+"""
+
+from __future__ import annotations
 
 from functools import partial
 from pathlib import Path

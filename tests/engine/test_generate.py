@@ -1,4 +1,4 @@
-"""Generation against transformers' generate() and its logits."""
+"""Generation and forward calls against transformers' generate() and its logits."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
-from realhf.engine.work import Generate, LogProbs, SamplingConfig
+from realhf.engine.work import Generate, LogProbs, SamplingConfig, Scores, Values
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
@@ -68,7 +68,7 @@ def _greedy_by_transformers(model, prompts, eos):
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """Directory and HF model whose end-of-sequence tokens cut some greedy responses short, at different places."""
+    """Directory and HF model whose end-of-sequence tokens cut some greedy responses short."""
     directory = tmp_path_factory.mktemp("model")
     free = _greedy_by_transformers(plain_model(directory, initializer_range=0.4), _prompts(), [])
     eos = [free[0][4], free[4][1]]
@@ -136,7 +136,35 @@ def test_samples_depend_on_seed_and_sample_id_and_not_on_what_runs_beside_them(c
 
 def test_no_prompts_give_empty_columns(case):
     engine = _engine(case[0])
-    call = FunctionCall("g", "generate", ("p",), ("ids", "mask", "logp", "finished"), role="actor", work=Generate())
+    call = FunctionCall(
+        "g", "generate", ("p",), ("ids", "mask", "logp", "finished"), role="actor", work=Generate()
+    )
     empty = Batch([], {"p": Packed(torch.zeros(0, dtype=torch.long), [])})
     result = engine.run(call, [empty], micro_batch_tokens=10).batch
     assert len(result) == 0 and set(result.fields) == {"ids", "mask", "logp", "finished"}
+
+
+def test_forward_calls_give_every_sample_its_own_result(case):
+    """Small micro-batches of mixed lengths, against the plain model's hidden states one row at a time."""
+    directory, model, _ = case
+    spec = model_spec(ModelConfig.load(str(directory), head="score"))
+    engine = NativeEngine(spec, Layout.parse("d1@0"), World(), dtype="float64")
+    engine.load(directory, seed=5)
+    rows = [torch.tensor(p + c) for p, c in ragged_rows(9, seed=6)]
+    sequences = Packed.of(rows)
+    mask = Packed.of([(torch.arange(len(row)) >= len(row) // 2).double() for row in rows])
+    batch = Batch(list(range(9)), {"sequence_ids": sequences, "response_mask": mask})
+    head = engine.shards()["score.weight"][0]
+    expected = [model.model(row[None]).last_hidden_state[0] @ head for row in rows]
+    for max_tokens in (1, 17, 1000):
+        results = []
+        for work in (Scores(), Values()):
+            keys = tuple(batch.fields)
+            call = FunctionCall("c", "forward", keys, ("out",), role="critic", work=work)
+            results.append(engine.run(call, [batch], micro_batch_tokens=max_tokens).batch["out"])
+        scores, values = results
+        torch.testing.assert_close(scores, torch.stack([e[-1] for e in expected]).detach())
+        for value, all_states, row_mask in zip(values.split(), expected, mask.split(), strict=True):
+            before = torch.cat([torch.zeros(1).double(), all_states[:-1].detach()])  # in which t is chosen
+            chosen = row_mask.bool() & (torch.arange(len(row_mask)) > 0)
+            torch.testing.assert_close(value, torch.where(chosen, before, 0.0))

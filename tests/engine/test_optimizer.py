@@ -96,7 +96,7 @@ def test_training_is_that_of_torch_on_the_plain_model(pool, plain, tmp_path, lay
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert saved.keys() >= weights.keys() - {"lm_head.weight"}
     for name, tensor in saved.items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-8, atol=1e-9, msg=name)
 
 
 def test_bfloat16_model_learns_with_a_float32_master_copy(tmp_path):
@@ -108,14 +108,14 @@ def test_bfloat16_model_learns_with_a_float32_master_copy(tmp_path):
     engine.load(tmp_path, seed=0)
     before = {name: shard.clone() for name, shard in engine.shards().items()}
     batch = _batch(ragged_rows(9, seed=0))
-    losses = [engine.run(CALL, [batch], micro_batch_tokens=40).metrics["loss"] for _ in range(60)]
+    losses = [engine.run(CALL, [batch], micro_batch_tokens=40).metrics["loss"] for _ in range(40)]
     after = engine.shards()
     assert all(shard.dtype == torch.bfloat16 for shard in after.values())
     name = "model.layers.0.mlp.down_proj.weight"
     change = (after[name] - before[name]).float().abs()
     # Adam moves a weight by up to lr per step; a bfloat16 weight of 0.2 only takes steps of 0.0005 to 0.001.
     assert 0.2 < (change > 0).float().mean() < 1.0
-    assert change.max() <= 60e-5 + 2**-9
+    assert change.max() <= 40e-5 + 2**-9
     assert losses[-1] < losses[0] - 0.02, losses
     assert all(later < earlier + 0.01 for earlier, later in pairwise(losses))
 

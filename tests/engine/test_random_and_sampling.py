@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+import transformers
 
 from realhf.dist.group import World
 from realhf.engine.random import philox_4x32, uniform
@@ -42,7 +42,7 @@ def _chi_square_limit(freedom, z=4.75):
 def test_uniform_numbers_are_uniform_and_independent():
     ids, positions = torch.arange(400).repeat_interleave(100), torch.arange(100).repeat(400)
     draws = uniform(7 << 32 | 5, sample_ids=ids, positions=positions)
-    assert draws.dtype == torch.float64 and 0 <= float(draws.min()) and float(draws.max()) < 1
+    assert draws.dtype == torch.float64 and float(draws.min()) >= 0 and float(draws.max()) < 1
     assert len(draws.unique()) == len(draws)
     for values in (draws, draws * 4096 % 1):  # also of the lower bits
         counts = (values * 64).long().bincount(minlength=64).double()
@@ -65,8 +65,8 @@ def _sample(logits, draws, **settings):
 def _warped(logits, temperature, top_k, top_p):
     scores = logits / temperature
     if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    return TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+        scores = transformers.TopKLogitsWarper(top_k)(None, scores)
+    return transformers.TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,9 @@ def test_tokens_follow_the_distribution_that_transformers_would_sample(temperatu
     torch.testing.assert_close(logprobs, before_filters[tokens], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("top_k, top_p", [(1, 1.0), (4, 1.0), (50, 1.0), (0, 0.05), (0, 0.5), (0, 0.95), (9, 0.9)])
+@pytest.mark.parametrize(
+    "top_k, top_p", [(1, 1.0), (4, 1.0), (50, 1.0), (0, 0.05), (0, 0.5), (0, 0.95), (9, 0.9)]
+)
 def test_supports_of_the_filters_are_those_of_transformers(top_k, top_p):
     """A sweep of the uniform number meets every token that is not nearly impossible."""
     logits, num = 1.5 * torch.randn(20, 31, generator=torch.Generator().manual_seed(2)).double(), 2000

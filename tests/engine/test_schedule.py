@@ -61,9 +61,12 @@ def test_one_forward_one_backward_flows_and_bounds_what_is_in_flight(num_stages)
 
 
 def _best_maximum(costs, num_parts):
-    choices = product(range(num_parts), repeat=len(costs))
-    return min(max(sum(c for c, p in zip(costs, choice, strict=True) if p == part) for part in range(num_parts))
-               for choice in choices)  # fmt: skip
+    def maximum(choice):
+        return max(
+            sum(c for c, p in zip(costs, choice, strict=True) if p == part) for part in range(num_parts)
+        )
+
+    return min(map(maximum, product(range(num_parts), repeat=len(costs))))
 
 
 def test_balance_is_a_partition_within_the_bound_of_lpt():

@@ -1,4 +1,4 @@
-"""RewardCall: what reaches a reward function, what may come back, and the sentence when it is something else."""
+"""RewardCall: what reaches a reward function, what may come back, and what is said about anything else."""
 
 from types import SimpleNamespace
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from realhf.data.batch import Batch, Packed
+from realhf.data.loader import load_tokenizer
 from realhf.errors import UserError
 from realhf.rewards.scoring import RewardCall, reward_columns
 from tests.runtime.tiny import CHARACTERS, write_task
@@ -14,8 +15,6 @@ from tests.runtime.tiny import CHARACTERS, write_task
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory):
-    from realhf.data.loader import load_tokenizer
-
     return SimpleNamespace(tokenizer=load_tokenizer(str(write_task(tmp_path_factory.mktemp("task")))), step=1)
 
 

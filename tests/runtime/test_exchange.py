@@ -18,7 +18,9 @@ KEYS = (("tokens", "flags", "text"), ("logp", "half", "states"), ("score", "matr
 
 
 def _random_layout(rng):
-    pp, dp, tp = rng.choice([(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (2, 1, 2)])
+    pp, dp, tp = rng.choice(
+        [(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 1, 2), (1, 2, 2), (2, 2, 1), (2, 1, 2)]
+    )
     ranks = rng.sample(range(4), pp * dp * tp)
     return Layout(ParallelStrategy(pp=pp, dp=dp, tp=tp), DeviceMesh(tuple(ranks)))
 
@@ -28,9 +30,9 @@ def _whole(rng, ids):
     lengths = [rng.randrange(6) for _ in ids]
     total = sum(lengths)
     noise = torch.randn(total, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
+    tokens = [1000 * i + t for i, n in zip(ids, lengths, strict=True) for t in range(n)]
     fields = {
-        "tokens": Packed(torch.tensor([1000 * i + t for i, n in zip(ids, lengths, strict=True) for t in range(n)],
-                                      dtype=torch.long), lengths),
+        "tokens": Packed(torch.tensor(tokens, dtype=torch.long), lengths),
         "flags": Packed(noise > 0, lengths),
         "logp": Packed(noise.double(), lengths),
         "half": Packed(noise.bfloat16(), lengths),
@@ -39,12 +41,12 @@ def _whole(rng, ids):
         "matrix": torch.tensor([[i, -i] for i in ids], dtype=torch.int32).view(-1, 2),
         "text": [f"sample {i} \u00e4" for i in ids],
         "rows": [{"id": i, "part": [None, 1.5, True]} for i in ids],
-    }  # fmt: skip
+    }
     return Batch(ids, fields)
 
 
 def _case(seed):
-    """Whole batch, sources as (layout, keys, positions by data shard), target and routing: the same on every rank."""
+    """Whole batch, sources as (layout, keys, positions by data shard), target and routing."""
     rng = random.Random(seed)
     group_size, num_groups = rng.choice([1, 2, 3]), rng.randint(1, 6)
     first = group_size * rng.randrange(5)
@@ -85,7 +87,9 @@ def _assert_equal(ours, expected):
             assert mine.lengths == column.lengths, key
             column, mine = column.values, mine.values
         if isinstance(column, torch.Tensor):
-            assert mine.dtype == column.dtype and mine.shape == column.shape and torch.equal(mine, column), key
+            assert mine.dtype == column.dtype and mine.shape == column.shape and torch.equal(mine, column), (
+                key
+            )
         else:
             assert mine == column, key
 
@@ -118,11 +122,12 @@ def test_every_layout_receives_everything_once(pool):
 
 
 def _minibatches_by_hand(ids, routing):
-    """Sample -> mini-batch, without a layout: consecutive groups in parts that differ by one group at most."""
+    """Sample -> mini-batch, without a layout: consecutive groups, in parts as even as possible."""
     groups = sorted({i // routing.group_size for i in ids})
-    parts = np.searchsorted(np.arange(1, routing.num_minibatches + 1) * len(groups) // routing.num_minibatches,
-                            np.arange(len(groups)), side="right")  # fmt: skip
-    assert max(np.bincount(parts, minlength=routing.num_minibatches)) <= -(-len(groups) // routing.num_minibatches)
+    num = routing.num_minibatches
+    ends = np.arange(1, num + 1) * len(groups) // num
+    parts = np.searchsorted(ends, np.arange(len(groups)), side="right")
+    assert max(np.bincount(parts, minlength=num)) <= -(-len(groups) // num)
     return {i: int(parts[groups.index(i // routing.group_size)]) for i in ids}
 
 
@@ -152,7 +157,9 @@ def test_assign_balances_shards_and_keeps_groups_together(keep_groups):
 def test_merge_metrics_averages_by_weight_and_takes_the_slowest():
     rng = random.Random(0)
     records = [StepRecord() for _ in range(3)]
-    entries = [("reward/mean", rng.random(), rng.randint(1, 9)) for _ in range(5)] + [("actor/loss", 2.5, 1.0)]
+    entries = [("reward/mean", rng.random(), rng.randint(1, 9)) for _ in range(5)] + [
+        ("actor/loss", 2.5, 1.0)
+    ]
     for entry in entries:
         rng.choice(records).metrics.append(entry)
     seconds = [0.5, 2.0, 1.25]
@@ -162,7 +169,9 @@ def test_merge_metrics_averages_by_weight_and_takes_the_slowest():
         record.events.append({**times, "name": "ref_forward", "kind": "move"})
         moved = {"sent_bytes": 100 * rank, "over_bound": 1.0 + rank}
         record.events.append({**times, "name": "actor", "kind": "realloc", **moved})
-    values, weights = zip(*[(value, weight) for name, value, weight in entries if name == "reward/mean"], strict=True)
+    values, weights = zip(
+        *[(value, weight) for name, value, weight in entries if name == "reward/mean"], strict=True
+    )
     assert merge_metrics(records) == pytest.approx(
         {
             "reward/mean": np.average(values, weights=weights),

@@ -1,0 +1,161 @@
+"""What a run leaves behind: the files of the contract, and models that plain transformers opens."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli_tools import GRPO_LAYOUTS, REALHF, Command, grpo_run, read_jsonl, write_experiment, write_plan
+
+COMMON = {
+    "reward/mean",
+    "response_length/mean",
+    "actor/loss",
+    "actor/pg_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/clip_fraction",
+    "actor/approx_kl",
+    "timing_s/actor_generate",
+    "timing_s/reward_forward",
+    "timing_s/ref_forward",
+    "timing_s/actor_train",
+    "timing_s/step",
+    "timing_s/realloc/actor",
+    "realloc_bytes/actor",
+    "realloc_over_bound/actor",
+    "perf/tokens_per_s",
+}
+CRITIC = {"critic/vf_loss", "critic/explained_variance", "critic/grad_norm", "timing_s/critic_forward"}
+
+
+@pytest.fixture(scope="module")
+def grpo() -> Path:
+    return grpo_run()[2]
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("ppo")
+    experiment, out = write_experiment(directory, "ppo", steps=2), directory / "run"
+    layouts = {
+        "actor_generate": "d2@0-1",
+        "reward_forward": "d1@0",
+        "ref_forward": "d1@1",
+        "critic_forward": "p2@0-1",
+        "actor_train": "t2@0-1",
+        "critic_train": "t2@0-1",
+    }
+    with Command(
+        *REALHF, "run", experiment, "--plan", write_plan(directory, layouts), "--out", out
+    ) as command:
+        code, _, err = command.finish()
+    assert code == 0, err
+    return out
+
+
+def test_files(grpo):
+    names = {path.name for path in grpo.iterdir()}
+    assert names >= {
+        "config.json",
+        "plan.yaml",
+        "metrics.jsonl",
+        "timeline.jsonl",
+        "tensorboard",
+        "hf",
+        "eval.jsonl",
+        "summary.json",
+        "reward.png",
+        "timeline.png",
+    }
+    assert [path.name for path in (grpo / "hf").iterdir()] == ["step_2"]
+    assert any((grpo / "tensorboard").iterdir())
+    for picture in ("reward.png", "timeline.png"):
+        assert (grpo / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_config_holds_overrides(grpo):
+    config = json.loads((grpo / "config.json").read_text())
+    assert (config["seed"], config["steps"], config["actor"]["dtype"]) == (3, 2, "float64")
+    assert config["reward_function"] == "tests.runtime.tiny.some_reward"
+
+
+def test_plan_can_be_run_again(grpo):
+    from realhf import ExecutionPlan
+
+    calls = ExecutionPlan.load(str(grpo / "plan.yaml")).calls
+    assert {name: str(calls[name].layout) for name in GRPO_LAYOUTS} == GRPO_LAYOUTS
+
+
+def test_metrics(grpo, ppo):
+    evaluation, *steps = read_jsonl(grpo / "metrics.jsonl")
+    assert evaluation.keys() == {"step", "eval/score"}
+    assert [step["step"] for step in (evaluation, *steps)] == [0, 1, 2]
+    assert steps[-1].keys() >= COMMON | {"eval/score"}
+    assert steps[-1]["realloc_bytes/actor"] > 0
+    assert read_jsonl(ppo / "metrics.jsonl")[-1].keys() >= COMMON | CRITIC
+
+
+def test_timeline(grpo):
+    events = read_jsonl(grpo / "timeline.jsonl")
+    assert {event["step"] for event in events} == {1, 2}
+    for call, ranks in {
+        "actor_generate": {0, 1, 2, 3},
+        "ref_forward": {2, 3},
+        "actor_train": {0, 1, 2, 3},
+    }.items():
+        assert {e["rank"] for e in events if e["name"] == call and e["kind"] != "move"} == ranks
+    assert all(event["start"] <= event["end"] for event in events)
+
+
+def test_summary(grpo):
+    summary = json.loads((grpo / "summary.json").read_text())
+    assert summary.keys() >= {"eval_first", "eval_last", "steps", "seconds", "hf_dir", "realloc"}
+    steps = read_jsonl(grpo / "metrics.jsonl")
+    assert (summary["eval_first"], summary["eval_last"]) == (steps[0]["eval/score"], steps[-1]["eval/score"])
+    assert (summary["steps"], summary["hf_dir"]) == (2, str(grpo / "hf" / "step_2"))
+    assert summary["realloc"]["actor"]["bytes_per_step"] == steps[-1]["realloc_bytes/actor"]
+    assert summary["realloc"]["actor"]["over_bound"] >= 1
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_eval_rows(kind, request):
+    run = request.getfixturevalue(kind)
+    rows = read_jsonl(run / "eval.jsonl")
+    data = read_jsonl(Path(json.loads((run / "config.json").read_text())["eval_dataset"]["path"]))
+    assert [(row["prompt"], row["answer"]) for row in rows] == [
+        (row["prompt"], row["answer"]) for row in data[:5]
+    ]
+    assert all(row.keys() >= {"completion", "score"} for row in rows)
+    score = json.loads((run / "summary.json").read_text())["eval_last"]
+    assert sum(row["score"] for row in rows) / len(rows) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_transformers_generates_the_same(kind, request):
+    """The greedy answers of plain transformers are those of the last evaluation."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = request.getfixturevalue(kind)
+    directory = json.loads((run / "summary.json").read_text())["hf_dir"]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for row in read_jsonl(run / "eval.jsonl"):
+        inputs = tokenizer(row["prompt"], return_tensors="pt")
+        tokens = model.generate(**inputs, max_new_tokens=7, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ]
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
+
+
+def test_transformers_opens_the_critic(ppo):
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    directory = Path(json.loads((ppo / "summary.json").read_text())["hf_dir"]) / "critic"
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float64)
+    assert model.score.weight.shape == (1, 32)
+    with torch.no_grad():
+        assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
