@@ -131,6 +131,10 @@ class Command:
         out, err = self._process.communicate(timeout=timeout)
         return self._process.returncode, out, err
 
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
     def processes(self) -> dict[int, dict[str, str]]:
         """Process id -> environment of every living process of this command."""
         found = {}

@@ -78,7 +78,12 @@ def test_killed_worker(tmp_path):
     experiment, out = write_experiment(tmp_path, steps=100_000), tmp_path / "run"
     with Command(*REALHF, "run", experiment, "--nproc", 3, "--out", out) as command:
         metrics = out / "metrics.jsonl"
-        assert wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, seconds=90)
+
+        def has_begun() -> bool:
+            return metrics.exists() and metrics.read_text().count("\n") > 2
+
+        assert wait_until(lambda: has_begun() or command.ended, seconds=90)
+        assert not command.ended, command.finish()
         os.kill(command.worker(rank=1), signal.SIGKILL)
         killed = time.monotonic()
         returncode, _, err = command.finish(timeout=MAX_SECONDS)

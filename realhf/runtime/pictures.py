@@ -46,11 +46,13 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _draw_timeline(events: list[dict[str, Any]], path: Path) -> Path:
-    """The step of median length: what every rank did when."""
+    """Of the steps in which the most different things happened, the one of median length: who did what when."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         by_step.setdefault(event["step"], []).append(event)
-    spans = {s: max(e["end"] for e in es) - min(e["start"] for e in es) for s, es in by_step.items() if s > 0}
+    kinds = {step: len({_label(e) for e in chosen}) for step, chosen in by_step.items()}
+    fullest = {s: es for s, es in by_step.items() if kinds[s] == max(kinds.values())}
+    spans = {s: max(e["end"] for e in es) - min(e["start"] for e in es) for s, es in fullest.items()}
     figure = Figure(figsize=(10, 1.6 + 0.5 * len({e["rank"] for e in events})), dpi=120)
     axes = figure.subplots()
     if spans:
