@@ -20,6 +20,11 @@ def region_size(region: Region) -> int:
     return math.prod(stop - start for start, stop in region)
 
 
+def region_slices(region: Region) -> tuple[slice, ...]:
+    """The region as an index into the whole tensor."""
+    return tuple(slice(start, stop) for start, stop in region)
+
+
 def intersect(a: Region, b: Region) -> Region | None:
     """The box that two regions share; None when they share no element."""
     box = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))

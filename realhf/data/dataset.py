@@ -44,9 +44,7 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
                 if line.strip():
                     rows.append(_parse(line, where=f"dataset {path} line {number}"))
     else:
-        raise ValueError(
-            f"dataset.path {config.path!r} ends in {path.suffix!r}: legal are .jsonl and .parquet"
-        )
+        raise ValueError(f"dataset.path {config.path!r} ends in {path.suffix!r}: legal are .jsonl, .parquet")
     if not rows:
         raise ValueError(f"dataset {path} has no rows")
     return rows[: config.max_rows or None]
@@ -80,7 +78,7 @@ def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], colum
 
 
 def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:
-    """Row indices number `start` to `start + count` of an endless run through the data, reshuffled every epoch."""
+    """Row indices number `start` to `start + count` of an endless run, shuffled anew each epoch."""
     indices: list[int] = []
     position = start
     while len(indices) < count:

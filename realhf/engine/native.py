@@ -106,13 +106,13 @@ class NativeEngine:
         return [column.values.sigmoid() if work.probability else column.values]
 
     def _train(
-        self, call: FunctionCall, work: TrainStep, minibatches: Sequence[Batch], max_tokens: int
+        self, call: FunctionCall, work: TrainStep, batches: Sequence[Batch], max_tokens: int
     ) -> CallResult:
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self.model.requires_grad_(True)
         history: list[dict[str, float]] = []
         for _ in range(work.epochs):
-            for batch in minibatches:
+            for batch in batches:
                 metrics = self._compute_grads(call, work, batch, max_tokens)
                 history.append({**metrics, **self._optimizer.step()})
         self.model.requires_grad_(False)

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import ModelSpec, ParamSpec, Region
+from realhf.param_spec import ModelSpec, ParamSpec, Region, region_slices
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -86,7 +86,7 @@ def _read(
         if found != shape:
             raise ValueError(f"{path}: parameter {name} has shape {found}; the config says {shape}")
         if region is not None and into is not None:
-            into.copy_(part[_slices(region)])
+            into.copy_(part[region_slices(region)])
     except SafetensorError as error:
         raise ValueError(f"{path}: parameter {name} cannot be read: {error}") from error
 
@@ -148,7 +148,7 @@ def _gather(model: Transformer, param: ParamSpec) -> torch.Tensor | None:
         groups.all.exchange([(0, own)] if groups.rank in senders and own is not None else [], [])
         return None
     whole = model.flat.new_empty(param.shape)
-    views = {r: whole[_slices(param.region(layout.tp, at[r].tp))] for r in senders}
+    views = {r: whole[region_slices(param.region(layout.tp, at[r].tp))] for r in senders}
     parts = {r: torch.empty_like(view, memory_format=torch.contiguous_format) for r, view in views.items()}
     if writer in parts and own is not None:
         parts[writer] = own
@@ -156,10 +156,6 @@ def _gather(model: Transformer, param: ParamSpec) -> torch.Tensor | None:
     for r, part in parts.items():
         views[r].copy_(part)
     return whole
-
-
-def _slices(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in region)
 
 
 def _write_json_files(

@@ -21,7 +21,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.model_config import ModelConfig
 from realhf.nn.attention import packed_attention
 from realhf.nn.kv_cache import KVCache, decode_attention
-from realhf.param_spec import ModelSpec, region_size
+from realhf.param_spec import ModelSpec, region_size, region_slices
 
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -58,13 +58,12 @@ class Transformer(torch.nn.Module):
         self.flat = torch.zeros(max(stops.values()), dtype=dtype, device=device)
         self.grad_buffer: Tensor | None = None
         """Gradients in the places of `flat`; every backward pass adds to it."""
-        self._extents: dict[str, tuple[int, int]] = {}
+        starts: dict[str, int] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
         for name, (start, stop) in self._offsets.items():
             fused = re.sub(r"\w+_proj", lambda match: _FUSED.get(match[0], match[0]), name)
-            start, _ = self._extents.setdefault(fused, (start, stop))
-            self._extents[fused] = start, stop
-            rows = self.flat[start:stop].view(-1, *(hi - lo for lo, hi in self.regions[name][1:]))
+            rows = self.flat[starts.setdefault(fused, start) : stop]
+            rows = rows.view(-1, *(hi - lo for lo, hi in self.regions[name][1:]))
             self._weights[fused] = torch.nn.Parameter(rows, requires_grad=False)
         for name, weight in self._weights.items():
             if not name.startswith("model.layers."):
@@ -118,13 +117,13 @@ class Transformer(torch.nn.Module):
                 digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
                 whole = torch.empty(shapes[name]).normal_(0.0, std, generator=generator)
-                shard.copy_(whole[tuple(slice(*extent) for extent in self.regions[name])])
+                shard.copy_(whole[region_slices(self.regions[name])])
 
     def enable_grad(self) -> None:
         """Makes the model trainable; call it once."""
         self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
-        for name, weight in self._weights.items():
-            view = self.grad_buffer[slice(*self._extents[name])].view_as(weight)
+        for weight in self._weights.values():
+            view = self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight)
             weight.requires_grad_(True)
             if view.dtype == weight.dtype:
                 weight.grad = view

@@ -2,7 +2,7 @@
 Free of torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.experiment import Role
@@ -93,8 +93,20 @@ def compile_actions(
     that no rank waits for another that is busy with a call of its own; calls follow in topological order.
     """
     actions: list[Action] = []
-    wanted = dict.fromkeys((c.role, plan[c.name].layout) for c in graph.order if c.role is not None)
-    actions += [Reallocate(r, homes[r], r, layout) for r, layout in wanted if layout != homes[r]]
+    updated_by = {
+        call.name: [name for name, role in roles.items() if call.role in (name, role.follows)]
+        for call in graph.order
+        if call.kind == "train_step"
+    }
+
+    def reallocate(role: str, calls: Sequence[FunctionCall]) -> None:
+        """For the calls that come before the role's next update."""
+        until = next((i for i, call in enumerate(calls) if role in updated_by.get(call.name, ())), len(calls))
+        layouts = dict.fromkeys(plan[call.name].layout for call in calls[:until] if call.role == role)
+        actions.extend(Reallocate(role, homes[role], role, x) for x in layouts if x != homes[role])
+
+    for role in dict.fromkeys(call.role for call in graph.order if call.role is not None):
+        reallocate(role, graph.order)
     produced = set(graph.inputs)
     unmoved = list(graph.order)
 
@@ -105,13 +117,14 @@ def compile_actions(
                 unmoved.remove(call)
 
     move_what_is_ready()
-    for call in graph.order:
+    for i, call in enumerate(graph.order, start=1):
         actions.append(Run(call, plan[call.name].layout))
         produced.update(call.outputs)
-        if call.kind == "train_step":
-            for name, role in roles.items():
-                if (leader := role.follows) is not None and leader == call.role:
-                    actions.append(Reallocate(leader, homes[leader], name, homes[name], role.follow_rate))
+        for name in updated_by.get(call.name, ()):
+            if name != call.role:
+                leader, role = roles[name].follows, roles[name]
+                actions.append(Reallocate(leader, homes[leader], name, homes[name], role.follow_rate))
+            reallocate(name, graph.order[i:])
         move_what_is_ready()
     return tuple(actions)
 
