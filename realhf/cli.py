@@ -117,9 +117,10 @@ def _run(options: argparse.Namespace, overrides: list[str], argv: Sequence[str])
     program = _compile(experiment, plan, options, num_ranks)
     out = None if is_worker and options.out is None else _run_directory(options)
     words = list(argv) if options.out is not None or out is None else [*argv, "--out", str(out)]
-    launch = importlib.import_module("realhf.launch")
     job = Job(program, num_ranks, out, tuple(words))
-    return launch.work(job) if is_worker or num_ranks == 1 else launch.launch(job)
+    if is_worker or num_ranks == 1:
+        return importlib.import_module("realhf.worker").work(job)
+    return importlib.import_module("realhf.launch").launch(job)
 
 
 def _check(options: argparse.Namespace, overrides: list[str], argv: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """ExecutionPlan: for every call its Layout and micro-batching; read from and written to YAML."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,14 @@ class ExecutionPlan:
         """Smallest world in which every rank of the plan exists."""
         return 1 + max(max(call.layout.ranks) for call in self.calls.values())
 
-    def check(self, graph: DataflowGraph, *, world_size: int) -> None:
-        """Raises ValueError when a call has no layout, an entry fits no call, or a rank does not exist."""
+    def check(self, graph: DataflowGraph, *, world_size: int, also: Sequence[str] = ()) -> None:
+        """Raises ValueError when a call has no layout, an entry fits no call, or a rank does not exist.
+
+        `also` names calls of another graph that the plan may have entries for.
+        """
         names = [call.name for call in graph.calls]
         for name in self.calls:
-            if name not in names:
+            if name not in names and name not in also:
                 raise ValueError(
                     f"calls.{name}: the experiment has no such call; its calls are {', '.join(names)}"
                 )

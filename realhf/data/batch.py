@@ -1,10 +1,14 @@
 """Batch: samples with their ids and per key packed sequences, or one number or Python value per sample."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
+
+_JSON = "//json"  # no column is called so
 
 
 @dataclass
@@ -83,10 +87,27 @@ class Batch:
         ids = [i for batch in batches for i in batch.ids]
         return cls(ids, {key: concat_fields([b[key] for b in batches]) for key in batches[0].fields})
 
-    def merge(self, other: "Batch") -> "Batch":
-        """The columns of both; the samples must be the same in the same order."""
-        assert self.ids == other.ids, "batches of different samples cannot be merged"
-        return Batch(self.ids, {**self.fields, **other.fields})
+    def pack(self) -> torch.Tensor:
+        """The batch as bytes, in host memory: safetensors, with ids, lengths and Python values as JSON inside."""
+        tensors: dict[str, torch.Tensor] = {}
+        rest: dict[str, Any] = {"ids": self.ids, "lengths": {}, "lists": {}}
+        for key, column in self.fields.items():
+            if isinstance(column, list):
+                rest["lists"][key] = column
+                continue
+            if isinstance(column, Packed):
+                rest["lengths"][key] = column.lengths
+            tensors[key] = column.values if isinstance(column, Packed) else column
+        tensors = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
+        tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(rest).encode()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, data: torch.Tensor) -> "Batch":
+        fields: dict[str, Any] = dict(load(data.numpy().tobytes()))
+        rest = json.loads(fields.pop(_JSON).numpy().tobytes())
+        fields |= {key: Packed(fields[key], lengths) for key, lengths in rest["lengths"].items()}
+        return cls(rest["ids"], fields | rest["lists"])
 
 
 def select_field(column: Any, indices: Sequence[int]) -> Any:

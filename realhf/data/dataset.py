@@ -30,9 +30,9 @@ class DatasetConfig:
 
 def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
     """All rows of the file. Raises ValueError that names the file and line if one is missing or malformed."""
-    path = Path(config.path)
+    path, field = Path(config.path), f"dataset.path {config.path!r}"
     if not path.is_file():
-        raise ValueError(f"dataset.path {config.path!r}: there is no such file")
+        raise ValueError(f"{field}: there is no such file")
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -44,7 +44,7 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
                 if line.strip():
                     rows.append(_parse(line, where=f"dataset {path} line {number}"))
     else:
-        raise ValueError(f"dataset.path {config.path!r} ends in {path.suffix!r}: legal are .jsonl, .parquet")
+        raise ValueError(f"{field} ends in {path.suffix!r}: legal are .jsonl and .parquet")
     if not rows:
         raise ValueError(f"dataset {path} has no rows")
     return rows[: config.max_rows or None]

@@ -134,18 +134,24 @@ class Group:
             mine = chunks[self.index]
             self.exchange([(p, mine) for p in self._peers()], [(p, chunks[p]) for p in self._peers()])
 
-    def send_json(self, document: Any, peers: Sequence[int]) -> Pending:
-        """Posts a JSON document to some members; for groups over gloo."""
-        data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    def send_bytes(self, data: torch.Tensor, peers: Sequence[int]) -> Pending:
+        """Posts bytes (uint8) of any number to some members; for groups over gloo, like what follows."""
         length = torch.tensor([data.numel()])
         return self.post([(peer, t) for peer in peers for t in (length, data)], [])
 
-    def recv_json(self, peer: int) -> Any:
+    def recv_bytes(self, peer: int) -> torch.Tensor:
         length = torch.empty(1, dtype=torch.int64)
         self.exchange([], [(peer, length)])
         data = torch.empty(int(length), dtype=torch.uint8)
         self.exchange([], [(peer, data)])
-        return json.loads(data.numpy().tobytes())
+        return data
+
+    def send_json(self, document: Any, peers: Sequence[int]) -> Pending:
+        """Posts a JSON document to some members."""
+        return self.send_bytes(torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8), peers)
+
+    def recv_json(self, peer: int) -> Any:
+        return json.loads(self.recv_bytes(peer).numpy().tobytes())
 
     def all_gather_json(self, document: Any) -> list[Any]:
         """Every member's JSON document, in member order."""

@@ -122,8 +122,9 @@ def compile_actions(
         produced.update(call.outputs)
         for name in updated_by.get(call.name, ()):
             if name != call.role:
-                leader, role = roles[name].follows, roles[name]
-                actions.append(Reallocate(leader, homes[leader], name, homes[name], role.follow_rate))
+                assert call.role is not None, "only models are trained"
+                rate = roles[name].follow_rate
+                actions.append(Reallocate(call.role, homes[call.role], name, homes[name], rate))
             reallocate(name, graph.order[i:])
         move_what_is_ready()
     return tuple(actions)

@@ -39,43 +39,47 @@ class Program:
 def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world_size: int) -> Program:
     """Checks everything that can be known before the first step, and compiles the actions.
 
-    Without a plan, every call is split over all ranks by dp. Raises ValueError with one sentence about the
-    first fault.
+    Without a plan, every call is split over all ranks by dp. Raises ValueError with one sentence about the first fault.
     """
     _check_numbers(experiment)
-    roles, graph = experiment.roles(), experiment.resolved_graph()
+    roles, graph, eval_graph = experiment.roles(), experiment.resolved_graph(), _eval_graph(experiment)
     for call in graph.calls:
         _check_call(call, roles)
     if plan is None:
         plan = ExecutionPlan.single(graph, Layout.parse(f"d{world_size}@0-{world_size - 1}"))
     plan = complete_plan(plan, graph)
-    eval_graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
-    if eval_graph is not None:
-        eval_graph = _with_shown_columns(eval_graph, _rows(experiment, "eval_dataset", eval_graph))
-    eval_names = {call.name for call in eval_graph.calls} if eval_graph else set()
-    train_plan = ExecutionPlan(
-        {n: c for n, c in plan.calls.items() if n not in eval_names or n in _names(graph)}, plan.predicted
-    )
-    train_plan.check(graph, world_size=world_size)
-    for call in graph.calls:
-        _check_host_split(call, train_plan)
-    homes = home_layouts(graph, train_plan, roles)
-    _check_models(roles, graph, train_plan)
+    names, eval_names = ([call.name for call in g.calls] if g is not None else [] for g in (graph, eval_graph))
+    plan.check(graph, world_size=world_size, also=eval_names)
+    homes = home_layouts(graph, plan, roles)
+    _check_models(roles)
+    _check_layouts(roles, graph, plan)
     _rows(experiment, "dataset", graph)
     _check_tokenizer(experiment)
     eval_actions: tuple[Action, ...] = ()
     if eval_graph is not None:
         plan = complete_plan(plan, eval_graph, homes)
-        eval_plan = ExecutionPlan({name: plan[name] for name in _names(eval_graph)})
-        eval_plan.check(eval_graph, world_size=world_size)
-        _check_models(roles, eval_graph, eval_plan)
+        plan.check(eval_graph, world_size=world_size, also=names)
+        _check_layouts(roles, eval_graph, plan)
         eval_actions = compile_actions(eval_graph, plan, roles, homes)
     actions = compile_actions(graph, plan, roles, homes)
     return Program(experiment, roles, graph, eval_graph, plan, homes, actions, eval_actions)
 
 
-def _names(graph: DataflowGraph) -> list[str]:
-    return [call.name for call in graph.calls]
+def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
+    """The evaluation, with a last call on rank 0 that keeps the answers, beside them what eval.jsonl shall show."""
+    graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
+    if graph is None:
+        return None
+    rows = _rows(experiment, "eval_dataset", graph)
+    shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
+    record = FunctionCall("eval_record", "host", (*shown, "completion", "score"), work=HostFunction(_keep_answers))
+    return graph.add(record, inputs=[key for key in shown if key not in graph.inputs])
+
+
+def _keep_answers(batch: Any, context: Any) -> dict[str, Any]:
+    columns = {key: column if isinstance(column, list) else column.tolist() for key, column in batch.fields.items()}
+    context.answers = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return {}
 
 
 def _check_numbers(experiment: Experiment) -> None:
@@ -113,21 +117,10 @@ def _check_call(call: FunctionCall, roles: Mapping[str, Role]) -> None:
         )
 
 
-def _check_host_split(call: FunctionCall, plan: ExecutionPlan) -> None:
-    layout = plan[call.name].layout
-    if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
-        raise ValueError(
-            f"calls.{call.name}.layout {layout}: this call needs all samples at once; give it one rank"
-        )
-
-
-def _check_models(roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan) -> None:
-    configs: dict[str, ModelConfig] = {}
+def _check_models(roles: Mapping[str, Role]) -> None:
     for name, role in roles.items():
-        if role.follows is not None and (role.follows not in roles or roles[role.follows].optimizer is None):
-            raise ValueError(f"{name}.follows is {role.follows!r}: it must name a trainable role")
         try:
-            configs[name] = role.config()
+            config = role.config()
         except ValueError as error:
             raise ValueError(f"{name}.model: {error}") from error
         if not role.random_init and not _has_weights(Path(role.model)):
@@ -135,15 +128,26 @@ def _check_models(roles: Mapping[str, Role], graph: DataflowGraph, plan: Executi
                 f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model "
                 f"directory, or set {name}.random_init"
             )
-    for name, role in roles.items():
-        if role.follows is not None and configs[name] != configs[role.follows]:
+        if role.follows is None:
+            continue
+        if role.follows not in roles or roles[role.follows].optimizer is None:
+            raise ValueError(f"{name}.follows is {role.follows!r}: it must name a trainable role")
+        if config != roles[role.follows].config():
             raise ValueError(
                 f"{name}.model {role.model!r} has another shape than {role.follows}.model, which it follows"
             )
+
+
+def _check_layouts(roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan) -> None:
     for call in graph.calls:
+        layout = plan[call.name].layout
+        if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
+            raise ValueError(
+                f"calls.{call.name}.layout {layout}: this call needs all samples at once; give it one rank"
+            )
         if call.role is not None:
             try:
-                configs[call.role].check_layout(plan[call.name].layout)
+                roles[call.role].config().check_layout(layout)
             except ValueError as error:
                 raise ValueError(f"calls.{call.name}: {error}") from error
 
@@ -152,13 +156,6 @@ def _has_weights(directory: Path) -> bool:
     """Whether there are weights; pickled ones count, so that the loader can say how to convert them."""
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
     return directory.is_dir() and any(next(directory.glob(p), None) for p in patterns)
-
-
-def _with_shown_columns(graph: DataflowGraph, rows: list[dict[str, Any]]) -> DataflowGraph:
-    """The evaluation's graph with those inputs that eval.jsonl shows although no call may read them."""
-    shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
-    known = {*graph.inputs, *(key for call in graph.calls for key in call.outputs)}
-    return graph.add(inputs=[key for key in shown if key not in known])
 
 
 def _rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:

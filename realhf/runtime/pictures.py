@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -82,5 +81,5 @@ def _label(event: dict[str, Any]) -> str:
 
 def _save(figure: Figure, path: Path) -> Path:
     figure.tight_layout()
-    FigureCanvasAgg(figure).print_png(path)
+    figure.savefig(path)
     return path

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from realhf.plan import ExecutionPlan
 from realhf.runtime.executor import StepRecord
+from realhf.runtime.pictures import draw_pictures
 
 
 def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
@@ -41,14 +43,16 @@ class Recorder:
     """metrics.jsonl, timeline.jsonl, TensorBoard, eval.jsonl and summary.json in `directory`."""
 
     def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import (
-            SummaryWriter,
-        )  # Here, as only one rank needs it and it takes a second.
+        from torch.utils.tensorboard import SummaryWriter  # here, as it takes a second and only one rank needs it
 
         self.directory = directory
         self._metrics = (directory / "metrics.jsonl").open("w")
         self._timeline = (directory / "timeline.jsonl").open("w")
         self._tensorboard = SummaryWriter(str(directory / "tensorboard"))
+
+    def start(self, config: Mapping[str, Any], plan: ExecutionPlan) -> None:
+        (self.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        plan.save(self.directory / "plan.yaml")
 
     def step(self, step: int, metrics: Mapping[str, float], records: Sequence[StepRecord]) -> None:
         self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -63,8 +67,9 @@ class Recorder:
         """Replaces eval.jsonl with this evaluation, one object per held-out prompt."""
         (self.directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def summary(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, Any]) -> None:
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self._metrics.close()
         self._timeline.close()
         self._tensorboard.close()
+        draw_pictures(self.directory)

@@ -235,7 +235,6 @@ def _follow(world, task, out):
         program.actions,
         program.plan,
         store,
-        Exchange(world),
         context,
         group_size=experiment.group_size,
     )
