@@ -15,25 +15,25 @@ from realhf import ExecutionPlan
 PLAN = "grpo-4"
 
 TASK = """
-1. A task: three-digit additions from reasoning-gym. An answer writes the column sums, right to left, then the result:
+1. A task: three-digit additions from reasoning-gym. An answer writes the column sums and then the result:
    727+166=  ->  13,09,08<answer>893</answer>
 """
 WARM_UP = """
-2. Supervised warm-up: a tiny Qwen2-style model (124,000 parameters, random at first) imitates a careless teacher
-   who forgets to carry in 80 % of the exercises. One process.
+2. Supervised warm-up: a tiny Qwen2-style model (124,000 parameters, random at first) imitates a careless
+   teacher who forgets to carry in 80 % of the exercises. One process.
 """
 WARM = """   The model now solves {score:.0%} of the 256 held-out problems: mostly those without a carry.
 """
 GRPO = """
 3. GRPO: eight answers to each of 64 problems per step; only right results are rewarded, nobody shows how.
-   Four processes. Generation runs in layout {actor_generate} (four replicas), training in {actor_train} (two
-   replicas, each split in two), the reference on a mesh of its own, {ref_forward}. The weights move between these
-   layouts in the middle of every step.
+   Four processes. Generation runs in layout {actor_generate} (four replicas), training in {actor_train}
+   (two replicas, each split in two), the reference on a mesh of its own, {ref_forward}. The weights move
+   between these layouts in the middle of every step.
 """
 RESULT = """
 Done in {seconds:.0f} seconds.
-   held-out score      {eval_first:.3f} before, {eval_last:.3f} after (greedy, 256 problems that training never saw)
-   reallocated         {megabytes:.2f} MB of parameters per step; busiest wire at {over_bound:.2f} x its lower bound
+   held-out score      {eval_first:.3f} before, {eval_last:.3f} after (greedy, 256 problems never trained on)
+   reallocated         {megabytes:.2f} MB of parameters per step, busiest wire at {over_bound:.2f} x its bound
    reward curve        {directory}/reward.png
    timeline of a step  {directory}/timeline.png
    answers             {directory}/eval.jsonl
@@ -63,7 +63,8 @@ def main(options: Options) -> None:
     say(WARM, score=warm["eval_last"])
     say(GRPO, **{name: call.layout for name, call in ExecutionPlan.load(PLAN).calls.items()})
     files = {"dataset.path": task / "prompts.jsonl", "actor.model": warm["hf_dir"]}
-    done = run("examples/grpo.py", directory / "grpo", {"plan": PLAN, "steps": options.steps} | common | files)
+    settings = {"plan": PLAN, "steps": options.steps} | common | files
+    done = run("examples/grpo.py", directory / "grpo", settings)
     realloc = done.pop("realloc")["actor"]
     done |= {"seconds": time.time() - started, "megabytes": realloc["bytes_per_step"] / 1e6}
     say(RESULT, directory=directory / "grpo", over_bound=realloc["over_bound"], **done)

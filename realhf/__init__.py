@@ -6,7 +6,8 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
-    "algorithms.grpo": ("GRPO", "PolicyLoss", "PolicyLossConfig"),
+    "algorithms.grpo": ("GRPO",),
+    "algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
     "algorithms.sft": ("SFT",),
     "algorithms.verifier": ("Verifier",),

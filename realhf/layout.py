@@ -34,12 +34,9 @@ class ParallelStrategy:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis in (*AXES, "ep"):
-            size = getattr(self, axis)
+        for axis, size in vars(self).items():
             if not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"parallel size {axis}={size!r} is not legal: it must be an integer from 1 up"
-                )
+                raise ValueError(f"parallel size {axis}={size!r} is not legal: it must be an integer from 1 up")
         if self.dp % self.ep:
             raise ValueError(f"expert-parallel size ep={self.ep} does not divide dp={self.dp}")
 
@@ -48,8 +45,8 @@ class ParallelStrategy:
         return self.pp * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
-        sizes = [("d", self.dp), ("t", self.tp), ("p", self.pp), ("c", self.cp), ("e", self.ep)]
-        return "".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "d1"
+        sizes = {letter: getattr(self, _LETTERS[letter]) for letter in "dtpce"}
+        return "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "d1"
 
     @classmethod
     def parse(cls, text: str) -> "ParallelStrategy":
@@ -59,9 +56,7 @@ class ParallelStrategy:
         sizes: dict[str, int] = {}
         for letter, size in re.findall(r"([a-z])(\d+)", text):
             if letter not in _LETTERS:
-                raise ValueError(
-                    f"unknown axis letter {letter!r} in {text!r}: legal are {', '.join(_LETTERS)}"
-                )
+                raise ValueError(f"unknown axis letter {letter!r} in {text!r}: legal are {', '.join(_LETTERS)}")
             if _LETTERS[letter] in sizes:
                 raise ValueError(f"axis {letter!r} is given twice in {text!r}")
             sizes[_LETTERS[letter]] = int(size)
@@ -79,9 +74,8 @@ class DeviceMesh:
             raise ValueError("a device mesh needs at least one rank")
         if min(self.ranks) < 0:
             raise ValueError(f"rank {min(self.ranks)} is not legal: ranks count from 0")
-        if len(set(self.ranks)) != len(self.ranks):
-            twice = next(r for r in self.ranks if self.ranks.count(r) > 1)
-            raise ValueError(f"rank {twice} stands twice in the mesh {self}")
+        if twice := [rank for rank in set(self.ranks) if self.ranks.count(rank) > 1]:
+            raise ValueError(f"rank {twice[0]} stands twice in the mesh {self}")
 
     def __str__(self) -> str:
         parts = []
@@ -96,9 +90,7 @@ class DeviceMesh:
         for part in text.split(","):
             match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
             if match is None:
-                raise ValueError(
-                    f"{part!r} in the mesh {text!r} is not a rank or a range: write as in 0-3,8-11"
-                )
+                raise ValueError(f"{part!r} in the mesh {text!r} is not a rank or a range: write as in 0-3,8-11")
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise ValueError(f"the range {part!r} in {text!r} runs backwards: write {last}-{first}")
@@ -123,7 +115,7 @@ class Layout:
     mesh: DeviceMesh
 
     def __post_init__(self) -> None:
-        need, have = self.strategy.num_ranks, len(self.mesh.ranks)
+        need, have = self.strategy.num_ranks, len(self.ranks)
         if need != have:
             needs = f"{self.strategy} needs {need} ranks and the mesh {self.mesh} has {have}"
             raise ValueError(f"layout {self} is not legal: {needs}")
@@ -135,9 +127,7 @@ class Layout:
     def parse(cls, text: str) -> "Layout":
         match = _LAYOUT_PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(
-                f"{text!r} is not a layout: write strategy@ranks, for example d2t4@0-7 or t2@0,3"
-            )
+            raise ValueError(f"{text!r} is not a layout: write strategy@ranks, for example d2t4@0-7 or t2@0,3")
         return cls(ParallelStrategy.parse(match["strategy"]), DeviceMesh.parse(match["mesh"]))
 
     @property
@@ -159,8 +149,7 @@ class Layout:
     @cached_property
     def grid(self) -> np.ndarray:
         """Ranks as an array of shape (pp, dp, cp, tp)."""
-        s = self.strategy
-        return np.array(self.ranks).reshape(s.pp, s.dp, s.cp, s.tp)
+        return np.array(self.ranks).reshape([getattr(self.strategy, axis) for axis in AXES])
 
     @cached_property
     def _coordinates(self) -> dict[int, Coordinate]:
@@ -175,16 +164,16 @@ class Layout:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """All groups of ranks that differ on `axis` only, each in the order of that axis."""
         grid = np.moveaxis(self.grid, AXES.index(axis), -1)
-        return [tuple(int(r) for r in row) for row in grid.reshape(-1, grid.shape[-1])]
+        return [tuple(row) for row in grid.reshape(-1, grid.shape[-1]).tolist()]
 
     def shard_ranks(self, dp: int) -> tuple[int, ...]:
         """All ranks that work on data shard `dp`."""
-        return tuple(int(r) for r in self.grid[:, dp].reshape(-1))
-
-    def head(self, dp: int) -> int:
-        """The rank that owns the results of data shard `dp`: last pipeline stage, first of cp and tp."""
-        return int(self.grid[-1, dp, 0, 0])
+        return tuple(self.grid[:, dp].ravel().tolist())
 
     @property
     def heads(self) -> tuple[int, ...]:
-        return tuple(self.head(i) for i in range(self.dp))
+        """The rank that owns the results of each data shard: last pipeline stage, first of cp and tp."""
+        return tuple(self.grid[-1, :, 0, 0].tolist())
+
+    def head(self, dp: int) -> int:
+        return self.heads[dp]

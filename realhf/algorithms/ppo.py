@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from realhf.algorithms.calls import (
-    actor_generate,
-    graph_of,
-    greedy_evaluation,
-    log_probs,
-    reward_forward,
-    rollout_metrics,
-)
-from realhf.algorithms.grpo import PolicyLoss, PolicyLossConfig
-from realhf.engine.work import HostFunction, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
-from realhf.experiment import Experiment, Role
+from realhf.algorithms.policy_loss import PolicyLossConfig, rollout_metrics
+from realhf.algorithms.rollout import SEQUENCE, Rollout, graph_of
+from realhf.engine.work import HostFunction, OptimizerConfig, TrainStep, Values
+from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.rewards.scoring import RewardFunction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,9 +43,7 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """Token rewards -kl_coef (log p - log p_ref), plus the score at the last token; GAE(gamma, lam) over
-    them.
-    """
+    """Token rewards -kl_coef (log p - log p_ref), the score added at the last; GAE(gamma, lam) over them."""
 
     gamma: float = 1.0
     lam: float = 0.95
@@ -65,9 +55,7 @@ class AdvantageConfig:
 def generalized_advantages(
     rewards_ST: Tensor, values_ST: Tensor, mask_ST: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """GAE (Schulman et al. 2016, arXiv:1506.02438) of S left-aligned sequences; returns (advantages,
-    returns).
-    """
+    """GAE (Schulman et al. 2016, arXiv:1506.02438) of S left-aligned sequences: (advantages, returns)."""
     advantages_ST = rewards_ST.new_zeros(rewards_ST.shape)
     running_S = rewards_ST.new_zeros(rewards_ST.shape[0])
     next_value_S = running_S
@@ -124,74 +112,29 @@ class TokenAdvantages:
 
 
 @dataclass
-class PPO(Experiment):
+class PPO(Rollout):
     """PPO of `actor` and `critic` against `ref`, with a reward model or a reward function."""
 
-    actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))
     critic: Role = field(default_factory=lambda: Role(model="", head="score", optimizer=OptimizerConfig()))
-    ref: Role | None = None
-    """The reference; None: the actor's initial weights."""
-    reward: Role | None = None
-    reward_scores: Scores = field(default_factory=Scores)
-    """How the reward model's head is read."""
-    reward_function: RewardFunction | None = None
-    eval_function: RewardFunction | None = None
-    """Scores the answers to `eval_dataset`; None: the training reward does."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(average="token"))
     value_loss: ValueLoss = field(default_factory=ValueLoss)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     minibatches: int = 4
-    epochs: int = 1
-    max_rows: int = 512
-    """Sequences that a rank decodes at once."""
 
     def roles(self) -> dict[str, Role]:
-        if (self.reward is None) == (self.reward_function is None):
-            raise ValueError("give either reward_function or a reward role, and not both")
-        roles = {
-            "actor": self.actor,
-            "critic": self.critic,
-            "ref": self.ref or replace(self.actor, optimizer=None),
-        }
-        return roles if self.reward is None else {**roles, "reward": self.reward}
+        return {**self.shared_roles(with_ref=True), "critic": self.critic}
 
     def graph(self) -> DataflowGraph:
-        sequence = ("sequence_ids", "response_mask")
-        temperature = self.sampling.temperature or 1.0
-        advantage_inputs = ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished")
+        read = ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished")
+        written, learned = ("advantages", "returns"), (*SEQUENCE, "values", "returns")
+        host = HostFunction(TokenAdvantages(self.advantage))
+        train = TrainStep(self.value_loss, self.minibatches, self.epochs)
         return graph_of(
-            actor_generate(self.sampling, max_rows=self.max_rows),
-            reward_forward(self.reward_function, self.reward_scores),
-            log_probs("ref", output="ref_logprobs", temperature=temperature),
-            FunctionCall("critic_forward", "forward", sequence, ("values",), role="critic", work=Values()),
-            FunctionCall(
-                name="token_advantages",
-                kind="host",
-                inputs=advantage_inputs,
-                outputs=("advantages", "returns"),
-                work=HostFunction(TokenAdvantages(self.advantage)),
-            ),
-            FunctionCall(
-                name="actor_train",
-                kind="train_step",
-                role="actor",
-                inputs=(
-                    *sequence,
-                    "gen_logprobs",
-                    "advantages",
-                    *(("ref_logprobs",) if self.loss.kl_coef else ()),
-                ),
-                work=TrainStep(PolicyLoss(self.loss), self.minibatches, self.epochs, temperature),
-            ),
-            FunctionCall(
-                name="critic_train",
-                kind="train_step",
-                role="critic",
-                inputs=(*sequence, "values", "returns"),
-                work=TrainStep(self.value_loss, self.minibatches, self.epochs),
-            ),
+            self.actor_generate(),
+            self.reward_forward(),
+            self.ref_forward(),
+            FunctionCall("critic_forward", "forward", SEQUENCE, ("values",), role="critic", work=Values()),
+            FunctionCall("token_advantages", "host", read, written, work=host),
+            self.actor_train(),
+            FunctionCall("critic_train", "train_step", learned, role="critic", work=train),
         )
-
-    def eval_graph(self) -> DataflowGraph:
-        return greedy_evaluation(self.sampling, self.eval_function or self.reward_function)

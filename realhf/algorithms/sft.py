@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from realhf.algorithms.calls import greedy_evaluation
+from realhf.algorithms.rollout import Rollout
 from realhf.engine.work import OptimizerConfig, SamplingConfig, TrainStep
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -56,4 +56,4 @@ class SFT(Experiment):
     def eval_graph(self) -> DataflowGraph | None:
         if self.reward_function is None:
             return None
-        return greedy_evaluation(self.sampling, self.reward_function)
+        return Rollout(sampling=self.sampling, reward_function=self.reward_function).eval_graph()

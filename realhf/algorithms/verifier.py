@@ -1,6 +1,4 @@
-"""Outcome reward model: learns from labelled answers to tell right from wrong (Cobbe et al. 2021,
-arXiv:2110.14168).
-"""
+"""Outcome reward model: learns to tell right answers from wrong (Cobbe et al. 2021, arXiv:2110.14168)."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
-    """-log sigmoid(score) of answers with label 1 and -log sigmoid(-score) of those with 0, averaged over
-    samples.
-    """
+    """-log sigmoid(score) where the label is 1, -log sigmoid(-score) where it is 0; the samples' mean."""
 
     output: str = "scores"
     entropy: bool = False
@@ -50,7 +46,6 @@ class Verifier(Experiment):
 
     def graph(self) -> DataflowGraph:
         keys = ("sequence_ids", "label")
-        call = FunctionCall(
-            "reward_train", "train_step", keys, role="reward", work=TrainStep(BinaryCrossEntropy())
-        )
+        work = TrainStep(BinaryCrossEntropy())
+        call = FunctionCall("reward_train", "train_step", keys, role="reward", work=work)
         return DataflowGraph((call,), keys)

@@ -21,18 +21,19 @@ class Packed:
     def __post_init__(self) -> None:
         assert self.values.shape[0] == sum(self.lengths), (self.values.shape, sum(self.lengths))
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
     def split(self) -> tuple[torch.Tensor, ...]:
         """One view per sample."""
         return self.values.split(self.lengths)
 
     def select(self, indices: Sequence[int]) -> "Packed":
         parts = self.split()
-        chosen = [parts[i] for i in indices]
-        return Packed(torch.cat(chosen) if chosen else self.values[:0], [self.lengths[i] for i in indices])
+        return Packed.of([parts[i] for i in indices], empty=self.values[:0])
 
-    def like(self, values: torch.Tensor) -> "Packed":
-        """Other values with these lengths."""
-        return Packed(values, self.lengths)
+    def to(self, device: torch.device) -> "Packed":
+        return Packed(self.values.to(device), self.lengths)
 
     @classmethod
     def of(cls, sequences: Sequence[torch.Tensor], *, empty: torch.Tensor | None = None) -> "Packed":
@@ -41,22 +42,20 @@ class Packed:
         return cls(values, [len(s) for s in sequences])
 
 
-Field = Packed | torch.Tensor | list
-"""A column of a Batch: token-level, one number per sample of shape (num_samples, ...), or Python values."""
-
-
 @dataclass
 class Batch:
-    """Columns over the same samples. `ids` are unique over the whole run."""
+    """Columns over the same samples, whose `ids` are unique over the whole run.
+
+    A column is token-level (Packed), a tensor of shape (num_samples, ...), or a list of Python values.
+    """
 
     ids: list[int]
     fields: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, column in self.fields.items():
-            length = len(column.lengths) if isinstance(column, Packed) else len(column)
-            if length != len(self.ids):
-                raise ValueError(f"column {key!r} has {length} entries for {len(self.ids)} samples")
+            if len(column) != len(self.ids):
+                raise ValueError(f"column {key!r} has {len(column)} entries for {len(self.ids)} samples")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -66,39 +65,30 @@ class Batch:
 
     def select(self, indices: Sequence[int]) -> "Batch":
         """The samples at these positions, in this order."""
-        fields = {key: select_field(column, indices) for key, column in self.fields.items()}
+        fields = {key: _select(column, indices) for key, column in self.fields.items()}
         return Batch([self.ids[i] for i in indices], fields)
 
     def pick(self, keys: Sequence[str]) -> "Batch":
         return Batch(self.ids, {key: self.fields[key] for key in keys})
 
     def to(self, device: torch.device) -> "Batch":
-        fields = dict(self.fields)
-        for key, column in fields.items():
-            if isinstance(column, Packed):
-                fields[key] = column.like(column.values.to(device))
-            elif isinstance(column, torch.Tensor):
-                fields[key] = column.to(device)
+        fields = {k: column if isinstance(column, list) else column.to(device) for k, column in self.fields.items()}
         return Batch(self.ids, fields)
 
     @classmethod
     def concat(cls, batches: Sequence["Batch"]) -> "Batch":
         """Samples of several batches with the same keys, one batch after the other."""
         ids = [i for batch in batches for i in batch.ids]
-        return cls(ids, {key: concat_fields([b[key] for b in batches]) for key in batches[0].fields})
+        return cls(ids, {key: _concat([b[key] for b in batches]) for key in batches[0].fields})
 
     def pack(self) -> torch.Tensor:
         """The batch as bytes, in host memory: safetensors, with ids, lengths and Python values as JSON inside."""
-        tensors: dict[str, torch.Tensor] = {}
-        rest: dict[str, Any] = {"ids": self.ids, "lengths": {}, "lists": {}}
-        for key, column in self.fields.items():
-            if isinstance(column, list):
-                rest["lists"][key] = column
-                continue
-            if isinstance(column, Packed):
-                rest["lengths"][key] = column.lengths
-            tensors[key] = column.values if isinstance(column, Packed) else column
+        packed = {key: column for key, column in self.fields.items() if isinstance(column, Packed)}
+        lists = {key: column for key, column in self.fields.items() if isinstance(column, list)}
+        tensors = {key: column for key, column in self.fields.items() if isinstance(column, torch.Tensor)}
+        tensors |= {key: column.values for key, column in packed.items()}
         tensors = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
+        rest = {"ids": self.ids, "lengths": {key: column.lengths for key, column in packed.items()}, "lists": lists}
         tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(rest).encode()), dtype=torch.uint8)
         return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
 
@@ -110,7 +100,7 @@ class Batch:
         return cls(rest["ids"], fields | rest["lists"])
 
 
-def select_field(column: Any, indices: Sequence[int]) -> Any:
+def _select(column: Any, indices: Sequence[int]) -> Any:
     if isinstance(column, Packed):
         return column.select(indices)
     if isinstance(column, torch.Tensor):
@@ -118,10 +108,9 @@ def select_field(column: Any, indices: Sequence[int]) -> Any:
     return [column[i] for i in indices]
 
 
-def concat_fields(columns: Sequence[Any]) -> Any:
-    first = columns[0]
-    if isinstance(first, Packed):
+def _concat(columns: Sequence[Any]) -> Any:
+    if isinstance(columns[0], Packed):
         return Packed(torch.cat([c.values for c in columns]), [n for c in columns for n in c.lengths])
-    if isinstance(first, torch.Tensor):
+    if isinstance(columns[0], torch.Tensor):
         return torch.cat(list(columns))
     return [value for column in columns for value in column]

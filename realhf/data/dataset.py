@@ -38,11 +38,9 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
 
         rows = pyarrow.parquet.read_table(path).to_pylist()
     elif path.suffix in (".jsonl", ".json"):
-        rows = []
         with path.open() as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    rows.append(_parse(line, where=f"dataset {path} line {number}"))
+            numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        rows = [_parse(line, where=f"dataset {path} line {number}") for number, line in numbered]
     else:
         raise ValueError(f"{field} ends in {path.suffix!r}: legal are .jsonl and .parquet")
     if not rows:
@@ -62,10 +60,8 @@ def _parse(line: str, *, where: str) -> dict[str, Any]:
 
 def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
     """The columns of the file that a graph with these input keys reads."""
-    columns = [key for key in keys if key not in LOADER_KEYS]
-    if "sequence_ids" in keys:
-        columns.append(config.completion_key)
-    return [config.prompt_key, *columns]
+    made = [config.prompt_key, config.completion_key] if "sequence_ids" in keys else [config.prompt_key]
+    return [*made, *(key for key in keys if key not in LOADER_KEYS)]
 
 
 def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
@@ -79,12 +75,8 @@ def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], colum
 
 def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:
     """Row indices number `start` to `start + count` of an endless run, shuffled anew each epoch."""
-    indices: list[int] = []
-    position = start
-    while len(indices) < count:
-        epoch, offset = divmod(position, num_rows)
-        order = np.random.default_rng([seed, epoch]).permutation(num_rows) if shuffle else np.arange(num_rows)
-        part = order[offset : offset + count - len(indices)]
-        indices += part.tolist()
-        position += len(part)
-    return indices
+    if not shuffle:
+        return [i % num_rows for i in range(start, start + count)]
+    epochs, offset = range(start // num_rows, (start + count) // num_rows + 1), start % num_rows
+    orders = [np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in epochs]
+    return np.concatenate(orders)[offset : offset + count].tolist()

@@ -14,6 +14,9 @@ from realhf.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_DTYPES = {"prompt_ids": torch.long, "sequence_ids": torch.long, "response_mask": torch.float32}
+"""Of the keys that are token-level; any other column is a list of Python values."""
+
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # here, as it takes a second and few ranks need it
@@ -30,7 +33,7 @@ class Loader:
     def __init__(
         self, config: DatasetConfig,
         *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._keys, self._config, self._tokenizer = keys, config, tokenizer
         self._group_size, self._seed = group_size, seed
         rows = read_rows(config)
@@ -42,8 +45,8 @@ class Loader:
         self._rows = [row for row in made if len(row["prompt_ids"]) <= config.max_prompt_tokens]
         self.num_too_long = len(made) - len(self._rows)
         if not self._rows:
-            limit = f"max_prompt_tokens {config.max_prompt_tokens}"
-            raise UserError(f"dataset {config.path}: every prompt is longer than {limit}")
+            limit = config.max_prompt_tokens
+            raise UserError(f"dataset {config.path}: every prompt is longer than max_prompt_tokens {limit}")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -53,27 +56,23 @@ class Loader:
         seed, shuffle = self._seed, self._config.shuffle
         order = row_order(len(self._rows), start=first_prompt, count=num_prompts, seed=seed, shuffle=shuffle)
         rows = [self._rows[i] for i in order for _ in range(self._group_size)]
-        first = first_prompt * self._group_size
-        ids = list(range(first, first + len(rows)))
-        return Batch(ids, {key: self._column(key, rows) for key in self._keys})
+        first_id = first_prompt * self._group_size
+        return Batch([first_id + i for i in range(len(rows))], {key: self._column(key, rows) for key in self._keys})
 
     def _column(self, key: str, rows: list[dict[str, Any]]) -> Any:
-        if key in ("prompt_ids", "sequence_ids"):
-            return Packed.of([torch.tensor(row[key], dtype=torch.long) for row in rows])
-        if key == "response_mask":
-            return Packed.of([torch.tensor(row[key], dtype=torch.float32) for row in rows])
-        return [row[key] for row in rows]
+        if key not in _DTYPES:
+            return [row[key] for row in rows]
+        return Packed.of([torch.tensor(row[key], dtype=_DTYPES[key]) for row in rows])
 
     def _prepare(self, row: dict[str, Any]) -> dict[str, Any]:
-        prompt = row[self._config.prompt_key]
+        prompt, tokenizer = row[self._config.prompt_key], self._tokenizer
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt)
+            ids = tokenizer.encode(prompt)
         else:
-            ids = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         made = {**row, "prompt": prompt, "prompt_ids": ids}
         if "sequence_ids" in self._keys:
-            completion = self._tokenizer.encode(row[self._config.completion_key], add_special_tokens=False)
-            completion = [*completion, self._tokenizer.eos_token_id]
-            made["sequence_ids"] = [*ids, *completion]
-            made["response_mask"] = [0] * len(ids) + [1] * len(completion)
+            completion = tokenizer.encode(row[self._config.completion_key], add_special_tokens=False)
+            made["sequence_ids"] = [*ids, *completion, tokenizer.eos_token_id]
+            made["response_mask"] = [0] * len(ids) + [1] * (len(completion) + 1)
         return made

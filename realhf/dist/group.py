@@ -1,13 +1,15 @@
 """Group: the ranks that communicate together, and the collectives that realhf uses.
 
-On NCCL reductions and gathers are NCCL's own. On gloo they are built from point-to-point messages, which are
-several times faster there than gloo's collectives; sums run in rank order, so all members get the same bits.
+On NCCL reductions and gathers are NCCL's own. On gloo they are built from point-to-point messages, several times
+faster there than gloo's collectives; sums run in rank order, so all members get the same bits.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -34,19 +36,19 @@ def _naming_peers(ranks: Sequence[int]) -> Iterator[None]:
         raise PeerError(f"communication among ranks {list(ranks)} broke off: {reason}") from error
 
 
+@dataclass
 class Pending:
     """Posted messages; keeps their tensors alive."""
 
-    def __init__(
-        self, works: Sequence[Any] = (), tensors: Sequence[Any] = (), ranks: Sequence[int] = ()
-    ) -> None:
-        self._works, self._tensors, self._ranks = works, tensors, ranks
+    works: Sequence[Any] = ()
+    tensors: Messages = ()
+    ranks: Sequence[int] = ()
 
     def wait(self) -> None:
-        with _naming_peers(self._ranks):
-            for work in self._works:
+        with _naming_peers(self.ranks):
+            for work in self.works:
                 work.wait()
-        self._works, self._tensors = (), ()
+        self.works, self.tensors = (), ()
 
 
 class Group:
@@ -56,17 +58,11 @@ class Group:
     """
 
     def __init__(self, ranks: Sequence[int], index: int, backend: Any, *, native: bool) -> None:
-        self.ranks = tuple(ranks)
-        self.index = index
-        self.size = len(self.ranks)
-        self._backend = backend
-        self._native = native and backend is not None
+        self.ranks, self.index, self.size = tuple(ranks), index, len(ranks)
+        self._backend, self._native = backend, native and backend is not None
 
     def exchange(self, sends: Messages, recvs: Messages) -> None:
-        """Sends and receives all at once, and returns when all of them are through.
-
-        Messages between two ranks match in the order in which they are listed.
-        """
+        """Sends and receives all at once; messages between two ranks match in the order in which they are listed."""
         self.post(sends, recvs).wait()
 
     def post(self, sends: Messages, recvs: Messages) -> Pending:
@@ -93,8 +89,8 @@ class Group:
             self._backend.allreduce([tensor]).wait()
         elif self.size > 1:
             flat = tensor.view(-1)
-            if flat.numel() * flat.element_size() <= _SMALL_BYTES or self.size == 2:
-                flat.copy_(_sum_in_order(self.all_gather(flat).unbind()))
+            if flat.nbytes <= _SMALL_BYTES or self.size == 2:
+                flat.copy_(reduce(torch.Tensor.add_, self.all_gather(flat).unbind()))
             else:
                 chunks = list(flat.tensor_split(self.size))
                 self.reduce_scatter_chunks(chunks)
@@ -122,7 +118,7 @@ class Group:
         elif self.size > 1:
             parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
             self.exchange([(p, chunks[p]) for p in self._peers()], [(p, parts[p]) for p in self._peers()])
-            mine.copy_(_sum_in_order(parts))
+            mine.copy_(reduce(torch.Tensor.add_, parts))
         return mine
 
     def all_gather_chunks(self, chunks: list[torch.Tensor]) -> None:
@@ -147,8 +143,8 @@ class Group:
         return data
 
     def send_json(self, document: Any, peers: Sequence[int]) -> Pending:
-        """Posts a JSON document to some members."""
-        return self.send_bytes(torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8), peers)
+        data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+        return self.send_bytes(data, peers)
 
     def recv_json(self, peer: int) -> Any:
         return json.loads(self.recv_bytes(peer).numpy().tobytes())
@@ -170,20 +166,13 @@ class Group:
         return [(self.index + i) % self.size for i in range(1, self.size)]
 
 
-def _sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, in the memory of the first part."""
-    for part in parts[1:]:
-        parts[0].add_(part)
-    return parts[0]
-
-
 class World:
     """All processes of the run. Hands out Groups, for which all members must ask in the same order."""
 
     def __init__(
         self, *, rank: int = 0, size: int = 1, device: torch.device | str = "cpu",
         store: dist.Store | None = None, timeout_seconds: float = 600.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self._store, self._timeout = store, timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
@@ -219,9 +208,9 @@ class World:
     def _connect(self, key: tuple[tuple[int, ...], str], index: int, *, native: bool) -> Any:
         """A communicator of its own, whose members meet in the store under ranks and purpose.
 
-        `dist.new_group` would name it by how many groups this rank has made, which differs between ranks. On
-        NCCL it relies on torch's Backend interface (2.13): connecting eagerly makes one communicator for the
-        whole group, which coalesced messages then use although only some of the members take part in them.
+        `dist.new_group` would name it by how many groups this rank has made, which differs between ranks. Connecting
+        eagerly to NCCL makes one communicator for the whole group, which coalesced messages then use although only
+        some of the members take part in them (torch's Backend interface, 2.13).
         """
         assert self._store is not None, "a world of several ranks needs a store"
         store = dist.PrefixStore(f"realhf/{key}/", self._store)

@@ -11,9 +11,8 @@ from realhf.layout import Coordinate, Layout
 class ParallelGroups:
     """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
 
-    `all` is every rank of the layout, `ends` the first and the last stage (None between them or without
-    pipelining). `pp_back` has the ranks of `pp` for what flows from later to earlier stages; `dp_control`
-    those of `dp` for small metadata on the host.
+    `all` is every rank of the layout, `ends` the first and the last stage (None between them or without pipelining).
+    `pp_back` has the ranks of `pp` for what flows backward, `dp_control` those of `dp` for metadata on the host.
     """
 
     layout: Layout
@@ -33,20 +32,14 @@ class ParallelGroups:
         """Every rank of the layout must call this, in the same order as its other group requests."""
         rank, at = world.rank, layout.coordinate(world.rank)
         line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "dp", "pp")}
-        ends = None
-        if layout.pp > 1 and at.pp in (0, layout.pp - 1):
-            ends = world.group((line["pp"][0], line["pp"][-1]))
-        groups = {axis: world.group(ranks) for axis, ranks in line.items()}
+        is_end = layout.pp > 1 and at.pp in (0, layout.pp - 1)
+        ends = world.group((line["pp"][0], line["pp"][-1])) if is_end else None
         return cls(
-            layout=layout,
-            rank=rank,
-            at=at,
-            **groups,
+            layout=layout, rank=rank, at=at, world=world, ends=ends,
+            **{axis: world.group(ranks) for axis, ranks in line.items()},
             pp_back=world.group(line["pp"], purpose="backward"),
             dp_control=world.group(line["dp"], purpose="control"),
             all=world.group(layout.ranks),
-            ends=ends,
-            world=world,
         )
 
     def tp_subgroup(self, indices: Sequence[int]) -> Group:

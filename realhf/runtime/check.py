@@ -10,7 +10,6 @@ from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainSt
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import Action, compile_actions, complete_plan, home_layouts
 
@@ -39,16 +38,17 @@ class Program:
 def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world_size: int) -> Program:
     """Checks everything that can be known before the first step, and compiles the actions.
 
-    Without a plan, every call is split over all ranks by dp. Raises ValueError with one sentence about the first fault.
+    Without a plan, every call is split over all ranks by dp. Raises ValueError about the first fault.
     """
     _check_numbers(experiment)
     roles, graph, eval_graph = experiment.roles(), experiment.resolved_graph(), _eval_graph(experiment)
     for call in graph.calls:
-        _check_call(call, roles)
+        _check_call(call, roles, batch_size=experiment.batch_size)
     if plan is None:
         plan = ExecutionPlan.single(graph, Layout.parse(f"d{world_size}@0-{world_size - 1}"))
     plan = complete_plan(plan, graph)
-    names, eval_names = ([call.name for call in g.calls] if g is not None else [] for g in (graph, eval_graph))
+    names = [call.name for call in graph.calls]
+    eval_names = [call.name for call in eval_graph.calls] if eval_graph is not None else []
     plan.check(graph, world_size=world_size, also=eval_names)
     homes = home_layouts(graph, plan, roles)
     _check_models(roles)
@@ -66,19 +66,20 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
 
 
 def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
-    """The evaluation, with a last call on rank 0 that keeps the answers, beside them what eval.jsonl shall show."""
+    """The evaluation, with a last call on rank 0 that keeps the answers for eval.jsonl."""
     graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
     if graph is None:
         return None
     rows = _rows(experiment, "eval_dataset", graph)
     shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
-    record = FunctionCall("eval_record", "host", (*shown, "completion", "score"), work=HostFunction(_keep_answers))
+    keys = (*shown, "completion", "score")
+    record = FunctionCall("eval_record", "host", keys, work=HostFunction(_keep_answers))
     return graph.add(record, inputs=[key for key in shown if key not in graph.inputs])
 
 
 def _keep_answers(batch: Any, context: Any) -> dict[str, Any]:
-    columns = {key: column if isinstance(column, list) else column.tolist() for key, column in batch.fields.items()}
-    context.answers = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    columns = [column if isinstance(column, list) else column.tolist() for column in batch.fields.values()]
+    context.answers = [dict(zip(batch.fields, row, strict=True)) for row in zip(*columns, strict=True)]
     return {}
 
 
@@ -91,7 +92,7 @@ def _check_numbers(experiment: Experiment) -> None:
             raise ValueError(f"{name} is {getattr(experiment, name)}: it must not be negative")
 
 
-def _check_call(call: FunctionCall, roles: Mapping[str, Role]) -> None:
+def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: int) -> None:
     legal = _WORK_OF_KIND[call.kind]
     if not isinstance(call.work, legal):
         names = " or ".join(cls.__name__ for cls in legal)
@@ -99,6 +100,9 @@ def _check_call(call: FunctionCall, roles: Mapping[str, Role]) -> None:
             f"call {call.name!r} of kind {call.kind!r} has work {type(call.work).__name__}: "
             f"it must be {names}"
         )
+    if call.work.num_minibatches > batch_size:
+        minibatches = call.work.num_minibatches
+        raise ValueError(f"call {call.name!r} has {minibatches} minibatches: at most batch_size {batch_size}")
     if call.role is None:
         return
     if call.role not in roles:

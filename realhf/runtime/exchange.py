@@ -1,8 +1,8 @@
 """Routing samples from the ranks that hold a call's inputs to the ranks that run it.
 
-Every participant learns all sample ids and lengths and derives the same assignment of samples to data shards; then
-one packed message goes to every rank that lacks something. Samples are small beside parameters: they travel between
-hosts' memories, over the control group.
+Every participant learns all sample ids and lengths and derives the same assignment of samples to data shards;
+then one packed message goes to every rank that lacks something. Samples are small beside parameters: they
+travel from host memory to host memory, over the control group.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Routing:
 
 
 def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[list[int]]]:
-    """Sample ids by mini-batch and data shard, each list in rising order; mini-batches do not depend on `dp`."""
+    """Sample ids by mini-batch and data shard, in rising order; mini-batches do not depend on `dp`."""
     groups: dict[int, list[int]] = {}
     for sample_id in sorted(costs):
         groups.setdefault(sample_id // routing.group_size, []).append(sample_id)
@@ -81,7 +81,7 @@ class Exchange:
     def _locate(
         self, sources: Sequence[Source], target: Layout, pending: list[Pending]
     ) -> tuple[dict[int, float], list[Located]]:
-        """The cost of every sample (tokens of its longest column, at least 1), and where each source has it."""
+        """Costs of samples (tokens of the longest column, at least 1), and where each source has them."""
         senders = sorted({head for source in sources for head in source.layout.heads})
         mine = [None if s.batch is None else _costs(s.batch.pick(s.keys)) for s in sources]
         if self._rank in senders:
@@ -96,10 +96,12 @@ class Exchange:
                     where[sample_id] = (sender, index)
                     costs[sample_id] = max(costs.get(sample_id, 1.0), cost)
         for source, where in zip(sources, located, strict=True):
-            assert where.keys() == costs.keys(), f"the columns {source.keys} are of other samples than the rest"
+            assert where.keys() == costs.keys(), f"{source.keys} are of other samples than the rest"
         return costs, located
 
-    def _send(self, source: Source, where: Located, wanted: dict[int, list[int]], pending: list[Pending]) -> None:
+    def _send(
+        self, source: Source, where: Located, wanted: dict[int, list[int]], pending: list[Pending]
+    ) -> None:
         if source.batch is None:
             return
         batch = source.batch.pick(source.keys)
@@ -125,7 +127,8 @@ class Exchange:
 
 def _costs(batch: Batch) -> list[tuple[int, float]]:
     lengths = [column.lengths for column in batch.fields.values() if isinstance(column, Packed)]
-    return [(sample_id, float(max((n[i] for n in lengths), default=1))) for i, sample_id in enumerate(batch.ids)]
+    longest = [max(sizes) for sizes in zip(*lengths, strict=True)] or [1] * len(batch)
+    return [(sample_id, float(size)) for sample_id, size in zip(batch.ids, longest, strict=True)]
 
 
 def _rows(where: Located, ids: Sequence[int], rank: int) -> list[int]:

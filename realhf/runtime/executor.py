@@ -1,4 +1,4 @@
-"""Walks through the actions of a step on this rank: reallocate, move data, run calls; and keeps the time of each."""
+"""Walks through the actions of a step on this rank: reallocate, move data, run calls; and times them."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,7 +120,8 @@ class Executor:
         assert call.role is not None
         max_tokens = self.plan[call.name].micro_batch_tokens
         with record.timed(rank=rank, name=call.name, kind=call.kind) as event:
-            result = self.store.engine(call.role, layout).run(call, minibatches, micro_batch_tokens=max_tokens)
+            engine = self.store.engine(call.role, layout)
+            result = engine.run(call, minibatches, micro_batch_tokens=max_tokens)
             if rank in layout.heads:
                 read = [b[call.inputs[0]] for b in minibatches]
                 if call.kind == "generate":
@@ -140,14 +141,16 @@ class Executor:
         return columns
 
 
-def call_host_function(call: FunctionCall, batch: Batch, context: HostContext) -> tuple[Batch, Mapping[str, float]]:
-    """The declared output columns and the metrics of a host call. Raises UserError when columns are missing or wrong."""
+def call_host_function(
+    call: FunctionCall, batch: Batch, context: HostContext
+) -> tuple[Batch, Mapping[str, float]]:
+    """The output columns and the metrics of a host call. Raises UserError where columns are missing."""
     assert isinstance(call.work, HostFunction)
     answer = call.work.function(batch, context)
     columns, metrics = answer if isinstance(answer, tuple) else (answer, {})
     for key in call.outputs:
         if key not in (columns or {}):
-            raise UserError(f"host call {call.name!r} returned no column {key!r}, which it declares as an output")
+            raise UserError(f"host call {call.name!r} returned no column {key!r}, which it declares")
     try:
         return Batch(batch.ids, {key: columns[key] for key in call.outputs}), metrics
     except ValueError as error:

@@ -1,12 +1,11 @@
-"""ModelStore: the shards of every role on this rank, one per layout in which the role is used, and their
-reallocation.
-"""
+"""ModelStore: this rank's shards of every role, one per layout in use, and their reallocation."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from realhf.dist.group import World
 from realhf.engine.native import DTYPES, NativeEngine
+from realhf.engine.work import OptimizerConfig
 from realhf.experiment import Role
 from realhf.layout import Layout
 from realhf.param_spec import model_spec
@@ -15,52 +14,38 @@ from realhf.runtime.actions import Action, Reallocate, Run
 
 
 class ModelStore:
-    """Versions count the updates of a role; they run the same on every rank, whether it holds the role or
-    not, so that all agree on which copies are out of date.
-    """
+    """Versions count the updates of a role. Every rank counts, so that all agree on which copies are old."""
 
     def __init__(
-        self,
-        world: World,
-        roles: Mapping[str, Role],
-        homes: Mapping[str, Layout],
-        actions: Sequence[Action],
-        *,
-        seed: int,
+        self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Sequence[Action],
+        *, seed: int,
     ) -> None:
-        self._world = world
-        self._roles = roles
-        self.homes = homes
+        self._world, self._roles, self.homes = world, roles, homes
+        self._specs = {name: model_spec(role.config()) for name, role in roles.items()}
         self._engines: dict[tuple[str, Layout], NativeEngine] = {}
         self._reallocators: dict[Reallocate, Reallocator] = {}
-        self._versions: dict[tuple[str, Layout], int] = {(role, home): 0 for role, home in homes.items()}
-        specs = {name: model_spec(role.config()) for name, role in roles.items()}
+        self._versions = {(role, home): 0 for role, home in homes.items()}
         for name, role in roles.items():
-            self._create(name, role, homes[name], specs, optimizer=True)
+            self._create(name, homes[name], optimizer=role.optimizer)
             if world.rank in homes[name]:
-                directory = None if role.random_init else Path(role.model)
-                self._engines[name, homes[name]].load(directory, seed=seed)
+                self.engine(name, homes[name]).load(None if role.random_init else Path(role.model), seed=seed)
         for action in actions:
             if isinstance(action, Run) and action.call.role is not None:
-                self._create(action.call.role, roles[action.call.role], action.layout, specs, optimizer=False)
+                self._create(action.call.role, action.layout, optimizer=None)
         staging = Staging(world.device)
-        for action in dict.fromkeys(a for a in actions if isinstance(a, Reallocate)):
-            if self._involves(action):
+        for action in actions:
+            if isinstance(action, Reallocate) and action not in self._reallocators and self._involves(action):
+                spec, dtype = self._specs[action.source_role], DTYPES[roles[action.target_role].dtype]
+                source, target = action.source, action.target
                 self._reallocators[action] = Reallocator(
-                    specs[action.source_role],
-                    source=action.source,
-                    target=action.target,
-                    world=world,
-                    dtype=DTYPES[roles[action.target_role].dtype],
-                    staging=staging,
+                    spec, source=source, target=target, world=world, dtype=dtype, staging=staging
                 )
 
-    def _create(self, name: str, role: Role, layout: Layout, specs: Mapping, *, optimizer: bool) -> None:
-        if self._world.rank in layout and (name, layout) not in self._engines:
-            config = role.optimizer if optimizer else None
-            self._engines[name, layout] = NativeEngine(
-                specs[name], layout, self._world, dtype=role.dtype, optimizer=config
-            )
+    def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
+        if self._world.rank in layout and (role, layout) not in self._engines:
+            spec, dtype = self._specs[role], self._roles[role].dtype
+            engine = NativeEngine(spec, layout, self._world, dtype=dtype, optimizer=optimizer)
+            self._engines[role, layout] = engine
 
     def _involves(self, action: Reallocate) -> bool:
         return self._world.rank in action.source or self._world.rank in action.target
@@ -74,30 +59,22 @@ class ModelStore:
 
     def is_due(self, action: Reallocate) -> bool:
         """Whether the target is older than the source; a follower always takes its part."""
-        if action.rate is not None:
-            return True
         source = self._versions[action.source_role, action.source]
-        return self._versions.get((action.target_role, action.target), -1) < source
+        return action.rate is not None or self._versions.get((action.target_role, action.target), -1) < source
 
     def reallocate(self, action: Reallocate) -> ReallocStats | None:
-        """Carries out a reallocation that is due; None on ranks that hold neither side. Every rank calls
-        this.
-        """
+        """Carries out a reallocation that is due; None on ranks without a part. Every rank calls this."""
         stats = None
         if self._involves(action):
-            source = self._engines.get((action.source_role, action.source))
-            target = self._engines.get((action.target_role, action.target))
-            stats = self._reallocators[action].run(
-                None if source is None else source.shards(),
-                None if target is None else target.shards(),
-                eta=1.0 if action.rate is None else action.rate,
-            )
+            ends = ((action.source_role, action.source), (action.target_role, action.target))
+            engines = [self._engines.get(end) for end in ends]
+            shards = [None if engine is None else engine.shards() for engine in engines]
+            stats = self._reallocators[action].run(*shards, eta=1.0 if action.rate is None else action.rate)
         if action.rate is not None:
             self.updated(action.target_role)
         else:
-            self._versions[action.target_role, action.target] = self._versions[
-                action.source_role, action.source
-            ]
+            version = self._versions[action.source_role, action.source]
+            self._versions[action.target_role, action.target] = version
         return stats
 
     def export(self, role: str, directory: Path) -> None:

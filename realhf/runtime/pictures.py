@@ -45,7 +45,7 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _draw_timeline(events: list[dict[str, Any]], path: Path) -> Path:
-    """Of the steps in which the most different things happened, the one of median length: who did what when."""
+    """Who did what when, in the step of median length among those where most different things happened."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         by_step.setdefault(event["step"], []).append(event)

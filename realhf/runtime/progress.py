@@ -1,6 +1,4 @@
-"""What a person sees while a run goes on: a live table on a terminal, plain lines otherwise. On standard
-error.
-"""
+"""What a person sees of a run, on standard error: a live table on a terminal, plain lines otherwise."""
 
 from collections.abc import Mapping, Sized
 from pathlib import Path
@@ -29,24 +27,20 @@ _ROWS = 12
 
 
 class Progress:
-    """Shows one row per step. `quiet` shows nothing (all ranks but the first)."""
+    """Shows one row per step on rank 0."""
 
-    def __init__(self, program: Program, *, quiet: bool) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
-        self._quiet = quiet
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._rows: list[tuple[str, Mapping[str, float]]] = []
-        self._score: float | None = None
+        self._score = ""
 
     def start(self, dataset: Sized | None, eval_batch: Sized | None) -> None:
-        if self._quiet:
-            return
-        experiment, plan = self._program.experiment, self._program.plan
-        samples = experiment.batch_size * experiment.group_size
+        e, plan = self._program.experiment, self._program.plan
         self._console.print(
-            f"{experiment.steps} steps of {experiment.batch_size} prompts x {experiment.group_size} = "
-            f"{samples} samples; {len(dataset or ())} training prompts, {len(eval_batch or ())} held out"
+            f"{e.steps} steps of {e.batch_size} prompts x {e.group_size} = {e.batch_size * e.group_size} "
+            f"samples; {len(dataset or ())} training prompts, {len(eval_batch or ())} held out"
         )
         for call in self._program.graph.order:
             self._console.print(f"  {call.name:<18} {call.kind:<10} {plan[call.name].layout}")
@@ -55,49 +49,40 @@ class Progress:
             self._live.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._quiet:
-            return
-        if self._live is None:
-            if step % self._program.experiment.log_every:
-                return
+        label = f"{step}/{self._program.experiment.steps}"
+        self._rows.append((label, metrics))
+        if self._live is not None:
+            self._live.update(self._table())
+        elif step % self._program.experiment.log_every == 0:
             shown = [f"{title} {metrics[name]:.4g}" for name, title in _COLUMNS.items() if name in metrics]
-            self._console.print(f"step {step}/{self._program.experiment.steps}: " + ", ".join(shown))
-            return
-        self._rows.append((f"{step}/{self._program.experiment.steps}", metrics))
-        self._live.update(self._table())
+            self._console.print(f"step {label}: {', '.join(shown)}")
 
     def evaluation(self, step: int, score: float) -> None:
-        if self._quiet:
-            return
-        self._score = score
-        if self._live is None:
-            self._console.print(f"held-out score after step {step}: {score:.3f}")
-        else:
+        self._score = f"held-out score after step {step}: {score:.3f}"
+        if self._live is not None:
             self._live.update(self._table())
+        else:
+            self._console.print(self._score)
 
     def finish(self, summary: Mapping[str, Any], out: Path | None) -> None:
-        if self._quiet:
-            return
         if self._live is not None:
             self._live.stop()
-        if summary["eval_first"] is not None:
-            self._console.print(
-                f"held-out score: {summary['eval_first']:.3f} before, {summary['eval_last']:.3f} after"
-            )
+        lines = []
+        first, last = summary["eval_first"], summary["eval_last"]
+        if first is not None:
+            lines.append(f"held-out score: {first:.3f} before, {last:.3f} after")
         for role, realloc in summary["realloc"].items():
-            self._console.print(
-                f"reallocated {role}: {realloc['bytes_per_step'] / 1e6:.2f} MB per step, busiest wire at "
-                f"{realloc['over_bound']:.2f} x its lower bound"
-            )
+            moved, over = realloc["bytes_per_step"] / 1e6, realloc["over_bound"]
+            where = f"busiest wire at {over:.2f} x its lower bound"
+            lines.append(f"reallocated {role}: {moved:.2f} MB per step, {where}")
         if out is not None:
-            self._console.print(
-                f"metrics, pictures and TensorBoard files: {out}\nHugging Face model: {summary['hf_dir']}"
-            )
+            lines.append(f"metrics, pictures and TensorBoard files: {out}")
+            lines.append(f"Hugging Face model: {summary['hf_dir']}")
+        self._console.print("\n".join(lines))
 
     def _table(self) -> Table:
         names = [name for name in _COLUMNS if self._rows and name in self._rows[-1][1]]
-        caption = None if self._score is None else f"held-out score {self._score:.3f}"
-        table = Table("step", *(_COLUMNS[name] for name in names), caption=caption)
+        table = Table("step", *(_COLUMNS[name] for name in names), caption=self._score)
         for label, metrics in self._rows[-_ROWS:]:
             table.add_row(label, *(f"{metrics[name]:.4g}" if name in metrics else "" for name in names))
         return table

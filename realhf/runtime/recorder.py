@@ -11,39 +11,33 @@ from realhf.runtime.pictures import draw_pictures
 
 
 def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
-    """The step's metrics from all ranks' records: weighted means, slowest-rank times, summed bytes."""
-    sums: dict[str, float] = {}
-    weights: dict[str, float] = {}
-    for record in records:
-        for name, value, weight in record.metrics:
-            sums[name] = sums.get(name, 0.0) + value * weight
-            weights[name] = weights.get(name, 0.0) + weight
-    merged = {name: total / weights[name] for name, total in sums.items()}
-    trained_tokens: dict[str, float] = {}
-    for event in (e for record in records for e in record.events):
-        seconds, name = event["end"] - event["start"], event["name"]
-        if event["kind"] == "realloc":
-            _raise_to(merged, f"timing_s/realloc/{name}", seconds)
-            merged[f"realloc_bytes/{name}"] = merged.get(f"realloc_bytes/{name}", 0.0) + event["sent_bytes"]
-            _raise_to(merged, f"realloc_over_bound/{name}", event["over_bound"])
-        elif event["kind"] != "move":
-            _raise_to(merged, f"timing_s/{name}", seconds)
-            if event["kind"] == "train_step":
-                trained_tokens[name] = trained_tokens.get(name, 0.0) + event.get("num_tokens", 0)
-    if trained_tokens:
-        merged["perf/trained_tokens"] = next(iter(trained_tokens.values()))
+    """The step's metrics from all ranks' records: weighted means, slowest times, sums of bytes and tokens."""
+    parts: dict[str, list[tuple[float, float]]] = {}
+    for name, value, weight in (metric for record in records for metric in record.metrics):
+        parts.setdefault(name, []).append((value, weight))
+    merged = {n: sum(v * w for v, w in part) / sum(w for _, w in part) for n, part in parts.items()}
+    tokens: dict[str, int] = {}
+    for event in (e for record in records for e in record.events if e["kind"] != "move"):
+        name, is_realloc = event["name"], event["kind"] == "realloc"
+        timing = f"timing_s/realloc/{name}" if is_realloc else f"timing_s/{name}"
+        merged[timing] = max(merged.get(timing, 0.0), event["end"] - event["start"])
+        if is_realloc:
+            total, over = f"realloc_bytes/{name}", f"realloc_over_bound/{name}"
+            merged[total] = merged.get(total, 0.0) + event["sent_bytes"]
+            merged[over] = max(merged.get(over, 1.0), event["over_bound"])
+        elif event["kind"] == "train_step":
+            tokens[name] = tokens.get(name, 0) + event.get("num_tokens", 0)
+    if tokens:
+        merged["perf/trained_tokens"] = float(next(iter(tokens.values())))
     return merged
-
-
-def _raise_to(values: dict[str, float], name: str, value: float) -> None:
-    values[name] = max(values.get(name, value), value)
 
 
 class Recorder:
     """metrics.jsonl, timeline.jsonl, TensorBoard, eval.jsonl and summary.json in `directory`."""
 
     def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here, as it takes a second and only one rank needs it
+        # Here, as it takes a second and only one rank needs it.
+        from torch.utils.tensorboard import SummaryWriter
 
         self.directory = directory
         self._metrics = (directory / "metrics.jsonl").open("w")

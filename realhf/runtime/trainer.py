@@ -31,7 +31,7 @@ class RunResult:
 class Trainer:
     """Runs a checked program on this world; rank 0 writes the run directory `out`, if there is one."""
 
-    def __init__(self, program: Program, world: World, *, out: Path | None = None, quiet: bool = False) -> None:
+    def __init__(self, program: Program, world: World, *, out: Path | None = None, quiet: bool = False):
         self._program, self._world, self._out = program, world, out
         self._is_main = world.rank == 0
         experiment = program.experiment
@@ -50,7 +50,7 @@ class Trainer:
         self._executor = Executor(world, program.actions, *common, experiment.group_size)
         self._evaluator = Executor(world, program.eval_actions, *common, 1) if program.eval_graph else None
         self._recorder = Recorder(out) if self._is_main and out is not None else None
-        self._progress = Progress(program, quiet=quiet or not self._is_main)
+        self._progress = Progress(program) if self._is_main and not quiet else None
         self._sent: Pending | None = None
         if self._recorder is not None:
             self._recorder.start(_to_json(experiment), program.plan)
@@ -59,7 +59,8 @@ class Trainer:
         experiment, started = self._program.experiment, time.time()
         history: list[dict[str, float]] = []
         scores: list[float] = []
-        self._progress.start(self._loader, self._eval_batch)
+        if self._progress is not None:
+            self._progress.start(self._loader, self._eval_batch)
         if self._evaluator is not None:
             scores.append(self._evaluate(step=0))
             self._record(0, {"eval/score": scores[-1]}, [])
@@ -91,7 +92,8 @@ class Trainer:
         metrics = merge_metrics(records)
         metrics["timing_s/step"] = time.time() - started
         metrics["perf/tokens_per_s"] = metrics.pop("perf/trained_tokens", 0.0) / metrics["timing_s/step"]
-        self._progress.step(step, metrics)
+        if self._progress is not None:
+            self._progress.step(step, metrics)
         return metrics, records
 
     def _evaluate(self, step: int) -> float:
@@ -104,7 +106,8 @@ class Trainer:
         score = sum(row["score"] for row in rows) / len(rows)
         if self._recorder is not None:
             self._recorder.evaluation(rows)
-        self._progress.evaluation(step, score)
+        if self._progress is not None:
+            self._progress.evaluation(step, score)
         return score
 
     def _record(self, step: int, metrics: Mapping[str, float], records: list[StepRecord]) -> None:
@@ -122,7 +125,7 @@ class Trainer:
         return [record, *(StepRecord(**control.recv_json(rank)) for rank in range(1, self._world.size))]
 
     def _export(self, step: int) -> None:
-        """Trainable roles as Hugging Face directories: the first at hf/step_N, others in folders of their names there."""
+        """Trainable roles as Hugging Face directories: the first at hf/step_N, others in folders there."""
         if self._out is None:
             return
         trainable = [name for name, role in self._program.roles.items() if role.optimizer is not None]
@@ -132,8 +135,9 @@ class Trainer:
             if self._is_main:
                 self._context.tokenizer.save_pretrained(directory)
 
-    def _finish(self, history: list[dict[str, float]], scores: list[float], *, seconds: float) -> dict[str, Any]:
-        roles = sorted({name.split("/", 1)[1] for m in history for name in m if name.startswith("realloc_bytes/")})
+    def _finish(
+        self, history: list[dict[str, float]], scores: list[float], *, seconds: float
+    ) -> dict[str, Any]:
         steps = self._program.experiment.steps
         summary: dict[str, Any] = {
             "eval_first": scores[0] if scores else None,
@@ -141,17 +145,17 @@ class Trainer:
             "steps": steps,
             "seconds": seconds,
             "hf_dir": str(self._out / "hf" / f"step_{steps}") if self._out else None,
-            "realloc": {
-                role: {
-                    "bytes_per_step": max(m.get(f"realloc_bytes/{role}", 0.0) for m in history),
-                    "over_bound": max(m.get(f"realloc_over_bound/{role}", 1.0) for m in history),
-                }
-                for role in roles
-            },
+            "realloc": {},
         }
+        for role in self._program.roles:
+            moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]
+            over = [m[f"realloc_over_bound/{role}"] for m in history if f"realloc_over_bound/{role}" in m]
+            if moved:
+                summary["realloc"][role] = {"bytes_per_step": max(moved), "over_bound": max(over)}
         if self._recorder is not None:
             self._recorder.finish(summary)
-        self._progress.finish(summary, self._out)
+        if self._progress is not None:
+            self._progress.finish(summary, self._out)
         return summary
 
     def _check_vocabulary(self) -> None:

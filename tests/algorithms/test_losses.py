@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realhf.algorithms.grpo import PolicyLoss, PolicyLossConfig
+from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.ppo import ValueLoss
 from realhf.algorithms.sft import CrossEntropy
 from realhf.data.batch import Batch, Packed

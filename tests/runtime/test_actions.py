@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realhf.data.loader import Loader, load_tokenizer
+from realhf.data.loader import Loader
 from realhf.engine.work import OptimizerConfig
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -15,7 +15,6 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.actions import DATASET, Move, Reallocate, Run, compile_actions, home_layouts
 from realhf.runtime.check import compile_program
-from realhf.runtime.exchange import Exchange
 from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.models import ModelStore
 from tests.runtime.tiny import make_experiment, write_task
@@ -221,7 +220,7 @@ def _follow(world, task, out):
     calls = {"actor_generate": "d4@0-3", "ref_forward": "p2@2-3", "actor_train": "d2t2@0-3"}
     plan = ExecutionPlan({name: CallPlan(Layout.parse(layout)) for name, layout in calls.items()})
     program = compile_program(experiment, plan, world_size=4)
-    context = HostContext(load_tokenizer(str(task)))
+    context = HostContext(str(task))
     loader = Loader(
         experiment.dataset,
         keys=program.graph.inputs,
