@@ -1,6 +1,4 @@
-"""realhf: reinforcement learning of language models as a dataflow graph whose calls each have their own
-layout.
-"""
+"""realhf: reinforcement learning of language models as a dataflow graph, every call in its own layout."""
 
 import importlib
 from typing import Any
@@ -13,16 +11,8 @@ _PUBLIC = {
     "algorithms.verifier": ("Verifier",),
     "cluster": ("Cluster",),
     "data.dataset": ("DatasetConfig",),
-    "engine.work": (
-        "Generate",
-        "HostFunction",
-        "LogProbs",
-        "OptimizerConfig",
-        "SamplingConfig",
-        "Scores",
-        "TrainStep",
-        "Values",
-    ),
+    "engine.work": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
+                    "TrainStep", "Values"),
     "experiment": ("Experiment", "Role"),
     "graph": ("DataflowGraph", "FunctionCall"),
     "layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
@@ -40,7 +30,3 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'realhf' has no attribute {name!r}")
     return getattr(importlib.import_module(f"realhf.{_MODULE_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -1,6 +1,5 @@
 """The command line. Free of torch; commands that need it are loaded when they are called."""
 
-import argparse
 import contextlib
 import difflib
 import importlib
@@ -11,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -26,13 +26,12 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.check import Program, compile_program
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
-_TYRO = (tyro.conf.AvoidSubcommands,)
-"""Optional parts of an experiment that are set can be overridden like any other field."""
+_TYRO = (tyro.conf.AvoidSubcommands,)  # Optional parts that are set can be overridden like any other field.
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run as the command line describes it. `argv` repeats it for the workers."""
+    """A run as the command line describes it; `argv` with `--out` repeats it for the workers."""
 
     program: Program
     num_ranks: int
@@ -41,14 +40,13 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code: 0 done, 2 wrong input (one sentence on standard error), 1
-    anything else.
-    """
+    """Runs a command. Exit code 0: done, 2: wrong input (one sentence on stderr), 1: anything else."""
     setup_logging()
     argv = sys.argv[1:] if argv is None else argv
     try:
         options, overrides = _parser().parse_known_args(argv)
-        return options.command(options, overrides, argv)
+        experiment = _experiment(options, overrides)
+        return EXIT_DONE if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"realhf: {error}", file=sys.stderr)
@@ -58,79 +56,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="realhf", description=importlib.import_module("realhf").__doc__, allow_abbrev=False
-    )
+def _parser() -> ArgumentParser:
+    description = importlib.import_module("realhf").__doc__
+    parser = _Parser(prog="realhf", description=description, allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", required=True)
-    run = _add_command(
-        commands, "run", _run, "train: run an experiment on local workers, or as one worker under torchrun"
-    )
+    text = "train: run an experiment on local workers, or as one worker under torchrun"
+    run = _add_command(commands, "run", _run, text)
     run.add_argument("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     run.add_argument("--out", help="run directory; default: a new one below runs/")
-    check = _add_command(
-        commands, "check", _check, "find what is wrong with an experiment and a plan, without running it"
-    )
-    check.add_argument(
-        "--nproc", type=int, help="number of ranks to check against; default: as many as the plan uses"
-    )
-    check.add_argument(
-        "--cluster", help="cluster file or shipped name, whose number of devices is checked against"
-    )
+    text = "find what is wrong with an experiment and a plan, without running it"
+    check = _add_command(commands, "check", _check, text)
+    check.add_argument("--nproc", type=int, help="ranks to check against; default: as many as the plan uses")
+    check.add_argument("--cluster", help="cluster file or shipped name: its devices are the ranks")
     check.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
 
-def _add_command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, function: Any, text: str) -> ArgumentParser:
     command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)
     command.set_defaults(command=function, parser=command)
-    command.add_argument(
-        "experiment", nargs="?", metavar="EXP.py", help="Python file that defines `experiment`"
-    )
-    command.add_argument(
-        "--plan", help="plan file or shipped name; default: every call split over all ranks by dp"
-    )
-    command.add_argument(
-        "-h",
-        "--help",
-        action="store_true",
-        help="this help; with EXP.py also every field that can be overridden",
-    )
+    add = command.add_argument
+    add("experiment", nargs="?", metavar="EXP.py", help="Python file that defines `experiment`")
+    add("--plan", help="plan file or shipped name; default: every call split over all ranks by dp")
+    add("-h", "--help", action="store_true", help="this help; with EXP.py also every field to override")
     return command
 
 
-def _run(options: argparse.Namespace, overrides: list[str], argv: Sequence[str]) -> int:
-    if (experiment := _experiment(options, overrides)) is None:
-        return EXIT_DONE
+def _run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     is_worker = "TORCHELASTIC_RUN_ID" in os.environ
     if is_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
-        raise UserError(
-            f"--nproc {options.nproc}: under torchrun the number of workers comes from torchrun, leave it out"
-        )
-    plan = _plan(options)
-    num_ranks = int(os.environ["WORLD_SIZE"]) if is_worker else _num_ranks(options, plan)
-    program = _compile(experiment, plan, options, num_ranks)
+        why = "under torchrun the number of workers comes from torchrun, leave it out"
+        raise UserError(f"--nproc {options.nproc}: {why}")
+    program, num_ranks = _compile(experiment, options, int(os.environ["WORLD_SIZE"]) if is_worker else None)
     out = None if is_worker and options.out is None else _run_directory(options)
-    words = list(argv) if options.out is not None or out is None else [*argv, "--out", str(out)]
-    job = Job(program, num_ranks, out, tuple(words))
+    job = Job(program, num_ranks, out, tuple(argv))
     if is_worker or num_ranks == 1:
         return importlib.import_module("realhf.worker").work(job)
     return importlib.import_module("realhf.launch").launch(job)
 
 
-def _check(options: argparse.Namespace, overrides: list[str], argv: Sequence[str]) -> int:
-    if (experiment := _experiment(options, overrides)) is None:
-        return EXIT_DONE
-    plan = _plan(options)
-    num_ranks = _num_ranks(options, plan)
-    if options.cluster is not None and options.nproc is None:
-        num_ranks = _user(Cluster.load, options.cluster).num_devices
-    program = _compile(experiment, plan, options, num_ranks)
+def _check(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+    by_cluster = options.cluster is not None and options.nproc is None
+    num_devices = Cluster.load(options.cluster).num_devices if by_cluster else None
+    program, num_ranks = _compile(experiment, options, num_devices)
     if options.json:
         homes = {role: str(layout) for role, layout in program.homes.items()}
         print(json.dumps({"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes}))
@@ -141,21 +114,15 @@ def _check(options: argparse.Namespace, overrides: list[str], argv: Sequence[str
     return EXIT_DONE
 
 
-def _experiment(options: argparse.Namespace, overrides: list[str]) -> Experiment | None:
+def _experiment(options: Namespace, overrides: list[str]) -> Experiment | None:
     """The experiment with its overrides; None when help was asked for and given."""
     if options.help:
         print(options.parser.format_help())
         if options.experiment is not None:
             experiment = load_experiment(options.experiment)
             with contextlib.suppress(SystemExit):
-                tyro.cli(
-                    type(experiment),
-                    default=experiment,
-                    args=["--help"],
-                    prog="overrides:",
-                    description="",
-                    config=_TYRO,
-                )
+                tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:",
+                         description="", config=_TYRO)
         return None
     if options.experiment is None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
@@ -163,16 +130,16 @@ def _experiment(options: argparse.Namespace, overrides: list[str]) -> Experiment
 
 
 def load_experiment(name: str) -> Experiment:
-    """Executes the user's file and returns its `experiment`."""
+    """Executes the user's file, as a module whose name hides no other, and returns its `experiment`."""
     path = Path(name)
     if not path.is_file():
         raise UserError(f"experiment {name!r}: there is no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"realhf_experiment_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"experiment {name}: it must be a Python file, whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[spec.name] = module
+    sys.path.append(str(path.parent.resolve()))  # Its neighbours may be imported, but hide no other module.
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
             spec.loader.exec_module(module)
@@ -182,9 +149,8 @@ def load_experiment(name: str) -> Experiment:
         raise UserError(f"experiment {name}{line}: {type(error).__name__}: {error}") from error
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
-        raise UserError(
-            f"experiment {name}: it must define `experiment`, an Experiment such as realhf.GRPO(...)"
-        )
+        must = "it must define `experiment`, an Experiment such as realhf.GRPO(...)"
+        raise UserError(f"experiment {name}: {must}")
     return experiment
 
 
@@ -195,18 +161,14 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     complaints = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(complaints):
-            changed, unknown = tyro.cli(
-                type(experiment), default=experiment, args=list(words), return_unknown_args=True, config=_TYRO
-            )
-    except SystemExit as error:
-        raise UserError(f"overrides {' '.join(words)!r}: {_sentence(complaints.getvalue())}") from error
-    except ValueError as error:
-        raise UserError(f"overrides {' '.join(words)!r}: {error}") from error
+            changed, unknown = tyro.cli(type(experiment), default=experiment, args=list(words),
+                                        return_unknown_args=True, config=_TYRO)
+    except (SystemExit, ValueError) as error:
+        complaint = error if isinstance(error, ValueError) else _sentence(complaints.getvalue())
+        raise UserError(f"overrides {' '.join(words)!r}: {complaint}") from error
     if unknown:
-        legal = [f"--{name}" for name in _field_names(experiment)]
-        near = difflib.get_close_matches(
-            unknown[0].replace("_", "-"), [n.replace("_", "-") for n in legal], n=3, cutoff=0.5
-        )
+        legal = [f"--{name.replace('_', '-')}" for name in _field_names(experiment)]
+        near = difflib.get_close_matches(unknown[0].replace("_", "-"), legal, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"legal are {', '.join(legal)}"
         raise UserError(f"unknown override {unknown[0]!r}: {hint}")
     return changed
@@ -215,48 +177,30 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
 def _sentence(complaint: str) -> str:
     """What tyro says in its box: the first part below the title, on one line."""
     parts = [" ".join(part.split()) for part in re.split(r"[─-]{3,}", re.sub(r"[│╭╮╰╯]", " ", complaint))]
-    parts = [part for part in parts if part]
-    return parts[min(1, len(parts) - 1)]
+    return [part for part in parts if part][:2][-1]
 
 
-def _field_names(config: Any, prefix: str = "") -> list[str]:
-    names = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        nested = is_dataclass(value) and not isinstance(value, type)
-        names += _field_names(value, f"{prefix}{field.name}.") if nested else [f"{prefix}{field.name}"]
-    return names
+def _field_names(value: Any, name: str = "") -> list[str]:
+    if not is_dataclass(value) or isinstance(value, type):
+        return [name]
+    parts = [(getattr(value, field.name), f"{name}.{field.name}".lstrip(".")) for field in fields(value)]
+    return [name for part in parts for name in _field_names(*part)]
 
 
-def _plan(options: argparse.Namespace) -> ExecutionPlan | None:
-    return None if options.plan is None else _user(ExecutionPlan.load, options.plan)
-
-
-def _num_ranks(options: argparse.Namespace, plan: ExecutionPlan | None) -> int:
+def _compile(experiment: Experiment, options: Namespace, num_ranks: int | None) -> tuple[Program, int]:
+    """The program and its number of ranks: as given, else what --nproc says, else what the plan uses."""
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
-    return options.nproc or (plan.num_ranks if plan is not None else 1)
-
-
-def _compile(
-    experiment: Experiment, plan: ExecutionPlan | None, options: argparse.Namespace, num_ranks: int
-) -> Program:
+    plan = None if options.plan is None else ExecutionPlan.load(options.plan)
+    num_ranks = num_ranks or options.nproc or (plan.num_ranks if plan else 1)
     try:
-        return compile_program(experiment, plan, world_size=num_ranks)
+        return compile_program(experiment, plan, world_size=num_ranks), num_ranks
     except ValueError as error:
         about_plan = options.plan is not None and str(error).startswith("calls.")
         raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error
 
 
-def _user(function: Any, *arguments: Any) -> Any:
-    """Calls a reader of the user's input, whose ValueErrors are sentences for the user."""
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def _run_directory(options: argparse.Namespace) -> Path:
+def _run_directory(options: Namespace) -> Path:
     """The run directory: as given, if it holds no run yet; else a new one named after the experiment."""
     if options.out is not None:
         out = Path(options.out)

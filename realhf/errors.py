@@ -1,4 +1,4 @@
-"""UserError: what a user caused and can mend; the command line prints it without traceback and exits with 2."""
+"""UserError: what a user caused and can mend; printed without traceback, with exit code 2."""
 
 
 class UserError(ValueError):

@@ -1,7 +1,5 @@
 """Experiment: what a user defines - roles, graph, data and schedule. Free of torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -15,20 +13,13 @@ from realhf.model_config import ModelConfig
 class Role:
     """A model in the experiment. With an optimizer it is trainable, without it is frozen."""
 
-    model: str
-    """Hugging Face model directory; or a config.json or shipped name, together with `random_init`."""
-    head: Literal["lm", "score"] = "lm"
-    """`lm` for actors and references, `score` (one number per token) for critics and reward models."""
+    model: str  # Hugging Face model directory; or, with `random_init`, a config.json or shipped name.
+    head: Literal["lm", "score"] = "lm"  # `score`, one number per token: for critics and reward models.
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     optimizer: OptimizerConfig | None = None
-    random_init: bool = False
-    """Draw the weights at random instead of reading them."""
-    follows: str | None = None
-    """A trainable role of the same model whose moving average this role is: updated after each of its train
-    steps.
-    """
-    follow_rate: float = 0.01
-    """Share of the followed role's weights in each update."""
+    random_init: bool = False  # Draw the weights at random instead of reading them.
+    follows: str | None = None  # Role whose moving average this one is, updated after its train steps.
+    follow_rate: float = 0.01  # Share of the followed role's weights in each update.
 
     def __post_init__(self) -> None:
         if self.follows is not None and self.optimizer is not None:
@@ -42,28 +33,18 @@ class Role:
 
 @dataclass
 class Experiment:
-    """Base of all experiments; an algorithm adds its settings and overrides `roles` and `graph`.
-
-    A step draws `batch_size` prompts and works on `batch_size * group_size` samples.
-    """
+    """Base of all experiments; an algorithm adds its settings and overrides `roles` and `graph`."""
 
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    eval_dataset: DatasetConfig | None = None
-    """Held-out prompts; evaluated greedily before the first step, every `eval_every` steps and at the end."""
+    eval_dataset: DatasetConfig | None = None  # Held-out prompts, which are answered greedily.
     steps: int = 100
-    batch_size: int = 32
-    """Prompts per step."""
-    group_size: int = 1
-    """Samples per prompt."""
+    batch_size: int = 32  # Prompts per step.
+    group_size: int = 1  # Samples per prompt: a step works on `batch_size * group_size`.
     seed: int = 0
-    eval_every: int = 0
-    """Steps between evaluations; 0: only before the first and after the last step."""
-    export_every: int = 0
-    """Steps between Hugging Face exports; 0: only after the last step."""
-    log_every: int = 1
-    """Steps between printed lines."""
-    tokenizer: str | None = None
-    """Directory of the tokenizer; None: that of the first role."""
+    eval_every: int = 0  # Steps between evaluations; 0: only before the first and after the last step.
+    export_every: int = 0  # Steps between Hugging Face exports; 0: only after the last step.
+    log_every: int = 1  # Steps between printed lines.
+    tokenizer: str | None = None  # Directory of the tokenizer; None: that of the first role.
 
     def roles(self) -> dict[str, Role]:
         """Role name -> Role; the first trainable one is the model that is exported."""
@@ -74,8 +55,7 @@ class Experiment:
         raise TypeError(f"{type(self).__name__} must define graph()")
 
     def eval_graph(self) -> DataflowGraph | None:
-        """The calls of one evaluation; it must produce `completion` and `score`. None: nothing to evaluate.
-        """
+        """The calls of one evaluation, which must produce `completion` and `score`; None: no evaluation."""
         return None
 
     def resolved_graph(self) -> DataflowGraph:

@@ -12,18 +12,14 @@ KINDS = ("generate", "forward", "train_step", "host")
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A node of the graph: one kind of work on one role, with named input and output keys.
-
-    `work` says what exactly is to be done; the engine of the role (or, for `host`, the runtime) reads it,
-    the graph does not. A `host` call is plain Python and has no role.
-    """
+    """A node: one kind of work on one role (`host`: plain Python, without role), from input to output keys."""
 
     name: str
     kind: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     role: str | None = None
-    work: Any = None
+    work: Any = None  # What exactly is to be done: for the role's engine or the runtime, not for the graph.
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -37,17 +33,15 @@ class FunctionCall:
             object.__setattr__(self, field, tuple(getattr(self, field)))
         for key in self.outputs:
             if key in self.inputs:
-                raise ValueError(
-                    f"call {self.name!r} both reads and writes the key {key!r}: rename its output"
-                )
+                both = f"both reads and writes the key {key!r}"
+                raise ValueError(f"call {self.name!r} {both}: rename its output")
 
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """The calls of one step; edges follow from key names.
+    """The calls of one step; edges follow from key names. `inputs` are the keys that the dataset brings.
 
-    `inputs` are the keys that the dataset brings. Raises ValueError when a key has no producer or two, when
-    two calls share a name, when the calls form a cycle, or when there is no call at all.
+    Raises ValueError when keys have no producer or two, names repeat, or calls are missing or form a cycle.
     """
 
     calls: tuple[FunctionCall, ...]
@@ -59,25 +53,17 @@ class DataflowGraph:
         if not self.calls:
             raise ValueError("the graph has no calls: give it at least one FunctionCall")
         names = [call.name for call in self.calls]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two calls are named {name!r}: call names must differ")
-        self._check_edges()
-
-    def _check_edges(self) -> None:
-        producer: dict[str, str] = {key: "the dataset" for key in self.inputs}
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two calls are named {twice[0]!r}: call names must differ")
+        producer = dict.fromkeys(self.inputs, "the dataset")
+        for key, by in ((key, f"call {call.name!r}") for call in self.calls for key in call.outputs):
+            if key in producer:
+                raise ValueError(f"key {key!r} is produced twice: by {producer[key]} and by {by}")
+            producer[key] = by
         for call in self.calls:
-            for key in call.outputs:
-                if key in producer:
-                    raise ValueError(
-                        f"key {key!r} is produced twice: by {producer[key]} and by call {call.name!r}"
-                    )
-                producer[key] = f"call {call.name!r}"
-        for call in self.calls:
-            for key in call.inputs:
-                if key not in producer:
-                    needs = f"call {call.name!r} needs the key {key!r}, which nobody produces"
-                    raise ValueError(f"{needs}; there are: {', '.join(sorted(producer))}")
+            if missing := [key for key in call.inputs if key not in producer]:
+                needs = f"call {call.name!r} needs the key {missing[0]!r}, which nobody produces"
+                raise ValueError(f"{needs}; there are: {', '.join(sorted(producer))}")
         if not nx.is_directed_acyclic_graph(self.nx_graph):
             cycle = [edge[0] for edge in nx.find_cycle(self.nx_graph)]
             raise ValueError(f"the calls form a cycle: {' -> '.join([*cycle, cycle[0]])}")
@@ -89,8 +75,7 @@ class DataflowGraph:
         graph.add_nodes_from(call.name for call in self.calls)
         for call in self.calls:
             for key in call.inputs:
-                source = self.producer(key)
-                if source is not None:
+                if (source := self.producer(key)) is not None:
                     graph.add_edge(source.name, call.name)
                     graph.edges[source.name, call.name].setdefault("keys", []).append(key)
         return graph
@@ -105,20 +90,17 @@ class DataflowGraph:
     @cached_property
     def order(self) -> tuple[FunctionCall, ...]:
         """The calls in topological order; among calls that are ready together, as the user listed them."""
-        position = {call.name: i for i, call in enumerate(self.calls)}
-        names = nx.lexicographical_topological_sort(self.nx_graph, key=lambda name: position[name])
-        return tuple(self[name] for name in names)
+        listed = [call.name for call in self.calls].index
+        return tuple(self[name] for name in nx.lexicographical_topological_sort(self.nx_graph, key=listed))
 
     def of_role(self, role: str) -> tuple[FunctionCall, ...]:
         return tuple(call for call in self.order if call.role == role)
 
     def replace(self, *calls: FunctionCall) -> "DataflowGraph":
         """This graph with calls of the same names exchanged for these."""
-        new = {call.name: call for call in calls}
-        names = [call.name for call in self.calls]
-        for name in new:
-            if name not in names:
-                raise ValueError(f"no call is named {name!r}: there are {', '.join(names)}")
+        new, names = {call.name: call for call in calls}, [call.name for call in self.calls]
+        if unknown := [name for name in new if name not in names]:
+            raise ValueError(f"no call is named {unknown[0]!r}: there are {', '.join(names)}")
         return DataflowGraph(tuple(new.get(call.name, call) for call in self.calls), self.inputs)
 
     def add(self, *calls: FunctionCall, inputs: Sequence[str] = ()) -> "DataflowGraph":

@@ -18,32 +18,22 @@ if TYPE_CHECKING:
 def launch(job: "Job") -> int:
     """Runs the job on `num_ranks` local workers; the exit code is that of the first to fail."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    threads = max(1, (os.cpu_count() or 1) // job.num_ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.num_ranks)))
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
+        min_nodes=1, max_nodes=1, nproc_per_node=job.num_ranks, run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "realhf", *job.argv)
+        elastic_launch(config, sys.executable)("-m", "realhf", *job.argv, "--out", str(job.out))
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        for rank, name in _killed(codes).items():
-            print(f"realhf: the worker of rank {rank} was ended by {name}; the run stops", file=sys.stderr)
+        causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
+        for rank, code in causes.items():
+            if code < 0:  # By a signal; SIGTERM is how the launcher itself ends the others.
+                ended = f"was ended by {signal.Signals(-code).name}; the run stops"
+                print(f"realhf: the worker of rank {rank} {ended}", file=sys.stderr)
         return 2 if 2 in codes.values() else 1
     except SignalException as error:
         print(f"realhf: ended by {error.sigval.name}", file=sys.stderr)
         return 1
     return 0
-
-
-def _killed(codes: dict[int, int]) -> dict[int, str]:
-    """Rank -> the signal that ended its worker; SIGTERM is how the launcher itself ends the others."""
-    causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-    return {rank: signal.Signals(-code).name for rank, code in causes.items() if code < 0}

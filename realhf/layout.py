@@ -10,9 +10,7 @@ import numpy as np
 
 AXES = ("pp", "dp", "cp", "tp")
 """Mesh axes from slowest to fastest varying rank; `ep` is carved out of `dp`."""
-
 _LETTERS = {"p": "pp", "d": "dp", "c": "cp", "t": "tp", "e": "ep"}
-_LAYOUT_PATTERN = re.compile(r"(?P<strategy>(?:[a-z]\d+)*)@(?P<mesh>[\d,\-]+)")
 
 
 def even_split(length: int, num_parts: int, index: int) -> tuple[int, int]:
@@ -22,10 +20,7 @@ def even_split(length: int, num_parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """Sizes of the parallel axes: pipeline, data, context, tensor and expert parallelism.
-
-    The number of ranks is `pp * dp * cp * tp`; experts are spread over `ep` of the `dp` replicas.
-    """
+    """Sizes of the pipeline, data, context, tensor and expert axes; experts are spread over `ep` of `dp`."""
 
     pp: int = 1
     dp: int = 1
@@ -36,7 +31,8 @@ class ParallelStrategy:
     def __post_init__(self) -> None:
         for axis, size in vars(self).items():
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"parallel size {axis}={size!r} is not legal: it must be an integer from 1 up")
+                legal = "it must be an integer from 1 up"
+                raise ValueError(f"parallel size {axis}={size!r} is not legal: {legal}")
         if self.dp % self.ep:
             raise ValueError(f"expert-parallel size ep={self.ep} does not divide dp={self.dp}")
 
@@ -56,7 +52,8 @@ class ParallelStrategy:
         sizes: dict[str, int] = {}
         for letter, size in re.findall(r"([a-z])(\d+)", text):
             if letter not in _LETTERS:
-                raise ValueError(f"unknown axis letter {letter!r} in {text!r}: legal are {', '.join(_LETTERS)}")
+                legal = ", ".join(_LETTERS)
+                raise ValueError(f"unknown axis letter {letter!r} in {text!r}: legal are {legal}")
             if _LETTERS[letter] in sizes:
                 raise ValueError(f"axis {letter!r} is given twice in {text!r}")
             sizes[_LETTERS[letter]] = int(size)
@@ -90,7 +87,8 @@ class DeviceMesh:
         for part in text.split(","):
             match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
             if match is None:
-                raise ValueError(f"{part!r} in the mesh {text!r} is not a rank or a range: write as in 0-3,8-11")
+                where = f"{part!r} in the mesh {text!r}"
+                raise ValueError(f"{where} is not a rank or a range: write as in 0-3,8-11")
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise ValueError(f"the range {part!r} in {text!r} runs backwards: write {last}-{first}")
@@ -125,10 +123,11 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        match = _LAYOUT_PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
+        match = re.fullmatch(r"((?:[a-z]\d+)*)@([\d,\-]+)", str(text).strip())
         if match is None:
-            raise ValueError(f"{text!r} is not a layout: write strategy@ranks, for example d2t4@0-7 or t2@0,3")
-        return cls(ParallelStrategy.parse(match["strategy"]), DeviceMesh.parse(match["mesh"]))
+            legal = "write strategy@ranks, for example d2t4@0-7 or t2@0,3"
+            raise ValueError(f"{text!r} is not a layout: {legal}")
+        return cls(ParallelStrategy.parse(match[1]), DeviceMesh.parse(match[2]))
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -5,12 +5,11 @@ import os
 import sys
 
 
-def setup_logging(level: str = "INFO") -> None:
-    rank, world = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
-    where = f" rank {rank}" if world > 1 else ""
+def setup_logging() -> None:
+    where = f" rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s{where} %(name)s: %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("realhf")
     logger.handlers[:] = [handler]
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -3,15 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from realhf.layout import Layout
 from realhf.shipped import resolve
 
-HEADS = ("lm", "score")
-"""What stands on top: `lm` gives logits over the vocabulary, `score` one number per token (critics)."""
-
+HEADS = ("lm", "score")  # Logits over the vocabulary; one number per token (critics, reward models).
 _CLASS_PREFIX = {"llama": "Llama", "qwen2": "Qwen2"}
 _CLASS_SUFFIX = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
 _ARCHITECTURES = {_CLASS_PREFIX[f] + _CLASS_SUFFIX[h]: (f, h) for f in _CLASS_PREFIX for h in HEADS}
@@ -19,10 +16,7 @@ _ARCHITECTURES = {_CLASS_PREFIX[f] + _CLASS_SUFFIX[h]: (f, h) for f in _CLASS_PR
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Llama and Qwen2 families: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
-
-    `hf` keeps the config.json as it was read, so that an exported model carries every field along.
-    """
+    """Llama and Qwen2 families: RMSNorm, rotary embedding, grouped-query attention, SwiGLU."""
 
     family: str
     vocab_size: int
@@ -37,7 +31,7 @@ class ModelConfig:
     qkv_bias: bool
     tie_word_embeddings: bool
     head: str = "lm"
-    hf: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    hf: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config.json as read.
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
@@ -57,34 +51,34 @@ class ModelConfig:
         family, own_head = _ARCHITECTURES[architecture]
         try:
             heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
+            rope = {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_parameters") or {})}
             config = cls(
-                family=family,
-                vocab_size=hf["vocab_size"],
-                hidden_size=hidden,
-                intermediate_size=hf["intermediate_size"],
-                num_layers=hf["num_hidden_layers"],
-                num_heads=heads,
+                family=family, head=head or own_head, hf=dict(hf), vocab_size=hf["vocab_size"],
+                hidden_size=hidden, intermediate_size=hf["intermediate_size"],
+                num_layers=hf["num_hidden_layers"], num_heads=heads,
                 num_kv_heads=hf.get("num_key_value_heads") or heads,
                 head_dim=hf.get("head_dim") or hidden // heads,
-                rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-                rope_theta=_rope_theta(hf),
-                qkv_bias=family == "qwen2",
-                tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-                head=head or own_head,
-                hf=dict(hf),
+                rms_norm_eps=hf.get("rms_norm_eps", 1e-6), rope_theta=float(rope["rope_theta"]),
+                qkv_bias=family == "qwen2", tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             )
         except KeyError as error:
             raise ValueError(f"{error.args[0]} is missing") from error
-        _refuse_unsupported(hf)
+        scaling = hf.get("rope_scaling") or rope
+        if (rope_type := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+            raise ValueError(f"rope type {rope_type!r} is not supported; legal is 'default'")
+        if hf.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act is {hf['hidden_act']!r}; supported is 'silu'")
+        if on := [name for name in ("mlp_bias", "attention_bias", "use_sliding_window") if hf.get(name)]:
+            raise ValueError(f"{on[0]} is true; supported is false")
         return config
 
     @classmethod
     def load(cls, name: str, *, head: str | None = None) -> "ModelConfig":
-        """From a Hugging Face model directory, a config.json, or the short name of a shipped config.
-
-        Raises ValueError that names the file and the field.
-        """
-        path = config_path(name)
+        """From a model directory, a config.json, or a shipped name. ValueErrors name the file and field."""
+        path = resolve(name, kind="models", suffix=".json")
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(f"model {name}: there is no {path}")
         try:
             return cls.from_hf(json.loads(path.read_text()), head=head)
         except ValueError as error:
@@ -111,49 +105,17 @@ class ModelConfig:
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ValueError when the model cannot be split this way."""
-        s, kv_heads = layout.strategy, self.num_kv_heads
-        width, vocabulary = self.intermediate_size, self.vocab_size
+        s, heads, kv_heads = layout.strategy, self.num_heads, self.num_kv_heads
+        width, vocabulary, lacks = self.intermediate_size, self.vocab_size, "is not supported for"
         for refused, why in (
             (s.pp > self.num_layers, f"pp={s.pp} exceeds the model's {self.num_layers} layers"),
-            (
-                self.num_heads % s.tp,
-                f"tp={s.tp} does not divide the model's {self.num_heads} attention heads",
-            ),
-            (
-                kv_heads % s.tp and s.tp % kv_heads,
-                f"tp={s.tp} neither divides nor is a multiple of the {kv_heads} kv heads",
-            ),
+            (heads % s.tp, f"tp={s.tp} does not divide the model's {heads} attention heads"),
+            (kv_heads % s.tp and s.tp % kv_heads,
+             f"tp={s.tp} neither divides nor is a multiple of the {kv_heads} kv heads"),
             (s.tp > vocabulary, f"tp={s.tp} exceeds the vocabulary {vocabulary}"),
             (s.tp > width, f"tp={s.tp} exceeds the MLP width {width}"),
-            (s.cp > 1, f"cp={s.cp} is not supported for {self.family} models; use cp=1"),
-            (s.ep > 1, f"ep={s.ep} is not supported for {self.family} models; use ep=1"),
+            (s.cp > 1, f"cp={s.cp} {lacks} {self.family} models; use cp=1"),
+            (s.ep > 1, f"ep={s.ep} {lacks} {self.family} models; use ep=1"),
         ):
             if refused:
                 raise ValueError(f"layout {layout}: {why}")
-
-
-def config_path(name: str) -> Path:
-    """The config.json that a model directory, file or shipped name means; ValueError when there is none."""
-    path = resolve(name, kind="models", suffix=".json")
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model {name}: there is no {path}")
-    return path
-
-
-def _rope_theta(hf: Mapping[str, Any]) -> float:
-    parameters = hf.get("rope_parameters") or {}
-    return float(parameters.get("rope_theta", hf.get("rope_theta", 10000.0)))
-
-
-def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type != "default":
-        raise ValueError(f"rope type {rope_type!r} is not supported; legal is 'default'")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {hf['hidden_act']!r}; supported is 'silu'")
-    for name in ("mlp_bias", "attention_bias", "use_sliding_window"):
-        if hf.get(name):
-            raise ValueError(f"{name} is true; supported is false")

@@ -9,9 +9,7 @@ import yaml
 
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
-from realhf.shipped import resolve
-
-_CALL_FIELDS = ("layout", "micro_batch_tokens", "predicted")
+from realhf.shipped import load_yaml
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,7 @@ class CallPlan:
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        num = self.micro_batch_tokens
-        if not isinstance(num, int) or num < 1:
+        if not isinstance(num := self.micro_batch_tokens, int) or num < 1:
             raise ValueError(f"micro_batch_tokens is {num!r}: it must be a whole number of at least 1")
 
 
@@ -44,25 +41,18 @@ class ExecutionPlan:
         return 1 + max(max(call.layout.ranks) for call in self.calls.values())
 
     def check(self, graph: DataflowGraph, *, world_size: int, also: Sequence[str] = ()) -> None:
-        """Raises ValueError when a call has no layout, an entry fits no call, or a rank does not exist.
-
-        `also` names calls of another graph that the plan may have entries for.
-        """
+        """Raises ValueError unless every call has a layout on ranks that exist; `also`: more legal names."""
         names = [call.name for call in graph.calls]
-        for name in self.calls:
-            if name not in names and name not in also:
-                raise ValueError(
-                    f"calls.{name}: the experiment has no such call; its calls are {', '.join(names)}"
-                )
+        if unknown := [name for name in self.calls if name not in names and name not in also]:
+            there_are = f"its calls are {', '.join(names)}"
+            raise ValueError(f"calls.{unknown[0]}: the experiment has no such call; {there_are}")
         for call in graph.calls:
             where = f"calls.{call.name}"
             if call.name not in self.calls:
-                raise ValueError(
-                    f"{where} is missing: the plan must give every call of the experiment a layout"
-                )
+                needs = "the plan must give every call of the experiment a layout"
+                raise ValueError(f"{where} is missing: {needs}")
             layout = self[call.name].layout
-            beyond = [rank for rank in layout.ranks if rank >= world_size]
-            if beyond:
+            if beyond := [rank for rank in layout.ranks if rank >= world_size]:
                 there_are = f"there are {world_size} ranks (0 to {world_size - 1})"
                 raise ValueError(f"{where}.layout {layout} uses rank {beyond[0]}, but {there_are}")
             if call.kind == "host" and layout.strategy.num_ranks != layout.dp:
@@ -79,17 +69,12 @@ class ExecutionPlan:
         entries = document.get("calls") if isinstance(document, dict) else None
         if not isinstance(entries, dict) or not entries:
             raise ValueError("calls is missing: a plan is a mapping `calls: {call name: {layout: d2t4@0-7}}`")
-        unknown = sorted(map(str, set(document) - {"calls", "predicted"}))
-        if unknown:
-            raise ValueError(f"unknown field {unknown[0]!r}: legal are calls, predicted")
+        _refuse_unknown(document, ("calls", "predicted"))
         calls = {}
         for name, entry in entries.items():
             if not isinstance(entry, dict) or "layout" not in entry:
                 raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
-            unknown = sorted(map(str, set(entry) - set(_CALL_FIELDS)))
-            if unknown:
-                legal = ", ".join(_CALL_FIELDS)
-                raise ValueError(f"calls.{name} has an unknown field {unknown[0]!r}: legal are {legal}")
+            _refuse_unknown(entry, ("layout", "micro_batch_tokens", "predicted"), f"calls.{name} has an ")
             try:
                 calls[name] = CallPlan(**{**entry, "layout": Layout.parse(entry["layout"])})
             except ValueError as error:
@@ -106,12 +91,13 @@ class ExecutionPlan:
 
     @classmethod
     def load(cls, name: str) -> "ExecutionPlan":
-        """Reads a plan file, or a shipped plan by its short name. ValueErrors name the file and the field."""
-        path = resolve(name, kind="plans", suffix=".yaml")
-        try:
-            return cls.from_dict(yaml.safe_load(path.read_text()))
-        except (ValueError, OSError, yaml.YAMLError) as error:
-            raise ValueError(f"plan {path}: {' '.join(str(error).split())}") from error
+        """Reads a plan file, or a shipped plan by its short name. UserErrors name the file and the field."""
+        return load_yaml(name, cls.from_dict, kind="plans", what="plan")
 
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+def _refuse_unknown(entry: Mapping[str, Any], legal: Sequence[str], prefix: str = "") -> None:
+    if unknown := sorted(map(str, set(entry) - set(legal))):
+        raise ValueError(f"{prefix}unknown field {unknown[0]!r}: legal are {', '.join(legal)}")

@@ -1,6 +1,12 @@
 """Finds the files that realhf ships (plans, cluster descriptions, model configs) by their short names."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from realhf.errors import UserError
 
 _PACKAGE = Path(__file__).parent
 
@@ -12,16 +18,21 @@ def shipped_dir(kind: str) -> Path:
 
 
 def resolve(name: str, *, kind: str, suffix: str) -> Path:
-    """Path of the file or directory that `name` means: a path, else the shipped `kind/name.suffix`.
-
-    Raises ValueError that lists the shipped names when there is neither.
-    """
-    path = Path(name)
-    if path.exists():
+    """What `name` means: an existing path, else the shipped `kind/name.suffix`; UserError lists those."""
+    if (path := Path(name)).exists():
         return path
     directory = shipped_dir(kind)
     for candidate in (directory / f"{name}{suffix}", directory / name):
         if candidate.is_file():
             return candidate
     known = ", ".join(sorted(p.name.removesuffix(suffix) for p in directory.glob(f"*{suffix}"))) or "none"
-    raise ValueError(f"{name!r} is neither a path nor a shipped name in {kind}; shipped are: {known}")
+    raise UserError(f"{name!r} is neither a path nor a shipped name in {kind}; shipped are: {known}")
+
+
+def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str, what: str) -> Any:
+    """What `build` makes of a YAML file; what is wrong with it becomes a UserError that names the file."""
+    path = resolve(name, kind=kind, suffix=".yaml")
+    try:
+        return build(yaml.safe_load(path.read_text()))
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        raise UserError(f"{what} {path}: {' '.join(str(error).split())}") from error

@@ -1,6 +1,7 @@
 """The command line in one process: what `check` finds, its JSON, and help."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from realhf.cli import main
+from realhf.cli import load_experiment, main
 from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan
 
 GRAPH = """
@@ -290,6 +291,19 @@ def test_check_finds_experiment(tmp_path, refused, text):
 )
 def test_check_finds_command(refused, words, says):
     refused(*words, says=says)
+
+
+def test_an_experiment_hides_no_module(tmp_path):
+    (tmp_path / "neighbour.py").write_text("number = 5")
+    (tmp_path / "wave.py").write_text("")
+    path = write_experiment(tmp_path, body="import neighbour\ndef reward(): return neighbour.number")
+    load_experiment(str(path.rename(tmp_path / "colorsys.py")))
+    import colorsys
+    import wave
+
+    assert colorsys.rgb_to_hsv(0, 0, 1) and wave.Wave_read
+    function = sys.modules["realhf_experiment_colorsys"].reward
+    assert pickle.loads(pickle.dumps(function))() == 5
 
 
 def test_run_refuses_what_check_refuses(experiment, refused, tmp_path):

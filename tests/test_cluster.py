@@ -18,10 +18,8 @@ inter_host: {latency_seconds: 1.0e-5, bandwidth_bytes_per_second: 1.0e+9}
 """
 
 
-def test_ranks_fill_hosts():
-    cluster = Cluster.from_dict(yaml.safe_load(GOOD))
-    assert cluster.num_devices == 8
-    assert [cluster.host(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+def test_counts_devices():
+    assert Cluster.from_dict(yaml.safe_load(GOOD)).num_devices == 8
 
 
 def test_every_shipped_cluster_loads_by_its_name():

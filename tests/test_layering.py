@@ -24,7 +24,8 @@ LAYERS = {
     **dict.fromkeys(("launch", "worker", "cli", "__main__"), 7),
 }
 """Layer of every module or subpackage directly under realhf."""
-SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards"), ("__main__", "cli"), ("launch", "cli"), ("worker", "cli")}
+SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
+SIDEWAYS |= {("__main__", "cli"), ("launch", "cli"), ("worker", "cli")}
 FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),

@@ -1,13 +1,11 @@
 """The parameter table: sizes of known models, transformers' own names and shapes, who holds what."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.param_spec import intersect, model_spec, region_size
+from realhf.param_spec import model_spec
 
 
 def small(*, heads=8, kv_heads=2, layers=5, tied=True, head="lm", family="Qwen2"):
@@ -137,21 +135,3 @@ def test_stages_hold_consecutive_layers_and_the_ends(pp):
         assert ("model.embed_tokens.weight" in names) == (stage == 0)
         assert ("model.norm.weight" in names) == ("lm_head.weight" in names) == (stage == pp - 1)
     assert layers == list(range(5))
-
-
-def test_intersections_by_brute_force():
-    rng = np.random.default_rng(0)
-    outcomes = Counter()
-    for _ in range(200):
-        a, b = (tuple(tuple(sorted(rng.integers(0, 7, 2).tolist())) for _ in range(2)) for _ in range(2))
-        masks = np.zeros((2, 7, 7), bool)
-        masks[0][box(a)] = masks[1][box(b)] = True
-        assert region_size(a) == masks[0].sum()
-        both, found = masks.all(0), np.zeros((7, 7), bool)
-        common = intersect(a, b)
-        if common is not None:
-            found[box(common)] = True
-            assert region_size(common) > 0
-        assert (found == both).all()
-        outcomes[common is None] += 1
-    assert min(outcomes.values()) > 20

@@ -28,6 +28,10 @@ class Packed:
         """One view per sample."""
         return self.values.split(self.lengths)
 
+    def like(self, values: torch.Tensor) -> "Packed":
+        """Other values with these lengths."""
+        return Packed(values, self.lengths)
+
     def select(self, indices: Sequence[int]) -> "Packed":
         parts = self.split()
         return Packed.of([parts[i] for i in indices], empty=self.values[:0])
@@ -72,8 +76,8 @@ class Batch:
         return Batch(self.ids, {key: self.fields[key] for key in keys})
 
     def to(self, device: torch.device) -> "Batch":
-        fields = {k: column if isinstance(column, list) else column.to(device) for k, column in self.fields.items()}
-        return Batch(self.ids, fields)
+        moved = {key: column.to(device) for key, column in self.fields.items() if hasattr(column, "to")}
+        return Batch(self.ids, self.fields | moved)
 
     @classmethod
     def concat(cls, batches: Sequence["Batch"]) -> "Batch":
@@ -82,13 +86,13 @@ class Batch:
         return cls(ids, {key: _concat([b[key] for b in batches]) for key in batches[0].fields})
 
     def pack(self) -> torch.Tensor:
-        """The batch as bytes, in host memory: safetensors, with ids, lengths and Python values as JSON inside."""
+        """The batch as bytes in host memory: safetensors; ids, lengths and Python values are JSON inside."""
         packed = {key: column for key, column in self.fields.items() if isinstance(column, Packed)}
         lists = {key: column for key, column in self.fields.items() if isinstance(column, list)}
-        tensors = {key: column for key, column in self.fields.items() if isinstance(column, torch.Tensor)}
-        tensors |= {key: column.values for key, column in packed.items()}
-        tensors = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
-        rest = {"ids": self.ids, "lengths": {key: column.lengths for key, column in packed.items()}, "lists": lists}
+        tensors = self.fields | {key: column.values for key, column in packed.items()}
+        tensors = {key: tensors[key].detach().cpu().clone() for key in tensors.keys() - lists.keys()}
+        lengths = {key: column.lengths for key, column in packed.items()}
+        rest = {"ids": self.ids, "lengths": lengths, "lists": lists}
         tensors[_JSON] = torch.frombuffer(bytearray(json.dumps(rest).encode()), dtype=torch.uint8)
         return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ class DatasetConfig:
 
 def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
     """All rows of the file. Raises ValueError that names the file and line if one is missing or malformed."""
-    path, field = Path(config.path), f"dataset.path {config.path!r}"
+    path = Path(config.path)
     if not path.is_file():
-        raise ValueError(f"{field}: there is no such file")
+        raise ValueError(f"dataset.path {config.path!r}: there is no such file")
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -42,7 +43,7 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
             numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         rows = [_parse(line, where=f"dataset {path} line {number}") for number, line in numbered]
     else:
-        raise ValueError(f"{field} ends in {path.suffix!r}: legal are .jsonl and .parquet")
+        raise ValueError(f"dataset.path '{path}' ends in {path.suffix!r}: legal are .jsonl and .parquet")
     if not rows:
         raise ValueError(f"dataset {path} has no rows")
     return rows[: config.max_rows or None]
@@ -66,11 +67,10 @@ def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
 
 def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     """Raises ValueError when some row lacks one of the columns."""
-    for number, row in enumerate(rows):
-        for column in columns:
-            if column not in row:
-                where = f"dataset {config.path} has no column {column!r} in row {number}"
-                raise ValueError(f"{where}; its columns are {', '.join(row)}")
+    for (number, row), column in product(enumerate(rows), columns):
+        if column not in row:
+            where = f"dataset {config.path} has no column {column!r} in row {number}"
+            raise ValueError(f"{where}; its columns are {', '.join(row)}")
 
 
 def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:

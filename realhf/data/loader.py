@@ -39,9 +39,9 @@ class Loader:
         rows = read_rows(config)
         require_columns(config, rows, needed_columns(config, keys))
         made = [self._prepare(row) for row in rows]
-        empty = [number for number, row in enumerate(made) if not row["prompt_ids"]]
-        if empty and "prompt_ids" in keys:
-            raise UserError(f"dataset {config.path}: the prompt in row {empty[0]} has no tokens")
+        lengths = [len(row["prompt_ids"]) for row in made]
+        if 0 in lengths and "prompt_ids" in keys:
+            raise UserError(f"dataset {config.path}: the prompt in row {lengths.index(0)} has no tokens")
         self._rows = [row for row in made if len(row["prompt_ids"]) <= config.max_prompt_tokens]
         self.num_too_long = len(made) - len(self._rows)
         if not self._rows:
@@ -57,12 +57,10 @@ class Loader:
         order = row_order(len(self._rows), start=first_prompt, count=num_prompts, seed=seed, shuffle=shuffle)
         rows = [self._rows[i] for i in order for _ in range(self._group_size)]
         first_id = first_prompt * self._group_size
-        return Batch([first_id + i for i in range(len(rows))], {key: self._column(key, rows) for key in self._keys})
-
-    def _column(self, key: str, rows: list[dict[str, Any]]) -> Any:
-        if key not in _DTYPES:
-            return [row[key] for row in rows]
-        return Packed.of([torch.tensor(row[key], dtype=_DTYPES[key]) for row in rows])
+        fields: dict[str, Any] = {key: [row[key] for row in rows] for key in self._keys}
+        for key in fields.keys() & _DTYPES.keys():
+            fields[key] = Packed.of([torch.tensor(value, dtype=_DTYPES[key]) for value in fields[key]])
+        return Batch([first_id + i for i in range(len(rows))], fields)
 
     def _prepare(self, row: dict[str, Any]) -> dict[str, Any]:
         prompt, tokenizer = row[self._config.prompt_key], self._tokenizer

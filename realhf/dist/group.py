@@ -1,7 +1,7 @@
 """Group: the ranks that communicate together, and the collectives that realhf uses.
 
-On NCCL reductions and gathers are NCCL's own. On gloo they are built from point-to-point messages, several times
-faster there than gloo's collectives; sums run in rank order, so all members get the same bits.
+On NCCL reductions and gathers are NCCL's own. On gloo they are built from point-to-point messages, several
+times faster there than gloo's collectives; sums run in rank order, so all members get the same bits.
 """
 
 import json
@@ -62,7 +62,7 @@ class Group:
         self._backend, self._native = backend, native and backend is not None
 
     def exchange(self, sends: Messages, recvs: Messages) -> None:
-        """Sends and receives all at once; messages between two ranks match in the order in which they are listed."""
+        """Sends and receives all at once; messages between two ranks match in the order of the lists."""
         self.post(sends, recvs).wait()
 
     def post(self, sends: Messages, recvs: Messages) -> Pending:
@@ -87,14 +87,12 @@ class Group:
         """Sums `tensor` (contiguous) in place over the group and returns it."""
         if self._native:
             self._backend.allreduce([tensor]).wait()
-        elif self.size > 1:
-            flat = tensor.view(-1)
-            if flat.nbytes <= _SMALL_BYTES or self.size == 2:
-                flat.copy_(reduce(torch.Tensor.add_, self.all_gather(flat).unbind()))
-            else:
-                chunks = list(flat.tensor_split(self.size))
-                self.reduce_scatter_chunks(chunks)
-                self.all_gather_chunks(chunks)
+        elif self.size == 2 or tensor.nbytes <= _SMALL_BYTES:
+            tensor.copy_(reduce(torch.Tensor.add_, self.all_gather(tensor).unbind()))
+        else:
+            chunks = list(tensor.view(-1).tensor_split(self.size))
+            self.reduce_scatter_chunks(chunks)
+            self.all_gather_chunks(chunks)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -126,14 +124,13 @@ class Group:
         if self._native:
             for index, chunk in enumerate(chunks):
                 self._backend.broadcast(chunk, index).wait()
-        else:
-            mine = chunks[self.index]
-            self.exchange([(p, mine) for p in self._peers()], [(p, chunks[p]) for p in self._peers()])
+            return
+        peers, mine = self._peers(), chunks[self.index]
+        self.exchange([(peer, mine) for peer in peers], [(peer, chunks[peer]) for peer in peers])
 
     def send_bytes(self, data: torch.Tensor, peers: Sequence[int]) -> Pending:
-        """Posts bytes (uint8) of any number to some members; for groups over gloo, like what follows."""
-        length = torch.tensor([data.numel()])
-        return self.post([(peer, t) for peer in peers for t in (length, data)], [])
+        """Posts any number of bytes (uint8) to some members; for groups over gloo, like what follows."""
+        return self.post([(peer, t) for peer in peers for t in (torch.tensor([len(data)]), data)], [])
 
     def recv_bytes(self, peer: int) -> torch.Tensor:
         length = torch.empty(1, dtype=torch.int64)
@@ -188,14 +185,13 @@ class World:
             torch.cuda.set_device(device)
         if size > 1:
             timeout = timedelta(seconds=timeout_seconds)
-            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+            store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         return cls(rank=rank, size=size, device=device, store=store, timeout_seconds=timeout_seconds)
 
     def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
-        """The group of these ranks, of which this process must be one; made on first use and kept.
+        """The group of these ranks, this one among them; made on first use, which waits for all members.
 
-        All members must call this in the same relative order: making a group waits for all of them. Groups of
-        different purpose never mix their messages; those for `control` always run over gloo.
+        Groups of different purpose never mix their messages; those for `control` always run over gloo.
         """
         key = (tuple(ranks), purpose)
         if key not in self._groups:
@@ -208,9 +204,9 @@ class World:
     def _connect(self, key: tuple[tuple[int, ...], str], index: int, *, native: bool) -> Any:
         """A communicator of its own, whose members meet in the store under ranks and purpose.
 
-        `dist.new_group` would name it by how many groups this rank has made, which differs between ranks. Connecting
-        eagerly to NCCL makes one communicator for the whole group, which coalesced messages then use although only
-        some of the members take part in them (torch's Backend interface, 2.13).
+        `dist.new_group` would name it by how many groups this rank has made, which differs between ranks.
+        Connecting eagerly (torch 2.13's Backend interface) makes one communicator of the whole group, which
+        coalesced messages then use although only some of the members take part in them.
         """
         assert self._store is not None, "a world of several ranks needs a store"
         store = dist.PrefixStore(f"realhf/{key}/", self._store)

@@ -11,8 +11,8 @@ from realhf.layout import Coordinate, Layout
 class ParallelGroups:
     """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
 
-    `all` is every rank of the layout, `ends` the first and the last stage (None between them or without pipelining).
-    `pp_back` has the ranks of `pp` for what flows backward, `dp_control` those of `dp` for metadata on the host.
+    `all` is every rank of the layout, `ends` the first and the last stage (None between them or if there is
+    but one). `pp_back` has the ranks of `pp` for what flows backward, `dp_control` those of `dp` over gloo.
     """
 
     layout: Layout

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Indices of `num_parts` parts of nearly equal total cost: the longest first, each to the lightest part.
-
-    (Graham's LPT rule: at most 4/3 of the best maximum.) Indices of a part rise; parts may be empty.
-    """
+    """Indices, rising, of parts of nearly equal cost: Graham's LPT rule, at most 4/3 of the best maximum."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [0.0] * num_parts
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -18,12 +15,7 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def micro_batches(lengths: Sequence[int], *, max_tokens: int, at_least: int = 1) -> list[list[int]]:
-    """Indices of micro-batches of at most `max_tokens` tokens each; a longer sequence stands alone.
-
-    At least `at_least` if there are that many samples (a pipeline wants one per stage).
-    """
-    if not lengths:
-        return []
+    """Indices of micro-batches of at most `max_tokens` tokens (a longer sequence stands alone)."""
     num_parts = max(-(-sum(lengths) // max_tokens), min(at_least, len(lengths)))
     while True:
         parts = [part for part in balance(lengths, num_parts) if part]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,8 +13,8 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.engine.generate import generate
 from realhf.engine.micro_batch import micro_batches
 from realhf.engine.optimizer import ShardedAdamW
-from realhf.engine.outputs import compute_outputs, response_mask
-from realhf.engine.pipeline import forward_only, one_forward_one_backward, run_pipeline
+from realhf.engine.outputs import compute_outputs
+from realhf.engine.pipeline import run_pipeline
 from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
@@ -21,12 +22,8 @@ from realhf.nn.hf import load_weights, save_weights
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+Metrics = dict[str, float]
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -34,16 +31,16 @@ class CallResult:
     """Output columns (on the last pipeline stage, else none) and metrics (the same on all of its ranks)."""
 
     batch: Batch
-    metrics: dict[str, float]
+    metrics: Metrics
 
 
 class NativeEngine:
     """A shard of a model. With an optimizer it can be trained; without, it is frozen."""
 
     def __init__(
-        self, spec: ModelSpec, layout: Layout, world: World,
-        *, dtype: str, optimizer: OptimizerConfig | None = None,
-    ) -> None:  # fmt: skip
+        self, spec: ModelSpec, layout: Layout, world: World, *,
+        dtype: str, optimizer: OptimizerConfig | None = None,
+    ) -> None:
         self.groups = ParallelGroups.create(world, layout)
         self.model = Transformer(spec, self.groups, dtype=DTYPES[dtype], device=world.device)
         self._optimizer = None if optimizer is None else ShardedAdamW(self.model, optimizer)
@@ -69,7 +66,7 @@ class NativeEngine:
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
         if isinstance(work, TrainStep):
-            return self._train(call, work, minibatches, micro_batch_tokens)
+            return CallResult(Batch([]), self._train(call, work, minibatches, micro_batch_tokens))
         (batch,) = minibatches
         if isinstance(work, Generate):
             columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
@@ -80,87 +77,70 @@ class NativeEngine:
 
     def _forward(self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int) -> list:
         output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
-        temperature = work.temperature if isinstance(work, LogProbs) else 1.0
-        tokens, mask = batch[call.inputs[0]], response_mask(batch)
-        parts = micro_batches(tokens.lengths, max_tokens=max_tokens, at_least=self.groups.layout.pp)
-        micro = [tokens.select(part) for part in parts]
-
-        def head(i: int, hidden_TH: torch.Tensor) -> torch.Tensor:
-            some = None if mask is None else mask.select(parts[i])
-            return compute_outputs(
-                self.model, hidden_TH, micro[i], mask=some, output=output, temperature=temperature
-            )[output]
-
+        settings = {"output": output, "temperature": getattr(work, "temperature", 1.0)}
         with torch.no_grad():
-            results = self._pipeline(micro, head, train=False)
+            order, results = self._pipeline(batch, call, settings, lambda made, _: made[output], max_tokens)
         if not self.groups.is_last_stage:
             return []
-        by_sample: dict[int, torch.Tensor] = {}
-        for i, part in enumerate(parts):
-            sizes = [1] * len(part) if output == "scores" else micro[i].lengths
-            by_sample |= zip(part, results[i].split(sizes), strict=True)
+        lengths = [1 if output == "scores" else batch[call.inputs[0]].lengths[i] for i in order]
         empty = torch.zeros(0, dtype=self.model.wide, device=self.model.flat.device)
-        column = Packed.of([by_sample[i] for i in range(len(batch))], empty=empty)
-        if not isinstance(work, Scores):
-            return [column]
-        return [column.values.sigmoid() if work.probability else column.values]
+        column = Packed(torch.cat([empty, *results]), lengths)
+        column = column.select(sorted(range(len(order)), key=order.__getitem__))
+        if isinstance(work, Scores):
+            return [column.values.sigmoid() if work.probability else column.values]
+        return [column]
 
-    def _train(
-        self, call: FunctionCall, work: TrainStep, batches: Sequence[Batch], max_tokens: int
-    ) -> CallResult:
+    def _train(self, call: FunctionCall, work: TrainStep, batches: list[Batch], max_tokens: int) -> Metrics:
+        """Metrics, averaged over the optimizer steps."""
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self.model.requires_grad_(True)
-        history: list[dict[str, float]] = []
-        for _ in range(work.epochs):
-            for batch in batches:
-                metrics = self._compute_grads(call, work, batch, max_tokens)
-                history.append({**metrics, **self._optimizer.step()})
+        history = []
+        for batch in batches * work.epochs:
+            metrics = self._compute_grads(call, work, batch, max_tokens)
+            history.append(metrics | self._optimizer.step())
         self.model.requires_grad_(False)
-        return CallResult(Batch([]), {name: x / len(history) for name, x in _sum_dicts(history).items()})
+        return {name: x / len(history) for name, x in _sum_dicts(history).items()}
 
-    def _compute_grads(
-        self, call: FunctionCall, work: TrainStep, batch: Batch, max_tokens: int
-    ) -> dict[str, float]:
+    def _compute_grads(self, call: FunctionCall, work: TrainStep, batch: Batch, max_tokens: int) -> Metrics:
         """Gradients of a mini-batch; its loss and metrics on the last stage."""
-        loss, groups = work.loss, self.groups
-        totals = _sum_dicts(groups.dp_control.all_gather_json(loss.totals(batch)))
-        key = call.inputs[0]
-        parts = micro_batches(batch[key].lengths, max_tokens=max_tokens, at_least=groups.layout.pp)
-        samples = [batch.select(part) for part in parts]
+        loss, control = work.loss, self.groups.dp_control
+        totals = _sum_dicts(control.all_gather_json({"samples": len(batch), **loss.totals(batch)}))
+        assert totals["samples"] > 0, f"call {call.name} has a mini-batch without samples"
         sums: list[dict[str, torch.Tensor]] = []
 
-        def head(i: int, hidden_TH: torch.Tensor) -> torch.Tensor:
-            outputs = compute_outputs(
-                self.model, hidden_TH, samples[i][key], mask=response_mask(samples[i]), output=loss.output,
-                temperature=work.temperature, entropy=loss.entropy,
-            )  # fmt: skip
-            value, metrics = loss(outputs, samples[i], totals)
+        def finish(outputs: dict[str, torch.Tensor], samples: Batch) -> torch.Tensor:
+            value, metrics = loss(outputs, samples, totals)
             sums.append({"loss": value, **metrics})
             return value
 
-        self._pipeline([some[key] for some in samples], head, train=True)
-        if not groups.is_last_stage:
+        settings = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
+        self._pipeline(batch, call, settings, finish, max_tokens)
+        if not self.groups.is_last_stage:
             return {}
         local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in sums])
-        return _sum_dicts(groups.dp_control.all_gather_json(local))
+        return _sum_dicts(control.all_gather_json(local))
 
     def _pipeline(
-        self, micro: Sequence[Packed], head: Callable[[int, torch.Tensor], torch.Tensor], *, train: bool
-    ) -> dict[int, torch.Tensor]:
-        groups, model = self.groups, self.model
+        self, batch: Batch, call: FunctionCall, settings: dict[str, Any],
+        finish: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor], max_tokens: int,
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """Indices of the samples in order of micro-batches, and `finish` of each micro-batch's outputs."""
+        groups, model, key = self.groups, self.model, call.inputs[0]
+        parts = micro_batches(batch[key].lengths, max_tokens=max_tokens, at_least=groups.layout.pp)
+        micro = [batch.select(part) for part in parts]
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            hidden_TH = model(micro[i].values if hidden is None else hidden, micro[i].lengths)
-            return head(i, hidden_TH) if groups.is_last_stage else hidden_TH
+            tokens, mask = micro[i][key], micro[i].fields.get("response_mask")
+            x = model(tokens.values if hidden is None else hidden, tokens.lengths)
+            if not groups.is_last_stage:
+                return x
+            return finish(compute_outputs(model, x, tokens, mask=mask, **settings), micro[i])
 
-        if train:
-            actions = one_forward_one_backward(len(micro), stage=groups.at.pp, num_stages=groups.layout.pp)
-        else:
-            actions = forward_only(len(micro))
-        shapes = [(len(m.values), model.config.hidden_size) for m in micro]
-        return run_pipeline(actions, groups, forward=forward, hidden_shapes=shapes, dtype=model.flat.dtype)
+        shapes = [(len(samples[key].values), model.config.hidden_size) for samples in micro]
+        results = run_pipeline(forward, groups, hidden_shapes=shapes, dtype=model.flat.dtype)
+        return [i for part in parts for i in part], results
 
 
-def _sum_dicts(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+def _sum_dicts(parts: Sequence[Metrics]) -> Metrics:
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

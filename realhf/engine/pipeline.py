@@ -1,7 +1,7 @@
 """Pipeline parallelism: which micro-batch a stage works on when, and the messages between stages."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -20,56 +20,48 @@ def one_forward_one_backward(num_micro_batches: int, *, stage: int, num_stages: 
     for i in range(num_warmup, num_micro_batches):
         actions += [("forward", i), ("backward", i - num_warmup)]
     # Cool-down: drain it.
-    actions += [("backward", i) for i in range(num_micro_batches - num_warmup, num_micro_batches)]
-    return actions
-
-
-def forward_only(num_micro_batches: int) -> list[Action]:
-    return [("forward", i) for i in range(num_micro_batches)]
+    return actions + [("backward", i) for i in range(num_micro_batches - num_warmup, num_micro_batches)]
 
 
 def run_pipeline(
-    actions: Sequence[Action],
-    groups: ParallelGroups,
-    *,
-    forward: Callable[[int, torch.Tensor | None], torch.Tensor],
-    hidden_shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-) -> dict[int, Any]:
-    """Carries out a stage's actions. Returns the last stage's results by micro-batch.
+    forward: Callable[[int, torch.Tensor | None], torch.Tensor], groups: ParallelGroups,
+    *, hidden_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Runs micro-batches through the stages; the last stage's results. Goes backward when autograd is on.
 
     `forward(i, hidden)` computes micro-batch i from the previous stage's hidden states (None on the first)
     and returns hidden states, on the last stage what is kept: a loss to go backward from, or any result.
     Sends do not block and both directions have their own group, so that no order of stages can deadlock.
     """
-    device = groups.world.device
+    at, train = groups.at.pp, torch.is_grad_enabled()
+    actions = one_forward_one_backward(len(hidden_shapes), stage=at, num_stages=groups.layout.pp)
+    if not train:
+        actions = [action for action in actions if action[0] == "forward"]
     inputs: dict[int, torch.Tensor | None] = {}
-    outputs: dict[int, Any] = {}
+    outputs: dict[int, torch.Tensor] = {}
     pending: list[Pending] = []
-    train = any(kind == "backward" for kind, _ in actions)
     for kind, i in actions:
         if kind == "forward":
             hidden = None
             if not groups.is_first_stage:
-                hidden = torch.empty(hidden_shapes[i], dtype=dtype, device=device)
-                groups.pp.exchange([], [(groups.at.pp - 1, hidden)])
+                hidden = torch.empty(hidden_shapes[i], dtype=dtype, device=groups.world.device)
+                groups.pp.exchange([], [(at - 1, hidden)])
                 hidden.requires_grad_(train)
             inputs[i], outputs[i] = hidden, forward(i, hidden)
             if not groups.is_last_stage:
-                pending.append(groups.pp.post([(groups.at.pp + 1, outputs[i].detach().contiguous())], []))
+                pending.append(groups.pp.post([(at + 1, outputs[i].detach().contiguous())], []))
         else:
-            hidden, output = inputs.pop(i), outputs[i]
+            hidden, output = inputs.pop(i), outputs.pop(i)
+            grad = None
             if groups.is_last_stage:
-                output.backward()
                 outputs[i] = output.detach()
             else:
                 grad = torch.empty_like(output)
-                groups.pp_back.exchange([], [(groups.at.pp + 1, grad)])
-                torch.autograd.backward(output, grad)
-                del outputs[i]
+                groups.pp_back.exchange([], [(at + 1, grad)])
+            torch.autograd.backward(output, grad)
             if hidden is not None:
                 assert hidden.grad is not None
-                pending.append(groups.pp_back.post([(groups.at.pp - 1, hidden.grad.contiguous())], []))
+                pending.append(groups.pp_back.post([(at - 1, hidden.grad.contiguous())], []))
     for message in pending:
         message.wait()
-    return outputs if groups.is_last_stage else {}
+    return list(outputs.values()) if groups.is_last_stage else []

@@ -1,56 +1,75 @@
 """Drawing tokens from vocabulary shards: inverse CDF in vocabulary order, so that all layouts draw the same.
 
+Random numbers are counter-based: Philox4x32-10 (Salmon et al., SC 2011). Of the logits only shards' maxima
+and sums cross ranks (with top-k also their k largest, with top-p all).
 Shapes: B rows, V the rank's shard of the vocabulary, R ranks of the tensor-parallel group.
 """
 
 import torch
+from torch import Tensor
 
 from realhf.dist.group import Group
 from realhf.engine.work import SamplingConfig
 
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+def philox_4x32(counter: list[Tensor], key: tuple[int, int], *, rounds: int = 10) -> list[Tensor]:
+    """Four 32-bit words, as int64 tensors, from a counter of four such words and a key of two numbers."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        low0, high0 = _multiply(c0, _MULTIPLIERS[0])
+        low1, high1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+    return [c0, c1, c2, c3]
+
+
+def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Low and high 32 bits of a 32 x 32 bit product; done in halves, because int64 has a sign."""
+    low = (x & 0xFFFF) * factor
+    high = (x >> 16) * factor + (low >> 16)
+    return ((high & 0xFFFF) << 16) | (low & 0xFFFF), high >> 16
+
+
+def uniform(seed: int, *, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """Numbers in [0, 1) of float64 with 53 random bits, a function of (seed, sample id, position) alone."""
+    counter = [sample_ids & _MASK, sample_ids >> 32 & _MASK, positions, torch.zeros_like(positions)]
+    words = philox_4x32(counter, (seed & _MASK, seed >> 32 & _MASK))
+    return (words[0] >> 5 << 26 | words[1] >> 6).to(torch.float64) / 2.0**53
+
 
 def sample(
-    logits_BV: torch.Tensor,
-    uniform_B: torch.Tensor,
-    *,
-    config: SamplingConfig,
-    vocab_start: int,
-    group: Group,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (int64) and their log-probs (float64), the same on every rank of `group`.
-
-    Only shards' maxima and sums cross ranks (with top-k also their k largest, with top-p all logits).
-    Log-probs are those at the temperature before top-k and top-p, which the trainer sees.
-    """
+    logits_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, vocab_start: int, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Token ids (int64) and their log-probs before top-k and top-p (float64), the same on all of `group`."""
     greedy = config.temperature == 0
-    logits_BV = logits_BV.double()
-    if not greedy:
-        logits_BV = logits_BV / config.temperature
+    logits_BV = logits_BV.double() / (1.0 if greedy else config.temperature)
     max_B, argmax_B = logits_BV.max(-1)
     kept_BV = logits_BV if greedy else _filter(logits_BV, config, group=group)
     weights_BV = (kept_BV - max_B[:, None]).exp()
     kept_sum_B = weights_BV.sum(-1)
     sum_B = kept_sum_B if kept_BV is logits_BV else (logits_BV - max_B[:, None]).exp().sum(-1)
-    stats_RB3 = group.all_gather(torch.stack([max_B, sum_B, kept_sum_B], -1))
-    max_RB, sum_RB, kept_RB = stats_RB3.unbind(-1)
+    max_RB, sum_RB, kept_RB = group.all_gather(torch.stack([max_B, sum_B, kept_sum_B])).unbind(1)
     top_B = max_RB.max(0).values
     scale_RB = (max_RB - top_B).exp()
     log_total_B = top_B + (sum_RB * scale_RB).sum(0).log()
-    if greedy:
-        owner_B, local_B = max_RB.argmax(0), argmax_B
-    else:
+    owner_B, local_B = max_RB.argmax(0), argmax_B
+    if not greedy:
         owner_B, local_B = _inverse_cdf(weights_BV, kept_RB * scale_RB, uniform_B, index=group.index)
-    mine_B = owner_B == group.index
     local_B = local_B.clamp(max=logits_BV.shape[-1] - 1)
     chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0] - log_total_B
-    answer_B2 = torch.stack([(local_B + vocab_start).double(), chosen_B], -1)
-    answer_B2 = group.all_reduce(torch.where(mine_B[:, None], answer_B2, 0.0))
-    return answer_B2[:, 0].long(), answer_B2[:, 1]
+    answer_2B = torch.stack([(local_B + vocab_start).double(), chosen_B])
+    tokens_B, logprobs_B = group.all_reduce(torch.where(owner_B == group.index, answer_2B, 0.0))
+    return tokens_B.long(), logprobs_B
 
 
 def _inverse_cdf(
-    weights_BV: torch.Tensor, mass_RB: torch.Tensor, uniform_B: torch.Tensor, *, index: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weights_BV: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int
+) -> tuple[Tensor, Tensor]:
     """Rank whose shard holds the drawn token, and its index there if that rank is this one (`index`)."""
     end_RB = mass_RB.cumsum(0)
     start_RB = torch.cat([torch.zeros_like(end_RB[:1]), end_RB[:-1]])
@@ -66,18 +85,16 @@ def _inverse_cdf(
     return owner_B, torch.searchsorted(cdf_BV, inside_B[:, None], right=True)[:, 0]
 
 
-def _filter(logits_BV: torch.Tensor, config: SamplingConfig, *, group: Group) -> torch.Tensor:
+def _filter(logits_BV: Tensor, config: SamplingConfig, *, group: Group) -> Tensor:
     """Logits; outside top-k, then outside the nucleus (Holtzman et al. 2020), minus infinity."""
+    size = logits_BV.shape[-1]
     if config.top_k > 0:
-        k = min(config.top_k, logits_BV.shape[-1])
-        largest_BK = logits_BV.topk(k, -1).values
-        if k < config.top_k:  # Shards may differ in size: pad, so that all ranks send the same shape.
-            largest_BK = torch.nn.functional.pad(largest_BK, (0, config.top_k - k), value=-torch.inf)
-        everywhere = group.all_gather(largest_BK).transpose(0, 1).flatten(1)
-        threshold_B = everywhere.topk(config.top_k, -1).values[:, -1]
+        largest = _gather(logits_BV.topk(min(config.top_k, size), -1).values, width=config.top_k, group=group)
+        threshold_B = largest.topk(config.top_k, -1).values[:, -1]
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
     if config.top_p < 1:
-        ranked = _gather_vocabulary(logits_BV, group=group).sort(-1, descending=True).values
+        width = int(group.all_gather(torch.tensor([size], device=logits_BV.device)).max())
+        ranked = _gather(logits_BV, width=width, group=group).sort(-1, descending=True).values
         probs = ranked.softmax(-1)
         outside = probs.cumsum(-1) - probs >= config.top_p
         threshold_B = ranked.masked_fill(outside, torch.inf).min(-1).values
@@ -85,9 +102,7 @@ def _filter(logits_BV: torch.Tensor, config: SamplingConfig, *, group: Group) ->
     return logits_BV
 
 
-def _gather_vocabulary(logits_BV: torch.Tensor, *, group: Group) -> torch.Tensor:
-    """Logits of all shards in one row, padded with minus infinity where shards differ in size."""
-    sizes = group.all_gather(torch.tensor([logits_BV.shape[-1]], device=logits_BV.device))
-    widest = int(sizes.max())
-    padded = torch.nn.functional.pad(logits_BV, (0, widest - logits_BV.shape[-1]), value=-torch.inf)
+def _gather(logits: Tensor, *, width: int, group: Group) -> Tensor:
+    """Logits of all shards in one row; as shards may differ in size, each is padded to `width` first."""
+    padded = torch.nn.functional.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)
     return group.all_gather(padded).transpose(0, 1).flatten(1)

@@ -1,8 +1,7 @@
 """What an engine can be asked to do, and the settings of it. Free of torch.
 
-Token-level arrays are aligned with the tokens of a sequence: entry t of `logprobs` is log p(token t | tokens
-before t), entry t of `values` the value of the state in which token t is chosen. Both are 0 where
-`response_mask` is 0.
+Token-level arrays are aligned with the tokens: entry t of `logprobs` is log p(token t | tokens before t),
+of `values` the value of the state in which token t is chosen. Both are 0 where `response_mask` is 0.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
         _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
-        steps_given = self.schedule == "constant" or self.total_steps > 0
-        rule = f"be above 0 for the {self.schedule} schedule"
-        _require(steps_given, "optimizer.total_steps", self.total_steps, rule)
+        ends, rule = self.schedule != "constant", f"be above 0 for the {self.schedule} schedule"
+        _require(self.total_steps > 0 or not ends, "optimizer.total_steps", self.total_steps, rule)
 
 
 @dataclass(frozen=True)
@@ -70,20 +68,18 @@ class Work:
     @property
     def num_minibatches(self) -> int:
         """Parts into which the samples of a step are cut, the same under every layout."""
-        return 1
+        return getattr(self, "minibatches", 1)
 
     @property
     def num_passes(self) -> int:
         """How often every sample is seen, for the FLOPs of the call."""
-        return 1
+        return getattr(self, "epochs", 1)
 
 
 @dataclass(frozen=True)
 class Generate(Work):
-    """Continues `prompt_ids`.
-
-    Outputs, by position: packed sequences (prompt and response), response mask, log-probs of the response
-    tokens (at the sampling temperature, before top-k and top-p), 1.0 for samples that ended by themselves.
+    """Continues prompts. Outputs, by position: sequences (prompt and response), response mask, log-probs (at
+    the sampling temperature, before top-k and top-p), 1.0 for samples that ended by themselves.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -125,25 +121,14 @@ class TrainStep(Work):
         _require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
         _require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
 
-    @property
-    def num_minibatches(self) -> int:
-        return self.minibatches
-
-    @property
-    def num_passes(self) -> int:
-        return self.epochs
-
 
 @dataclass(frozen=True)
 class HostFunction(Work):
-    """Plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`.
-
-    `context.tokenizer` is the run's tokenizer and `context.step` the step's number. When `splittable`, the
-    function may see any part of the samples (a plan can spread it over dp), else it sees all of them.
-    """
+    """Plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`."""
 
     function: Any
     splittable: bool = False
+    """Whether the function may see any part of the samples (a plan can spread it over dp) instead of all."""
 
 
 class Loss(Protocol):
@@ -152,19 +137,15 @@ class Loss(Protocol):
     @property
     def output(self) -> str:
         """What the model must compute: `logprobs`, `values` or `scores`."""
-        ...
 
     @property
     def entropy(self) -> bool:
         """Whether `entropy` is wanted beside the log-probs."""
-        ...
 
     def totals(self, batch: Batch) -> dict[str, float]:
         """Counts whose sums over the mini-batch normalise the loss, such as the number of response tokens."""
-        ...
 
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The part's share of the loss (a scalar) and of each metric."""
-        ...

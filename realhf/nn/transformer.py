@@ -13,18 +13,15 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.model_config import ModelConfig
 from realhf.nn.attention import packed_attention
-from realhf.nn.kv_cache import KVCache, decode_attention
+from realhf.nn.kv_cache import KVCache
 from realhf.param_spec import ModelSpec, region_size, region_slices
 
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
-_FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 _EMBEDDING = "model.embed_tokens.weight"
 
 Rope = tuple[Tensor, Tensor]
@@ -38,30 +35,28 @@ class Transformer(torch.nn.Module):
 
     `flat` holds all parameters end to end in table order; what autograd sees are views into it, q/k/v as one
     and gate/up as one, as they lie side by side. A new model is frozen and zero: call `init_random` or load
-    weights, and `enable_grad` to train. `fp32_head` multiplies by the output head in float32; `recompute`
-    keeps only each layer's input for the backward pass.
+    weights, and `enable_grad` to train.
     """
 
     def __init__(
-        self, spec: ModelSpec, groups: ParallelGroups,
-        *, dtype: torch.dtype, device: torch.device, fp32_head: bool = False, recompute: bool = False,
-    ) -> None:  # fmt: skip
+        self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.spec, self.groups, self.config = spec, groups, spec.config
-        self.fp32_head, self.recompute = fp32_head, recompute
         self.wide = torch.promote_types(dtype, torch.float32)
         """Of what needs precision: float32, or float64 in a float64 model."""
         self.regions = spec.held_by(groups.layout, groups.rank)
         """HF name -> region that this rank holds."""
-        stops = dict(zip(self.regions, accumulate(map(region_size, self.regions.values())), strict=True))
-        self._offsets = {name: (stop - region_size(self.regions[name]), stop) for name, stop in stops.items()}
-        self.flat = torch.zeros(max(stops.values()), dtype=dtype, device=device)
+        sizes = [region_size(region) for region in self.regions.values()]
+        stops = zip(self.regions, sizes, accumulate(sizes), strict=True)
+        self._offsets = {name: (stop - size, stop) for name, size, stop in stops}
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self.grad_buffer: Tensor | None = None
         """Gradients in the places of `flat`; every backward pass adds to it."""
         starts: dict[str, int] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
         for name, (start, stop) in self._offsets.items():
-            fused = re.sub(r"\w+_proj", lambda match: _FUSED.get(match[0], match[0]), name)
+            fused = re.sub("[qkv]_proj", "qkv_proj", re.sub("(gate|up)_proj", "gate_up_proj", name))
             rows = self.flat[starts.setdefault(fused, start) : stop]
             rows = rows.view(-1, *(hi - lo for lo, hi in self.regions[name][1:]))
             self._weights[fused] = torch.nn.Parameter(rows, requires_grad=False)
@@ -69,26 +64,19 @@ class Transformer(torch.nn.Module):
             if not name.startswith("model.layers."):
                 self.register_parameter(name.replace(".", "_"), weight)
         layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
-        self.blocks = torch.nn.ModuleList(
-            Block(self.config, self._layer_weights(i), groups.tp) for i in layers
-        )
-        embedding = next(p for p in spec.params if p.name == _EMBEDDING)
-        self.vocab_range = embedding.region(groups.layout.tp, groups.at.tp)[0]
+        self.blocks = torch.nn.ModuleList(Block(self.config, self._weights, i, groups.tp) for i in layers)
+        tp, index = groups.layout.tp, groups.at.tp
+        self.vocab_range = next(p for p in spec.params if p.name == _EMBEDDING).region(tp, index)[0]
         """Global token ids of this rank's logits: [start, stop)."""
-        tp = groups.layout.tp
         shared = [p for p in spec.params if p.name in self.regions and p.has_partial_gradient(tp)]
         self._shared = [p.name for p in shared]
-        self._sharers = groups.tp_subgroup(shared[0].sharers(tp, groups.at.tp)) if shared else None
-
-    def _layer_weights(self, index: int) -> dict[str, torch.nn.Parameter]:
-        prefix = f"model.layers.{index}."
-        return {name.removeprefix(prefix): w for name, w in self._weights.items() if name.startswith(prefix)}
+        self._sharers = groups.tp_subgroup(shared[0].sharers(tp, index)) if shared else None
 
     # Parameters and gradients
 
     def flat_offsets(self) -> dict[str, tuple[int, int]]:
         """HF name -> [start, stop) in `flat` and `grad_buffer`."""
-        return dict(self._offsets)
+        return self._offsets
 
     def shards(self) -> dict[str, Tensor]:
         """HF name -> this rank's region of it, a view of `flat`."""
@@ -109,26 +97,20 @@ class Transformer(torch.nn.Module):
         std = self.config.hf.get("initializer_range", 0.02)
         shapes = {param.name: param.shape for param in self.spec.params}
         for name, shard in self.shards().items():
-            if name.endswith("norm.weight"):
-                shard.fill_(1)
-            elif name.endswith(".bias"):
-                shard.zero_()
-            else:
-                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-                whole = torch.empty(shapes[name]).normal_(0.0, std, generator=generator)
-                shard.copy_(whole[region_slices(self.regions[name])])
+            if name.endswith(("norm.weight", ".bias")):
+                shard.fill_(name.endswith("norm.weight"))
+                continue
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            whole = torch.empty(shapes[name]).normal_(0.0, std, generator=generator)
+            shard.copy_(whole[region_slices(self.regions[name])])
 
     def enable_grad(self) -> None:
         """Makes the model trainable; call it once."""
         self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
         for weight in self._weights.values():
             view = self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight)
-            weight.requires_grad_(True)
-            if view.dtype == weight.dtype:
-                weight.grad = view
-            else:
-                weight.register_post_accumulate_grad_hook(partial(_move_grad, view))
+            weight.requires_grad_(True).register_post_accumulate_grad_hook(partial(_move_grad, view))
 
     def zero_grad_buffer(self) -> None:
         assert self.grad_buffer is not None, "enable_grad comes first"
@@ -137,8 +119,7 @@ class Transformer(torch.nn.Module):
     def finish_grads(self) -> None:
         """Completes gradients after the last backward pass of a step, within one dp replica.
 
-        Adds up the parts of tp ranks that share key-value heads, and of both end stages of the pipeline for a
-        tied embedding.
+        Adds up what tp ranks with the same key-value heads and what both holders of a tied embedding have.
         """
         grads = self.grad_shards()
         if self._sharers is not None:
@@ -157,44 +138,38 @@ class Transformer(torch.nn.Module):
         With a cache it is the prefill: sequence i goes to row i of the emptied cache.
         """
         counts = torch.tensor(seq_lens, dtype=torch.long)
-        row_T = torch.arange(len(seq_lens)).repeat_interleave(counts)
-        position_T = torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]
-        row_T, position_T = row_T.to(x.device), position_T.to(x.device)
+        row_T = torch.repeat_interleave(counts)
+        position_T = (torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]).to(x.device)
+        row_T = row_T.to(x.device)
         if cache is not None:
-            cache.start(seq_lens)
+            cache.start(counts)
 
         def attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
             if cache is not None:
-                cache.write_prefill(layer, k_TKD, v_TKD, row_T=row_T, position_T=position_T)
+                cache.write(layer, k_TKD, v_TKD, row_T=row_T, position_T=position_T)
             return packed_attention(q_TND, k_TKD, v_TKD, seq_lens)
 
         return self._stage(x, position_T, attend)
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
-        """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH.
-
-        Advances the cache.
-        """
+        """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH."""
+        position_B = cache.lens
+        row_B = torch.arange(len(position_B), device=x.device)
+        cache.advance()
 
         def attend(layer: int, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
-            cache.append(layer, k_BKD, v_BKD)
-            return decode_attention(q_BND, cache, layer)
+            cache.write(layer, k_BKD, v_BKD, row_T=row_B, position_T=position_B)
+            return cache.attention(layer, q_BND)
 
-        out_BH = self._stage(x, cache.lens, attend)
-        cache.advance()
-        return out_BH
+        return self._stage(x, position_B, attend)
 
     def _stage(self, x: Tensor, position_T: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         x_TH = self._embed(x) if self.groups.is_first_stage else x
         rope = self._rope(position_T)
         for layer, block in enumerate(self.blocks):
-            inputs = (x_TH, rope, partial(attend, layer))
-            if self.recompute and torch.is_grad_enabled():
-                x_TH = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x_TH = block(*inputs)
+            x_TH = block(x_TH, rope, partial(attend, layer))
         if self.groups.is_last_stage:
-            x_TH = rms_norm(x_TH, self._weights["model.norm.weight"], eps=self.config.rms_norm_eps)
+            x_TH = _rms_norm(x_TH, self._weights["model.norm.weight"], self.config)
         return x_TH
 
     def _embed(self, ids_T: Tensor) -> Tensor:
@@ -214,66 +189,60 @@ class Transformer(torch.nn.Module):
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Last stage: logits_TV over `vocab_range`, in `wide`."""
         weight = self._weights[_EMBEDDING if self.config.tied else "lm_head.weight"]
-        return self._project(copy_to_group(hidden_TH, self.groups.tp), weight)
+        return F.linear(copy_to_group(hidden_TH, self.groups.tp), weight).to(self.wide)
 
     def scores(self, hidden_TH: Tensor) -> Tensor:
         """Last stage of a model with a score head: scores_T, in `wide`."""
-        return self._project(hidden_TH, self._weights["score.weight"])[:, 0]
-
-    def _project(self, hidden_TH: Tensor, weight: Tensor) -> Tensor:
-        if self.fp32_head:
-            hidden_TH, weight = hidden_TH.to(self.wide), weight.to(self.wide)
-        return F.linear(hidden_TH, weight).to(self.wide)
+        return F.linear(hidden_TH, self._weights["score.weight"])[:, 0].to(self.wide)
 
     def new_cache(self, rows: int, max_len: int) -> KVCache:
         """An empty cache for this stage's layers."""
-        kv_heads = self.blocks[0].num_kv_heads
-        assert isinstance(kv_heads, int)
-        return KVCache(
-            len(self.blocks), rows=rows, kv_heads=kv_heads, max_len=max_len, head_dim=self.config.head_dim,
-            dtype=self.flat.dtype, device=self.flat.device,
-        )  # fmt: skip
+        block = self.blocks[0]
+        assert isinstance(block, Block)
+        shape = (rows, block.num_kv_heads, max_len, self.config.head_dim)
+        return KVCache(len(self.blocks), shape, dtype=self.flat.dtype, device=self.flat.device)
 
 
 class Block(torch.nn.Module):
     """One decoder layer's tensor-parallel part: attention and SwiGLU MLP, each behind an RMSNorm."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, torch.nn.Parameter], tp: Group) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, torch.nn.Parameter], layer: int, tp: Group
+    ) -> None:
         super().__init__()
-        self.tp, self.eps, self.head_dim = tp, config.rms_norm_eps, config.head_dim
-        self.input_norm = weights["input_layernorm.weight"]
-        self.qkv = weights["self_attn.qkv_proj.weight"]
-        self.qkv_bias = weights.get("self_attn.qkv_proj.bias")
-        self.attn_out = weights["self_attn.o_proj.weight"]
-        self.mlp_norm = weights["post_attention_layernorm.weight"]
-        self.gate_up = weights["mlp.gate_up_proj.weight"]
-        self.down = weights["mlp.down_proj.weight"]
-        self.num_heads = self.attn_out.shape[1] // self.head_dim
-        self.num_kv_heads = (self.qkv.shape[0] // self.head_dim - self.num_heads) // 2
+        self.config, self.tp = config, tp
+        at = f"model.layers.{layer}"
+        self.input_norm = weights[f"{at}.input_layernorm.weight"]
+        self.qkv = weights[f"{at}.self_attn.qkv_proj.weight"]
+        self.qkv_bias = weights.get(f"{at}.self_attn.qkv_proj.bias")
+        self.attn_out = weights[f"{at}.self_attn.o_proj.weight"]
+        self.mlp_norm = weights[f"{at}.post_attention_layernorm.weight"]
+        self.gate_up = weights[f"{at}.mlp.gate_up_proj.weight"]
+        self.down = weights[f"{at}.mlp.down_proj.weight"]
+        self.num_heads = self.attn_out.shape[1] // config.head_dim
+        self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
 
     def forward(self, x_TH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        x_TH = x_TH + self._attention(rms_norm(x_TH, self.input_norm, eps=self.eps), rope, attend)
-        return x_TH + self._mlp(rms_norm(x_TH, self.mlp_norm, eps=self.eps))
+        x_TH = x_TH + self._attention(_rms_norm(x_TH, self.input_norm, self.config), rope, attend)
+        return x_TH + self._mlp(_rms_norm(x_TH, self.mlp_norm, self.config))
 
     def _attention(self, x_TH: Tensor, rope: Rope, attend: Attend) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
         qkv = F.linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias)
-        qk, v_TKD = qkv.unflatten(1, (-1, self.head_dim)).split((N + K, K), dim=1)
-        q_TND, k_TKD = rotate(qk, rope).split((N, K), dim=1)
-        out_TND = attend(q_TND, k_TKD, v_TKD)
-        return sum_over_group(F.linear(out_TND.flatten(1), self.attn_out), self.tp)
+        qk, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).split((N + K, K), dim=1)
+        q_TND, k_TKD = _rotate(qk, rope).split((N, K), dim=1)
+        return sum_over_group(F.linear(attend(q_TND, k_TKD, v_TKD).flatten(1), self.attn_out), self.tp)
 
     def _mlp(self, x_TH: Tensor) -> Tensor:
         gate_TF, up_TF = F.linear(copy_to_group(x_TH, self.tp), self.gate_up).chunk(2, dim=1)
         return sum_over_group(F.linear(F.silu(gate_TF) * up_TF, self.down), self.tp)
 
 
-def rms_norm(x_TH: Tensor, weight_H: Tensor, *, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, statistics in float32 at least."""
-    return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+def _rms_norm(x_TH: Tensor, weight_H: Tensor, config: ModelConfig) -> Tensor:
+    return F.rms_norm(x_TH, weight_H.shape, weight_H, config.rms_norm_eps)
 
 
-def rotate(x_TND: Tensor, rope: Rope) -> Tensor:
+def _rotate(x_TND: Tensor, rope: Rope) -> Tensor:
     """Rotary position embedding in Hugging Face's convention: dim i turns together with dim i + D/2."""
     cos, sin = rope
     a, b = x_TND.chunk(2, dim=-1)
@@ -281,7 +250,7 @@ def rotate(x_TND: Tensor, rope: Rope) -> Tensor:
 
 
 def _move_grad(view: Tensor, weight: Tensor) -> None:
-    """Adds a fresh gradient of low precision to its place in the gradient buffer."""
+    """Adds a fresh gradient to its place in the gradient buffer."""
     assert weight.grad is not None
     view.add_(weight.grad)
     weight.grad = None

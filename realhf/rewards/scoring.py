@@ -30,44 +30,33 @@ class RewardCall:
     """A host function: decodes responses, calls the reward function, writes `score` and `completion`."""
 
     def __init__(self, function: RewardFunction, columns: Sequence[str]) -> None:
-        self.function = function
-        self.columns = tuple(columns)
+        self.function, self.columns = function, tuple(columns)
         self.name = getattr(function, "__qualname__", type(function).__name__)
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
-        mask = batch["response_mask"]
-        pairs = zip(batch["sequence_ids"].split(), mask.split(), strict=True)
+        pairs = zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True)
         completion_ids = [tokens[chosen.bool()].tolist() for tokens, chosen in pairs]
         completions = [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
         columns = {"prompts": batch["prompt"], "completions": completions, "completion_ids": completion_ids}
         columns |= {name: batch[name] for name in self.columns}
         scores = self._scores(columns, batch) if batch.ids else []
-        return {"score": mask.values.new_tensor(scores), "completion": completions}
+        return {"score": batch["response_mask"].values.new_tensor(scores), "completion": completions}
 
     def _scores(self, columns: dict[str, list], batch: Batch) -> list[float]:
         try:
             scores = self.function(**columns)
         except Exception as error:
             raise self._explain(error, columns, batch) from error
-        num = len(scores) if hasattr(scores, "__len__") else None
-        if num != len(batch):
-            got = type(scores).__name__ if num is None else f"{num} values"
-            samples = f"{len(batch)} samples ({batch.ids[0]} to {batch.ids[-1]})"
+        got = f"{len(scores)} values" if hasattr(scores, "__len__") else type(scores).__name__
+        if got != f"{len(batch)} values":
+            got = f"{got} for {len(batch)} samples ({batch.ids[0]} to {batch.ids[-1]})"
             rule = "it must return a list with one number per completion"
-            raise UserError(f"reward function {self.name} returned {got} for {samples}: {rule}")
-        return [self._number(score, i, batch) for i, score in enumerate(scores)]
-
-    def _number(self, score: Any, i: int, batch: Batch) -> float:
-        try:
-            number = float(score)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise UserError(
-                f"reward function {self.name} returned {score!r} for sample {batch.ids[i]} with the prompt "
-                f"{batch['prompt'][i]!r}: it must be a finite number"
-            )
-        return number
+            raise UserError(f"reward function {self.name} returned {got}: {rule}")
+        for score, sample_id, prompt in zip(scores, batch.ids, batch["prompt"], strict=True):
+            if not _is_finite(score):
+                got = f"{score!r} for sample {sample_id} with the prompt {prompt!r}"
+                raise UserError(f"reward function {self.name} returned {got}: it must be a finite number")
+        return [float(score) for score in scores]
 
     def _explain(self, error: Exception, columns: dict[str, list], batch: Batch) -> UserError:
         """Names the sample that the function fails on alone, if there is one."""
@@ -81,3 +70,10 @@ class RewardCall:
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         return UserError(f"reward function {self.name} raised {what} on {which}")
+
+
+def _is_finite(score: Any) -> bool:
+    try:
+        return math.isfinite(float(score))
+    except (TypeError, ValueError):
+        return False

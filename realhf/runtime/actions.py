@@ -1,6 +1,4 @@
-"""Compiles a graph and a plan into the one list of actions that every rank walks through, in the same order.
-Free of torch.
-"""
+"""Compiles a graph and a plan into the list of actions that every rank walks through in the same order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,21 +66,13 @@ def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, 
     return homes
 
 
-def complete_plan(
-    plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout] | None = None
-) -> ExecutionPlan:
-    """The plan with what may be left out: host calls on rank 0 and, given `homes`, other calls in their
-    role's home.
-    """
+def complete_plan(plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout]) -> ExecutionPlan:
+    """The plan with what may be left out: host calls on rank 0, calls of roles with a home there."""
     calls = dict(plan.calls)
-    some = next(iter(calls.values()))
     for call in graph.calls:
-        if call.name in calls:
-            continue
-        if call.kind == "host":
-            calls[call.name] = CallPlan(DATASET)
-        elif homes is not None and call.role is not None and call.role in homes:
-            calls[call.name] = CallPlan(homes[call.role], some.micro_batch_tokens)
+        layout = DATASET if call.kind == "host" else homes.get(call.role or "")
+        if layout is not None:
+            calls.setdefault(call.name, CallPlan(layout))
     return ExecutionPlan(calls, plan.predicted)
 
 

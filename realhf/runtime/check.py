@@ -46,7 +46,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
         _check_call(call, roles, batch_size=experiment.batch_size)
     if plan is None:
         plan = ExecutionPlan.single(graph, Layout.parse(f"d{world_size}@0-{world_size - 1}"))
-    plan = complete_plan(plan, graph)
+    plan = complete_plan(plan, graph, {})
     names = [call.name for call in graph.calls]
     eval_names = [call.name for call in eval_graph.calls] if eval_graph is not None else []
     plan.check(graph, world_size=world_size, also=eval_names)

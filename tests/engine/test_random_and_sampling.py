@@ -7,8 +7,7 @@ import torch
 import transformers
 
 from realhf.dist.group import World
-from realhf.engine.random import philox_4x32, uniform
-from realhf.engine.sampling import sample
+from realhf.engine.sampling import philox_4x32, sample, uniform
 from realhf.engine.work import SamplingConfig
 
 # Random123, examples/kat_vectors, lines "philox4x32 10": counter, key, result.

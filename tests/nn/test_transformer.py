@@ -106,7 +106,7 @@ def test_flat_buffers_are_the_shards():
     model(tokens(), SEQ_LENS).sum().backward()
     assert model.grad_buffer.abs().sum() > 0
     model.zero_grad_buffer()
-    assert all(not p.grad.any() for p in model.parameters())
+    assert not model.grad_buffer.any() and all(p.grad is None for p in model.parameters())
     model.requires_grad_(False)
     assert not model(tokens(), SEQ_LENS).requires_grad
 
@@ -123,25 +123,6 @@ def test_bfloat16_accumulates_gradients_in_float32():
     assert torch.cosine_similarity(model.grad_buffer, exact.grad_buffer, dim=0) > 0.999
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fp32_head_multiplies_in_float32(dtype):
-    model = build(hf_config(), dtype=dtype, fp32_head=True)
-    hidden = model(tokens(), SEQ_LENS)
-    logits = model.logits(hidden)
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, hidden.float() @ model.shards()["lm_head.weight"].float().T)
-
-
-def test_recompute_changes_no_gradient():
-    grads = []
-    for recompute in (False, True):
-        model = build(hf_config(), recompute=recompute)
-        model.enable_grad()
-        model.logits(model(tokens(), SEQ_LENS)).logsumexp(1).sum().backward()
-        grads.append(model.grad_buffer)
-    assert torch.equal(*grads)
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 0.1)])
 def test_decoding_with_the_cache_is_the_full_forward(dtype, tolerance):
     model = build(hf_config(), dtype=dtype)
@@ -150,7 +131,7 @@ def test_decoding_with_the_cache_is_the_full_forward(dtype, tolerance):
     with torch.no_grad():
         hidden = model(torch.cat(prompts), SEQ_LENS, cache=cache)
         torch.testing.assert_close(hidden, model(torch.cat(prompts), SEQ_LENS))
-        cache.repeat([2, 1, 1, 3, 1])  # grows
+        cache.repeat(torch.tensor([2, 1, 1, 3, 1]))  # grows
         sequences = [prompts[i] for i in (0, 0, 1, 2, 3, 3, 3, 4)]
         for step in range(6):
             new = torch.randint(67, (len(sequences),), generator=torch.Generator().manual_seed(step))

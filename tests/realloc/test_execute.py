@@ -115,7 +115,7 @@ def _move(world, case: Case):
             assert torch.equal(target[name], expected[_at(region)]), name
         assert all(torch.equal(source[name], new[name][_at(region)]) for name, region in held.items())
     num_messages = sum(len(step.sends) for step in realloc.rounds)
-    return stats, len(realloc.rounds), num_messages, realloc.staging.num_bytes
+    return stats, len(realloc.rounds), num_messages, len(realloc.staging.bytes)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,8 +125,8 @@ def test_every_rank_gets_its_regions(pool, name):
     source, target = Layout.parse(case.source), Layout.parse(case.target)
     lacking = [_lacking(case.spec, source, target, rank) * case.dtypes[1].itemsize for rank in range(4)]
     assert [s.bytes_received for s in stats] == lacking
-    assert sum(s.bytes_sent for s in stats) == sum(lacking) == stats[0].bytes_moved
-    assert all(s.over_bound == stats[0].over_bound >= 1 and s.seconds >= 0 for s in stats)
+    assert sum(s.bytes_sent for s in stats) == sum(lacking)
+    assert all(s.over_bound == stats[0].over_bound >= 1 for s in stats)
     if case.staging_bytes == 1 << 28:
         assert max(num_rounds) == (1 if sum(lacking) else 0) and max(num_messages) <= 3
     else:
