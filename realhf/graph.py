@@ -12,7 +12,7 @@ KINDS = ("generate", "forward", "train_step", "host")
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A node: one kind of work on one role (`host`: plain Python, without role), from input to output keys."""
+    """A node: one kind of work on one role (`host`: plain Python, no role), with input and output keys."""
 
     name: str
     kind: str

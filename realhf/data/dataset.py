@@ -9,23 +9,18 @@ from typing import Any
 
 import numpy as np
 
-LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")
-"""Keys that the loader makes from prompt and completion; any other key is a column of the file."""
+LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")  # Any other key is a column.
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
     """A file of rows with at least a prompt: text, or a list of chat messages."""
 
-    path: str = ""
-    """A .jsonl or .parquet file."""
+    path: str = ""  # A .jsonl or .parquet file.
     prompt_key: str = "prompt"
-    completion_key: str = "completion"
-    """The column that supervised fine-tuning learns to write."""
-    max_prompt_tokens: int = 4096
-    """Rows with longer prompts are left out (their number is logged)."""
-    max_rows: int = 0
-    """Only the first so many rows; 0: all."""
+    completion_key: str = "completion"  # The column that supervised fine-tuning learns to write.
+    max_prompt_tokens: int = 4096  # Rows with longer prompts are left out (their number is logged).
+    max_rows: int = 0  # Only the first so many rows; 0: all.
     shuffle: bool = True
 
 

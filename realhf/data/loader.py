@@ -14,8 +14,7 @@ from realhf.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DTYPES = {"prompt_ids": torch.long, "sequence_ids": torch.long, "response_mask": torch.float32}
-"""Of the keys that are token-level; any other column is a list of Python values."""
+_DTYPES = {"prompt_ids": torch.long, "sequence_ids": torch.long, "response_mask": torch.float32}  # by token
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:

@@ -15,11 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Messages = Sequence[tuple[int, torch.Tensor]]
-"""Peer and contiguous tensor to send or to receive into."""
-
-_SMALL_BYTES = 1 << 16
-"""Up to this size an all-reduce sends whole tensors to every peer; above it, one chunk per rank."""
+Messages = Sequence[tuple[int, torch.Tensor]]  # Peer and contiguous tensor to send or to receive into.
+_SMALL_BYTES = 1 << 16  # Up to here an all-reduce sends whole tensors to every peer, above it one chunk each.
 
 
 class PeerError(RuntimeError):
@@ -173,8 +170,7 @@ class World:
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self._store, self._timeout = store, timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
-        self.control = self.group(tuple(range(size)), purpose="control")
-        """All ranks over gloo, for small metadata."""
+        self.control = self.group(tuple(range(size)), purpose="control")  # All ranks over gloo.
 
     @classmethod
     def from_torchrun(cls, *, rank: int, size: int, local_rank: int, timeout_seconds: float) -> "World":
@@ -204,9 +200,7 @@ class World:
     def _connect(self, key: tuple[tuple[int, ...], str], index: int, *, native: bool) -> Any:
         """A communicator of its own, whose members meet in the store under ranks and purpose.
 
-        `dist.new_group` would name it by how many groups this rank has made, which differs between ranks.
-        Connecting eagerly (torch 2.13's Backend interface) makes one communicator of the whole group, which
-        coalesced messages then use although only some of the members take part in them.
+        (`dist.new_group` would name it by how many groups this rank has made, which differs between ranks.)
         """
         assert self._store is not None, "a world of several ranks needs a store"
         store = dist.PrefixStore(f"realhf/{key}/", self._store)
@@ -215,5 +209,6 @@ class World:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         backend = dist.ProcessGroupNCCL(store, index, len(key[0]), options)
+        # One communicator of the whole group, for coalesced messages among some of its members too (torch 2.13).
         backend.eager_connect_single_device(self.device)
         return backend

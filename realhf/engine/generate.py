@@ -19,8 +19,7 @@ from realhf.layout import even_split
 from realhf.nn.kv_cache import KVCache
 from realhf.nn.transformer import Transformer
 
-_COMPACT_BELOW = 0.75
-"""Finished rows are dropped from the cache once fewer than this share of its rows are still running."""
+_COMPACT_BELOW = 0.75  # Once fewer than this share of the cache's rows still run, the others are dropped.
 
 
 def generate(model: Transformer, batch: Batch, work: Generate, *, prompt_key: str, stream: str) -> list:

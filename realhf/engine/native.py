@@ -38,8 +38,8 @@ class NativeEngine:
     """A shard of a model. With an optimizer it can be trained; without, it is frozen."""
 
     def __init__(
-        self, spec: ModelSpec, layout: Layout, world: World, *,
-        dtype: str, optimizer: OptimizerConfig | None = None,
+        self, spec: ModelSpec, layout: Layout, world: World,
+        *, dtype: str, optimizer: OptimizerConfig | None = None,
     ) -> None:
         self.groups = ParallelGroups.create(world, layout)
         self.model = Transformer(spec, self.groups, dtype=DTYPES[dtype], device=world.device)
@@ -91,7 +91,6 @@ class NativeEngine:
         return [column]
 
     def _train(self, call: FunctionCall, work: TrainStep, batches: list[Batch], max_tokens: int) -> Metrics:
-        """Metrics, averaged over the optimizer steps."""
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self.model.requires_grad_(True)
         history = []

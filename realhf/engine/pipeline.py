@@ -30,7 +30,7 @@ def run_pipeline(
     """Runs micro-batches through the stages; the last stage's results. Goes backward when autograd is on.
 
     `forward(i, hidden)` computes micro-batch i from the previous stage's hidden states (None on the first)
-    and returns hidden states, on the last stage what is kept: a loss to go backward from, or any result.
+    and returns hidden states, on the last stage a loss to go backward from, or any result, which is kept.
     Sends do not block and both directions have their own group, so that no order of stages can deadlock.
     """
     at, train = groups.at.pp, torch.is_grad_enabled()
@@ -52,11 +52,8 @@ def run_pipeline(
                 pending.append(groups.pp.post([(at + 1, outputs[i].detach().contiguous())], []))
         else:
             hidden, output = inputs.pop(i), outputs.pop(i)
-            grad = None
-            if groups.is_last_stage:
-                outputs[i] = output.detach()
-            else:
-                grad = torch.empty_like(output)
+            grad = None if groups.is_last_stage else torch.empty_like(output)
+            if grad is not None:
                 groups.pp_back.exchange([], [(at + 1, grad)])
             torch.autograd.backward(output, grad)
             if hidden is not None:

@@ -29,13 +29,10 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global L2 norm."""
-    warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
+    max_grad_norm: float = 1.0  # Gradients are scaled down to this global L2 norm.
+    warmup_steps: int = 0  # Optimizer steps over which the learning rate rises linearly from 0.
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    total_steps: int = 0
-    """Optimizer steps after which `linear` and `cosine` reach `min_lr_ratio`; required by them."""
+    total_steps: int = 0  # Optimizer steps until `linear` and `cosine` reach `min_lr_ratio`; they require it.
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
@@ -84,8 +81,7 @@ class Generate(Work):
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
-    max_rows: int = 512
-    """Sequences that a rank decodes at once; the KV cache is sized for them."""
+    max_rows: int = 512  # Sequences that a rank decodes at once; the KV cache is sized for them.
 
 
 @dataclass(frozen=True)
@@ -104,8 +100,7 @@ class Values(Work):
 class Scores(Work):
     """One score per sequence of the first input: the score head at its last token, or its sigmoid."""
 
-    probability: bool = False
-    """Whether the score is a logit (of an outcome reward model) and its probability is wanted."""
+    probability: bool = False  # The score is a logit (outcome reward model) and its probability is wanted.
 
 
 @dataclass(frozen=True)
@@ -127,8 +122,7 @@ class HostFunction(Work):
     """Plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`."""
 
     function: Any
-    splittable: bool = False
-    """Whether the function may see any part of the samples (a plan can spread it over dp) instead of all."""
+    splittable: bool = False  # It may see any part of the samples (a plan can spread it over dp), else all.
 
 
 class Loss(Protocol):

@@ -13,9 +13,7 @@ from realhf.errors import UserError
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
-RewardFunction = Callable[..., list[float]]
-"""`f(prompts, completions, completion_ids, **columns) -> list[float]`, the form that TRL uses."""
-
+RewardFunction = Callable[..., list[float]]  # of (prompts, completions, completion_ids, **columns), as in TRL
 _STANDARD = ("self", "prompts", "completions", "completion_ids")
 
 
