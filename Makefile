@@ -33,4 +33,4 @@ check: setup
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
-	find realhf tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find realhf tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

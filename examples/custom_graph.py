@@ -1,7 +1,6 @@
-"""A graph of one's own: GRPO whose reference follows the actor as a moving average, and a call that watches
-the answers.
+"""A graph of one's own: GRPO whose reference follows the actor, and a call that watches the answers.
 
-realhf run examples/custom_graph.py --plan custom-4
+    realhf run examples/custom_graph.py --plan custom-4
 """
 
 from dataclasses import dataclass
@@ -22,9 +21,7 @@ from realhf import (
 
 
 def carries_written(batch, context):
-    """A call in plain Python: the share of answers in which some column sum is right only with a carry from
-    the column before.
-    """
+    """A call in plain Python: the share of answers where some column sum is one above that of its digits."""
     texts = [context.tokenizer.decode(tokens) for tokens in batch["sequence_ids"].split()]
     with_carry = 0
     for text in texts:
@@ -41,9 +38,8 @@ class MovingReference(GRPO):
     follow_rate: float = 0.05
 
     def roles(self) -> dict[str, Role]:
-        return super().roles() | {
-            "ref": Role(model=self.actor.model, follows="actor", follow_rate=self.follow_rate)
-        }
+        ref = Role(model=self.actor.model, follows="actor", follow_rate=self.follow_rate)
+        return super().roles() | {"ref": ref}
 
     def graph(self) -> DataflowGraph:
         watch = HostFunction(carries_written, splittable=True)
@@ -52,14 +48,11 @@ class MovingReference(GRPO):
 
 task = prepare()
 experiment = MovingReference(
-    actor=Role(
-        model="runs/sft/hf/step_700", optimizer=OptimizerConfig(lr=4e-4, warmup_steps=20, weight_decay=0.0)
-    ),
+    actor=Role("runs/sft/hf/step_700", optimizer=OptimizerConfig(lr=4e-4, warmup_steps=20)),
     dataset=DatasetConfig(str(task / "prompts.jsonl")),
     eval_dataset=DatasetConfig(str(task / "held_out.jsonl"), shuffle=False),
     reward_function=exact_answer,
     sampling=SamplingConfig(max_new_tokens=15),
     loss=PolicyLossConfig(kl_coef=0.01, average="token"),
     steps=60,
-    batch_size=64,
 )

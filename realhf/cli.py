@@ -21,7 +21,6 @@ import tyro
 from realhf.cluster import Cluster
 from realhf.errors import UserError
 from realhf.experiment import Experiment
-from realhf.log import setup_logging
 from realhf.plan import ExecutionPlan
 from realhf.runtime.check import Program, compile_program
 
@@ -41,14 +40,15 @@ class Job:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Exit code 0: done, 2: wrong input (one sentence on stderr), 1: anything else."""
-    setup_logging()
+    # Threads that wait for each other by spinning take the cores from the other workers.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     argv = sys.argv[1:] if argv is None else argv
     try:
         options, overrides = _parser().parse_known_args(argv)
         experiment = _experiment(options, overrides)
         return EXIT_DONE if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0":
             print(f"realhf: {error}", file=sys.stderr)
         return EXIT_USER
     except KeyboardInterrupt:

@@ -58,9 +58,8 @@ class Experiment:
         """The calls of one evaluation, which must produce `completion` and `score`; None: no evaluation."""
         return None
 
-    def resolved_graph(self) -> DataflowGraph:
-        """`graph()`, with the experiment's seed given to every generating call."""
-        graph = self.graph()
+    def seeded(self, graph: DataflowGraph) -> DataflowGraph:
+        """The graph, with the experiment's seed given to every generating call."""
         generating = [call for call in graph.calls if isinstance(call.work, Generate)]
         return graph.replace(*(replace(call, work=replace(call.work, seed=self.seed)) for call in generating))
 

@@ -165,14 +165,7 @@ class Layout:
         grid = np.moveaxis(self.grid, AXES.index(axis), -1)
         return [tuple(row) for row in grid.reshape(-1, grid.shape[-1]).tolist()]
 
-    def shard_ranks(self, dp: int) -> tuple[int, ...]:
-        """All ranks that work on data shard `dp`."""
-        return tuple(self.grid[:, dp].ravel().tolist())
-
     @property
     def heads(self) -> tuple[int, ...]:
         """The rank that owns the results of each data shard: last pipeline stage, first of cp and tp."""
         return tuple(self.grid[-1, :, 0, 0].tolist())
-
-    def head(self, dp: int) -> int:
-        return self.heads[dp]

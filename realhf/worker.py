@@ -24,11 +24,12 @@ _GRACE_SECONDS = 3.0  # A worker that lost a peer waits so long, so that the pee
 
 def work(job: "Job") -> int:
     """Runs the job; the exit code is 2 for what the user can mend, 1 for anything else that went wrong."""
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    rank, size, local = (int(os.environ[name]) for name in names) if under_torchrun else (0, 1, 0)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     _keep_freed_memory()
     try:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
         world = World.from_torchrun(rank=rank, size=size, local_rank=local, timeout_seconds=_TIMEOUT_SECONDS)
         out = job.out or Path("runs") / time.strftime("run-%Y%m%d-%H%M%S")
         out = Path(world.control.all_gather_json(str(out))[0])  # As rank 0 has it.

@@ -70,7 +70,7 @@ def test_reward_function(tmp_path, fault):
             assert part in sentence
     assert [step["step"] for step in read_jsonl(out / "metrics.jsonl")] == [0, 1]
     assert len(read_jsonl(out / "eval.jsonl")) == 5
-    assert {event["step"] for event in read_jsonl(out / "timeline.jsonl")} == {1}
+    assert {event["step"] for event in read_jsonl(out / "timeline.jsonl")} >= {1}
     assert (out / "config.json").is_file() and (out / "plan.yaml").is_file()
 
 

@@ -97,7 +97,7 @@ class TokenAdvantages:
         )
         advantage_T, return_T = advantages_ST[valid_ST], returns_ST[valid_ST]
         metrics = rollout_metrics(batch)
-        metrics["actor/ref_kl"] = kl_T.sum().item() / len(counts)
+        metrics["reward/kl"] = kl_T.sum().item() / len(counts)
         residual = (return_T - values_T).var(correction=0) / return_T.var(correction=0).clamp(min=1e-12)
         metrics["critic/explained_variance"] = 1.0 - residual.item()
         if c.whiten:

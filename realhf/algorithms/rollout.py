@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+from realhf.data.dataset import extra_columns
 from realhf.engine.work import (
     Generate,
     HostFunction,
@@ -64,9 +65,15 @@ class Rollout(Experiment):
 
     def reward_forward(self) -> FunctionCall:
         if self.reward_function is not None:
-            return reward_call(self.reward_function)
+            return self._reward_call(self.reward_function)
         work = self.reward_scores
         return FunctionCall("reward_forward", "forward", SEQUENCE[:1], ("score",), role="reward", work=work)
+
+    def _reward_call(self, function: RewardFunction) -> FunctionCall:
+        columns = reward_columns(function, extra_columns(self.dataset))
+        work = HostFunction(RewardCall(function, columns), splittable=True)
+        inputs = ("prompt", *SEQUENCE, *columns)
+        return FunctionCall("reward_forward", "host", inputs, ("score", "completion"), work=work)
 
     def actor_train(self) -> FunctionCall:
         work = TrainStep(PolicyLoss(self.loss), self.minibatches, self.epochs, self.temperature)
@@ -82,18 +89,10 @@ class Rollout(Experiment):
         function = self.eval_function or self.reward_function
         greedy = replace(self, sampling=replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0))
         if function is not None:
-            return graph_of(greedy.actor_generate(), reward_call(function))
+            return graph_of(greedy.actor_generate(), self._reward_call(function))
         work = HostFunction(_decode, splittable=True)
         decode = FunctionCall("eval_decode", "host", SEQUENCE, ("completion",), work=work)
         return graph_of(greedy.actor_generate(), greedy.reward_forward(), decode)
-
-
-def reward_call(function: RewardFunction) -> FunctionCall:
-    """Scores by a reward function."""
-    columns = reward_columns(function)
-    work = HostFunction(RewardCall(function, columns), splittable=True)
-    inputs = ("prompt", *SEQUENCE, *columns)
-    return FunctionCall("reward_forward", "host", inputs, ("score", "completion"), work=work)
 
 
 def graph_of(*calls: FunctionCall) -> DataflowGraph:

@@ -56,4 +56,5 @@ class SFT(Experiment):
     def eval_graph(self) -> DataflowGraph | None:
         if self.reward_function is None:
             return None
-        return Rollout(sampling=self.sampling, reward_function=self.reward_function).eval_graph()
+        dataset = self.eval_dataset or self.dataset
+        return Rollout(dataset, sampling=self.sampling, reward_function=self.reward_function).eval_graph()

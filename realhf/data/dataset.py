@@ -68,6 +68,13 @@ def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], colum
             raise ValueError(f"{where}; its columns are {', '.join(row)}")
 
 
+def extra_columns(config: DatasetConfig) -> tuple[str, ...]:
+    """The columns of the first row besides the prompt; none where there is no such file."""
+    if not Path(config.path).is_file():
+        return ()
+    return tuple(key for key in read_rows(config)[0] if key != config.prompt_key)
+
+
 def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:
     """Row indices number `start` to `start + count` of an endless run, shuffled anew each epoch."""
     if not shuffle:

@@ -65,6 +65,8 @@ class Loader:
         prompt, tokenizer = row[self._config.prompt_key], self._tokenizer
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
+        elif tokenizer.chat_template is None:
+            raise UserError(f"dataset {self._config.path} has chat prompts, the tokenizer has no template")
         else:
             ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         made = {**row, "prompt": prompt, "prompt_ids": ids}

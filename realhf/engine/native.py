@@ -73,7 +73,8 @@ class NativeEngine:
         else:
             columns = self._forward(call, work, batch, micro_batch_tokens)
         fields = dict(zip(call.outputs, columns, strict=False))
-        return CallResult(Batch(batch.ids, fields) if fields else Batch([]), {})
+        # Samples travel between host memories.
+        return CallResult(Batch(batch.ids, fields).to(torch.device("cpu")) if fields else Batch([]), {})
 
     def _forward(self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int) -> list:
         output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]

@@ -31,7 +31,7 @@ def run_pipeline(
 
     `forward(i, hidden)` computes micro-batch i from the previous stage's hidden states (None on the first)
     and returns hidden states, on the last stage a loss to go backward from, or any result, which is kept.
-    Sends do not block and both directions have their own group, so that no order of stages can deadlock.
+    Both directions have their own group and only old sends are waited for: no order of stages can deadlock.
     """
     at, train = groups.at.pp, torch.is_grad_enabled()
     actions = one_forward_one_backward(len(hidden_shapes), stage=at, num_stages=groups.layout.pp)
@@ -47,9 +47,11 @@ def run_pipeline(
                 hidden = torch.empty(hidden_shapes[i], dtype=dtype, device=groups.world.device)
                 groups.pp.exchange([], [(at - 1, hidden)])
                 hidden.requires_grad_(train)
-            inputs[i], outputs[i] = hidden, forward(i, hidden)
+            output = forward(i, hidden)
+            if train or groups.is_last_stage:
+                inputs[i], outputs[i] = hidden, output
             if not groups.is_last_stage:
-                pending.append(groups.pp.post([(at + 1, outputs[i].detach().contiguous())], []))
+                pending.append(groups.pp.post([(at + 1, output.detach().contiguous())], []))
         else:
             hidden, output = inputs.pop(i), outputs.pop(i)
             grad = None if groups.is_last_stage else torch.empty_like(output)
@@ -59,6 +61,9 @@ def run_pipeline(
             if hidden is not None:
                 assert hidden.grad is not None
                 pending.append(groups.pp_back.post([(at - 1, hidden.grad.contiguous())], []))
+        while len(pending) > 2:  # An older one has arrived; waiting for it lets its tensors go.
+            pending.pop(0).wait()
     for message in pending:
         message.wait()
     return list(outputs.values()) if groups.is_last_stage else []
+

@@ -67,11 +67,6 @@ class Work:
         """Parts into which the samples of a step are cut, the same under every layout."""
         return getattr(self, "minibatches", 1)
 
-    @property
-    def num_passes(self) -> int:
-        """How often every sample is seen, for the FLOPs of the call."""
-        return getattr(self, "epochs", 1)
-
 
 @dataclass(frozen=True)
 class Generate(Work):

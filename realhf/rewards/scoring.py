@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,20 @@ if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
 RewardFunction = Callable[..., list[float]]  # of (prompts, completions, completion_ids, **columns), as in TRL
+_SEARCH_SECONDS = 5.0  # for the one sample on which a failing function fails
 _STANDARD = ("self", "prompts", "completions", "completion_ids")
 
 
-def reward_columns(function: RewardFunction) -> tuple[str, ...]:
-    """The dataset columns that a reward function asks for by name."""
+def reward_columns(function: RewardFunction, available: Sequence[str] = ()) -> tuple[str, ...]:
+    """The columns to pass: those named; of those with a default, and for **columns, the available ones."""
+    if not callable(function):
+        raise UserError(f"reward_function is {function!r}: it must be a function")
     parameters = inspect.signature(function).parameters.values()
-    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    return tuple(p.name for p in named if p.name not in _STANDARD and p.default is p.empty)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    columns = [name for name, p in named.items() if p.default is p.empty or name in available]
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        columns += [name for name in available if name not in named]
+    return tuple(name for name in columns if name not in _STANDARD)
 
 
 class RewardCall:
@@ -58,8 +65,10 @@ class RewardCall:
 
     def _explain(self, error: Exception, columns: dict[str, list], batch: Batch) -> UserError:
         """Names the sample that the function fails on alone, if there is one."""
-        which = f"samples {batch.ids[0]} to {batch.ids[-1]}"
+        which, deadline = f"samples {batch.ids[0]} to {batch.ids[-1]}", time.monotonic() + _SEARCH_SECONDS
         for i, sample_id in enumerate(batch.ids):
+            if time.monotonic() > deadline:
+                break
             try:
                 self.function(**{name: values[i : i + 1] for name, values in columns.items()})
             except Exception as alone:

@@ -125,7 +125,6 @@ def _move(call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan) -> Move
     for key in call.inputs:
         producer = graph.producer(key)
         by_producer.setdefault(None if producer is None else producer.name, []).append(key)
-    sources = tuple(
-        (p, DATASET if p is None else plan[p].layout, tuple(keys)) for p, keys in by_producer.items()
-    )
+    layouts = {p: DATASET if p is None else plan[p].layout for p in by_producer}
+    sources = tuple((p, layouts[p], tuple(keys)) for p, keys in by_producer.items())
     return Move(call, sources, plan[call.name].layout)

@@ -11,7 +11,7 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import Action, compile_actions, complete_plan, home_layouts
+from realhf.runtime.actions import DATASET, Action, compile_actions, complete_plan, home_layouts
 
 _WORK_OF_KIND = {
     "generate": (Generate,),
@@ -41,7 +41,8 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     Without a plan, every call is split over all ranks by dp. Raises ValueError about the first fault.
     """
     _check_numbers(experiment)
-    roles, graph, eval_graph = experiment.roles(), experiment.resolved_graph(), _eval_graph(experiment)
+    roles, eval_graph = experiment.roles(), _eval_graph(experiment)
+    graph = experiment.seeded(experiment.graph())
     for call in graph.calls:
         _check_call(call, roles, batch_size=experiment.batch_size)
     if plan is None:
@@ -74,7 +75,7 @@ def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
     shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
     keys = (*shown, "completion", "score")
     record = FunctionCall("eval_record", "host", keys, work=HostFunction(_keep_answers))
-    return graph.add(record, inputs=[key for key in shown if key not in graph.inputs])
+    return experiment.seeded(graph).add(record, inputs=[key for key in shown if key not in graph.inputs])
 
 
 def _keep_answers(batch: Any, context: Any) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _check_numbers(experiment: Experiment) -> None:
     for name in ("steps", "batch_size", "group_size", "log_every"):
         if getattr(experiment, name) < 1:
             raise ValueError(f"{name} is {getattr(experiment, name)}: it must be at least 1")
-    for name in ("eval_every", "export_every"):
+    for name in ("eval_every", "export_every", "seed"):
         if getattr(experiment, name) < 0:
             raise ValueError(f"{name} is {getattr(experiment, name)}: it must not be negative")
 
@@ -96,29 +97,22 @@ def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: in
     legal = _WORK_OF_KIND[call.kind]
     if not isinstance(call.work, legal):
         names = " or ".join(cls.__name__ for cls in legal)
-        raise ValueError(
-            f"call {call.name!r} of kind {call.kind!r} has work {type(call.work).__name__}: "
-            f"it must be {names}"
-        )
+        work = type(call.work).__name__
+        raise ValueError(f"call {call.name!r} of kind {call.kind!r} has work {work}: it must be {names}")
     if call.work.num_minibatches > batch_size:
         minibatches = call.work.num_minibatches
         raise ValueError(f"call {call.name!r} has {minibatches} minibatches: at most batch_size {batch_size}")
     if call.role is None:
         return
     if call.role not in roles:
-        raise ValueError(
-            f"call {call.name!r} is for the role {call.role!r}, which does not exist: "
-            f"there are {', '.join(roles)}"
-        )
+        raise ValueError(f"call {call.name!r} is for role {call.role!r}: there are {', '.join(roles)}")
     role = roles[call.role]
     if call.kind == "train_step" and role.optimizer is None:
         raise ValueError(f"call {call.name!r} trains the role {call.role!r}, which has no optimizer")
     output = call.work.loss.output if isinstance(call.work, TrainStep) else ""
     head = "score" if isinstance(call.work, (Values, Scores)) or output in ("values", "scores") else "lm"
     if role.head != head:
-        raise ValueError(
-            f"call {call.name!r} needs head={head!r} of the role {call.role!r}, which has head={role.head!r}"
-        )
+        raise ValueError(f"call {call.name!r} needs {call.role}.head {head!r}; it is {role.head!r}")
 
 
 def _check_models(roles: Mapping[str, Role]) -> None:
@@ -134,21 +128,21 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             )
         if role.follows is None:
             continue
+        if role.dtype in ("bfloat16", "float16"):
+            raise ValueError(f"{name}.dtype is {role.dtype}: a moving average would stand still; use float32")
         if role.follows not in roles or roles[role.follows].optimizer is None:
             raise ValueError(f"{name}.follows is {role.follows!r}: it must name a trainable role")
         if config != roles[role.follows].config():
-            raise ValueError(
-                f"{name}.model {role.model!r} has another shape than {role.follows}.model, which it follows"
-            )
+            raise ValueError(f"{name}.model has another shape than {role.follows}.model, which it follows")
 
 
 def _check_layouts(roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan) -> None:
     for call in graph.calls:
         layout = plan[call.name].layout
+        if call.name == "eval_record" and layout != DATASET:
+            raise ValueError(f"calls.eval_record.layout {layout}: answers are recorded at {DATASET}")
         if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
-            raise ValueError(
-                f"calls.{call.name}.layout {layout}: this call needs all samples at once; give it one rank"
-            )
+            raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
         if call.role is not None:
             try:
                 roles[call.role].config().check_layout(layout)
@@ -176,6 +170,4 @@ def _rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[
 def _check_tokenizer(experiment: Experiment) -> None:
     directory = Path(experiment.tokenizer_dir())
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
-        raise ValueError(
-            f"tokenizer {str(directory)!r}: there is no tokenizer.json in this directory; set `tokenizer`"
-        )
+        raise ValueError(f"tokenizer {str(directory)!r}: there is no tokenizer.json; set `tokenizer`")

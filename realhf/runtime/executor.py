@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from realhf.data.batch import Batch, Packed
+from realhf.data.batch import Batch
 from realhf.data.loader import load_tokenizer
 from realhf.dist.group import World
 from realhf.engine.work import HostFunction
@@ -122,13 +122,9 @@ class Executor:
         with record.timed(rank=rank, name=call.name, kind=call.kind) as event:
             engine = self.store.engine(call.role, layout)
             result = engine.run(call, minibatches, micro_batch_tokens=max_tokens)
-            if rank in layout.heads:
-                read = [b[call.inputs[0]] for b in minibatches]
-                if call.kind == "generate":
-                    read = [result.batch[call.outputs[0]]]
-                num_tokens = sum(sum(t.lengths) for t in read if isinstance(t, Packed))
-                event["num_tokens"] = num_tokens * call.work.num_passes
-        if rank == layout.head(0):
+            if call.kind == "train_step" and rank in layout.heads:
+                event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
+        if rank == layout.heads[0]:
             record.metrics += [(f"{call.role}/{name}", value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.heads else None
 

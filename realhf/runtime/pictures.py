@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 _MOVE = "move data, or wait for it"
-_CURVES = (("reward/mean", "mean reward"), ("actor/loss", "loss"))
+_CURVES = (("reward/mean", "mean reward"), ("actor/loss", "loss"), ("reward/accuracy", "accuracy"))
 
 
 def draw_pictures(run: Path) -> None:

@@ -16,6 +16,7 @@ _COLUMNS = {
     "actor/loss": "loss",
     "actor/entropy": "entropy",
     "actor/ref_kl": "KL to ref",
+    "reward/kl": "KL to ref",
     "critic/vf_loss": "value loss",
     "reward/loss": "loss",
     "reward/accuracy": "accuracy",
@@ -65,8 +66,7 @@ class Progress:
             self._console.print(self._score)
 
     def finish(self, summary: Mapping[str, Any], out: Path | None) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self.stop()
         lines = []
         first, last = summary["eval_first"], summary["eval_last"]
         if first is not None:
@@ -79,6 +79,11 @@ class Progress:
             lines.append(f"metrics, pictures and TensorBoard files: {out}")
             lines.append(f"Hugging Face model: {summary['hf_dir']}")
         self._console.print("\n".join(lines))
+
+    def stop(self) -> None:
+        """Gives the terminal back; a second time does nothing."""
+        if self._live is not None:
+            self._live.stop()
 
     def _table(self) -> Table:
         names = [name for name in _COLUMNS if self._rows and name in self._rows[-1][1]]

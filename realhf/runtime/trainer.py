@@ -53,23 +53,34 @@ class Trainer:
         self._progress = Progress(program) if self._is_main and not quiet else None
         self._sent: Pending | None = None
         if self._recorder is not None:
-            self._recorder.start(_to_json(experiment), program.plan)
+            calls = {call.name: program.plan[call.name] for call in program.graph.calls}
+            self._recorder.start(_to_json(experiment), dataclasses.replace(program.plan, calls=calls))
 
     def run(self) -> RunResult:
+        try:
+            return self._run()
+        finally:
+            if self._progress is not None:
+                self._progress.stop()
+
+    def _run(self) -> RunResult:
         experiment, started = self._program.experiment, time.time()
         history: list[dict[str, float]] = []
         scores: list[float] = []
         if self._progress is not None:
             self._progress.start(self._loader, self._eval_batch)
         if self._evaluator is not None:
-            scores.append(self._evaluate(step=0))
-            self._record(0, {"eval/score": scores[-1]}, [])
+            metrics, records = self._evaluate(step=0)
+            scores.append(metrics["eval/score"])
+            self._record(0, metrics, records)
         for step in range(1, experiment.steps + 1):
             metrics, records = self._step(step)
             last = step == experiment.steps
             if self._evaluator is not None and (last or _is_multiple(step, experiment.eval_every)):
-                scores.append(self._evaluate(step))
-                metrics["eval/score"] = scores[-1]
+                evaluation, more = self._evaluate(step)
+                # What the evaluation has reallocated the next step need not: it counts for this step.
+                metrics, records = {**evaluation, **metrics}, [*records, *more]
+                scores.append(evaluation["eval/score"])
             self._record(step, metrics, records)
             history.append(metrics)
             if last or _is_multiple(step, experiment.export_every):
@@ -96,19 +107,20 @@ class Trainer:
             self._progress.step(step, metrics)
         return metrics, records
 
-    def _evaluate(self, step: int) -> float:
-        """Greedy answers to all held-out prompts; the mean score on rank 0, 0 elsewhere."""
+    def _evaluate(self, step: int) -> tuple[dict[str, float], list[StepRecord]]:
+        """Greedy answers to the held-out prompts: on rank 0 their score, and what was reallocated for it."""
         assert self._evaluator is not None
-        self._collect(self._evaluator.run(self._eval_batch))
+        records = self._collect(self._evaluator.run(self._eval_batch))
         if not self._is_main:
-            return 0.0
+            return {"eval/score": 0.0}, []
+        reallocs = [StepRecord([], [e for e in r.events if e["kind"] == "realloc"]) for r in records]
         rows = self._context.answers
         score = sum(row["score"] for row in rows) / len(rows)
         if self._recorder is not None:
             self._recorder.evaluation(rows)
         if self._progress is not None:
             self._progress.evaluation(step, score)
-        return score
+        return {**merge_metrics(reallocs), "eval/score": score}, reallocs
 
     def _record(self, step: int, metrics: Mapping[str, float], records: list[StepRecord]) -> None:
         if self._recorder is not None:
@@ -168,23 +180,20 @@ class Trainer:
                 )
 
     def _make_loader(self, config: DatasetConfig, graph: DataflowGraph, group_size: int) -> Loader:
-        return Loader(
-            config,
-            keys=graph.inputs,
-            tokenizer=self._context.tokenizer,
-            group_size=group_size,
-            seed=self._program.experiment.seed,
-        )
+        tokenizer, seed = self._context.tokenizer, self._program.experiment.seed
+        return Loader(config, keys=graph.inputs, tokenizer=tokenizer, group_size=group_size, seed=seed)
 
 
 def _is_multiple(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
 
 
-def _to_json(experiment: Any) -> dict[str, Any]:
-    """The experiment's fields as JSON; functions go by their names."""
+def _to_json(config: Any) -> dict[str, Any]:
+    """The experiment's fields as JSON; what is no config goes by its name."""
 
-    def name(value: Any) -> str:
+    def form(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
 
-    return json.loads(json.dumps(dataclasses.asdict(experiment), default=name))
+    return json.loads(json.dumps(config, default=form))

@@ -81,7 +81,7 @@ def test_token_advantages_count_the_kl_everywhere_and_the_score_at_the_end(white
         assert column.lengths == batch["response_mask"].lengths and not column.values[~where].any()
     lengths = [int(w.sum()) for w in chosen]
     known = {
-        "actor/ref_kl": statistics.mean(kls),
+        "reward/kl": statistics.mean(kls),
         "critic/explained_variance": explained,
         "reward/mean": statistics.mean(batch["score"].tolist()),
         "reward/std": statistics.pstdev(batch["score"].tolist()),

@@ -112,7 +112,7 @@ def test_every_layout_receives_everything_once(pool):
                 _assert_equal(batch, whole.select([i - whole.ids[0] for i in batch.ids]))
             num_empty_shards += not any(len(batch) for batch in batches)
         for shard in range(target.dp):
-            same = [[batch.ids for batch in by_rank[rank][case]] for rank in target.shard_ranks(shard)]
+            same = [[batch.ids for batch in by_rank[rank][case]] for rank in target.grid[:, shard].ravel()]
             assert all(ids == same[0] for ids in same)
             seen += [(i, number) for number, ids in enumerate(same[0]) for i in ids]
         minibatch_of = dict(seen)
