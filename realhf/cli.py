@@ -17,14 +17,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import tyro
+from rich.console import Console
 
 from realhf.cluster import Cluster
 from realhf.errors import UserError
 from realhf.experiment import Experiment
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
+from realhf.realloc import explain
+from realhf.realloc.routes import Wires
+from realhf.realloc.schedule import make_schedule
 from realhf.runtime.check import Program, compile_program
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
+_ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _TYRO = (tyro.conf.AvoidSubcommands,)  # Optional parts that are set can be overridden like any other field.
 
 
@@ -35,6 +43,7 @@ class Job:
     program: Program
     num_ranks: int
     out: Path | None
+    timeout_seconds: float
     argv: tuple[str, ...]
 
 
@@ -45,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         options, overrides = _parser().parse_known_args(argv)
+        if options.command is _realloc:
+            return _realloc(options, overrides)
         experiment = _experiment(options, overrides)
         return EXIT_DONE if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
@@ -69,12 +80,29 @@ def _parser() -> ArgumentParser:
     run = _add_command(commands, "run", _run, text)
     run.add_argument("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     run.add_argument("--out", help="run directory; default: a new one below runs/")
+    text = "seconds that a worker waits for another one before it stops; default: 600"
+    run.add_argument("--timeout", type=float, default=600.0, metavar="S", help=text)
     text = "find what is wrong with an experiment and a plan, without running it"
     check = _add_command(commands, "check", _check, text)
     check.add_argument("--nproc", type=int, help="ranks to check against; default: as many as the plan uses")
     check.add_argument("--cluster", help="cluster file or shipped name: its devices are the ranks")
     check.add_argument("--json", action="store_true", help="print one JSON document")
+    _add_realloc(commands)
     return parser
+
+
+def _add_realloc(commands: Any) -> None:
+    text = "explain one reallocation: what moves, how long it takes, what limits it"
+    realloc = commands.add_parser("realloc", help=text, description=text, allow_abbrev=False)
+    realloc.set_defaults(command=_realloc)
+    add = realloc.add_argument
+    add("--model", required=True, help="config.json, model directory or shipped name")
+    add("--src", required=True, metavar="LAYOUT", help="where the parameters are, such as d2t4@0-7")
+    add("--dst", required=True, metavar="LAYOUT", help="where they are to go")
+    add("--cluster", help="cluster file or shipped name; default: one host with NVLink between all ranks")
+    add("--dtype", choices=_ITEMSIZE, help="of what travels; default: the config's, else bfloat16")
+    add("--json", action="store_true", help="print one JSON document")
+    add("--transfers", action="store_true", help="with --json: every transfer, and who holds what")
 
 
 def _add_command(commands: Any, name: str, function: Any, text: str) -> ArgumentParser:
@@ -94,7 +122,9 @@ def _run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int
         raise UserError(f"--nproc {options.nproc}: {why}")
     program, num_ranks = _compile(experiment, options, int(os.environ["WORLD_SIZE"]) if is_worker else None)
     out = None if is_worker and options.out is None else _run_directory(options)
-    job = Job(program, num_ranks, out, tuple(argv))
+    if not options.timeout > 0:
+        raise UserError(f"--timeout {options.timeout}: it must be a number of seconds above 0")
+    job = Job(program, num_ranks, out, options.timeout, tuple(argv))
     if is_worker or num_ranks == 1:
         return importlib.import_module("realhf.worker").work(job)
     return importlib.import_module("realhf.launch").launch(job)
@@ -112,6 +142,43 @@ def _check(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> i
     for call in program.graph.order:
         print(f"  {call.name:<18} {call.kind:<10} {call.role or '-':<8} {program.plan[call.name].layout}")
     return EXIT_DONE
+
+
+def _realloc(options: Namespace, unknown: Sequence[str]) -> int:
+    if unknown:
+        raise UserError(f"realhf realloc has no option {unknown[0]}")
+    if options.transfers and not options.json:
+        raise UserError("--transfers needs --json: the list is for programs")
+    try:
+        config = ModelConfig.load(options.model)
+        source, target = (_layout(options, name, config) for name in ("src", "dst"))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    dtype = options.dtype or config.hf.get("dtype") or config.hf.get("torch_dtype") or "bfloat16"
+    schedule = make_schedule(
+        model_spec(config), source=source, target=target, itemsize=_ITEMSIZE[dtype],
+        wires=Wires.of_cluster(Cluster.load(options.cluster)) if options.cluster else None,
+    )  # fmt: skip
+    ends = {"source": source, "target": target}
+    if options.json:
+        print(json.dumps(explain.document(schedule, **ends, transfers=options.transfers)))
+    else:
+        title = f"{options.model} in {dtype}"
+        Console().print(explain.table(schedule, **ends, title=title))
+    return EXIT_DONE
+
+
+def _layout(options: Namespace, name: str, config: ModelConfig) -> Layout:
+    """The layout that an option names. Raises ValueError where model or cluster do not allow it."""
+    try:
+        layout = Layout.parse(getattr(options, name))
+        config.check_layout(layout)
+        if options.cluster and max(layout.ranks) >= (devices := Cluster.load(options.cluster).num_devices):
+            lacks = f"which has {devices} devices"
+            raise ValueError(f"rank {max(layout.ranks)} is not in cluster {options.cluster}, {lacks}")
+    except ValueError as error:
+        raise ValueError(f"--{name} {getattr(options, name)}: {error}") from error
+    return layout
 
 
 def _experiment(options: Namespace, overrides: list[str]) -> Experiment | None:

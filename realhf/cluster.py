@@ -1,7 +1,7 @@
 """Cluster: the machines that a plan is made for, read from plans/clusters/*.yaml."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from realhf.shipped import load_yaml
@@ -27,12 +27,15 @@ class Cluster:
     peak_flops: Mapping[str, float]  # By dtype name (`bfloat16`, `float32`), of one device, per second.
     intra_host: Link  # The port of one device inside its host,
     inter_host: Link  # and towards other hosts.
+    host_bandwidth_bytes_per_second: float | None = None  # Of one host; None: its devices' ports.
 
     def __post_init__(self) -> None:
         for name in ("num_hosts", "devices_per_host"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         for name, value in asdict(self).items():
+            if name == "host_bandwidth_bytes_per_second" and value is None:
+                continue
             parts = {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
             for where, number in parts.items():
                 if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
@@ -41,6 +44,15 @@ class Cluster:
     @property
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
+
+    @property
+    def host_port_bytes_per_second(self) -> float:
+        """What all devices of a host together send to other hosts, or receive from them."""
+        ports = self.devices_per_host * self.inter_host.bandwidth_bytes_per_second
+        return self.host_bandwidth_bytes_per_second or ports
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.devices_per_host
 
     @classmethod
     def from_dict(cls, document: Any) -> "Cluster":
@@ -58,11 +70,12 @@ class Cluster:
 
 
 def _checked(document: Any, cls: type, where: str = "") -> dict[str, Any]:
-    """A copy of a mapping (the whole document or its field `where`) that has exactly the class's fields."""
+    """A copy of a mapping (the whole document or its field `where`) that has the class's fields."""
     legal, prefix = [f.name for f in fields(cls)], where and f"{where}."
+    required = [f.name for f in fields(cls) if f.default is MISSING]
     if not isinstance(document, dict):
         raise ValueError(f"{where or 'the cluster'} is {document!r}: it must give {', '.join(legal)}")
-    for name in [*document, *legal]:
+    for name in [*document, *required]:
         if name not in legal:
             raise ValueError(f"{prefix}{name} is not a field: legal are {', '.join(legal)}")
         if name not in document:

@@ -18,9 +18,17 @@ def even_split(length: int, num_parts: int, index: int) -> tuple[int, int]:
     return length * index // num_parts, length * (index + 1) // num_parts
 
 
+def even_part(length: int, num_parts: int, item: int) -> int:
+    """The part of `even_split` in which an item lies."""
+    return ((item + 1) * num_parts - 1) // length
+
+
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """Sizes of the pipeline, data, context, tensor and expert axes; experts are spread over `ep` of `dp`."""
+    """Sizes of the pipeline, data, context, tensor and expert axes.
+
+    Experts are spread over `ep` neighbours of `dp`: the rank at index i of dp is at index i % ep of ep.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -144,6 +152,10 @@ class Layout:
     @property
     def pp(self) -> int:
         return self.strategy.pp
+
+    @property
+    def ep(self) -> int:
+        return self.strategy.ep
 
     @cached_property
     def grid(self) -> np.ndarray:

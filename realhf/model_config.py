@@ -2,21 +2,67 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from realhf.layout import Layout
 from realhf.shipped import resolve
 
 HEADS = ("lm", "score")  # Logits over the vocabulary; one number per token (critics, reward models).
-_CLASS_PREFIX = {"llama": "Llama", "qwen2": "Qwen2"}
+RUNNABLE = ("llama", "qwen2")  # Families that `nn` computes; plans can be made for all.
+_CLASS_PREFIX = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "deepseek_v3": "DeepseekV3",
+}
 _CLASS_SUFFIX = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
 _ARCHITECTURES = {_CLASS_PREFIX[f] + _CLASS_SUFFIX[h]: (f, h) for f in _CLASS_PREFIX for h in HEADS}
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """Routed experts in place of the MLP, in every layer from `num_dense_layers` on."""
+
+    num_experts: int
+    num_experts_per_token: int
+    expert_width: int
+    shared_width: int = 0  # Of the shared experts, which form one MLP.
+    num_dense_layers: int = 0
+    router_bias: bool = False  # DeepSeek's e_score_correction_bias.
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], family: str) -> "MoeConfig | None":
+        if family not in ("qwen3_moe", "deepseek_v3"):
+            return None
+        for name, legal in (("mlp_only_layers", []), ("decoder_sparse_step", 1), ("moe_layer_freq", 1)):
+            if (value := hf.get(name)) not in (None, legal):
+                raise ValueError(f"{name} is {value!r}; supported is {legal!r}")
+        width, per_token = hf["moe_intermediate_size"], hf["num_experts_per_tok"]
+        if family == "deepseek_v3":
+            shared_width, dense = hf["n_shared_experts"] * width, hf["first_k_dense_replace"]
+            return cls(hf["n_routed_experts"], per_token, width, shared_width, dense, router_bias=True)
+        return cls(hf.get("num_local_experts") or hf["num_experts"], per_token, width)
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention: queries, keys and values are made from latents of these ranks."""
+
+    q_lora_rank: int | None  # None: queries are made from the hidden state.
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Llama and Qwen2 families: RMSNorm, rotary embedding, grouped-query attention, SwiGLU."""
+    """A decoder with RMSNorm, rotary embedding, SwiGLU and grouped-query or latent attention.
+
+    With `mla`, every query head has keys and values of its own and `head_dim` is that of queries and keys.
+    """
 
     family: str
     vocab_size: int
@@ -31,6 +77,9 @@ class ModelConfig:
     qkv_bias: bool
     tie_word_embeddings: bool
     head: str = "lm"
+    qk_norm: bool = False
+    moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
     hf: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config.json as read.
 
     def __post_init__(self) -> None:
@@ -52,24 +101,26 @@ class ModelConfig:
         try:
             heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
             rope = {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_parameters") or {})}
+            head_dim = hf.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
+            kv_heads, mla = hf.get("num_key_value_heads") or heads, None
+            if family == "deepseek_v3":
+                mla = MlaConfig(**{part.name: hf[part.name] for part in fields(MlaConfig)})
+                kv_heads, head_dim = heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
             config = cls(
                 family=family, head=head or own_head, hf=dict(hf), vocab_size=hf["vocab_size"],
                 hidden_size=hidden, intermediate_size=hf["intermediate_size"],
                 num_layers=hf["num_hidden_layers"], num_heads=heads,
-                num_kv_heads=hf.get("num_key_value_heads") or heads,
-                head_dim=hf.get("head_dim") or hidden // heads,
+                num_kv_heads=kv_heads, head_dim=head_dim, qk_norm=family in ("qwen3", "qwen3_moe"),
+                moe=MoeConfig.from_hf(hf, family), mla=mla,
                 rms_norm_eps=hf.get("rms_norm_eps", 1e-6), rope_theta=float(rope["rope_theta"]),
                 qkv_bias=family == "qwen2", tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             )
         except KeyError as error:
             raise ValueError(f"{error.args[0]} is missing") from error
-        scaling = hf.get("rope_scaling") or rope
-        if (rope_type := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
-            raise ValueError(f"rope type {rope_type!r} is not supported; legal is 'default'")
-        if hf.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act is {hf['hidden_act']!r}; supported is 'silu'")
-        if on := [name for name in ("mlp_bias", "attention_bias", "use_sliding_window") if hf.get(name)]:
+        if on := [name for name in ("mlp_bias", "attention_bias") if hf.get(name)]:
             raise ValueError(f"{on[0]} is true; supported is false")
+        if config.runnable:
+            _check_computable(hf, rope)
         return config
 
     @classmethod
@@ -99,6 +150,11 @@ class ModelConfig:
         return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
     @property
+    def runnable(self) -> bool:
+        """Whether `nn` computes this family."""
+        return self.family in RUNNABLE
+
+    @property
     def tied(self) -> bool:
         """Whether the output head is the embedding itself."""
         return self.tie_word_embeddings and self.head == "lm"
@@ -106,7 +162,8 @@ class ModelConfig:
     def check_layout(self, layout: Layout) -> None:
         """Raises ValueError when the model cannot be split this way."""
         s, heads, kv_heads = layout.strategy, self.num_heads, self.num_kv_heads
-        width, vocabulary, lacks = self.intermediate_size, self.vocab_size, "is not supported for"
+        width, vocabulary, lacks = min(self._mlp_widths()), self.vocab_size, "is not supported for"
+        num_experts = self.moe.num_experts if self.moe else 1
         for refused, why in (
             (s.pp > self.num_layers, f"pp={s.pp} exceeds the model's {self.num_layers} layers"),
             (heads % s.tp, f"tp={s.tp} does not divide the model's {heads} attention heads"),
@@ -115,7 +172,26 @@ class ModelConfig:
             (s.tp > vocabulary, f"tp={s.tp} exceeds the vocabulary {vocabulary}"),
             (s.tp > width, f"tp={s.tp} exceeds the MLP width {width}"),
             (s.cp > 1, f"cp={s.cp} {lacks} {self.family} models; use cp=1"),
-            (s.ep > 1, f"ep={s.ep} {lacks} {self.family} models; use ep=1"),
+            (s.ep > 1 and not self.moe, f"ep={s.ep} {lacks} {self.family} models; use ep=1"),
+            (s.ep > num_experts, f"ep={s.ep} exceeds the model's {num_experts} experts"),
         ):
             if refused:
                 raise ValueError(f"layout {layout}: {why}")
+
+    def _mlp_widths(self) -> tuple[int, ...]:
+        """Widths of the MLPs that there are: dense, routed, shared."""
+        if self.moe is None:
+            return (self.intermediate_size,)
+        dense = self.intermediate_size if self.moe.num_dense_layers else 0
+        return tuple(filter(None, (dense, self.moe.expert_width, self.moe.shared_width)))
+
+
+def _check_computable(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    """Raises ValueError about what changes no parameter and `nn` cannot compute."""
+    scaling = hf.get("rope_scaling") or rope
+    if (rope_type := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+        raise ValueError(f"rope type {rope_type!r} is not supported; legal is 'default'")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {hf['hidden_act']!r}; supported is 'silu'")
+    if hf.get("use_sliding_window"):
+        raise ValueError("use_sliding_window is true; supported is false")

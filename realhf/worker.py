@@ -17,7 +17,6 @@ from realhf.runtime.trainer import Trainer
 if TYPE_CHECKING:
     from realhf.cli import Job
 
-_TIMEOUT_SECONDS = 600.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _GRACE_SECONDS = 3.0  # A worker that lost a peer waits so long, so that the peer's own sentence comes first.
 
@@ -25,12 +24,16 @@ _GRACE_SECONDS = 3.0  # A worker that lost a peer waits so long, so that the pee
 def work(job: "Job") -> int:
     """Runs the job; the exit code is 2 for what the user can mend, 1 for anything else that went wrong."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    rank, size, local = (int(os.environ[name]) for name in names) if under_torchrun else (0, 1, 0)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = [int(os.environ[name]) for name in names] if under_torchrun else [0, 1, 0, 1]
+    rank, size, local, per_host = numbers
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     _keep_freed_memory()
     try:
-        world = World.from_torchrun(rank=rank, size=size, local_rank=local, timeout_seconds=_TIMEOUT_SECONDS)
+        world = World.from_torchrun(
+            rank=rank, size=size, local_rank=local, ranks_per_host=per_host,
+            timeout_seconds=job.timeout_seconds,
+        )  # fmt: skip
         out = job.out or Path("runs") / time.strftime("run-%Y%m%d-%H%M%S")
         out = Path(world.control.all_gather_json(str(out))[0])  # As rank 0 has it.
         out.mkdir(parents=True, exist_ok=True)

@@ -19,16 +19,28 @@ inter_host: {latency_seconds: 1.0e-5, bandwidth_bytes_per_second: 1.0e+9}
 
 
 def test_counts_devices():
-    assert Cluster.from_dict(yaml.safe_load(GOOD)).num_devices == 8
+    cluster = Cluster.from_dict(yaml.safe_load(GOOD))
+    assert cluster.num_devices == 8
+    assert [cluster.host_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+
+
+def test_a_host_may_have_less_than_its_devices_ports():
+    document = yaml.safe_load(GOOD)
+    assert Cluster.from_dict(document).host_port_bytes_per_second == 4 * 1e9
+    shared = Cluster.from_dict({**document, "host_bandwidth_bytes_per_second": 2.5e9})
+    assert shared.host_port_bytes_per_second == 2.5e9
 
 
 def test_every_shipped_cluster_loads_by_its_name():
     names = [path.stem for path in shipped_dir("plans/clusters").glob("*.yaml")]
-    assert {"cpu-laptop", "h100-8x8"} <= set(names)
+    h100s = {f"h100-{num_hosts}x8" for num_hosts in (1, 2, 8, 16, 128)}
+    assert {"cpu-laptop", "a100-8x8", "h200-8x8", *h100s} <= set(names)
     for name in names:
         cluster = Cluster.load(name)
         assert cluster.intra_host.bandwidth_bytes_per_second > cluster.inter_host.bandwidth_bytes_per_second
         assert cluster.intra_host.latency_seconds < cluster.inter_host.latency_seconds
+        if name != "cpu-laptop":
+            assert f"{cluster.num_hosts}x{cluster.devices_per_host}" == name.split("-")[1]
     h100 = Cluster.load("h100-8x8")
     assert h100.num_devices == 64 and h100.peak_flops["bfloat16"] == 989e12
 
@@ -45,6 +57,8 @@ def test_every_shipped_cluster_loads_by_its_name():
         ("latency_seconds: 1.0e-6", "latency_seconds: -1", "intra_host.latency_seconds is -1"),
         ("latency_seconds: 1.0e-5, ", "", "inter_host.latency_seconds is missing"),
         ("{latency_seconds: 1.0e-6, bandwidth_bytes_per_second: 1.0e+10}", "5", "intra_host is 5"),
+        ("\n", "\nhost_bandwidth_bytes_per_second: 0\n", "host_bandwidth_bytes_per_second is 0: it must"),
+        ("\n", "\nhost_bandwidth: 1\n", "host_bandwidth is not a field"),
         ("device_memory_bytes: 1.0e+9", "device_memory_bytes: .nan", "device_memory_bytes is nan"),
         ("num_hosts: 2", "[", "while parsing"),
     ],
@@ -52,12 +66,13 @@ def test_every_shipped_cluster_loads_by_its_name():
 def test_load_names_file_and_field(tmp_path, old, new, sentence):
     assert old in GOOD
     path = tmp_path / "cluster.yaml"
-    path.write_text(GOOD.replace(old, new))
+    path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(ValueError) as caught:
         Cluster.load(str(path))
     assert str(path) in str(caught.value) and sentence in str(caught.value)
 
 
 def test_unknown_names_list_the_shipped_ones():
-    with pytest.raises(ValueError, match="'h200' is neither a path nor a shipped name .*laptop, h100-8x8"):
+    sentence = "'h200' is neither a path nor a shipped name .*cpu-laptop, h100-128x8"
+    with pytest.raises(ValueError, match=sentence):
         Cluster.load("h200")

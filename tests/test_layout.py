@@ -2,7 +2,7 @@
 
 import pytest
 
-from realhf.layout import AXES, Coordinate, DeviceMesh, Layout, ParallelStrategy, even_split
+from realhf.layout import AXES, Coordinate, DeviceMesh, Layout, ParallelStrategy, even_part, even_split
 
 
 def test_rank_order_of_d2t2p2():
@@ -101,4 +101,5 @@ def test_meshes_need_ranks_from_0(mesh):
 def test_even_split_covers_in_order_and_evenly(length, num_parts):
     parts = [range(*even_split(length, num_parts, i)) for i in range(num_parts)]
     assert [x for part in parts for x in part] == list(range(length))
+    assert all(even_part(length, num_parts, x) == i for i, part in enumerate(parts) for x in part)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

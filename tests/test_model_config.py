@@ -5,7 +5,7 @@ import json
 import pytest
 
 from realhf.layout import Layout
-from realhf.model_config import ModelConfig
+from realhf.model_config import MlaConfig, ModelConfig, MoeConfig
 from realhf.shipped import shipped_dir
 
 LLAMA = {
@@ -17,6 +17,28 @@ LLAMA = {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5,
     "vocab_size": 11,
+}
+QWEN3_MOE = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 8,
+    "moe_intermediate_size": 6,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 5,
+    "moe_intermediate_size": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 7,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
 }
 
 
@@ -30,6 +52,47 @@ def test_reads_the_fields():
     # transformers 5 writes the rotary parameters into one field
     nested = {**LLAMA, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
     assert ModelConfig.from_hf(nested).rope_theta == 5e5
+
+
+def test_reads_qwen3_and_experts():
+    dense = ModelConfig.from_hf({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
+    assert (dense.head_dim, dense.qk_norm, dense.qkv_bias, dense.moe) == (128, True, False, None)
+    config = ModelConfig.from_hf(QWEN3_MOE)
+    assert (config.family, config.head_dim, config.qk_norm, config.mla) == ("qwen3_moe", 8, True, None)
+    assert config.moe == MoeConfig(num_experts=5, num_experts_per_token=2, expert_width=6)
+    # transformers 5 writes the number of experts under another name
+    renamed = {k: v for k, v in QWEN3_MOE.items() if k != "num_experts"} | {"num_local_experts": 5}
+    assert ModelConfig.from_hf(renamed) == config
+
+
+def test_reads_latent_attention_and_shared_experts():
+    config = ModelConfig.from_hf(DEEPSEEK)
+    assert (config.family, config.head_dim, config.num_kv_heads) == ("deepseek_v3", 6, 12)
+    assert config.mla == MlaConfig(
+        q_lora_rank=7, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3
+    )
+    assert config.moe == MoeConfig(8, 2, 6, shared_width=12, num_dense_layers=1, router_bias=True)
+
+
+def test_families_that_cannot_run_may_have_rope_types_that_cannot():
+    assert ModelConfig.from_hf(LLAMA).runnable
+    config = ModelConfig.from_hf({**DEEPSEEK, "rope_scaling": {"type": "yarn", "factor": 40}})
+    assert not config.runnable
+
+
+@pytest.mark.parametrize(
+    ("hf", "sentence"),
+    [
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]; supported is \[\]"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step is 2; supported is 1"),
+        ({**DEEPSEEK, "attention_bias": True}, "attention_bias is true"),
+        ({k: v for k, v in DEEPSEEK.items() if k != "kv_lora_rank"}, "kv_lora_rank is missing"),
+        ({k: v for k, v in QWEN3_MOE.items() if k != "num_experts"}, "num_experts is missing"),
+    ],
+)
+def test_refuses_experts_that_it_cannot_list(hf, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ModelConfig.from_hf(hf)
 
 
 def test_heads_and_the_way_back_to_hf():
@@ -49,7 +112,9 @@ def test_every_shipped_config_loads_by_its_name():
     for name in names:
         config = ModelConfig.load(name)
         config.check_layout(Layout.parse("t2p2@0-3"))
-        assert config.head == "lm" and config.num_heads * config.head_dim == config.hidden_size
+        assert config.head == "lm" and config.eos_token_ids
+        if config.runnable:
+            assert config.num_heads * config.head_dim == config.hidden_size
 
 
 def test_loads_a_model_directory(tmp_path):
@@ -128,3 +193,26 @@ def test_refused_layouts(layout, sentence):
     with pytest.raises(ValueError) as caught:
         ModelConfig.from_hf(LLAMA).check_layout(Layout.parse(layout))
     assert sentence in str(caught.value) and layout in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hf", "changes", "layout", "sentence"),
+    [
+        (QWEN3_MOE, {}, "d4e2@0-3", None),
+        (QWEN3_MOE, {}, "e5t2@0-9", None),
+        (QWEN3_MOE, {}, "e6@0-5", "ep=6 exceeds the model's 5 experts"),
+        (QWEN3_MOE, {"moe_intermediate_size": 3}, "t4@0-3", "tp=4 exceeds the MLP width 3"),
+        (QWEN3_MOE, {}, "t6@0-5", "neither divides nor is a multiple of the 4 kv heads"),
+        (QWEN3_MOE, {"intermediate_size": 1}, "t4@0-3", None),
+        (DEEPSEEK, {"intermediate_size": 1}, "t4@0-3", "tp=4 exceeds the MLP width 1"),
+        (DEEPSEEK, {}, "t6@0-5", None),
+        (DEEPSEEK, {}, "t8@0-7", "tp=8 does not divide the model's 12 attention heads"),
+    ],
+)
+def test_layouts_of_experts_and_latent_attention(hf, changes, layout, sentence):
+    config, layout = ModelConfig.from_hf({**hf, **changes}), Layout.parse(layout)
+    if sentence is None:
+        config.check_layout(layout)
+    else:
+        with pytest.raises(ValueError, match=sentence):
+            config.check_layout(layout)

@@ -1,14 +1,41 @@
 """The parameter table: sizes of known models, transformers' own names and shapes, who holds what."""
 
+import re
+import time
+
 import numpy as np
 import pytest
 
-from realhf.layout import Layout
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 
+EXTRA = {
+    "Qwen3": {"model_type": "qwen3", "head_dim": 6},
+    "Qwen3Moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 6,
+        "moe_intermediate_size": 9,
+        "num_experts": 7,
+        "num_experts_per_tok": 2,
+    },
+    "DeepseekV3": {
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 2,
+        "kv_lora_rank": 5,
+        "moe_intermediate_size": 9,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 7,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 3,
+    },
+}
 
-def small(*, heads=8, kv_heads=2, layers=5, tied=True, head="lm", family="Qwen2"):
+
+def small(*, heads=8, kv_heads=2, layers=5, tied=True, head="lm", family="Qwen2", **changes):
     hf = {
         "architectures": [f"{family}ForCausalLM"],
         "hidden_size": 4 * heads,
@@ -19,6 +46,8 @@ def small(*, heads=8, kv_heads=2, layers=5, tied=True, head="lm", family="Qwen2"
         "tie_word_embeddings": tied,
         "vocab_size": 13,
         "model_type": family.lower(),
+        **EXTRA.get(family, {}),
+        **changes,
     }
     return ModelConfig.from_hf(hf, head=head)
 
@@ -32,12 +61,19 @@ def box(region):
     [
         ("llama-7b", 6_738_415_616),
         ("llama-70b", 68_976_648_192),
+        ("llama-13b", 13_015_864_320),
+        ("codellama-34b", 33_743_970_304),
         ("qwen2.5-0.5b", 494_032_768),
         ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-30b-a3b", 30.53e9),
+        ("qwen3-235b-a22b", 235.09e9),
+        ("deepseek-v3", 671.0e9),
     ],
 )
 def test_sizes_of_known_models(name, numel):
-    assert model_spec(ModelConfig.load(name)).numel == numel
+    """Exact where the checkpoint's own count is published, else to the digits of the model card."""
+    digits = 0 if isinstance(numel, int) else -7 if numel < 500e9 else -8
+    assert round(model_spec(ModelConfig.load(name)).numel, digits) == numel
 
 
 @pytest.mark.parametrize(
@@ -48,6 +84,11 @@ def test_sizes_of_known_models(name, numel):
         small(family="Llama", kv_heads=8),
         small(family="Llama", head="score"),
         small(head="score"),
+        small(family="Qwen3"),
+        small(family="Qwen3Moe", tied=False),
+        small(family="Qwen3Moe", head="score"),
+        small(family="DeepseekV3", tied=False),
+        small(family="DeepseekV3", q_lora_rank=None, first_k_dense_replace=0, num_nextn_predict_layers=1),
     ],
 )
 def test_names_and_shapes_are_those_of_transformers(config):
@@ -58,7 +99,113 @@ def test_names_and_shapes_are_those_of_transformers(config):
     with torch.device("meta"):
         model = getattr(transformers, hf["architectures"][0])(hf_config)
     theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert {p.name: p.shape for p in model_spec(config).params} == theirs
+    theirs |= {n: tuple(b.shape) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    spec = model_spec(config)
+    assert spec.numel == sum(map(np.prod, theirs.values()))
+    assert {p.name: p.shape for p in spec.params} == dict(unfused(theirs))
+
+
+def unfused(shapes):
+    """Shapes as in the checkpoint, where each expert has its own; transformers stacks them in memory."""
+    for name, shape in shapes.items():
+        at, _, kind = name.rpartition(".experts.")
+        if not at:
+            yield name, shape
+            continue
+        num_experts, rows, columns = shape
+        for j in range(num_experts):
+            if kind == "down_proj":
+                yield f"{at}.experts.{j}.down_proj.weight", (rows, columns)
+            else:
+                yield f"{at}.experts.{j}.gate_proj.weight", (rows // 2, columns)
+                yield f"{at}.experts.{j}.up_proj.weight", (rows // 2, columns)
+
+
+def random_layout(rng, config, max_ranks=48):
+    while True:
+        pp, ep, tp, outer = (int(n) for n in rng.integers(1, (6, 6, 9, 4)))
+        size = pp * ep * outer * tp
+        if size > max_ranks:
+            continue
+        ranks = tuple(int(r) for r in rng.permutation(max_ranks)[:size])
+        layout = Layout(ParallelStrategy(pp=pp, dp=ep * outer, tp=tp, ep=ep), DeviceMesh(ranks))
+        try:
+            config.check_layout(layout)
+        except ValueError:
+            continue
+        return layout
+
+
+FAMILIES = [
+    *(("Qwen2", tied) for tied in (True, False)),
+    *(("Qwen3Moe", tied) for tied in (True, False)),
+    ("DeepseekV3", True),
+]
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
+def test_placements_agree_with_what_ranks_hold(family, tied):
+    rng, spec = np.random.default_rng(0), model_spec(small(family=family, tied=tied))
+    for _ in range(40):
+        layout = random_layout(rng, spec.config)
+        held = {rank: spec.held_by(layout, rank) for rank in layout.ranks}
+        for p, placement in zip(spec.params, spec.placements(layout), strict=True):
+            expected = {}
+            for rank in sorted(layout.ranks):
+                if p.name in held[rank]:
+                    expected.setdefault(held[rank][p.name], []).append(rank)
+            assert {region: list(ranks) for region, ranks in placement} == expected
+            assert len(placement) == len(expected)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
+def test_experts_are_spread_over_neighbours_in_dp(family):
+    rng, spec = np.random.default_rng(1), model_spec(small(family=family))
+    num_experts = spec.config.moe.num_experts
+    for _ in range(20):
+        layout = random_layout(rng, spec.config)
+        for rank in layout.ranks:
+            at, held = layout.coordinate(rank), spec.held_by(layout, rank)
+            stage = spec.stage_layers(layout.strategy, at.pp)
+            own = range(*even_split(num_experts, layout.ep, at.dp % layout.ep))
+            names = re.findall(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.", " ".join(held))
+            found = {(int(layer), int(j)) for layer, j in names}
+            first = spec.config.moe.num_dense_layers
+            assert found == {(layer, j) for layer in stage if layer >= first for j in own}
+            for layer, j in found:
+                at_expert = f"model.layers.{layer}.mlp.experts.{j}"
+                rows = even_split(9, layout.tp, at.tp)
+                assert held[f"{at_expert}.gate_proj.weight"] == held[f"{at_expert}.up_proj.weight"]
+                assert held[f"{at_expert}.gate_proj.weight"] == (rows, (0, spec.config.hidden_size))
+                assert held[f"{at_expert}.down_proj.weight"] == ((0, spec.config.hidden_size), rows)
+
+
+def test_latent_attention_splits_by_heads():
+    held = model_spec(small(family="DeepseekV3")).held_by(Layout.parse("t4@0-3"), 1)  # heads 2 and 3 of 8
+    attention = {name.split(".")[-2]: region for name, region in held.items() if "layers.3.self_attn" in name}
+    assert attention == {
+        "q_a_proj": ((0, 7), (0, 32)),
+        "q_a_layernorm": ((0, 7),),
+        "q_b_proj": ((12, 24), (0, 7)),
+        "kv_a_proj_with_mqa": ((0, 7), (0, 32)),
+        "kv_a_layernorm": ((0, 5),),
+        "kv_b_proj": ((14, 28), (0, 5)),
+        "o_proj": ((0, 32), (6, 12)),
+    }
+
+
+def test_the_largest_tables_are_fast():
+    start = time.process_time()
+    spec = model_spec(ModelConfig.load("deepseek-v3"))
+    built = time.process_time()
+    layout = Layout.parse("d64e64p16@0-1023")
+    placements = spec.placements(layout)
+    placed = time.process_time()
+    held = spec.held_by(layout, 5)
+    end = time.process_time()
+    assert len(placements) == len(spec.params) > 45_000 and 0 < len(held) < 100
+    assert len({id(placement) for placement in placements}) == len(set(placements)) < 2500
+    assert max(built - start, placed - built, end - placed) < 0.3
 
 
 @pytest.mark.parametrize("layout", ["@0", "d3@0-2", "t2@0-1", "t4@0-3", "t8@0-7", "p5@0-4", "d2t2p3@0-11"])

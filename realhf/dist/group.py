@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from realhf.dist.shared_memory import SharedMemory
+
 Messages = Sequence[tuple[int, torch.Tensor]]  # Peer and contiguous tensor to send or to receive into.
 _SMALL_BYTES = 1 << 16  # Up to here an all-reduce sends whole tensors to every peer, above it one chunk each.
 
@@ -29,21 +31,20 @@ def _naming_peers(ranks: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise PeerError(f"communication among ranks {list(ranks)} broke off: {reason}") from error
+        reason, peers = str(error).splitlines()[0], ", ".join(map(str, ranks))
+        raise PeerError(f"communication with rank{'s' * (len(ranks) > 1)} {peers} broke off: {reason}") from error
 
 
 @dataclass
 class Pending:
-    """Posted messages; keeps their tensors alive."""
+    """Posted messages, each with the ranks at its other end; keeps their tensors alive."""
 
-    works: Sequence[Any] = ()
+    works: Sequence[tuple[Any, tuple[int, ...]]] = ()
     tensors: Messages = ()
-    ranks: Sequence[int] = ()
 
     def wait(self) -> None:
-        with _naming_peers(self.ranks):
-            for work in self.works:
+        for work, ranks in self.works:
+            with _naming_peers(ranks):
                 work.wait()
         self.works, self.tensors = (), ()
 
@@ -74,11 +75,12 @@ class Group:
         with _naming_peers(self.ranks):
             if self._native:
                 self._backend._start_coalescing()
-            works = [self._backend.recv([tensor], peer, 0) for peer, tensor in recvs]
-            works += [self._backend.send([tensor], peer, 0) for peer, tensor in sends]
+            works: list[tuple[Any, tuple[int, ...]]] = []
+            works += [(self._backend.recv([tensor], peer, 0), (self.ranks[peer],)) for peer, tensor in recvs]
+            works += [(self._backend.send([tensor], peer, 0), (self.ranks[peer],)) for peer, tensor in sends]
             if self._native:
-                works = [self._backend._end_coalescing()]
-        return Pending(works, [*sends, *recvs], self.ranks)
+                works = [(self._backend._end_coalescing(), self.ranks)]
+        return Pending(works, [*sends, *recvs])
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` (contiguous) in place over the group and returns it."""
@@ -165,15 +167,22 @@ class World:
 
     def __init__(
         self, *, rank: int = 0, size: int = 1, device: torch.device | str = "cpu",
-        store: dist.Store | None = None, timeout_seconds: float = 600.0,
+        store: dist.Store | None = None, timeout_seconds: float = 600.0, ranks_per_host: int | None = None,
+        shared_memory: bool = True,
     ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.ranks_per_host = ranks_per_host or size
+        share = shared_memory and self.ranks_per_host > 1 and self.device.type == "cpu"
+        self.memory = SharedMemory() if share else None
+        """Where the processes of one host see each other's tensors."""
         self._store, self._timeout = store, timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
         self.control = self.group(tuple(range(size)), purpose="control")  # All ranks over gloo.
 
     @classmethod
-    def from_torchrun(cls, *, rank: int, size: int, local_rank: int, timeout_seconds: float) -> "World":
+    def from_torchrun(
+        cls, *, rank: int, size: int, local_rank: int, ranks_per_host: int | None = None, timeout_seconds: float
+    ) -> "World":
         """Meets the processes that torchrun's environment names, on CUDA where it is available."""
         device, store = torch.device("cpu"), None
         if torch.cuda.is_available():
@@ -182,7 +191,21 @@ class World:
         if size > 1:
             timeout = timedelta(seconds=timeout_seconds)
             store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-        return cls(rank=rank, size=size, device=device, store=store, timeout_seconds=timeout_seconds)
+        return cls(
+            rank=rank, size=size, device=device, store=store, timeout_seconds=timeout_seconds,
+            ranks_per_host=ranks_per_host,
+        )  # fmt: skip
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor on this rank's device, if possible in memory that other ranks of its host can read."""
+        if self.memory is not None:
+            return self.memory.zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def neighbours(self, rank: int) -> range:
+        """The ranks on the same host as a rank."""
+        first = rank - rank % self.ranks_per_host
+        return range(first, min(first + self.ranks_per_host, self.size))
 
     def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
         """The group of these ranks, this one among them; made on first use, which waits for all members.

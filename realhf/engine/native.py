@@ -35,19 +35,25 @@ class CallResult:
 
 
 class NativeEngine:
-    """A shard of a model. With an optimizer it can be trained; without, it is frozen."""
+    """A shard of a model, in `memory` where that is given. With an optimizer it can be trained; without, it
+    is frozen."""
 
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World,
-        *, dtype: str, optimizer: OptimizerConfig | None = None,
+        *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
     ) -> None:
         self.groups = ParallelGroups.create(world, layout)
-        self.model = Transformer(spec, self.groups, dtype=DTYPES[dtype], device=world.device)
+        self.model = Transformer(spec, self.groups, dtype=DTYPES[dtype], memory=memory)
         self._optimizer = None if optimizer is None else ShardedAdamW(self.model, optimizer)
 
     def shards(self) -> dict[str, torch.Tensor]:
         """Parameter name -> this rank's region, for reallocation."""
         return self.model.shards()
+
+    def optimizer_shards(self) -> dict[str, torch.Tensor]:
+        """Parameter name -> the rows of the optimizer's copy that this dp replica owns."""
+        assert self._optimizer is not None, "a frozen model has no optimizer"
+        return self._optimizer.shards
 
     def load(self, directory: Path | None, *, seed: int) -> None:
         """Weights from a Hugging Face directory; what it lacks, or everything, is drawn from `seed`."""
@@ -61,12 +67,18 @@ class NativeEngine:
         """Writes a Hugging Face directory; every rank of the layout must call this."""
         save_weights(directory, self.model)
 
-    def run(self, call: FunctionCall, minibatches: Sequence[Batch], *, micro_batch_tokens: int) -> CallResult:
-        """Does the call's work on this rank's share of the samples, one Batch per mini-batch."""
+    def run(
+        self, call: FunctionCall, minibatches: Sequence[Batch],
+        *, micro_batch_tokens: int, gather: bool = True,
+    ) -> CallResult:  # fmt: skip
+        """Does the call's work on this rank's share of the samples, one Batch per mini-batch.
+
+        After a train step on several dp replicas without `gather` only `optimizer_shards` are up to date.
+        """
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
         if isinstance(work, TrainStep):
-            return CallResult(Batch([]), self._train(call, work, minibatches, micro_batch_tokens))
+            return CallResult(Batch([]), self._train(call, work, minibatches, micro_batch_tokens, gather))
         (batch,) = minibatches
         if isinstance(work, Generate):
             columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
@@ -91,13 +103,17 @@ class NativeEngine:
             return [column.values.sigmoid() if work.probability else column.values]
         return [column]
 
-    def _train(self, call: FunctionCall, work: TrainStep, batches: list[Batch], max_tokens: int) -> Metrics:
+    def _train(
+        self, call: FunctionCall, work: TrainStep, batches: list[Batch], max_tokens: int, gather: bool
+    ) -> Metrics:
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self.model.requires_grad_(True)
         history = []
-        for batch in batches * work.epochs:
+        batches = batches * work.epochs
+        for number, batch in enumerate(batches, start=1):
             metrics = self._compute_grads(call, work, batch, max_tokens)
-            history.append(metrics | self._optimizer.step())
+            last = number == len(batches)
+            history.append(metrics | self._optimizer.step(gather=gather or not last))
         self.model.requires_grad_(False)
         return {name: x / len(history) for name, x in _sum_dicts(history).items()}
 

@@ -1,12 +1,13 @@
 """ZeRO-1 AdamW (Rajbhandari et al. 2020): every dp replica updates one slice of the flat parameters."""
 
 import math
+from itertools import accumulate
 
 import torch
 
 from realhf.engine.work import OptimizerConfig
-from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
+from realhf.param_spec import region_size, shards_of_rows
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -29,11 +30,20 @@ class ShardedAdamW:
         model.enable_grad()
         grads, dp = model.grad_buffer, model.groups.dp
         assert grads is not None
-        slices = [even_split(model.flat.numel(), dp.size, i) for i in range(dp.size)]
+        parts = shards_of_rows(model.regions, dp.size)
+        stops = list(accumulate(sum(map(region_size, part.values())) for part in parts))
+        slices = list(zip([0, *stops], stops, strict=False))
         self._param_chunks = [model.flat[start:stop] for start, stop in slices]
         self._grad_chunks = [grads[start:stop] for start, stop in slices]
         self._mine = self._param_chunks[dp.index]
-        self._master = torch.nn.Parameter(self._mine.to(grads.dtype))
+        master = model.groups.world.zeros(len(self._mine), grads.dtype)
+        self._master = torch.nn.Parameter(master.copy_(self._mine))
+        sizes = [region_size(region) for region in parts[dp.index].values()]
+        self.shards = {
+            name: values.view([high - low for low, high in region])
+            for (name, region), values in zip(parts[dp.index].items(), master.split(sizes), strict=True)
+        }
+        """HF name -> this dp replica's rows of the master copy."""
         start, stop = slices[dp.index]
         by_name = {param.name: param for param in model.spec.params}
         # Gradients of this rank's slice that it counts in the norm: what several ranks share counts once.
@@ -49,8 +59,11 @@ class ShardedAdamW:
         """Takes over parameters that were written from outside."""
         self._master.data.copy_(self._mine)
 
-    def step(self) -> dict[str, float]:
-        """Reduces gradients over dp, clips, updates, gathers the parameters; gives `grad_norm` and `lr`."""
+    def step(self, *, gather: bool = True) -> dict[str, float]:
+        """Reduces gradients over dp, clips and updates; gives `grad_norm` and `lr`.
+
+        Unless it is to `gather` them, the model's parameters are old afterwards, but for this replica's part.
+        """
         self._model.finish_grads()
         grad = self._groups.dp.reduce_scatter_chunks(self._grad_chunks)
         norm = torch.nn.utils.get_total_norm(self._counted).to(grad.device, torch.float64)
@@ -65,7 +78,8 @@ class ShardedAdamW:
         self._adamw.step()
         self._master.grad = None
         self._mine.copy_(self._master.detach())
-        self._groups.dp.all_gather_chunks(self._param_chunks)
+        if gather:  # (a no-op for one replica)
+            self._groups.dp.all_gather_chunks(self._param_chunks)
         self._model.zero_grad_buffer()
         self.num_steps += 1
         return {"grad_norm": grad_norm, "lr": rate}

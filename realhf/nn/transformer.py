@@ -39,7 +39,7 @@ class Transformer(torch.nn.Module):
     """
 
     def __init__(
-        self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, device: torch.device
+        self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
     ) -> None:
         super().__init__()
         self.spec, self.groups, self.config = spec, groups, spec.config
@@ -50,7 +50,9 @@ class Transformer(torch.nn.Module):
         sizes = [region_size(region) for region in self.regions.values()]
         stops = zip(self.regions, sizes, accumulate(sizes), strict=True)
         self._offsets = {name: (stop - size, stop) for name, size, stop in stops}
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.flat = groups.world.zeros(sum(sizes), dtype) if memory is None else memory
+        assert self.flat.numel() == sum(sizes) and self.flat.dtype == dtype
+        self._shards = self._views(self.flat)
         self.grad_buffer: Tensor | None = None
         """Gradients in the places of `flat`; every backward pass adds to it."""
         starts: dict[str, int] = {}
@@ -79,8 +81,8 @@ class Transformer(torch.nn.Module):
         return self._offsets
 
     def shards(self) -> dict[str, Tensor]:
-        """HF name -> this rank's region of it, a view of `flat`."""
-        return self._views(self.flat)
+        """HF name -> this rank's region of it, a view of `flat`; always the same mapping."""
+        return self._shards
 
     def grad_shards(self) -> dict[str, Tensor]:
         """HF name -> gradient of this rank's region, a view of `grad_buffer`."""

@@ -1,158 +1,151 @@
-"""Moves a model's parameters between two layouts: packed messages through preallocated staging memory."""
+"""Moves a model's parameters between two layouts.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+Between hosts, and between devices, they travel as messages through preallocated staging memory, or in place
+where they lie end to end. Processes of one host without devices copy straight out of each other's memory.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from realhf.dist.group import Pending, World
+from realhf.dist.group import PeerError, Pending, World
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, Region, region_size
-from realhf.realloc.schedule import Transfer, make_schedule
+from realhf.param_spec import ModelSpec, region_size
+from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging
+from realhf.realloc.messages import messages_of
+from realhf.realloc.neighbours import Neighbours
+from realhf.realloc.routes import Wires
+from realhf.realloc.schedule import STAGING_BYTES, make_schedule
 
-Shards = Mapping[str, torch.Tensor]
-"""Parameter name -> the region of it that this rank holds."""
-Regions = Mapping[str, Region]
+_AVERAGED = 1 << 18
+"""So many elements of a moving average are computed at a time, which bounds the memory for the products."""
 
 
 @dataclass(frozen=True)
 class ReallocStats:
-    """One run as a rank saw it; `over_bound` is the busiest port's load over its lower bound."""
+    """One run as a rank saw it; `over_bound` is the busiest port's time over its lower bound."""
 
     bytes_sent: int
     bytes_received: int
     over_bound: float
 
 
-class Staging:
-    """Memory that grows on request and is kept; Reallocators that never run at the same time may share it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def reserve(self, num_bytes: int) -> None:
-        if num_bytes > len(self.bytes):
-            self.bytes = self.bytes.new_zeros(num_bytes)  # written to, so that no run waits for fresh pages
-
-    def view(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole buffer as a flat tensor of `dtype`."""
-        return self.bytes[: len(self.bytes) // dtype.itemsize * dtype.itemsize].view(dtype)
-
-
-class _Piece(NamedTuple):
-    """A box of a shard, in the shard's own indices, staged from element `start` of the buffer on."""
-
-    name: str
-    box: tuple[slice, ...]
-    start: int
-
-    def part_and_place(self, shards: Shards, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This piece in its shard, and its place in the buffer."""
-        part = shards[self.name][self.box]
-        return part, buffer[self.start :][: part.numel()].view(part.shape)
-
-
-@dataclass
-class Round:
-    """What one rank sends and receives at once: one message (peer, start, stop) per peer and direction."""
-
-    sends: list[tuple[int, int, int]] = field(default_factory=list)
-    recvs: list[tuple[int, int, int]] = field(default_factory=list)
-    pack: list[_Piece] = field(default_factory=list)
-    unpack: list[_Piece] = field(default_factory=list)
-    stop: int = 0
-
-
 class Reallocator:
     """Carries one model from layout `source` to layout `target`, any number of times.
 
     Every rank of either layout constructs it and calls `run`, in the same order among its other requests for
-    groups and its other messages. Parameters travel in `dtype`, the dtype of the target's tensors;
-    `staging_bytes` caps the memory for what a rank sends and receives at once.
+    groups and its other messages. Writes target = eta * source + (1 - eta) * target. The source may be on
+    another device, and with `sharded` it is the optimizer's copy: `spec.held_by(source, rank, sharded=True)`.
+    Parameters travel in `dtype`, the dtype of the target's tensors; `staging_bytes` caps the memory for what
+    is on its way. `role` names the model in errors.
     """
 
     def __init__(
         self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
-        staging_bytes: int = 256 << 20, staging: Staging | None = None,
+        sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
+        staging: Staging | None = None, role: str = "a model",
     ) -> None:  # fmt: skip
-        self.schedule = make_schedule(spec, source=source, target=target)
-        self.dtype, self._rank, self._device = dtype, world.rank, world.device
-        held, wanted = spec.held_by(source, self._rank), spec.held_by(target, self._rank)
-        local = [t for t in self.schedule.local_copies if t.target == self._rank]
-        self._local = [(n, _within(box, held[n]), _within(box, wanted[n])) for _, _, n, box in local]
-        involved = self.schedule.transfers and (held or wanted)
-        ranks = dict.fromkeys((*source.ranks, *target.ranks)) if involved else (self._rank,)
-        self._group = world.group(tuple(ranks), purpose="realloc")
-        # Rounds alternate between two halves of the memory, so that one is packed while the other flies.
-        half = max(1, staging_bytes // dtype.itemsize // 2)
-        rounds = enumerate(self.schedule.rounds(half))
-        self.rounds = [self._plan(some, held, wanted, start=half * (number % 2)) for number, some in rounds]
+        wires = Wires.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
+        self.schedule = make_schedule(
+            spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize, wires=wires,
+            forward=eta == 1, staging_bytes=staging_bytes,
+        )  # fmt: skip
+        self.eta, self._rank, self._device = eta, world.rank, world.device
+        self.messages = messages_of(self.schedule, self._rank)
+        ranks = dict.fromkeys((*source.ranks, *target.ranks)) if self.schedule.parcels else {}
+        self._group = world.group(tuple(ranks) if self._rank in ranks else (self._rank,), purpose="realloc")
+        self._neighbours = Neighbours(self.messages, self._group, world)
+        # What ranks hand on must be the source's values: then an average first comes to memory of its own.
+        self._arrives_apart = eta != 1 and self.schedule.num_rounds > self.schedule.num_slices
+        in_place = eta == 1 or self._arrives_apart
+        self._ends = Ends(spec, source, target, dtype, sharded=sharded, in_place=in_place)
+        self._apart: dict[str, Tensor] = {}
+        if self._arrives_apart:
+            regions = spec.held_by(target, self._rank)
+            flat = world.zeros(sum(map(region_size, regions.values())), dtype)
+            parts = flat.split([region_size(region) for region in regions.values()])
+            for (name, region), part in zip(regions.items(), parts, strict=True):
+                self._apart[name] = part.view([stop - start for start, stop in region])
         self.staging = staging or Staging(world.device)
-        self.staging.reserve(max((step.stop for step in self.rounds), default=0) * dtype.itemsize)
-
-    def _plan(self, transfers: list[Transfer], held: Regions, wanted: Regions, *, start: int) -> Round:
-        """This rank's part of a round, staged from element `start` on."""
-        group, step, stop = self._group, Round(), start
-        messages: dict[tuple[bool, int], list[Transfer]] = {}
-        for transfer in transfers:
-            if self._rank in (transfer.source, transfer.target):
-                receiving = transfer.target == self._rank
-                peer = group.ranks.index(transfer.source if receiving else transfer.target)
-                messages.setdefault((receiving, (peer - group.index) % group.size), []).append(transfer)
-        for receiving, distance in sorted(messages):  # starting behind itself: no port is first for all
-            start, shards = stop, wanted if receiving else held
-            for _, _, name, region in messages[receiving, distance]:
-                piece = _Piece(name, _within(region, shards[name]), stop)
-                (step.unpack if receiving else step.pack).append(piece)
-                stop += region_size(region)
-            message = (group.index + distance) % group.size, start, stop
-            (step.recvs if receiving else step.sends).append(message)
-            step.stop = stop
-        return step
+        self._binding: Binding | None = None
+        self._what = f"reallocation of {role} from {source} to {target}"
+        sent, received = (ports.get(self._rank, 0) for ports in self.schedule.port_bytes)
+        self._stats = ReallocStats(sent, received, self.schedule.over_bound)
 
     @torch.no_grad()
-    def run(self, source: Shards | None, target: Shards | None, *, eta: float = 1.0) -> ReallocStats:
-        """Writes target = eta * source + (1 - eta) * target.
+    def run(self, source: Shards | None, target: Shards | None) -> ReallocStats:
+        """Moves the parameters.
 
-        Ranks of either layout give their shards. A target may be a view of its source's memory where both
-        mean the same elements; these are left as they are.
+        Ranks of either layout give their shards; to give the same mappings again saves time. A target may be
+        a view of its source's memory where both mean the same elements; these are left as they are. Raises
+        PeerError when another rank fails.
         """
-        source, target, buffer = source or {}, target or {}, self.staging.view(self.dtype)
-        pending = self._post(0, source, buffer)
-        for name, source_box, target_box in self._local:
-            self._write(target[name][target_box], source[name][source_box], eta)
-        for number, step in enumerate(self.rounds):
-            following = self._post(number + 1, source, buffer)
-            pending.wait()
-            for piece in step.unpack:
-                self._write(*piece.part_and_place(target, buffer), eta)
-            pending = following
+        self._move(source, self._apart if self._arrives_apart and target else target)
+        if self._arrives_apart and target:
+            self._mix(([target[name].detach() for name in self._apart], list(self._apart.values())))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        loads = (self.schedule.sent_elements, self.schedule.received_elements)
-        sent, received = (load.get(self._rank, 0) * self.dtype.itemsize for load in loads)
-        return ReallocStats(sent, received, self.schedule.over_bound)
+        return self._stats
 
-    def _post(self, number: int, source: Shards, buffer: torch.Tensor) -> Pending:
+    def _move(self, source: Shards | None, target: Shards | None) -> None:
+        with self._explained("start"):
+            binding = self._bind(source, target)
+        write = self._copy if self._ends.in_place else self._mix
+        pending = self._post(binding, 0)
+        write(binding.local)
+        for number, step in enumerate(binding.rounds):
+            with self._explained(f"round {number + 1} of {len(binding.rounds)}"):
+                following = self._post(binding, number + 1)
+                pending.wait()
+            write(step.unpack)
+            pending = following
+        with self._explained("end"):
+            self._neighbours.finish()
+
+    def _bind(self, source: Shards | None, target: Shards | None) -> Binding:
+        """The messages on these tensors; looked up again only when something has changed."""
+        old = self._binding
+        if old is None or old.source is not source or old.target is not target:
+            old = None
+            self._neighbours.show(source or {}, target or {})
+        news = self._neighbours.meet()
+        if old is None or news or old.staging is not self.staging.bytes:
+            binder = Binder(
+                self._ends, source, target, group=self._group, neighbours=self._neighbours,
+                device=self._device,
+            )  # fmt: skip
+            old = self._binding = binder.bind(
+                self.messages, self.schedule.local_copies(self._rank), self.staging
+            )
+        return old
+
+    def _post(self, binding: Binding, number: int) -> Pending:
         """Packs round `number` and sends it off; nothing when there is no such round."""
-        step = self.rounds[number] if number < len(self.rounds) else Round()
-        for piece in step.pack:
-            part, place = piece.part_and_place(source, buffer)
-            place.copy_(part)
-        messages = (step.sends, step.recvs)
-        return self._group.post(*([(peer, buffer[a:b]) for peer, a, b in side] for side in messages))
+        if number >= len(binding.rounds):
+            return Pending()
+        step = binding.rounds[number]
+        self._copy(step.pack)
+        return self._group.post(step.sends, step.recvs)
 
-    def _write(self, target: torch.Tensor, source: torch.Tensor, eta: float) -> None:
-        assert target.dtype == self.dtype, f"the target is {target.dtype}, not {self.dtype}"
-        if target.data_ptr() == source.data_ptr() and target.stride() == source.stride():
-            return
-        if eta == 1:
-            target.copy_(source)
-        else:  # product and sum are rounded one by one, so that local and received elements get the same bits
-            target.mul_(1 - eta).add_(source.to(device=target.device, dtype=self.dtype) * eta)
+    def _copy(self, copies: Copies) -> None:
+        if copies[0]:
+            torch._foreach_copy_(*copies)
 
+    def _mix(self, copies: Copies) -> None:
+        """Averages, part by part."""
+        for pair in zip(*copies, strict=True):
+            rows = max(1, _AVERAGED * len(pair[0]) // max(1, pair[0].numel()))
+            for target, source in zip(*(part.split(rows) for part in pair), strict=True):
+                # Product and sum are rounded one by one: local and received elements get the same bits.
+                target.mul_(1 - self.eta).add_(source.to(device=target.device, dtype=target.dtype) * self.eta)
 
-def _within(region: Region, box: Region) -> tuple[slice, ...]:
-    """`region` as an index into the tensor that holds `box`."""
-    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(region, box, strict=True))
+    @contextmanager
+    def _explained(self, when: str) -> Iterator[None]:
+        try:
+            yield
+        except PeerError as error:
+            raise PeerError(f"{self._what}, {when}: {error}") from error
+

@@ -1,142 +1,256 @@
-"""Which box of which parameter goes from which rank to which, when a model moves from one Layout to another.
+"""Schedule: what every rank sends to whom in which round, when a model moves from one Layout to another.
 
-All ranks compute the same Schedule from the same arguments. Quantities are counted in elements.
+All ranks compute the same Schedule from the same arguments, without torch. Every parcel is cut into the same
+number of slices; slice i makes its first hop in round i, its next ones later, so that in every round all
+ports carry the same mixture and none idles. A slice is handed on two rounds after it was sent: while one
+round is on the wire, the next can be packed.
 """
 
-import itertools
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, Region, region_size
+from realhf.param_spec import ModelSpec, Placement, Region
+from realhf.realloc.parcels import Cell, Parcel, find_cells, make_parcels
+from realhf.realloc.routes import ONE, Leg, Routed, Router, Wires
+
+HOP_ROUNDS = 2
+"""A rank hands on in round r + HOP_ROUNDS what it got in round r."""
+STAGING_BYTES = 256 << 20
+"""Default cap on a rank's memory for what is on its way."""
+_ROUND = 0.48  # of the staging memory: two rounds are on their way, cuts are rounded to whole rows
+_LEAST_LATENCY = 1e-4  # as a part of the whole movement: keeps slices from becoming dust
+_ROUTES = ((False, False), (True, False), (True, True))  # (forward, relay), from few hops to many
+_GOOD_ENOUGH = 1.03  # times the bound: then simpler routes are preferred to those with more hops
 
 
 class Transfer(NamedTuple):
-    """`region` of parameter `name`, in global indices, goes from rank `source` to rank `target`."""
+    """`region` of parameter `name`, in global indices, goes from rank `source` to rank `target`.
+
+    `onward`: the source did not hold it from the start, it got it in an earlier round.
+    """
 
     source: int
     target: int
     name: str
     region: Region
+    onward: bool
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Every element that a target rank wants comes once: by a transfer or from itself (`local_copies`).
 
-    Under no schedule, not even one in which targets forward what they got, does the busiest port (what one
-    rank sends, or what it receives) carry less than `bound_elements`.
+    `bound_seconds` is what the busiest port needs at least, under any schedule in which ranks receive only
+    what they want; `limit` says what proves it. `compute_seconds` is the time that it took to find all this.
     """
 
-    transfers: tuple[Transfer, ...]
-    local_copies: tuple[Transfer, ...]
-    sent_elements: Mapping[int, int]
-    received_elements: Mapping[int, int]
-    bound_elements: int
+    spec: ModelSpec
+    wires: Wires
+    itemsize: int
+    parcels: Sequence[Parcel]
+    cells: Sequence[list[Cell]]
+    legs: np.ndarray
+    num_slices: int
+    bound_seconds: float
+    limit: str
+    compute_seconds: float = field(compare=False)
+    _known_cuts: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that each rank of the target lacks, summed over ranks: all that is ever received."""
+        return self.itemsize * sum(parcel.size * len(parcel.takers) for parcel in self.parcels)
+
+    @cached_property
+    def num_rounds(self) -> int:
+        if not len(self.legs):
+            return 0
+        return self.num_slices + HOP_ROUNDS * int(self.legs[:, 5].max())
 
     @property
     def over_bound(self) -> float:
-        """Load of the busiest port over its lower bound; 1.0 when nothing moves."""
-        busiest = max(*self.sent_elements.values(), *self.received_elements.values())
-        return busiest / self.bound_elements if self.transfers else 1.0
+        """Scheduled over least seconds; 1.0 when nothing moves."""
+        return max(1.0, self.seconds / self.bound_seconds) if self.parcels else 1.0
 
-    def rounds(self, max_elements: int) -> list[list[Transfer]]:
-        """Transfers, large ones cut; per round no rank sends plus receives more than `max_elements`."""
-        rounds: list[list[Transfer]] = []
-        largest = max(1, max_elements // 4)
-        load: Counter[tuple[int, int]] = Counter()  # elements by (rank, round)
-        full: Counter[int] = Counter()  # of each rank, the rounds without room for every piece, as bits
-        for transfer in self.transfers:
-            for region in _pieces(transfer.region, largest):
-                busy = full[transfer.source] | full[transfer.target]
-                at = (~busy & (busy + 1)).bit_length() - 1  # lowest bit that is 0
-                for rank in (transfer.source, transfer.target):
-                    load[rank, at] += region_size(region)
-                    if load[rank, at] + largest > max_elements:
-                        full[rank] |= 1 << at
-                rounds.extend([] for _ in range(len(rounds), at + 1))
-                rounds[at].append(transfer._replace(region=region))
-        return rounds
+    @cached_property
+    def seconds(self) -> float:
+        """Sum over rounds of the time that the busiest port of the round needs; latencies overlap."""
+        by_stage = self._port_seconds / max(1, self.num_slices)
+        total, busiest = 0.0, dict[int, float]()
+        for number in range(self.num_rounds):
+            active = [0 <= number - HOP_ROUNDS * stage < self.num_slices for stage in range(len(by_stage))]
+            key = sum(on << stage for stage, on in enumerate(active))
+            if key not in busiest:
+                busiest[key] = float(by_stage[active].sum(axis=0).max(initial=0.0))
+            total += busiest[key]
+        return total
+
+    @cached_property
+    def _port_seconds(self) -> np.ndarray:
+        """Time on every port, by stage: shape (stages, ports)."""
+        per_host, wires = self.wires.devices_per_host, self.wires
+        if not len(self.legs):
+            return np.zeros((0, 0))
+        parcel, source, target, start, stop, stage = self.legs.T
+        sizes = np.array([p.size for p in self.parcels], dtype=float) * self.itemsize
+        amount = sizes[parcel] * (stop - start) / ONE
+        crossing = np.where(source // per_host != target // per_host, amount, 0.0)
+        last = int(self.legs[:, 1:3].max())
+        ranks, hosts = last + 1, last // per_host + 1
+        table = np.zeros((int(stage.max()) + 1, 4 * ranks + 2 * hosts))
+        ports = [
+            (source, amount / wires.sending), (ranks + target, amount / wires.device),
+            (2 * ranks + source, crossing / wires.nic), (3 * ranks + target, crossing / wires.nic),
+            (4 * ranks + source // per_host, crossing / wires.host),
+            (4 * ranks + hosts + target // per_host, crossing / wires.host),
+        ]  # fmt: skip
+        for port, seconds in ports:
+            np.add.at(table, (stage, port), seconds)
+        return table
+
+    def _cuts(self, parcel: int) -> dict[int, np.ndarray]:
+        """By position (of ONE) of a leg's end: where it lies on the parcel's line in each slice.
+
+        At the start of a row, where rows are small against a slice.
+        """
+        if parcel not in self._known_cuts:
+            line, legs = self.parcels[parcel], self.legs[self.legs[:, 0] == parcel]
+            positions = np.unique(legs[:, 3:5])
+            edges = line.size * np.arange(self.num_slices + 1, dtype=np.int64) // max(1, self.num_slices)
+            starts, lengths = edges[:-1], np.diff(edges)
+            at = starts + lengths * positions[:, None] // ONE
+            table = line.snap(at, tolerance=line.size // self.num_slices >> 7)
+            self._known_cuts[parcel] = dict(zip(positions.tolist(), table, strict=True))
+        return self._known_cuts[parcel]
+
+    def legs_of(self, rank: int) -> np.ndarray:
+        """The legs that start or end at a rank."""
+        return self.legs[(self.legs[:, 1] == rank) | (self.legs[:, 2] == rank)]
+
+    def transfers(self, rank: int | None = None) -> Iterator[tuple[int, Transfer]]:
+        """(round, transfer) of one rank or of all, slice by slice and in the same order everywhere."""
+        legs = (self.legs if rank is None else self.legs_of(rank)).tolist()
+        for piece in range(self.num_slices):
+            for parcel, source, target, start, stop, stage in legs:
+                cuts = self._cuts(parcel)
+                first, last = int(cuts[start][piece]), int(cuts[stop][piece])
+                onward = stage > 0 and source not in self.parcels[parcel].holders
+                for param, region in self.parcels[parcel].between(first, last):
+                    name = self.spec.params[param].name
+                    yield piece + HOP_ROUNDS * stage, Transfer(source, target, name, region, onward)
+
+    def local_copies(self, rank: int) -> Iterator[tuple[str, Region]]:
+        """What the rank holds already of what it wants."""
+        mine: dict[int, list[Region]] = {}
+        for param, cells in zip(self.spec.params, self.cells, strict=True):
+            if id(cells) not in mine:
+                mine[id(cells)] = [cell.region for cell in cells if rank in cell.local]
+            for region in mine[id(cells)]:
+                yield param.name, region
+
+    @cached_property
+    def port_bytes(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Bytes that each rank sends and receives in all."""
+        sent, received = dict[int, int](), dict[int, int]()
+        lengths: dict[int, dict[int, int]] = {}
+        for leg in map(Leg._make, self.legs.tolist()):
+            if leg.parcel not in lengths:
+                lengths[leg.parcel] = {at: int(cuts.sum()) for at, cuts in self._cuts(leg.parcel).items()}
+            ends = lengths[leg.parcel]
+            amount = self.itemsize * (ends[leg.stop] - ends[leg.start])
+            sent[leg.source] = sent.get(leg.source, 0) + amount
+            received[leg.target] = received.get(leg.target, 0) + amount
+        return sent, received
+
+    @property
+    def staging_bytes(self) -> int:
+        """What a rank needs at most for two rounds on their way."""
+        sent, received = self.port_bytes
+        busiest = max((sent.get(r, 0) + received.get(r, 0) for r in (*sent, *received)), default=0)
+        return -(-2 * busiest // self.num_slices) if busiest else 0
 
 
-_Owners = tuple[tuple[Region, tuple[int, ...]], ...]
-"""Who has which box of a parameter: distinct regions, each with its ranks."""
-
-
-def make_schedule(spec: ModelSpec, *, source: Layout, target: Layout) -> Schedule:
+def make_schedule(
+    spec: ModelSpec,
+    *,
+    source: Layout,
+    target: Layout,
+    itemsize: int,
+    sharded: bool = False,
+    wires: Wires | None = None,
+    forward: bool = True,
+    staging_bytes: int = STAGING_BYTES,
+) -> Schedule:
     """The schedule that moves a model from `source` to `target`; the two may share any or no ranks.
 
-    Of several holders, the one with the least to send so far sends (ties: the least to receive); boxes with
-    few holders are placed first, large ones before small ones.
+    Elements have `itemsize` bytes. With `sharded`, the source is the optimizer's copy, one part on each dp
+    replica. Without `wires`, all devices are alike and on one host; without `forward`, ranks send only what
+    they held from the start.
     """
-    holders, wanters = _owners_by_name(spec, source), _owners_by_name(spec, target)
-    alike: dict[tuple[_Owners, _Owners], list[str]] = {}
-    for name, owners in wanters.items():
-        alike.setdefault((holders[name], owners), []).append(name)
-    cells = [(cell, name) for key, names in alike.items() for cell in _cells(*key) for name in names]
-    local_copies = tuple(Transfer(r, r, name, cell.region) for cell, name in cells for r in cell.local)
-    cells.sort(key=lambda item: (len(item[0].holders), -item[0].size))
-    load = {rank: [0, 0, rank] for rank in (*source.ranks, *target.ranks)}  # sent, received, rank
-    leaving = Counter[tuple[int, ...]]()  # elements that must leave these holders, at least once
-    transfers: list[Transfer] = []
-    for cell, name in cells:
-        for rank in cell.lacking:
-            sender = min(load[holder] for holder in cell.holders)
-            transfers.append(Transfer(sender[2], rank, name, cell.region))
-            sender[0] += cell.size
-            load[rank][1] += cell.size
-        if cell.lacking:
-            leaving[cell.holders] += cell.size
-    # What all senders together must send counts as one more such case.
-    leaving[tuple({rank for holders in leaving for rank in holders})] = leaving.total()
-    sent, received = ({rank: part[i] for rank, part in load.items()} for i in (0, 1))
-    bound = max([*received.values(), *(-(-size // max(1, len(who))) for who, size in leaving.items())])
-    return Schedule(tuple(transfers), local_copies, sent, received, bound)
+    return schedule_placements(
+        spec, spec.placements(source, sharded=sharded), spec.placements(target), itemsize=itemsize,
+        wires=wires or Wires.on_one_host(), forward=forward,
+        staging_bytes=staging_bytes,
+    )  # fmt: skip
 
 
-class _Cell(NamedTuple):
-    """A box that a rank has whole or not at all; those that want it are either `local` or `lacking`."""
-
-    region: Region
-    size: int
-    holders: tuple[int, ...]
-    local: list[int]
-    lacking: list[int]
-
-
-def _owners_by_name(spec: ModelSpec, layout: Layout) -> dict[str, _Owners]:
-    owners: dict[str, dict[Region, list[int]]] = {}
-    for rank in layout.ranks:
-        for name, region in spec.held_by(layout, rank).items():
-            owners.setdefault(name, {}).setdefault(region, []).append(rank)
-    return {n: tuple((box, tuple(ranks)) for box, ranks in boxes.items()) for n, boxes in owners.items()}
-
-
-def _cells(holders: _Owners, wanters: _Owners) -> Iterator[_Cell]:
-    """A parameter, cut along every border of a held or wanted region."""
-    borders = zip(*(region for region, _ in (*holders, *wanters)), strict=True)
-    cuts = [sorted({edge for span in spans for edge in span}) for spans in borders]
-    for region in itertools.product(*(itertools.pairwise(c) for c in cuts)):
-        having, wanting = (sorted(_owners_of(region, owners)) for owners in (holders, wanters))
-        local = [rank for rank in wanting if rank in having]
-        lacking = [rank for rank in wanting if rank not in having]
-        yield _Cell(region, region_size(region), tuple(having), local, lacking)
-
-
-def _owners_of(cell: Region, owners: _Owners) -> Iterator[int]:
-    for region, ranks in owners:
-        if all(low <= start < high for (start, _), (low, high) in zip(cell, region, strict=True)):
-            yield from ranks
+def schedule_placements(
+    spec: ModelSpec, source: Sequence[Placement], target: Sequence[Placement], *, itemsize: int,
+    wires: Wires, forward: bool = True, staging_bytes: int = STAGING_BYTES,
+) -> Schedule:  # fmt: skip
+    """Like `make_schedule`, between any placements of the parameters, given in table order."""
+    started = time.perf_counter()
+    found: dict[tuple[int, int], list[Cell]] = {}
+    cells = []
+    for pair in zip(source, target, strict=True):
+        key = (id(pair[0]), id(pair[1]))
+        if key not in found:
+            found[key] = find_cells(*pair)
+        cells.append(found[key])
+    parcels = make_parcels(cells)
+    router = Router(parcels, wires)
+    bound, tried = (0.0, "nothing moves"), list[Schedule]()
+    for options in _ROUTES[: len(_ROUTES) if forward else 1] if parcels else ():
+        routed = router.route(forward=options[0], relay=options[1])
+        bound = max(bound, router.bound_seconds(routed, itemsize=itemsize), key=lambda b: b[0])
+        slices = _num_slices(routed, router, itemsize, staging_bytes)
+        legs = np.array(routed.legs, dtype=np.int64).reshape(-1, 6)
+        tried.append(Schedule(spec, wires, itemsize, parcels, cells, legs, slices, *bound, 0.0))
+        if tried[-1].seconds <= _GOOD_ENOUGH * bound[0]:
+            break
+    no_legs = np.zeros((0, 6), dtype=np.int64)
+    nothing = Schedule(spec, wires, itemsize, parcels, cells, no_legs, 0, *bound, 0.0)
+    latency = wires.latency_seconds
+    best = min(tried, key=lambda s: s.seconds + s.num_rounds * latency, default=nothing)
+    elapsed = time.perf_counter() - started
+    return replace(best, bound_seconds=bound[0], limit=bound[1], compute_seconds=elapsed, _known_cuts={})
 
 
-def _pieces(region: Region, max_elements: int) -> Iterator[Region]:
-    """A region in boxes of at most `max_elements`, each with whole trailing dims where that is possible."""
-    if region_size(region) <= max_elements:
-        yield region
-        return
-    dim, (start, stop) = next((d, span) for d, span in enumerate(region) if span[1] - span[0] > 1)
-    step = max(1, max_elements * (stop - start) // region_size(region))
-    for low in range(start, stop, step):
-        yield from _pieces((*region[:dim], (low, min(low + step, stop)), *region[dim + 1 :]), max_elements)
+def moves_nothing(spec: ModelSpec, *, source: Layout, target: Layout) -> bool:
+    """Whether every rank of `target` holds all that it wants under `source`."""
+    placements = zip(spec.placements(source), spec.placements(target), strict=True)
+    pairs = {(id(held), id(wanted)): (held, wanted) for held, wanted in placements}
+    return not any(cell.takers for pair in pairs.values() for cell in find_cells(*pair))
+
+
+def _num_slices(routed: Routed, router: Router, itemsize: int, staging_bytes: int) -> int:
+    """Enough for the staging cap; more when parcels are handed on, as many as pay for their latency.
+
+    With s slices and h more hops, s + 2h rounds take (s + 2h) * (load / s + latency): least at the square
+    root.
+    """
+    if not routed.legs:
+        return 0
+    port_seconds, rank_elements = router.busiest(routed)
+    hops = max(leg.stage for leg in routed.legs)
+    latency = max(router.wires.latency_seconds, port_seconds * itemsize * _LEAST_LATENCY)
+    for_hops = math.sqrt(HOP_ROUNDS * hops * port_seconds * itemsize / latency)
+    for_staging = math.ceil(rank_elements * itemsize / (_ROUND * staging_bytes))
+    return max(1, min(max(parcel.size for parcel in router.parcels), max(for_staging, round(for_hops))))

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
+from realhf.param_spec import ModelSpec, is_sharded
 from realhf.plan import CallPlan, ExecutionPlan
+from realhf.realloc.schedule import moves_nothing
 
 DATASET = Layout.parse("d1@0")
 """Where a step's dataset rows come from."""
@@ -16,7 +18,9 @@ DATASET = Layout.parse("d1@0")
 class Reallocate:
     """Brings a role's parameters from one layout to another.
 
-    With a `rate` the target is another role that follows: target = rate * source + (1 - rate) * target.
+    With a `rate` the target is another role that follows: target = rate * source + (1 - rate) * target. With
+    `sharded`, the source is the optimizer's copy, one part on each dp replica. `ahead`: for the next step,
+    so it may go on while other calls run.
     """
 
     source_role: str
@@ -24,6 +28,8 @@ class Reallocate:
     target_role: str
     target: Layout
     rate: float | None = None
+    sharded: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,15 @@ def complete_plan(plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str,
 
 
 def compile_actions(
-    graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role], homes: Mapping[str, Layout]
+    graph: DataflowGraph,
+    plan: ExecutionPlan,
+    roles: Mapping[str, Role],
+    homes: Mapping[str, Layout],
+    specs: Mapping[str, ModelSpec],
 ) -> tuple[Action, ...]:
     """One step. Reallocations stand first and a call's inputs move as soon as the last of them exists, so
     that no rank waits for another that is busy with a call of its own; calls follow in topological order.
+    What a train step has changed goes out right behind it, ahead of the next step.
     """
     actions: list[Action] = []
     updated_by = {
@@ -89,11 +100,11 @@ def compile_actions(
         if call.kind == "train_step"
     }
 
-    def reallocate(role: str, calls: Sequence[FunctionCall]) -> None:
-        """For the calls that come before the role's next update."""
+    def reallocate(role: str, calls: Sequence[FunctionCall], *, ahead: bool = False) -> None:
+        """For the calls up to the one that next updates the role."""
         until = next((i for i, call in enumerate(calls) if role in updated_by.get(call.name, ())), len(calls))
-        layouts = dict.fromkeys(plan[call.name].layout for call in calls[:until] if call.role == role)
-        actions.extend(Reallocate(role, homes[role], role, x) for x in layouts if x != homes[role])
+        layouts = dict.fromkeys(plan[call.name].layout for call in calls[: until + 1] if call.role == role)
+        actions.extend(_copies(role, roles[role], homes[role], list(layouts), specs[role], ahead=ahead))
 
     for role in dict.fromkeys(call.role for call in graph.order if call.role is not None):
         reallocate(role, graph.order)
@@ -113,11 +124,32 @@ def compile_actions(
         for name in updated_by.get(call.name, ()):
             if name != call.role:
                 assert call.role is not None, "only models are trained"
-                rate = roles[name].follow_rate
-                actions.append(Reallocate(call.role, homes[call.role], name, homes[name], rate))
-            reallocate(name, graph.order[i:])
+                home, rate = homes[call.role], roles[name].follow_rate
+                actions.extend(_copies(call.role, roles[call.role], home, [home], specs[name]))
+                actions.append(Reallocate(call.role, home, name, homes[name], rate))
+            later = graph.order[i:]
+            reallocate(name, later)
+            if not any(name in updated_by.get(other.name, ()) for other in later):
+                reallocate(name, graph.order, ahead=True)
         move_what_is_ready()
     return tuple(actions)
+
+
+def _copies(
+    name: str, role: Role, home: Layout, layouts: list[Layout], spec: ModelSpec, *, ahead: bool = False
+) -> list[Reallocate]:
+    """Brings a role's copies in these layouts up to date, each from where least has to move.
+
+    What trains on several dp replicas goes out from the optimizer's copy; its gathering is one of these
+    movements, and costs nothing where an earlier one has brought the home layout all that it holds.
+    """
+    made: list[Reallocate] = []
+    if role.optimizer is None or not is_sharded(home):
+        return [Reallocate(name, home, name, layout, ahead=ahead) for layout in layouts if layout != home]
+    for layout in layouts:
+        done = [copy.target for copy in made if moves_nothing(spec, source=copy.target, target=layout)]
+        made.append(Reallocate(name, (done or [home])[0], name, layout, sharded=not done, ahead=ahead))
+    return made
 
 
 def _move(call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan) -> Move:

@@ -10,6 +10,8 @@ from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainSt
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
+from realhf.model_config import RUNNABLE
+from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import DATASET, Action, compile_actions, complete_plan, home_layouts
 
@@ -57,12 +59,13 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     _rows(experiment, "dataset", graph)
     _check_tokenizer(experiment)
     eval_actions: tuple[Action, ...] = ()
+    specs = {name: model_spec(role.config()) for name, role in roles.items()}
     if eval_graph is not None:
         plan = complete_plan(plan, eval_graph, homes)
         plan.check(eval_graph, world_size=world_size, also=names)
         _check_layouts(roles, eval_graph, plan)
-        eval_actions = compile_actions(eval_graph, plan, roles, homes)
-    actions = compile_actions(graph, plan, roles, homes)
+        eval_actions = compile_actions(eval_graph, plan, roles, homes, specs)
+    actions = compile_actions(graph, plan, roles, homes, specs)
     return Program(experiment, roles, graph, eval_graph, plan, homes, actions, eval_actions)
 
 
@@ -121,6 +124,9 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             config = role.config()
         except ValueError as error:
             raise ValueError(f"{name}.model: {error}") from error
+        if not config.runnable:
+            why = f"family {config.family} can be planned but not run yet; runnable are {', '.join(RUNNABLE)}"
+            raise ValueError(f"{name}.model: {why}")
         if not role.random_init and not _has_weights(Path(role.model)):
             raise ValueError(
                 f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model "

@@ -15,6 +15,7 @@ from realhf.dist.group import World
 from realhf.engine.work import HostFunction
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
+from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import Action, Move, Reallocate, Run
 from realhf.runtime.exchange import Exchange, Routing, Source
@@ -66,17 +67,19 @@ class Executor:
     context: HostContext
     group_size: int
 
-    def run(self, dataset_batch: Batch | None) -> StepRecord:
-        """One step. `dataset_batch` is given on rank 0."""
+    def run(self, dataset_batch: Batch | None, *, is_last: bool = False) -> StepRecord:
+        """One step. `dataset_batch` is given on rank 0. `is_last`: nothing need be ready for another one."""
         record = StepRecord()
         outputs: dict[str | None, Batch | None] = {None: dataset_batch}
         inputs: dict[str, list[Batch] | None] = {}
         for action in self.actions:
             if isinstance(action, Reallocate):
-                self._reallocate(action, record)
+                self._reallocate(action, record, is_last=is_last)
             elif isinstance(action, Move):
                 inputs[action.call.name] = self._move(action, outputs, record)
             else:
+                if action.call.kind == "train_step" and action.call.role is not None:
+                    self._wait(record, action.call.role)  # What is on its way is not to change.
                 minibatches = inputs.pop(action.call.name)
                 if minibatches is not None:
                     run = self._run_host if action.call.kind == "host" else self._run_model
@@ -101,18 +104,21 @@ class Executor:
         with record.timed(rank=rank, name=call.name, kind="move"):
             return Exchange(self.world).move(sources, action.target, routing)
 
-    def _reallocate(self, action: Reallocate, record: StepRecord) -> None:
-        involved = self.world.rank in action.source or self.world.rank in action.target
-        if not self.store.is_due(action):
+    def _reallocate(self, action: Reallocate, record: StepRecord, *, is_last: bool) -> None:
+        if action.ahead and is_last:
             return
-        if not involved:
-            self.store.reallocate(action)
-            return
-        with record.timed(rank=self.world.rank, name=action.target_role, kind="realloc") as event:
-            stats = self.store.reallocate(action)
-            assert stats is not None
-            event["transfer"] = f"{action.source}->{action.target}"
-            event |= {"sent_bytes": stats.bytes_sent, "over_bound": stats.over_bound}
+        self.store.start(action)
+        if not action.ahead:
+            self._wait(record, action.target_role, action.target)
+
+    def _wait(self, record: StepRecord, role: str, layout: Layout | None = None) -> None:
+        """For the role's reallocations to one layout, or all that are under way."""
+        for moved in self.store.finish(role, layout):
+            record.events.append({
+                "rank": self.world.rank, "name": moved.action.target_role, "kind": "realloc",
+                "start": moved.start, "transfer": f"{moved.action.source}->{moved.action.target}",
+                "sent_bytes": moved.stats.bytes_sent, "over_bound": moved.stats.over_bound, "end": moved.end,
+            })  # fmt: skip
 
     def _run_model(self, action: Run, minibatches: list[Batch], record: StepRecord) -> Batch | None:
         """Runs the call; its output columns on the heads of the layout, None elsewhere."""
@@ -121,7 +127,7 @@ class Executor:
         max_tokens = self.plan[call.name].micro_batch_tokens
         with record.timed(rank=rank, name=call.name, kind=call.kind) as event:
             engine = self.store.engine(call.role, layout)
-            result = engine.run(call, minibatches, micro_batch_tokens=max_tokens)
+            result = engine.run(call, minibatches, micro_batch_tokens=max_tokens, gather=False)
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
         if rank == layout.heads[0]:

@@ -1,20 +1,40 @@
 """ModelStore: this rank's shards of every role, one per layout in use, and their reallocation."""
 
+import dataclasses
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from realhf.dist.group import World
 from realhf.engine.native import DTYPES, NativeEngine
 from realhf.engine.work import OptimizerConfig
 from realhf.experiment import Role
 from realhf.layout import Layout
-from realhf.param_spec import model_spec
-from realhf.realloc.execute import Reallocator, ReallocStats, Staging
+from realhf.param_spec import is_sharded, model_spec
+from realhf.realloc.bind import Staging
+from realhf.realloc.execute import Reallocator, ReallocStats
 from realhf.runtime.actions import Action, Reallocate, Run
 
 
+@dataclass(frozen=True)
+class Moved:
+    """A reallocation in which this rank took part; times are Unix seconds."""
+
+    action: Reallocate
+    stats: ReallocStats
+    start: float
+    end: float
+
+
 class ModelStore:
-    """Versions count the updates of a role. Every rank counts, so that all agree on which copies are old."""
+    """Versions count the updates of a role. Every rank counts, so that all agree on which copies are old.
+
+    Reallocations run one after the other in a thread of their own, in the same order on all ranks.
+    """
 
     def __init__(
         self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Sequence[Action],
@@ -24,6 +44,10 @@ class ModelStore:
         self._specs = {name: model_spec(role.config()) for name, role in roles.items()}
         self._engines: dict[tuple[str, Layout], NativeEngine] = {}
         self._reallocators: dict[Reallocate, Reallocator] = {}
+        self._staging = Staging(world.device)
+        self._thread = ThreadPoolExecutor(1, "realloc", initializer=self._start_thread)
+        self._running: dict[tuple[str, Layout], Future[Moved]] = {}
+        self._updates = dict.fromkeys(roles, 0)
         self._versions = {(role, home): 0 for role, home in homes.items()}
         for name, role in roles.items():
             self._create(name, homes[name], optimizer=role.optimizer)
@@ -32,52 +56,103 @@ class ModelStore:
         for action in actions:
             if isinstance(action, Run) and action.call.role is not None:
                 self._create(action.call.role, action.layout, optimizer=None)
-        staging = Staging(world.device)
         for action in actions:
-            if isinstance(action, Reallocate) and action not in self._reallocators and self._involves(action):
-                spec, dtype = self._specs[action.source_role], DTYPES[roles[action.target_role].dtype]
-                source, target = action.source, action.target
-                self._reallocators[action] = Reallocator(
-                    spec, source=source, target=target, world=world, dtype=dtype, staging=staging
-                )
+            if isinstance(action, Reallocate):
+                self._reallocator(action)
+        for name in roles:
+            if self._is_sharded(name):
+                self._reallocator(self._gathering(name))
+
+    def _start_thread(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.set_device(self._world.device)
 
     def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
-        if self._world.rank in layout and (role, layout) not in self._engines:
-            spec, dtype = self._specs[role], self._roles[role].dtype
-            engine = NativeEngine(spec, layout, self._world, dtype=dtype, optimizer=optimizer)
-            self._engines[role, layout] = engine
+        if self._world.rank not in layout or (role, layout) in self._engines:
+            return
+        home = self._engines.get((role, self.homes[role]))
+        self._engines[role, layout] = NativeEngine(
+            self._specs[role], layout, self._world, dtype=self._roles[role].dtype, optimizer=optimizer,
+            memory=home.model.flat if home is not None and self._holds_the_same(role, layout) else None,
+        )  # fmt: skip
 
-    def _involves(self, action: Reallocate) -> bool:
-        return self._world.rank in action.source or self._world.rank in action.target
+    def _holds_the_same(self, role: str, layout: Layout) -> bool:
+        """Whether this rank's shard is its home shard. Then the copy is the same memory: within a step nobody
+        uses a copy while its role trains, and before it is used again it would be made equal anyway."""
+        ends = (self._specs[role].held_by(x, self._world.rank) for x in (layout, self.homes[role]))
+        return list(next(ends).items()) == list(next(ends).items())
+
+    def _reallocator(self, action: Reallocate) -> Reallocator | None:
+        """The one that carries out an action; None on ranks without a part."""
+        key = dataclasses.replace(action, ahead=False)
+        if self._world.rank not in action.source and self._world.rank not in action.target:
+            return None
+        if key not in self._reallocators:
+            spec, role = self._specs[action.source_role], action.target_role
+            self._reallocators[key] = Reallocator(
+                spec, source=action.source, target=action.target, world=self._world, role=role,
+                dtype=DTYPES[self._roles[role].dtype], sharded=action.sharded, staging=self._staging,
+                eta=1.0 if action.rate is None else action.rate,
+            )  # fmt: skip
+        return self._reallocators[key]
+
+    def _is_sharded(self, role: str) -> bool:
+        return self._roles[role].optimizer is not None and is_sharded(self.homes[role])
+
+    def _gathering(self, role: str) -> Reallocate:
+        return Reallocate(role, self.homes[role], role, self.homes[role], sharded=True)
 
     def engine(self, role: str, layout: Layout) -> NativeEngine:
         return self._engines[role, layout]
 
     def updated(self, role: str) -> None:
-        """Notes that the role's home copy has changed. Every rank calls this after every train step."""
-        self._versions[role, self.homes[role]] += 1
+        """Notes that a train step has changed the role. Every rank calls this after every train step."""
+        self._updates[role] += 1
+        if not self._is_sharded(role):
+            self._versions[role, self.homes[role]] += 1
 
-    def is_due(self, action: Reallocate) -> bool:
-        """Whether the target is older than the source; a follower always takes its part."""
-        source = self._versions[action.source_role, action.source]
-        return action.rate is not None or self._versions.get((action.target_role, action.target), -1) < source
+    def start(self, action: Reallocate) -> None:
+        """Sets a reallocation going, unless the target is as new as the source; a follower always takes its
+        part.
 
-    def reallocate(self, action: Reallocate) -> ReallocStats | None:
-        """Carries out a reallocation that is due; None on ranks without a part. Every rank calls this."""
-        stats = None
-        if self._involves(action):
-            ends = ((action.source_role, action.source), (action.target_role, action.target))
-            engines = [self._engines.get(end) for end in ends]
-            shards = [None if engine is None else engine.shards() for engine in engines]
-            stats = self._reallocators[action].run(*shards, eta=1.0 if action.rate is None else action.rate)
+        Every rank calls this.
+        """
+        source, target = (action.source_role, action.source), (action.target_role, action.target)
+        version = self._updates[action.source_role] if action.sharded else self._versions[source]
         if action.rate is not None:
-            self.updated(action.target_role)
+            self._updates[action.target_role] += 1
+            self._versions[target] += 1
+        elif self._versions.get(target, -1) >= version:
+            return
         else:
-            version = self._versions[action.source_role, action.source]
-            self._versions[action.target_role, action.target] = version
-        return stats
+            self._versions[target] = version
+        reallocator = self._reallocator(action)
+        if reallocator is not None:
+            assert target not in self._running, "a copy is renewed twice at once"
+            self._running[target] = self._thread.submit(self._carry_out, action, reallocator)
+
+    def _carry_out(self, action: Reallocate, reallocator: Reallocator) -> Moved:
+        ends = ((action.source_role, action.source), (action.target_role, action.target))
+        source, target = (self._engines.get(end) for end in ends)
+        began = time.time()
+        old = None
+        if source is not None:
+            old = source.optimizer_shards() if action.sharded else source.shards()
+        stats = reallocator.run(old, None if target is None else target.shards())
+        return Moved(action, stats, began, time.time())
+
+    def finish(self, role: str, layout: Layout | None = None) -> list[Moved]:
+        """Waits for the reallocations under way to or from a role: to one layout, or all of them."""
+        moved = []
+        for target in list(self._running):
+            if target[0] == role and layout in (None, target[1]):
+                moved.append(self._running.pop(target).result())
+        return moved
 
     def export(self, role: str, directory: Path) -> None:
         """Writes the role's home copy as a Hugging Face directory. Ranks outside its home do nothing."""
+        if self._is_sharded(role):
+            self.start(self._gathering(role))
+            self.finish(role)
         if self._world.rank in self.homes[role]:
             self.engine(role, self.homes[role]).save(directory)

@@ -97,7 +97,8 @@ class Trainer:
         batch = None
         if self._loader is not None:
             batch = self._loader.batch(first_prompt=(step - 1) * size, num_prompts=size)
-        records = self._collect(self._executor.run(batch))
+        is_last = step == self._program.experiment.steps
+        records = self._collect(self._executor.run(batch, is_last=is_last))
         if not self._is_main:
             return {}, []
         metrics = merge_metrics(records)

@@ -151,7 +151,7 @@ def test_sft_loss_is_the_cross_entropy_of_transformers(tmp_path):
     plain = plain_model(tmp_path)
     spec = model_spec(ModelConfig.load(str(tmp_path)))
     groups = ParallelGroups.create(World(), Layout.parse("d1@0"))
-    model = Transformer(spec, groups, dtype=torch.float64, device=torch.device("cpu"))
+    model = Transformer(spec, groups, dtype=torch.float64)
     load_weights(tmp_path, model)
     ids = torch.randint(67, (4, 11), generator=torch.Generator().manual_seed(0))
     wanted = torch.ones_like(ids, dtype=torch.bool)

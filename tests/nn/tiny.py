@@ -46,7 +46,7 @@ def build(
     """This rank's shard, randomly initialised."""
     world = world or World()
     spec = model_spec(ModelConfig.from_hf(hf, head=head))
-    options = {"dtype": torch.float64, "device": torch.device("cpu"), **options}
+    options = {"dtype": torch.float64, **options}
     model = Transformer(spec, ParallelGroups.create(world, Layout.parse(layout)), **options)
     model.init_random(seed=3)
     return model

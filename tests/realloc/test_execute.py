@@ -1,14 +1,17 @@
 """Reallocation on four real processes against slicing the global tensors."""
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
+from realhf.dist.group import World
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, Region, model_spec
-from realhf.realloc.execute import Reallocator, Staging
+from realhf.realloc.bind import Staging
+from realhf.realloc.execute import Reallocator
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -81,9 +84,10 @@ CASES = {
     "cast to bf16": Case("d2t2@0-3", "t4@0-3", dtypes=(F32, BF16)),
     "moving average": Case("d2t2@0-3", "d4@0-3", eta=0.25),
     "moving average with cast": Case("t4@0-3", "t2p2@0-3", dtypes=(F64, F32), eta=0.75),
+    "moving average from one": Case("d1@0", "d4@0-3", eta=0.5),
     "several rounds": Case("d2t2@0-3", "d4@0-3", staging_bytes=2000),
     "moving average in several rounds": Case("t4@0-3", "p3@1-3", eta=0.25, staging_bytes=1000),
-    "rounds of a few elements": Case("t2@0-1", "p2@1-2", staging_bytes=80),
+    "rounds of a few elements": Case("t2@0-1", "p2@1-2", staging_bytes=200),
 }
 
 
@@ -94,13 +98,34 @@ def _reallocator(world, case: Case, staging: Staging | None = None) -> Reallocat
         target=Layout.parse(case.target),
         world=world,
         dtype=case.dtypes[1],
+        eta=case.eta,
         staging_bytes=case.staging_bytes,
         staging=staging,
     )
 
 
-def _move(world, case: Case):
+def _in_shared_memory(world, shards):
+    """The same tensors where the neighbours can read them, end to end as a model's shards are."""
+    if not shards:
+        return shards
+    dtype = next(iter(shards.values())).dtype
+    flat = world.zeros(sum(tensor.numel() for tensor in shards.values()), dtype)
+    places = flat.split([tensor.numel() for tensor in shards.values()])
+    for place, tensor in zip(places, shards.values(), strict=True):
+        place.copy_(tensor.view(-1))
+    return {n: place.view_as(t) for (n, t), place in zip(shards.items(), places, strict=True)}
+
+
+@functools.cache
+def _two_hosts(world):
+    """The same four ranks as if they were two on each of two hosts."""
+    store = torch.distributed.PrefixStore("two hosts", world._store)
+    return World(rank=world.rank, size=world.size, store=store, ranks_per_host=2)
+
+
+def _move(world, case: Case, wires: str):
     """Moves two models with one Reallocator; stats, rounds, messages sent, staging bytes of this rank."""
+    world = _two_hosts(world) if wires == "two hosts" else world
     realloc = _reallocator(world, case)
     held = case.spec.held_by(Layout.parse(case.source), world.rank)
     wanted = case.spec.held_by(Layout.parse(case.target), world.rank)
@@ -108,26 +133,33 @@ def _move(world, case: Case):
         new = _model(case.spec, seed=seed, dtype=case.dtypes[0])
         old = _model(case.spec, seed=seed + 10, dtype=case.dtypes[1])
         source, target = _shards(new, held), _shards(old, wanted)
-        stats = realloc.run(source, target, eta=case.eta)
+        if wires != "messages":
+            source, target = (_in_shared_memory(world, shards) for shards in (source, target))
+        stats = realloc.run(source, target)
         for name, region in wanted.items():
             cast = new[name].to(case.dtypes[1])
             expected = cast if case.eta == 1 else case.eta * cast + (1 - case.eta) * old[name]
             assert torch.equal(target[name], expected[_at(region)]), name
         assert all(torch.equal(source[name], new[name][_at(region)]) for name, region in held.items())
-    num_messages = sum(len(step.sends) for step in realloc.rounds)
-    return stats, len(realloc.rounds), num_messages, len(realloc.staging.bytes)
+    num_messages = sum(len(step.sends) for step in realloc._binding.rounds)
+    return stats, len(realloc.messages), num_messages, len(realloc.staging.bytes)
 
 
+@pytest.mark.parametrize("wires", ["messages", "memory", "two hosts"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_gets_its_regions(pool, name):
+def test_every_rank_gets_its_regions(pool, name, wires):
     case = CASES[name]
-    stats, num_rounds, num_messages, staging_bytes = zip(*pool.run(_move, case), strict=True)
+    stats, num_rounds, num_messages, staging_bytes = zip(*pool.run(_move, case, wires), strict=True)
     source, target = Layout.parse(case.source), Layout.parse(case.target)
     lacking = [_lacking(case.spec, source, target, rank) * case.dtypes[1].itemsize for rank in range(4)]
     assert [s.bytes_received for s in stats] == lacking
     assert sum(s.bytes_sent for s in stats) == sum(lacking)
     assert all(s.over_bound == stats[0].over_bound >= 1 for s in stats)
-    if case.staging_bytes == 1 << 28:
+    if wires == "two hosts":
+        assert max(staging_bytes) <= case.staging_bytes
+    elif wires == "memory":
+        assert sum(num_messages) == sum(staging_bytes) == 0, "neighbours read without messages"
+    elif case.staging_bytes == 1 << 28:
         assert max(num_rounds) == (1 if sum(lacking) else 0) and max(num_messages) <= 3
     else:
         assert max(num_rounds) > 2 and max(staging_bytes) <= case.staging_bytes
@@ -148,7 +180,7 @@ def _move_in_place(world, eta):
         low = [start for start, _ in full[name]]
         within = (slice(a - z, b - z) for (a, b), z in zip(half[name], low, strict=True))
         target[name] = source[name][tuple(within)]
-    _reallocator(world, there, staging).run(source, target, eta=eta)
+    _reallocator(world, replace(there, eta=eta), staging).run(source, target)
     for name, region in half.items():
         moved = new[name] if name in full or eta == 1 else eta * new[name] + (1 - eta) * old[name]
         assert torch.equal(target[name], moved[_at(region)]), name
@@ -175,7 +207,7 @@ def _move_into_parameters(world):
     source = {name: torch.nn.Parameter(tensor) for name, tensor in held.items()}
     target = {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in model.items()}
     for eta in (1.0, 0.5):
-        _reallocator(world, case).run(source, target, eta=eta)
+        _reallocator(world, replace(case, eta=eta)).run(source, target)
         assert all(torch.equal(target[name], model[name]) for name in model)
     assert all(p.is_leaf and p.grad_fn is None for p in target.values())
     return len(target)

@@ -12,6 +12,8 @@ from realhf.engine.work import OptimizerConfig
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.model_config import ModelConfig
+from realhf.param_spec import is_sharded, model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.actions import DATASET, Move, Reallocate, Run, compile_actions, home_layouts
 from realhf.runtime.check import compile_program
@@ -26,6 +28,7 @@ ROLES = {
     "ref": Role(""),
     "average": Role("", follows="actor"),
 }
+SPECS = dict.fromkeys(ROLES, model_spec(ModelConfig("llama", 8, 4, 6, 2, 2, 2, 2, 1e-6, 1e4, False, False)))
 
 
 def _random_layout(rng, *, host=False):
@@ -60,7 +63,7 @@ def _random_case(rng):
 def _compile(rng):
     graph, plan = _random_case(rng)
     homes = home_layouts(graph, plan, ROLES)
-    return graph, plan, homes, compile_actions(graph, plan, ROLES, homes)
+    return graph, plan, homes, compile_actions(graph, plan, ROLES, homes, SPECS)
 
 
 def _operations(rank, numbered_actions):
@@ -167,14 +170,16 @@ def test_every_call_gets_its_inputs_once_from_where_they_were_made():
 def _versions_seen(actions, homes, num_steps=3):
     """Per step and call, the history of updates in the parameters that the call works with.
 
-    A copy is brought up to date when it is older than its source, as ModelStore does.
+    A copy is brought up to date when it is older than its source, as ModelStore does. A train step on
+    several dp replicas changes the optimizer's copy, which goes by (role, None).
     """
     copies = {(role, home): () for role, home in homes.items()}
+    copies |= {(role, None): () for role in homes}
     seen = []
     for _ in range(num_steps):
         for action in actions:
             if isinstance(action, Reallocate):
-                source = copies[action.source_role, action.source]
+                source = copies[action.source_role, None if action.sharded else action.source]
                 target = copies.get((action.target_role, action.target))
                 if action.rate is not None:
                     copies[action.target_role, action.target] = (*(target or ()), source)
@@ -184,7 +189,9 @@ def _versions_seen(actions, homes, num_steps=3):
                 at = action.call.role, action.layout
                 seen.append((action.call.name, copies[at]))
                 if action.call.kind == "train_step":
-                    copies[at] = (*copies[at], action.call.name)
+                    assert action.layout == homes[action.call.role]
+                    changed = (action.call.role, None) if is_sharded(action.layout) else at
+                    copies[changed] = (*copies[changed], action.call.name)
     return seen
 
 
@@ -195,7 +202,7 @@ def test_every_call_sees_the_parameters_that_it_would_see_in_one_process():
         graph, _, homes, actions = _compile(rng)
         alone = ExecutionPlan({call.name: CallPlan(DATASET) for call in graph.calls})
         one = home_layouts(graph, alone, ROLES)
-        expected = _versions_seen(compile_actions(graph, alone, ROLES, one), one)
+        expected = _versions_seen(compile_actions(graph, alone, ROLES, one, SPECS), one)
         assert _versions_seen(actions, homes) == expected
 
 

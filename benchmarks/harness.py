@@ -1,0 +1,177 @@
+"""What the benchmarks share: starting ranks, timing rivals side by side, goals, and the report."""
+
+import json
+import math
+import multiprocessing
+import os
+import platform
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """Results by rank of `fn(rank, num_ranks, store, *args)`, each in a fresh process with one thread.
+
+    The store is ours to keep alive, on a port that the system chooses. The first exception of a rank ends the
+    others and is raised here with its traceback as a note.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # before the fork server imports torch
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, pipes = [], []
+    try:
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            processes.append(context.Process(
+                target=_rank_main, args=(theirs, fn, rank, num_ranks, store.port, args), daemon=True
+            ))  # fmt: skip
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        return _collect(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
+            try:
+                error, results[rank] = pipe.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word (out of memory?)") from None
+            if error is not None:
+                raise RuntimeError(f"rank {rank} failed:\n{error}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    pipe: Connection, fn: Callable[..., Any], rank: int, num_ranks: int, port: int, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    orphaned = threading.Thread(target=_end_with_parent, daemon=True)
+    orphaned.start()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        pipe.send((None, fn(rank, num_ranks, store, *args)))
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+    orphaned.join()  # the parent ends us; leaving early would break the others' connections
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def scratch_directory(need_bytes: int) -> Iterator[str]:
+    """A directory in memory (tmpfs) when there is room; also a terminated run removes it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    shared = "/dev/shm"
+    in_memory = os.path.isdir(shared) and shutil.disk_usage(shared).free > need_bytes
+    if not in_memory:
+        progress(f"{shared} lacks {need_bytes >> 20} MiB: checkpoints go to {tempfile.gettempdir()}")
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=shared if in_memory else None) as path:
+        yield path
+
+
+def time_interleaved(
+    rivals: Mapping[str, Callable[[], object]], *, repeats: int, barrier: Callable[[], object]
+) -> dict[str, list[float]]:
+    """This rank's seconds per rival and repetition.
+
+    Every repetition runs all rivals, each time another first, so that a slow moment of the machine hits all.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    names = list(rivals)
+    for repeat in range(repeats):
+        shift = repeat % len(names)
+        for name in names[shift:] + names[:shift]:
+            barrier()
+            start = time.perf_counter()
+            rivals[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median_of_slowest(by_rank: Sequence[Sequence[float]]) -> float:
+    """A repetition takes as long as its slowest rank; the median over repetitions."""
+    return statistics.median(max(times) for times in zip(*by_rank, strict=True))
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def machine() -> dict[str, Any]:
+    """What the timings depend on."""
+    cores = len(os.sched_getaffinity(0))
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cores": cores, "memory_gib": round(memory_gib, 1), "torch": torch.__version__, "backend": "gloo",
+        "python": platform.python_version(), "load_before": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a benchmark promises: `value` is at least `at_least` or at most `at_most`, whichever is given."""
+
+    what: str
+    value: float
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def met(self) -> bool:
+        low, high = self.at_least, self.at_most
+        return (low is None or self.value >= low) and (high is None or self.value <= high)
+
+
+def progress(text: str) -> None:
+    """A line on standard error; standard output is for the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def report(document: dict[str, Any], *, tables: Sequence[Table], goals: Sequence[Goal], as_json: bool) -> int:
+    """Prints one JSON document, or tables and goals, and returns the exit code: 1 when a goal is missed."""
+    if as_json:
+        document = {**document, "goals": [{**asdict(goal), "met": goal.met} for goal in goals]}
+        print(json.dumps(document, indent=2))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        for table in tables:
+            console.print(table)
+        verdicts = Table("goal", "wanted", "measured", "", title="Goals")
+        for goal in goals:
+            verdict = "[green]met" if goal.met else "[red]missed"
+            wanted = f">= {goal.at_least:.2f}" if goal.at_least is not None else f"<= {goal.at_most:.2f}"
+            verdicts.add_row(goal.what, wanted, f"{goal.value:.2f}", verdict)
+        console.print(verdicts)
+        console.print("  ".join(f"{key}: {value}" for key, value in document["machine"].items()))
+    return int(not all(goal.met for goal in goals))

@@ -1,0 +1,228 @@
+"""Moves a model's weights between two hosts, and compares with what must cross the wire between them.
+
+    python benchmarks/realloc_hosts.py                                    # as root; about two minutes
+    python benchmarks/realloc_hosts.py --pairs "dense t4@0-3 d4@0-3" --mbit 100 --repeats 3
+
+The hosts are network namespaces with two ranks each, joined by a wire of --mbit each way. What must cross in
+a direction are the bytes that some rank on the receiving host wants and no rank there holds, each once, found
+on masks. The kernel counts what does cross, headers, acknowledgements and our barriers included. Exit code 1:
+a goal was missed; 2: no namespaces can be made here.
+"""
+
+import argparse
+import functools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Goal, machine, progress, report
+from move import DTYPE, Move
+from realloc_run import MODELS, Truth
+from rich.table import Table
+from two_hosts import Host, NoNamespacesError, two_hosts
+
+from realhf.dist.group import World
+from realhf.layout import Layout
+from realhf.param_spec import ModelSpec, region_slices
+
+RANKS_PER_HOST = 2
+MTU = 9000
+"""Jumbo frames, as in data centres: 1 % of headers. With 1500 bytes they alone would take 5 %."""
+PAIRS = (
+    "dense t4@0-3 d4@0-3",
+    "dense d2@0-1 d4@0-3",
+    "dense t2@0-1 t2@2-3",
+    "dense p2t2@0-3 d2t2@0-3",
+    "dense p4@0-3 t4@0-3",
+    "dense d1@0 d4@0-3",
+    "dense t2@0-1 d2t2@0-3",
+    "experts d4e4@0-3 t4@0-3",
+    "experts p4@0-3 d4e4@0-3",
+    "experts d2e2@0-1 d4e4@0-3",
+)
+_PORT = 29400
+_TIMEOUT_SECONDS = 120.0
+
+
+def parse(pair: str, mib: int) -> tuple[ModelSpec, Layout, Layout]:
+    model, *layouts = pair.split()
+    if model not in MODELS or len(layouts) != 2:
+        raise ValueError(f"{pair!r} is not a pair: write for example {PAIRS[0]!r}")
+    return MODELS[model](mib), *map(Layout.parse, layouts)  # type: ignore[return-value]
+
+
+def must_cross_bytes(spec: ModelSpec, source: Layout, target: Layout) -> list[int]:
+    """By receiving host: bytes that some rank there wants and none there holds, each counted once."""
+    needed = []
+    for first in (0, RANKS_PER_HOST):
+        host = range(first, first + RANKS_PER_HOST)
+        masks = {param.name: torch.zeros(param.shape, dtype=torch.bool) for param in spec.params}
+        for layout, lacks in ((target, True), (source, False)):
+            for rank in host:
+                for name, region in spec.held_by(layout, rank).items():
+                    masks[name][region_slices(region)] = lacks
+        needed.append(DTYPE.itemsize * sum(int(mask.sum()) for mask in masks.values()))
+    return needed
+
+
+def work(rank: int, address: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """On every rank: one row per pair."""
+    store = dist.TCPStore(
+        address, _PORT, is_master=rank == 0, wait_for_workers=False,
+        timeout=timedelta(seconds=_TIMEOUT_SECONDS),
+    )  # fmt: skip
+    world = World(
+        rank=rank, size=2 * RANKS_PER_HOST, store=store, timeout_seconds=_TIMEOUT_SECONDS,
+        ranks_per_host=RANKS_PER_HOST,
+    )  # fmt: skip
+    rows = []
+    for pair in args.pairs:
+        spec, source, target = parse(pair, args.mib)
+        move = Move.between(source, target, spec=spec, world=world, wires=world, scratch="")
+        row = measure(move, repeats=args.repeats)
+        rows.append({"pair": pair, "num_rounds": move.reallocator.schedule.num_rounds, **row})
+        if rank == 0:
+            progress(f"{pair}: {statistics.median(row['seconds']):.3f} s")
+    world.control.barrier()  # Rank 0 keeps the store until all have their results.
+    return rows
+
+
+def measure(move: Move, *, repeats: int) -> dict[str, Any]:
+    """The first run, checked, sets up connections and is not counted.
+
+    By repetition: seconds of the slowest rank, and bytes that came to each host.
+    """
+    barrier, truth = move.world.control.barrier, Truth(move.spec)
+    truth.write(move)
+    move.wanted.flat.fill_(-1)
+    shards = (move.held.tensors or None, move.wanted.tensors or None)
+    run = functools.partial(move.reallocator.run, *shards)
+    seconds, sent = [], []
+    run()
+    wrong = truth.wrong(move)
+    for _ in range(repeats):
+        barrier()
+        before = _sent_bytes()
+        barrier()
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+        barrier()
+        sent.append(_sent_bytes() - before)
+    everyones = move.world.control.all_gather_json({"seconds": seconds, "sent": sent, "wrong": wrong})
+    came = [everyones[rank]["sent"] for rank in (RANKS_PER_HOST, 0)]  # what the other host has sent
+    return {
+        "wrong": [name for one in everyones for name in one["wrong"]],
+        "seconds": [max(times) for times in zip(*(one["seconds"] for one in everyones), strict=True)],
+        "came_bytes": [list(both) for both in zip(*came, strict=True)],
+    }  # fmt: skip
+
+
+def _sent_bytes() -> int:
+    """What this host has put on the wire; what its ranks say to one another goes through `lo`."""
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def run_workers(hosts: list[Host]) -> list[dict[str, Any]]:
+    """The rows of this command's pairs, from two processes on each host."""
+    processes = []
+    try:
+        for rank in range(2 * RANKS_PER_HOST):
+            host = hosts[rank // RANKS_PER_HOST]
+            command = [*host.inside, sys.executable, *sys.argv]
+            command += ["--rank", str(rank), "--address", hosts[0].address]
+            settings = {
+                "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": host.interface,
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts without names are fine
+            }  # fmt: skip
+            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            processes.append(subprocess.Popen(command, env=os.environ | settings, stdout=out, text=True))
+        text, _ = processes[0].communicate()
+        for rank, process in enumerate(processes):
+            if process.wait():
+                raise RuntimeError(f"rank {rank} failed, see above")
+        rows: list[dict[str, Any]] = json.loads(text)
+        return rows
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def judge(row: dict[str, Any], needed: list[int], *, mbit: int) -> dict[str, Any]:
+    """A row with its two ratios: most bytes counted over those needed, median of seconds over least."""
+    least = max(needed) * 8 / (mbit * 1e6)
+    return {
+        **row, "must_cross_bytes": needed, "least_seconds": least,
+        "over_bytes": max(map(sum, row["came_bytes"])) / sum(needed),
+        "over_seconds": statistics.median(row["seconds"]) / least,
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    found = Table(title="Between two hosts")
+    columns = ("rounds", "MB to 0", "MB to 1", "counted / needed", "seconds", "least", "seconds / least")
+    for column in ("move", *columns):
+        found.add_column(column, justify="left" if column == "move" else "right")
+    for row in rows:
+        megabytes = (f"{needed / 1e6:.2f}" for needed in row["must_cross_bytes"])
+        values = (
+            row["over_bytes"], statistics.median(row["seconds"]), row["least_seconds"], row["over_seconds"]
+        )  # fmt: skip
+        found.add_row(row["pair"], str(row["num_rounds"]), *megabytes, *(f"{value:.3f}" for value in values))
+    return found
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--pairs", nargs="+", default=PAIRS, help="each 'MODEL SOURCE TARGET'")
+    parser.add_argument("--mib", type=int, default=32, help="float32 weights of each model, at least")
+    parser.add_argument("--mbit", type=int, default=200, help="rate of the wire, each way")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        torch.set_num_threads(1)
+        rows = work(args.rank, args.address, args)
+        print(json.dumps(rows) if args.rank == 0 else "")
+        return 0
+    needed = [must_cross_bytes(*parse(pair, args.mib)) for pair in args.pairs]
+    if idle := [pair for pair, both in zip(args.pairs, needed, strict=True) if not any(both)]:
+        parser.error(f"nothing needs to cross in {idle[0]!r}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    hardware = machine()
+    try:
+        with two_hosts(mbit=args.mbit, mtu=MTU) as hosts:
+            rows = run_workers(hosts)
+    except NoNamespacesError as error:
+        progress(str(error))
+        return 2
+    if wrong := [(row["pair"], row["wrong"][0]) for row in rows if row["wrong"]]:
+        raise AssertionError(f"parameters arrived wrong, among them {wrong}")
+    rows = [judge(row, both, mbit=args.mbit) for row, both in zip(rows, needed, strict=True)]
+    goals = [
+        Goal("bytes counted / needed, worst pair", max(row["over_bytes"] for row in rows), at_most=1.05),
+        Goal("seconds / least, worst pair", max(row["over_seconds"] for row in rows), at_most=1.15),
+    ]
+    settings = {name: value for name, value in vars(args).items() if name not in ("rank", "address")}
+    document = {
+        "benchmark": "realloc_hosts", "machine": hardware, "settings": {**settings, "mtu": MTU}, "rows": rows,
+    }  # fmt: skip
+    return report(document, tables=[table(rows)], goals=goals, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Schedules of the movements of RLHF on 8 to 1024 H100s: how near to the bound, and how long they take to
+compute.
+
+    python benchmarks/realloc_schedule.py
+    python benchmarks/realloc_schedule.py --models deepseek-v3 --only growing disjoint
+
+Nothing is moved. Seconds are of one core (CPU time, which other programs on the machine disturb least), the
+median of three, or of one where that takes more than two. Exit code 1: a goal was missed.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from harness import Goal, machine, progress, report
+from rich.table import Table
+
+from realhf.cluster import Cluster
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import ModelSpec, model_spec, region_size
+from realhf.realloc.routes import Wires
+from realhf.realloc.schedule import Schedule, make_schedule
+
+OVER_BOUND = 1.05
+SECONDS = {64: 1.0, 1024: 10.0}
+"""Devices, and within how many seconds schedules for that many (and fewer) are to be there."""
+_ITEMSIZE = 2  # bfloat16
+_HOSTS = (1, 2, 8, 16, 128)  # of the shipped clusters h100-*x8
+_REPEATS, _LONG_SECONDS = 3, 2.0
+
+
+class Case(NamedTuple):
+    model: str
+    movement: str
+    source: str
+    target: str
+
+
+TO_GENERATE, TO_TRAIN = "train -> generate", "generate -> train"
+COLOCATED, DISJOINT, GROWING, SHRINKING = "colocated", "disjoint", "growing", "shrinking"
+MOVEMENTS = (TO_GENERATE, TO_TRAIN, COLOCATED, DISJOINT, GROWING, SHRINKING)
+
+# Training spreads memory by pp, by tp inside a host and by ep; generation has little tp and many replicas, of
+# the experts by ep. Colocated: another role or sequence length on the same ranks. Disjoint: a generator apart
+# from the trainer. Growing and shrinking: ranks are added to the generator, or given back.
+CASES = [
+    Case(model, *case) for model, cases in {
+        "llama-7b": [
+            (TO_GENERATE, "d2t2p2@0-7", "d8@0-7"),
+            (TO_GENERATE, "d4t2p8@0-63", "d64@0-63"),
+            (TO_TRAIN, "d4t2@0-7", "t4p2@0-7"),
+            (TO_TRAIN, "d32t2@0-63", "d8t4p2@0-63"),
+            (COLOCATED, "d2t4@0-7", "d4p2@0-7"),
+            (COLOCATED, "d8t8@0-63", "d16p4@0-63"),
+            (DISJOINT, "d2t4@0-7", "d8@8-15"),
+            (DISJOINT, "d8t2p2@0-31", "d32@32-63"),
+            (GROWING, "d8@0-7", "d64@0-63"),
+            (GROWING, "d4t2@0-7", "d16@0-15"),
+            (SHRINKING, "d2t4p2@0-15", "d8@0-7"),
+        ],
+        "llama-70b": [
+            (TO_GENERATE, "t8p2@0-15", "d4t4@0-15"),
+            (TO_GENERATE, "d2t4p8@0-63", "d16t4@0-63"),
+            (TO_GENERATE, "d16t8p8@0-1023", "d256t4@0-1023"),
+            (TO_TRAIN, "d16t4@0-63", "d4t8p2@0-63"),
+            (TO_TRAIN, "d256t4@0-1023", "d8t8p16@0-1023"),
+            (COLOCATED, "t8p3@0-23", "d6t4@0-23"),
+            (COLOCATED, "d4t4p4@0-63", "d2t8p4@0-63"),
+            (DISJOINT, "d2t8p4@0-63", "d16t4@64-127"),
+            (DISJOINT, "d8t8p8@0-511", "d128t4@512-1023"),
+            (GROWING, "d8t4@0-31", "d16t4@0-63"),
+            (GROWING, "t8p2@0-15", "d32t4@0-127"),
+            (SHRINKING, "d16t4@0-63", "d2t8p2@0-31"),
+        ],
+        "qwen3-235b-a22b": [
+            (TO_GENERATE, "d8t2p4e8@0-63", "d16t4e16@0-63"),
+            (TO_GENERATE, "d32t4p8e16@0-1023", "d256t4e16@0-1023"),
+            (TO_TRAIN, "d16t4e16@0-63", "d4t4p4e4@0-63"),
+            (TO_TRAIN, "d128t8e16@0-1023", "d32t2p16e8@0-1023"),
+            (COLOCATED, "d4t4p4e4@0-63", "d32p2e32@0-63"),
+            (COLOCATED, "d4t2p6e4@0-47", "d12t4e12@0-47"),
+            (DISJOINT, "d8t2p4e8@0-63", "d16t4e16@64-127"),
+            (DISJOINT, "d4t4p4e4@0-63", "d16e16@64-79"),
+            (GROWING, "d8t2e8@0-15", "d32t2e8@0-63"),
+            (SHRINKING, "d16t4e16@0-63", "t8p2@0-15"),
+        ],
+        "deepseek-v3": [
+            (TO_GENERATE, "d8p8e8@0-63", "d64e64@0-63"),
+            (TO_GENERATE, "d64p16e64@0-1023", "d1024e128@0-1023"),
+            (TO_TRAIN, "d8t8e8@0-63", "d4t2p8e4@0-63"),
+            (TO_TRAIN, "d256t4e64@0-1023", "d64p16e64@0-1023"),
+            (COLOCATED, "d8p16e8@0-127", "d16t8e16@0-127"),
+            (COLOCATED, "d8t8e8@0-63", "d64e64@0-63"),
+            (DISJOINT, "d8p8e8@0-63", "d64e64@64-127"),
+            (DISJOINT, "d32p16e32@0-511", "d512e64@512-1023"),
+            (GROWING, "d32t2e32@0-63", "d64t2e32@0-127"),
+            (GROWING, "d4t8e4@0-31", "d64e64@0-63"),
+            (SHRINKING, "d128e64@0-127", "d8t2p4e8@0-63"),
+        ],
+    }.items() for case in cases
+]  # fmt: skip
+
+
+def run(case: Case, config: ModelConfig) -> dict[str, Any]:
+    """The row of a case."""
+    devices = 1 + max(*Layout.parse(case.source).ranks, *Layout.parse(case.target).ranks)
+    name = f"h100-{next(hosts for hosts in _HOSTS if 8 * hosts >= devices)}x8"
+    cluster = Cluster.load(name)
+    seconds = list[float]()
+    while not seconds or len(seconds) < _REPEATS and seconds[0] <= _LONG_SECONDS:
+        spec, source, target = model_spec(config), Layout.parse(case.source), Layout.parse(case.target)
+        started = time.process_time()
+        schedule = make_schedule(
+            spec, source=source, target=target, itemsize=_ITEMSIZE, wires=Wires.of_cluster(cluster)
+        )
+        seconds.append(time.process_time() - started)
+    weights = max(_most_held(spec, layout) for layout in (source, target))
+    assert weights <= cluster.device_memory_bytes, f"{case}: {weights / 1e9:.0f} GB on a device"
+    assert schedule.parcels, f"{case}: nothing moves"
+    return {
+        **case._asdict(), "cluster": name, "devices": len({*source.ranks, *target.ranks}),
+        "needed_bytes": schedule.needed_bytes, "bound_seconds": schedule.bound_seconds,
+        "scheduled_seconds": schedule.seconds, "over_bound": schedule.over_bound,
+        "rounds": schedule.num_rounds, "stages": _num_stages(schedule), "legs": len(schedule.legs),
+        "compute_seconds": statistics.median(seconds), "limit": schedule.limit,
+    }  # fmt: skip
+
+
+def _most_held(spec: ModelSpec, layout: Layout) -> int:
+    """Bytes of weights on the fullest rank."""
+    held = (sum(map(region_size, spec.held_by(layout, rank).values())) for rank in layout.ranks)
+    return _ITEMSIZE * max(held)
+
+
+def _num_stages(schedule: Schedule) -> int:
+    return 1 + int(schedule.legs[:, 5].max())
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    """The promises that can be judged by the rows at hand, each by its worst row."""
+    found = [Goal("scheduled / bound, worst row", max(row["over_bound"] for row in rows), at_most=OVER_BOUND)]
+    fewer = 0
+    for devices, most in SECONDS.items():
+        if some := [row["compute_seconds"] for row in rows if fewer < row["devices"] <= devices]:
+            what = f"seconds to compute, {fewer + 1} to {devices} devices, worst row"
+            found.append(Goal(what, max(some), at_most=most))
+        fewer = devices
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """All rows for people."""
+    moves = Table(title="Schedules", padding=(0, 1, 0, 0))
+    left = ("model", "movement", "src -> dst", "limit")
+    for column in (*left[:3], "devices", "GB needed", "bound ms", "scheduled ms", "ratio", "rounds", "legs",
+                   "compute s", "limit"):  # fmt: skip
+        moves.add_column(column, justify="left" if column in left else "right")
+    for row in rows:
+        milliseconds = (f"{1e3 * row[x]:.2f}" for x in ("bound_seconds", "scheduled_seconds"))
+        moves.add_row(
+            row["model"], row["movement"], f"{row['source']} -> {row['target']}", str(row["devices"]),
+            f"{row['needed_bytes'] / 1e9:.1f}", *milliseconds, f"{row['over_bound']:.3f}",
+            str(row["rounds"]), str(row["legs"]), f"{row['compute_seconds']:.2f}", row["limit"],
+        )  # fmt: skip
+    return moves
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    models = list(dict.fromkeys(case.model for case in CASES))
+    parser.add_argument("--models", nargs="+", default=models, choices=models)
+    parser.add_argument("--only", nargs="+", default=list(MOVEMENTS), choices=MOVEMENTS, metavar="MOVEMENT",
+                        help=f"of these movements: {', '.join(MOVEMENTS)}")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    args = parser.parse_args()
+    hardware, rows = machine(), list[dict[str, Any]]()
+    for case in CASES:
+        if case.model in args.models and case.movement in args.only:
+            rows.append(run(case, ModelConfig.load(case.model)))
+            last = rows[-1]
+            progress(f"{' '.join(case)}: {last['over_bound']:.3f} x the bound, {last['stages']} stages, "
+                     f"{last['legs']} legs, {last['compute_seconds']:.2f} s")  # fmt: skip
+    document = {"benchmark": "realloc_schedule", "machine": hardware, "settings": vars(args), "rows": rows}
+    return report(document, tables=[table(rows)], goals=goals(rows), as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,338 @@
+"""Six ways to move a model's weights from one layout to another, behind one interface.
+
+Each is built once per move (plans, views and memory are made there, and do not count) and then `run`s any
+number of times. All but `raw` leave the target's shards right. Baselines are as strong as their idea allows.
+"""
+
+import functools
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from move import DTYPE, Copies, Move, overlap, shape_of
+
+from realhf.param_spec import Region, region_size, region_slices
+from realhf.realloc.execute import Reallocator
+
+BROADCAST_BYTES, GATHER_BYTES = 256 << 20, 16 << 20  # of a bucket; of 4 MiB to 256 MiB the fastest on gloo
+
+
+class Rival:
+    """A way to carry out a move."""
+
+    def __init__(self, move: Move) -> None:
+        self.move = move
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+
+class Ours(Rival):
+    """realhf's Reallocator."""
+
+    def run(self) -> None:
+        self.move.reallocator.run(self.move.held.tensors, self.move.wanted.tensors)
+
+
+class Messages(Rival):
+    """The same without shared memory, as between hosts."""
+
+    def run(self) -> None:
+        self.move.messenger.run(self.move.held.tensors, self.move.wanted.tensors)
+
+
+class Broadcast(Rival):
+    """Weight sync as most frameworks do it: one rank collects whole parameters and broadcasts them.
+
+    Parameters share flat buckets, each holder sends its part of a bucket in one message, and only the ranks
+    that want something listen.
+    """
+
+    def __init__(self, move: Move) -> None:
+        self.root = root = move.source.ranks[0]
+        self.group = _group(tuple(sorted({root, *move.target.ranks})))
+        self.listening = move.rank == root or move.rank in move.target
+        buckets = _buckets([(p.name, p.numel) for p in move.spec.params])
+        self.buffer = torch.zeros(max(sum(n for _, n in b) for b in buckets) if self.listening else 0)
+        pieces = [_collected(move, root, names=[name for name, _ in bucket]) for bucket in buckets]
+        lacking = [Counter({holder: _total(some) for holder, some in p.items()}) for p in pieces]
+        self.staging = torch.zeros(max(c.total() if move.rank == root else c[move.rank] for c in lacking))
+        self.rounds = [self._plan(move, *both) for both in zip(buckets, pieces, strict=True)]
+
+    def _plan(self, move: Move, bucket: list[tuple[str, int]], pieces: "dict[int, list[_Box]]") -> tuple:
+        """Copies before sending, messages, copies on arrival, the bucket, copies of what was wanted."""
+        shapes = {param.name: param.shape for param in move.spec.params}
+        sizes = [size if self.listening else 0 for _, size in bucket]
+        flat = self.buffer[: sum(sizes)]
+        whole = {name: part for (name, _), part in zip(bucket, flat.split(sizes), strict=True)}
+        pack: Copies = []
+        collect: Copies = []
+        ops = []
+        stop = 0
+        for holder, some in pieces.items():
+            if move.rank not in (holder, self.root):
+                continue
+            start = stop
+            for name, region in some:
+                part = self.staging[stop : (stop := stop + region_size(region))].view(shape_of(region))
+                if move.rank == self.root:
+                    collect.append((whole[name].view(shapes[name])[region_slices(region)], part))
+                else:
+                    pack.append((part, move.held.view(name, region)))
+            receiving = move.rank == self.root
+            op, peer = (dist.irecv, holder) if receiving else (dist.isend, self.root)
+            ops.append(dist.P2POp(op, self.staging[start:stop], peer))
+        if move.rank == self.root:
+            own = [(n, move.held.regions[n]) for n, _ in bucket if n in move.held.regions]
+            collect += [(whole[n].view(shapes[n])[region_slices(r)], move.held.view(n, r)) for n, r in own]
+        values = whole.items() if self.listening else ()
+        wanted = [copy for n, value in values for copy in move.into_target(n, _full(shapes[n]), value)]
+        return pack, ops, collect, flat, wanted
+
+    def run(self) -> None:
+        for pack, ops, collect, flat, wanted in self.rounds:
+            _copy(pack)
+            _exchange(ops)
+            _copy(collect)
+            if self.listening:
+                dist.broadcast(flat, self.root, group=self.group)
+            _copy(wanted)
+
+
+class AllGather(Rival):
+    """Every rank gets every parameter whole, by all-gathers, and keeps its part.
+
+    Each source rank streams an equal share of what it and its replicas hold, so that little is padding;
+    received boxes are copied straight into the target's shards.
+    """
+
+    def __init__(self, move: Move) -> None:
+        members = tuple(sorted({*move.source.ranks, *move.target.ranks}))
+        self.group, self.taking_part = _group(members), move.rank in members
+        chunk = GATHER_BYTES // DTYPE.itemsize // len(members)
+        streams = {rank: _rounds(boxes, chunk) for rank, boxes in _shares(move, chunk).items()}
+        num_rounds = max(map(len, streams.values()))
+        lengths = [max(_total(s[i]) for s in streams.values() if i < len(s)) for i in range(num_rounds)]
+        self.mine, self.all = torch.zeros(max(lengths)), torch.zeros(max(lengths) * len(members))
+        self.rounds: list[tuple[Copies, torch.Tensor, list[torch.Tensor], Copies]] = []
+        for number, length in enumerate(lengths if self.taking_part else []):
+            mine, everyones = self.mine[:length], list(self.all[: length * len(members)].split(length))
+            pack, unpack = [], []
+            for rank, part in zip(members, everyones, strict=True):
+                boxes = streams[rank][number] if number < len(streams.get(rank, [])) else []
+                stop = 0
+                for name, box in boxes:
+                    at = slice(stop, stop := stop + region_size(box))
+                    unpack += move.into_target(name, box, part[at])
+                    if rank == move.rank:
+                        pack.append((mine[at].view(shape_of(box)), move.held.view(name, box)))
+            self.rounds.append((pack, mine, everyones, unpack))
+
+    def run(self) -> None:
+        for pack, mine, everyones, unpack in self.rounds:
+            _copy(pack)
+            dist.all_gather(everyones, mine, group=self.group)
+            _copy(unpack)
+
+
+class Unpacked(Rival):
+    """One message per parameter and pair of ranks, as in Megatron-Core's resharding of 2025 and 2026.
+
+    Replicas take turns sending. What is contiguous is sent and received in place, the rest one by one
+    through memory of its own.
+    """
+
+    OPS_AT_ONCE = 4096  # of all ranks together, which all cut at the same places: none waits for a later one
+
+    def __init__(self, move: Move) -> None:
+        self.local: Copies = []
+        self.rounds: list[tuple[Copies, list[dist.P2POp], Copies]] = []
+        transfers = []
+        turn = 0
+        for target in move.target.ranks:
+            for name, wanted in move.spec.held_by(move.target, target).items():
+                for region, ranks in move.holders[name].items():
+                    common = overlap(region, wanted)
+                    if common and target not in ranks:
+                        transfers.append((ranks[turn % len(ranks)], target, name, common))
+                        turn += 1
+                    elif common and target == move.rank:
+                        self.local.append((move.wanted.view(name, common), move.held.view(name, common)))
+        transfers.sort(key=lambda transfer: transfer[2])  # by name, so that all ranks take part in each round
+        for start in range(0, len(transfers), self.OPS_AT_ONCE):
+            self.rounds.append(self._plan(move, transfers[start : start + self.OPS_AT_ONCE]))
+
+    def _plan(self, move: Move, transfers: Sequence[tuple[int, int, str, Region]]) -> tuple:
+        pack, ops, unpack = [], [], []
+        for source, target, name, region in transfers:
+            if move.rank not in (source, target):
+                continue
+            shards = move.held if move.rank == source else move.wanted
+            part = shards.view(name, region)
+            wire = part if part.is_contiguous() else torch.zeros(part.shape)
+            if move.rank == source:
+                pack += [(wire, part)] if wire is not part else []
+                ops.append(dist.P2POp(dist.isend, wire, target))
+            else:
+                unpack += [(part, wire)] if wire is not part else []
+                ops.append(dist.P2POp(dist.irecv, wire, source))
+        return pack, ops, unpack
+
+    def run(self) -> None:
+        _copy(self.local)
+        for pack, ops, unpack in self.rounds:
+            _copy(pack)
+            _exchange(ops)
+            _copy(unpack)
+
+
+class Checkpoint(Rival):
+    """torch.distributed.checkpoint: saved under the source's layout, loaded under the target's, in tmpfs.
+
+    Every region that somebody holds is one entry, written by one of its holders in turn. A target reads the
+    entries that overlap its shards, straight into them where they lie inside.
+    """
+
+    def __init__(self, move: Move) -> None:
+        self.path, self.saved, self.loaded, self.copies = move.scratch, {}, {}, []
+        turn = 0
+        for name, regions in move.holders.items():
+            for region, ranks in regions.items():
+                key, wanted = f"{name}@{region}", move.wanted.regions.get(name)
+                if ranks[(turn := turn + 1) % len(ranks)] == move.rank:
+                    self.saved[key] = move.held.view(name, region)
+                common = overlap(region, wanted)
+                if common == region:
+                    self.loaded[key] = move.wanted.view(name, region)
+                elif common:
+                    self.loaded[key] = torch.zeros(shape_of(region))
+                    self.copies += move.into_target(name, region, self.loaded[key])
+
+    def run(self) -> None:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # that an old checkpoint is overwritten
+            writer = dcp.FileSystemWriter(self.path, sync_files=False)
+            dcp.save(self.saved, storage_writer=writer)
+            dcp.load(self.loaded, storage_reader=dcp.FileSystemReader(self.path))
+        _copy(self.copies)
+
+
+class Raw(Rival):
+    """What the wire can do: ours' bytes between ours' pairs of ranks, one warm contiguous message per pair.
+
+    It uses the shards' buffers where they are long enough; what arrives is nonsense.
+    """
+
+    def __init__(self, move: Move) -> None:
+        elements = message_elements(move.messenger)
+        sends = {target: n for (source, target), n in elements.items() if source == move.rank}
+        recvs = {source: n for (source, target), n in elements.items() if target == move.rank}
+        outgoing = _room(max(sends.values(), default=0), move.held.flat)
+        incoming = _room(sum(recvs.values()), move.wanted.flat).split(list(recvs.values()))
+        self.ops = [dist.P2POp(dist.irecv, part, peer) for peer, part in zip(recvs, incoming, strict=True)]
+        self.ops += [dist.P2POp(dist.isend, outgoing[:n], peer) for peer, n in sends.items()]
+
+    def run(self) -> None:
+        _exchange(self.ops)
+
+
+RIVALS: dict[str, type[Rival]] = {
+    "ours": Ours, "messages": Messages, "broadcast": Broadcast, "all_gather": AllGather, "unpacked": Unpacked,
+    "checkpoint": Checkpoint, "raw": Raw,
+}  # fmt: skip
+
+
+def message_elements(reallocator: Reallocator) -> Counter[tuple[int, int]]:
+    """Elements that our schedule sends, by (source, target)."""
+    elements = Counter[tuple[int, int]]()
+    for _, transfer in reallocator.schedule.transfers():
+        elements[transfer.source, transfer.target] += region_size(transfer.region)
+    return elements
+
+
+_Box = tuple[str, Region]  # of a parameter
+
+
+@functools.cache
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Made once, by all ranks together."""
+    return dist.new_group(ranks)
+
+
+def _room(num_elements: int, buffer: torch.Tensor) -> torch.Tensor:
+    """The start of a buffer, or fresh memory if it is too short."""
+    return buffer[:num_elements] if len(buffer) >= num_elements else torch.zeros(num_elements)
+
+
+def _full(shape: Sequence[int]) -> Region:
+    return tuple((0, size) for size in shape)
+
+
+def _total(boxes: Sequence[_Box]) -> int:
+    return sum(region_size(region) for _, region in boxes)
+
+
+def _copy(copies: Copies) -> None:
+    for destination, source in copies:
+        destination.copy_(source)
+
+
+def _exchange(ops: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(ops) if ops else []:
+        work.wait()
+
+
+def _buckets(sizes: Sequence[tuple[str, int]]) -> list[list[tuple[str, int]]]:
+    """Neighbouring parameters (name, elements) in buckets of up to BROADCAST_BYTES, larger ones alone."""
+    buckets: list[list[tuple[str, int]]] = [[]]
+    for name, size in sizes:
+        if buckets[-1] and sum(n for _, n in buckets[-1]) + size > BROADCAST_BYTES // DTYPE.itemsize:
+            buckets.append([])
+        buckets[-1].append((name, size))
+    return buckets
+
+
+def _collected(move: Move, root: int, *, names: Sequence[str]) -> dict[int, list[_Box]]:
+    """What `root` lacks of some parameters, by the first holder of each region."""
+    pieces: dict[int, list[_Box]] = {}
+    for name in names:
+        for region, ranks in move.holders[name].items():
+            if root not in ranks:
+                pieces.setdefault(ranks[0], []).append((name, region))
+    return pieces
+
+
+def _shares(move: Move, max_elements: int) -> dict[int, list[_Box]]:
+    """What each source rank contributes: its share of the rows of every region, in boxes of limited size."""
+    shares: dict[int, list[_Box]] = defaultdict(list)
+    for name, regions in move.holders.items():
+        for region, ranks in regions.items():
+            first, last = region[0]
+            for index, rank in enumerate(ranks):
+                low, high = (first + (last - first) * i // len(ranks) for i in (index, index + 1))
+                shares[rank] += [(name, box) for box in _rows(((low, high), *region[1:]), max_elements)]
+    return shares
+
+
+def _rows(region: Region, max_elements: int) -> Iterator[Region]:
+    """A region in boxes of whole rows."""
+    (low, high), *rest = region
+    step = max(1, max_elements // max(1, region_size(tuple(rest))))
+    for start in range(low, high, step):
+        yield ((start, min(start + step, high)), *rest)
+
+
+def _rounds(boxes: Sequence[_Box], max_elements: int) -> list[list[_Box]]:
+    """Boxes in their order, up to `max_elements` per round."""
+    rounds: list[list[_Box]] = [[]]
+    size = 0
+    for box in boxes:
+        size += region_size(box[1])
+        if rounds[-1] and size > max_elements:
+            rounds.append([])
+            size = region_size(box[1])
+        rounds[-1].append(box)
+    return rounds

@@ -1,0 +1,72 @@
+"""A rank that dies or falls silent in the middle of a reallocation: the others stop and say who and when."""
+
+import multiprocessing
+import os
+import re
+import time
+
+import pytest
+import torch.distributed as dist
+
+NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
+
+
+def _rank(rank, port, fault, results):
+    import torch
+
+    from realhf.dist.group import PeerError, World
+    from realhf.layout import Layout
+    from realhf.realloc.execute import Reallocator
+    from tests.realloc.test_execute import _model, _shards, _spec
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    options = {"ranks_per_host": 1, "timeout_seconds": TIMEOUT_SECONDS}
+    world = World(rank=rank, size=NUM_RANKS, store=store, **options)
+    spec, source, target = _spec(), Layout.parse("p3@2,0,1"), Layout.parse("t3@1,2,0")
+    settings = {"dtype": torch.float32, "staging_bytes": 1000, "role": "critic"}
+    reallocator = Reallocator(spec, source=source, target=target, world=world, **settings)
+    model = _model(spec, seed=1, dtype=torch.float32)
+    shards = [_shards(model, spec.held_by(layout, rank)) for layout in (source, target)]
+    reallocator.run(*shards)
+    post = reallocator._post
+
+    def post_or_fail(binding, number):
+        if number == 3:
+            if fault == "dies":
+                os._exit(9)
+            time.sleep(10 * TIMEOUT_SECONDS)
+        return post(binding, number)
+
+    if rank == LOST:
+        reallocator._post = post_or_fail
+    start = time.monotonic()
+    try:
+        reallocator.run(*shards)
+    except PeerError as error:
+        results.put((rank, str(error), time.monotonic() - start))
+    time.sleep(2)  # The first to fail must not be taken for the cause by the other one.
+    os._exit(0)
+
+
+@pytest.mark.parametrize("fault", ["dies", "falls silent"])
+def test_the_others_name_role_peer_and_round(fault):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "realhf.dist.group", "pytest"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(r, store.port, fault, results)) for r in range(NUM_RANKS)]
+    for process in ranks:
+        process.start()
+    try:
+        stopped = [results.get(timeout=60) for _ in range(NUM_RANKS - 1)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert sorted(rank for rank, _, _ in stopped) == [0, 1]
+    for _, sentence, seconds in stopped:
+        assert seconds < TIMEOUT_SECONDS + 2
+        what = r"reallocation of critic from p3@2,0-1 to t3@1-2,0, round \d+ of \d+: "
+        assert re.match(what, sentence), sentence
+    assert any(f"communication with rank {LOST} broke off" in sentence for _, sentence, _ in stopped), stopped

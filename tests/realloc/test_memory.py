@@ -1,0 +1,92 @@
+"""Memory during a reallocation: new tensor storage, counted operator by operator."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from realhf.dist.group import World
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from realhf.realloc.execute import Reallocator
+from tests.realloc.test_execute import _model, _shards
+
+STAGING_BYTES = 150_000
+SLACK_BYTES = 4096  # Words between ranks and other tensors of a few elements.
+AVERAGE_BYTES = 4 << 18  # Products of a moving average are computed in parts of this size.
+
+
+SPEC = model_spec(ModelConfig("llama", 2000, 64, 256, 8, 4, 4, 16, 1e-6, 1e4, False, False))
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of storage that came to life under it, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        old = {x.untyped_storage()._cdata for x in known}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and (at := x.untyped_storage()._cdata) not in old | self._known:
+                self._known.add(at)
+                self._count(x.untyped_storage().nbytes())
+                weakref.finalize(x.untyped_storage(), self._forget, at, x.untyped_storage().nbytes())
+        return result
+
+    def _count(self, num_bytes):
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, at, num_bytes):
+        self._known.discard(at)
+        self.now -= num_bytes
+
+
+def test_the_counter_counts():
+    with Storages() as storages:
+        x = torch.zeros(1000)
+        y = x.view(10, 100) + 1
+        del x
+        z = y.to(torch.float64)
+    assert storages.peak == 4000 + 4000 + 8000 - 4000 and storages.now == y.nbytes + z.nbytes
+
+
+def _move(world, source, target, eta, sharded, dtype):
+    spec, layouts = SPEC, (Layout.parse(source), Layout.parse(target))
+    prefix = f"memory {source} {target} {eta} {sharded}"
+    store = torch.distributed.PrefixStore(prefix, world._store)
+    apart = World(rank=world.rank, size=world.size, store=store, ranks_per_host=1)
+    model = _model(spec, seed=1, dtype=torch.float32)
+    old = _shards(model, spec.held_by(layouts[0], world.rank, sharded=sharded))
+    ends = {"source": layouts[0], "target": layouts[1], "sharded": sharded}
+    realloc = Reallocator(spec, **ends, world=apart, dtype=dtype, eta=eta, staging_bytes=STAGING_BYTES)
+    wanted = spec.held_by(layouts[1], world.rank)
+    with Storages() as storages:
+        shapes = {name: [stop - start for start, stop in region] for name, region in wanted.items()}
+        new = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+        realloc.run(old, new)
+    return storages.peak, sum(x.nbytes for x in new.values())
+
+
+@pytest.mark.parametrize(
+    "source, target, eta, sharded, dtype",
+    [
+        ("t4@0-3", "d4@0-3", 1.0, False, torch.float32),
+        ("d1@0", "d4@0-3", 1.0, False, torch.bfloat16),
+        ("p2t2@0-3", "d2t2@0-3", 0.5, False, torch.float32),
+        ("d4@0-3", "t2p2@0-3", 1.0, True, torch.bfloat16),
+    ],
+)
+def test_peak_is_target_plus_staging(pool, source, target, eta, sharded, dtype):
+    moved = pool.run(_move, source, target, eta, sharded, dtype)
+    for peak, target_bytes in moved:
+        assert target_bytes <= peak <= target_bytes + STAGING_BYTES + SLACK_BYTES + AVERAGE_BYTES * (eta < 1)
+    assert max(target_bytes for _, target_bytes in moved) > 2 * STAGING_BYTES

@@ -1,0 +1,69 @@
+"""ModelStore on four processes: what shares memory, what moves, and when."""
+
+from realhf.data.loader import Loader
+from realhf.layout import Layout
+from realhf.plan import CallPlan, ExecutionPlan
+from realhf.runtime.actions import Reallocate, Run
+from realhf.runtime.check import compile_program
+from realhf.runtime.executor import Executor, HostContext
+from realhf.runtime.models import ModelStore
+from tests.runtime.tiny import make_experiment, write_task
+
+TRAIN = "d2t2@0-3"
+
+
+def _program(task, **layouts):
+    layouts = {"actor_generate": "t2@0-1", "ref_forward": "d4@0-3", "actor_train": TRAIN} | layouts
+    plan = ExecutionPlan({name: CallPlan(Layout.parse(text)) for name, text in layouts.items()})
+    return compile_program(make_experiment("grpo", task), plan, world_size=4)
+
+
+def test_what_a_train_step_has_changed_goes_out_right_behind_it(tmp_path):
+    actions = _program(write_task(tmp_path), actor_generate="d4@0-3").actions
+    at = next(i for i, a in enumerate(actions) if isinstance(a, Run) and a.call.name == "actor_train")
+    assert all(isinstance(a, Reallocate) and a.ahead for a in actions[at + 1 :])
+    assert [(str(a.source), str(a.target), a.sharded) for a in actions[at + 1 :]] == [
+        (TRAIN, "d4@0-3", True),  # out of the optimizer's shards
+        ("d4@0-3", TRAIN, False),  # gathered for the next step where the generator's copy already is
+    ]
+    before = [a for a in actions[:at] if isinstance(a, Reallocate) and a.source_role == "actor"]
+    assert before and not any(a.ahead for a in before)
+
+
+def _share(world, task):
+    program = _program(task)
+    store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
+    home = store.engine("actor", Layout.parse(TRAIN)).model.flat
+    if world.rank > 1:
+        return None
+    return store.engine("actor", Layout.parse("t2@0-1")).model.flat.data_ptr() == home.data_ptr()
+
+
+def test_equal_shards_are_one(pool, tmp_path):
+    assert pool.run(_share, write_task(tmp_path)) == [True, True, None, None]
+
+
+def _steps(world, task):
+    """Events of the reallocations of three steps, and how many were on their way behind each."""
+    program = _program(task, actor_generate="d4@0-3")
+    store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
+    context, experiment = HostContext(str(task)), program.experiment
+    settings = {"keys": program.graph.inputs, "group_size": experiment.group_size, "seed": 0}
+    loader = Loader(experiment.dataset, tokenizer=context.tokenizer, **settings)
+    executor = Executor(world, program.actions, program.plan, store, context, experiment.group_size)
+    seen = []
+    for step in range(3):
+        batch = loader.batch(first_prompt=step * 6, num_prompts=6) if world.rank == 0 else None
+        record = executor.run(batch, is_last=step == 2)
+        events = [e for e in record.events if e["kind"] == "realloc" and e["name"] == "actor"]
+        seen.append(([(e["transfer"], e["sent_bytes"]) for e in events], len(store._running)))
+    return seen
+
+
+def test_moves_once_per_update_and_gathers_for_nothing(pool, tmp_path):
+    for steps in pool.run(_steps, write_task(tmp_path)):
+        out, back = f"{TRAIN}->d4@0-3", f"d4@0-3->{TRAIN}"
+        moved = [[transfer for transfer, _ in events] for events, _ in steps]
+        assert moved == [[out], [out, back], [out, back]]
+        assert [under_way for _, under_way in steps] == [2, 2, 0], "the last step sends nothing ahead"
+        assert all(sent == 0 for events, _ in steps for transfer, sent in events if transfer == back)
