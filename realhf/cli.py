@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -146,38 +146,48 @@ def _check(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> i
 
 def _realloc(options: Namespace, unknown: Sequence[str]) -> int:
     if unknown:
-        raise UserError(f"realhf realloc has no option {unknown[0]}")
+        legal = ", ".join(f"--{name.replace('_', '-')}" for name in vars(options) if name != "command")
+        raise UserError(f"realhf realloc has no option {unknown[0]}: legal are {legal}")
     if options.transfers and not options.json:
         raise UserError("--transfers needs --json: the list is for programs")
-    try:
+    with _naming("--model"):
         config = ModelConfig.load(options.model)
-        source, target = (_layout(options, name, config) for name in ("src", "dst"))
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    dtype = options.dtype or config.hf.get("dtype") or config.hf.get("torch_dtype") or "bfloat16"
+        dtype = options.dtype or config.hf.get("dtype") or config.hf.get("torch_dtype") or "bfloat16"
+        if dtype not in _ITEMSIZE:
+            raise ValueError(f"{options.model} has dtype {dtype!r}: legal are {', '.join(_ITEMSIZE)}")
+    with _naming("--cluster"):
+        cluster = Cluster.load(options.cluster) if options.cluster else None
+    source, target = (_layout(options, name, config, cluster) for name in ("src", "dst"))
     schedule = make_schedule(
         model_spec(config), source=source, target=target, itemsize=_ITEMSIZE[dtype],
-        wires=Wires.of_cluster(Cluster.load(options.cluster)) if options.cluster else None,
+        wires=Wires.of_cluster(cluster) if cluster else None,
     )  # fmt: skip
-    ends = {"source": source, "target": target}
     if options.json:
-        print(json.dumps(explain.document(schedule, **ends, transfers=options.transfers)))
+        transfers = options.transfers
+        print(json.dumps(explain.document(schedule, source=source, target=target, transfers=transfers)))
     else:
         title = f"{options.model} in {dtype}"
-        Console().print(explain.table(schedule, **ends, title=title))
+        Console().print(explain.table(schedule, source=source, target=target, title=title))
     return EXIT_DONE
 
 
-def _layout(options: Namespace, name: str, config: ModelConfig) -> Layout:
-    """The layout that an option names. Raises ValueError where model or cluster do not allow it."""
+@contextlib.contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """What is wrong inside is wrong with this option."""
     try:
+        yield
+    except (ValueError, UserError) as error:
+        raise UserError(f"{option}: {error}") from error
+
+
+def _layout(options: Namespace, name: str, config: ModelConfig, cluster: Cluster | None) -> Layout:
+    """The layout that an option names, if model and cluster allow it."""
+    with _naming(f"--{name} {getattr(options, name)}"):
         layout = Layout.parse(getattr(options, name))
         config.check_layout(layout)
-        if options.cluster and max(layout.ranks) >= (devices := Cluster.load(options.cluster).num_devices):
-            lacks = f"which has {devices} devices"
-            raise ValueError(f"rank {max(layout.ranks)} is not in cluster {options.cluster}, {lacks}")
-    except ValueError as error:
-        raise ValueError(f"--{name} {getattr(options, name)}: {error}") from error
+        if cluster is not None and max(layout.ranks) >= cluster.num_devices:
+            devices = f"which has {cluster.num_devices} devices"
+            raise ValueError(f"rank {max(layout.ranks)} is not in cluster {options.cluster}, {devices}")
     return layout
 
 

@@ -35,7 +35,7 @@ def spread(demands: Sequence[Demand], *, bandwidth: np.ndarray, load: np.ndarray
             old = demand.share
             if old is not None:
                 load[demand.ports] -= old
-            demand.share = _fill(load[demand.ports], bandwidth[demand.ports], demand.amount)
+            demand.share = fill(load[demand.ports], bandwidth[demand.ports], demand.amount)
             load[demand.ports] += demand.share
             if old is not None:
                 moved = max(moved, float(np.abs((demand.share - old) / bandwidth[demand.ports]).max()))
@@ -43,7 +43,7 @@ def spread(demands: Sequence[Demand], *, bandwidth: np.ndarray, load: np.ndarray
             break
 
 
-def _fill(load: np.ndarray, bandwidth: np.ndarray, amount: float) -> np.ndarray:
+def fill(load: np.ndarray, bandwidth: np.ndarray, amount: float) -> np.ndarray:
     """What each port takes of `amount` so that those that take any end at the same time."""
     seconds = load / bandwidth
     order = np.argsort(seconds, kind="stable")
@@ -68,10 +68,8 @@ def least_seconds(
         return 0.0, np.zeros(0, dtype=int)
     amounts = np.array([demand.amount for demand in demands])
     hosts = [host[demand.ports] for demand in demands]
-    cuts = [
-        (np.flatnonzero(host == number), np.array([(h == number).all() for h in hosts]))
-        for number in range(int(host.max()) + 1)
-    ]
+    only = np.array([h[0] if (h == h[0]).all() else -1 for h in hosts])
+    cuts = [(np.flatnonzero(host == number), only == number) for number in range(int(host.max()) + 1)]
     seconds = np.round(load / bandwidth / max(float((load / bandwidth).max()), 1e-300), 3)
     lowest = np.array([seconds[demand.ports].min() for demand in demands])
     for threshold in np.unique(lowest)[::-1][:_MAX_THRESHOLDS]:

@@ -6,6 +6,7 @@ holder every element crosses once, in stripes over the takers there, who then ga
 stripes on to further hosts. Ranks receive nothing that they do not want.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,14 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster
-from realhf.layout import even_split
-from realhf.realloc.balance import Demand, least_seconds, spread
+from realhf.realloc.balance import Demand, fill, least_seconds, spread
 from realhf.realloc.parcels import Parcel
 
 ONE = 1 << 22
 """A whole parcel, or slice of one; positions on it are integers."""
 _UNLIMITED = 1 << 30
 _STEPS = 512
+_MAX_HOMES = 32
+"""So many domains at most hand a parcel on, else the number of legs would grow as their square."""
 _SMALL = 1e-3
 """Parcels of which a holder would send no more than this part of what the busiest rank receives go uncut."""
 Shares = Sequence[tuple[int, float]]
@@ -196,14 +198,24 @@ class Router:
     ) -> "_Job":
         """One copy must come from a supplier; the other domains' may also come from domains that have it."""
         size, first = self.parcels[number].size, [rank for rank, _ in suppliers]
-        onward = [rank for domain in domains for rank, _ in domain] if forward else []
+        step = -(-len(domains) // _MAX_HOMES)
+        homes = list(range(number % step, len(domains), step)) if forward else []
+        onward = [rank for i in homes for rank, _ in domains[i]]
         rest = Demand(self._ids((*first, *onward)), (len(domains) - 1) * size)
-        return _Job(number, size, suppliers, domains, Demand(self._ids(first), size), rest)
+        return _Job(number, size, suppliers, domains, homes, Demand(self._ids(first), size), rest)
 
     def _run(self, jobs: "list[_Job]", legs: list[Leg], *, bandwidth: np.ndarray, load: np.ndarray) -> None:
         spread([demand for job in jobs for demand in (job.first, job.rest)], bandwidth=bandwidth, load=load)
-        for job in jobs:
-            legs += job.legs()
+        for job in sorted(jobs, key=lambda job: -job.rest.amount):
+            # Legs keep to the shares as far as they can; what they miss, the next jobs make up for.
+            assert job.first.share is not None and job.rest.share is not None
+            load[job.rest.ports] -= job.rest.share
+            job.rest.share = fill(load[job.rest.ports], bandwidth[job.rest.ports], job.rest.amount)
+            made = list(job.legs())
+            load[job.first.ports] -= job.first.share
+            for leg in made:
+                load[self._index[leg.source]] += job.size * (leg.stop - leg.start) / ONE
+            legs += made
 
     def _ids(self, ranks: Sequence[int]) -> np.ndarray:
         return np.array([self._index[rank] for rank in ranks], dtype=int)
@@ -247,6 +259,7 @@ class _Job:
     size: int
     suppliers: list[tuple[int, int]]
     domains: list[Shares]
+    homes: list[int]
     first: Demand
     rest: Demand
 
@@ -255,6 +268,7 @@ class _Job:
         num = len(self.suppliers)
         give = self.first.share + self.rest.share[:num]
         forwards = self._forwards(self.rest.share[num:].tolist())
+        order = sorted(range(len(self.domains)), key=lambda i: -sum(forwards[i]))  # groups that can do alike
         copies = float(give.sum()) / self.size
         low = min(len(self.domains), max(1, int(copies + 0.01)))
         upper = 0 if copies - low < 0.01 or low == len(self.domains) else round((copies - low) * ONE)
@@ -262,22 +276,27 @@ class _Job:
             if start < stop:
                 supply = _Supply(self.suppliers, give.tolist(), total=num_groups * (stop - start))
                 for group in range(num_groups):
-                    members = range(*even_split(len(self.domains), num_groups, group))
-                    yield from self._serve(members, [forwards[i] for i in members], supply, start, stop)
+                    yield from self._serve(_hand(order, num_groups, group), forwards, supply, start, stop)
 
-    def _forwards(self, shares: list[float]) -> list[float]:
-        """What each domain is to hand on."""
-        if not shares:
-            return [0.0] * len(self.domains)
-        of = iter(shares)
-        return [sum(next(of) for _ in domain) for domain in self.domains]
+    def _forwards(self, shares: list[float]) -> list[list[float]]:
+        """What each rank of each domain is to hand on."""
+        found, of = [[0.0] * len(domain) for domain in self.domains], iter(shares)
+        for i in self.homes:
+            found[i] = [next(of) for _ in self.domains[i]]
+        return found
 
     def _serve(
-        self, members: range, forwards: list[float], supply: "_Supply", start: int, stop: int
+        self, members: list[int], forwards: list[list[float]], supply: "_Supply", start: int, stop: int
     ) -> Iterator[Leg]:
         """Brings [start, stop) to a group of domains."""
-        for home, (left, right) in zip(members, _cut(start, stop, forwards), strict=True):
-            gates = {i: _gates(self.domains[i], left, right) for i in members if left < right}
+        stripes = _cut(start, stop, [sum(forwards[i]) for i in members])
+        own, foreign = dict[int, Shares](), dict[int, Shares]()
+        for i, (left, right) in zip(members, stripes, strict=True):
+            own[i], foreign[i] = _entries(self.domains[i], forwards[i], right - left, stop - start)
+        for home, (left, right) in zip(members, stripes, strict=True):
+            gates = {
+                i: _gates((own if i == home else foreign)[i], left, right) for i in members if left < right
+            }
             for rank, first, last in gates.get(home, ()):
                 for sender, begin, end, stage in supply.take(first, last):
                     yield Leg(self.parcel, sender, rank, begin, end, stage)
@@ -285,6 +304,13 @@ class _Job:
                         for to, a, b in gates[other] if other != home else ():
                             if max(begin, a) < min(end, b):
                                 yield Leg(self.parcel, rank, to, max(begin, a), min(end, b), stage + 1)
+
+
+def _hand(items: list[int], num_hands: int, hand: int) -> list[int]:
+    """What one of them gets when items are dealt to hands to and fro, so that each gets as good ones."""
+    rows = (items[at : at + num_hands] for at in range(0, len(items), num_hands))
+    places = (hand if number % 2 == 0 else num_hands - 1 - hand for number in itertools.count())
+    return [row[place] for row, place in zip(rows, places, strict=False) if place < len(row)]
 
 
 class _Supply:
@@ -307,6 +333,19 @@ class _Supply:
             length = min(stop - start, end - self._at)
             yield rank, start, start + length, stage
             start, self._at = start + length, self._at + length
+
+
+def _entries(domain: Shares, forwards: list[float], stripe: int, whole: int) -> tuple[Shares, Shares]:
+    """A domain's weights for its own stripe, which the same ranks hand on, and for the rest of the whole."""
+    weights = np.array([weight for _, weight in domain])
+    weights = weights if weights.sum() > 0 else np.ones(len(domain))
+    room = weights * (whole / weights.sum())
+    wanted = np.array(forwards) * (stripe / sum(forwards)) if sum(forwards) > 0 else room * (stripe / whole)
+    own = np.minimum(wanted, room)
+    own += (room - own) * ((stripe - own.sum()) / max(whole - own.sum(), 1e-9))
+    ranks = [rank for rank, _ in domain]
+    rest = np.maximum(room - own, 0.0)
+    return list(zip(ranks, own.tolist(), strict=True)), list(zip(ranks, rest.tolist(), strict=True))
 
 
 def _gates(domain: Shares, start: int, stop: int) -> list[tuple[int, int, int]]:
