@@ -22,8 +22,8 @@ from realhf.cluster import Cluster
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec, region_size
-from realhf.realloc.routes import Wires
 from realhf.realloc.schedule import Schedule, make_schedule
+from realhf.realloc.wires import Wires
 
 OVER_BOUND = 1.05
 SECONDS = {64: 1.0, 1024: 10.0}

@@ -27,8 +27,8 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.realloc import explain
-from realhf.realloc.routes import Wires
 from realhf.realloc.schedule import make_schedule
+from realhf.realloc.wires import Wires
 from realhf.runtime.check import Program, compile_program
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2

@@ -17,8 +17,8 @@ from realhf.param_spec import ModelSpec, region_size
 from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging
 from realhf.realloc.messages import messages_of
 from realhf.realloc.neighbours import Neighbours
-from realhf.realloc.routes import Wires
 from realhf.realloc.schedule import STAGING_BYTES, make_schedule
+from realhf.realloc.wires import Wires
 
 _AVERAGED = 1 << 18
 """So many elements of a moving average are computed at a time, which bounds the memory for the products."""

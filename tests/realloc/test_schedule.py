@@ -7,8 +7,8 @@ from realhf.cluster import Cluster, Link
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import MlaConfig, ModelConfig, MoeConfig
 from realhf.param_spec import ModelSpec, Region, model_spec, region_size
-from realhf.realloc.routes import Wires
 from realhf.realloc.schedule import Schedule, make_schedule
+from realhf.realloc.wires import Wires
 
 MAX_RANKS = 16
 
