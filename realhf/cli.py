@@ -32,6 +32,7 @@ from realhf.realloc.wires import Wires
 from realhf.runtime.check import Program, compile_program
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
+_MAX_TIMEOUT = 1e6
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _TYRO = (tyro.conf.AvoidSubcommands,)  # Optional parts that are set can be overridden like any other field.
 
@@ -122,8 +123,9 @@ def _run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int
         raise UserError(f"--nproc {options.nproc}: {why}")
     program, num_ranks = _compile(experiment, options, int(os.environ["WORLD_SIZE"]) if is_worker else None)
     out = None if is_worker and options.out is None else _run_directory(options)
-    if not options.timeout > 0:
-        raise UserError(f"--timeout {options.timeout}: it must be a number of seconds above 0")
+    if not 0 < options.timeout <= _MAX_TIMEOUT:
+        legal = f"it must be above 0 and at most {_MAX_TIMEOUT:g} seconds"
+        raise UserError(f"--timeout {options.timeout:g}: {legal}")
     job = Job(program, num_ranks, out, options.timeout, tuple(argv))
     if is_worker or num_ranks == 1:
         return importlib.import_module("realhf.worker").work(job)

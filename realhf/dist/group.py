@@ -5,6 +5,7 @@ times faster there than gloo's collectives; sums run in rank order, so all membe
 """
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from realhf.dist.shared_memory import SharedMemory
+from realhf.dist.shared_memory import Mapped, SharedMemory
+from realhf.errors import UserError
 
 Messages = Sequence[tuple[int, torch.Tensor]]  # Peer and contiguous tensor to send or to receive into.
 _SMALL_BYTES = 1 << 16  # Up to here an all-reduce sends whole tensors to every peer, above it one chunk each.
@@ -172,12 +174,33 @@ class World:
     ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self.ranks_per_host = ranks_per_host or size
-        share = shared_memory and self.ranks_per_host > 1 and self.device.type == "cpu"
-        self.memory = SharedMemory() if share else None
-        """Where the processes of one host see each other's tensors."""
         self._store, self._timeout = store, timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
         self.control = self.group(tuple(range(size)), purpose="control")  # All ranks over gloo.
+        if len(sizes := set(self.control.all_gather_json(self.ranks_per_host))) > 1:
+            counts = " and ".join(map(str, sorted(sizes)))
+            raise UserError(f"hosts run {counts} workers: start the same --nproc-per-node on each")
+        self.memory = self._meet_in_memory() if shared_memory and self.device.type == "cpu" else None
+        """Where the processes of one host see each other's tensors."""
+
+    def _meet_in_memory(self) -> SharedMemory | None:
+        """Shared memory, if every rank can read that of all others on its host."""
+        if self.ranks_per_host == 1 or self.size == 1:
+            return None
+        memory, trial = SharedMemory(), torch.tensor(self.rank)
+        mine = memory.zeros(1, trial.dtype).copy_(trial)
+        shown = self.control.all_gather_json(memory.describe(mine))
+        failed = ""
+        for rank in self.neighbours(self.rank):
+            try:
+                assert shown[rank] is not None and int(Mapped().tensor(shown[rank])) == rank
+            except (OSError, AssertionError) as error:
+                failed = f"rank {self.rank} cannot read the memory of rank {rank} ({error!r})"
+        if faults := [fault for fault in self.control.all_gather_json(failed) if fault]:
+            if self.rank == 0:
+                print(f"realhf: {faults[0]}: parameters travel as messages", file=sys.stderr)
+            return None
+        return memory
 
     @classmethod
     def from_torchrun(

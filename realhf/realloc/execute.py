@@ -26,7 +26,7 @@ _AVERAGED = 1 << 18
 
 @dataclass(frozen=True)
 class ReallocStats:
-    """One run as a rank saw it; `over_bound` is the busiest port's time over its lower bound."""
+    """What one run brings to a rank; `over_bound` is the schedule's time over its lower bound."""
 
     bytes_sent: int
     bytes_received: int
@@ -87,7 +87,7 @@ class Reallocator:
         if self._arrives_apart and target:
             self._mix(([target[name].detach() for name in self._apart], list(self._apart.values())))
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream().synchronize()
         return self._stats
 
     def _move(self, source: Shards | None, target: Shards | None) -> None:
@@ -97,8 +97,8 @@ class Reallocator:
         pending = self._post(binding, 0)
         write(binding.local)
         for number, step in enumerate(binding.rounds):
+            following = self._post(binding, number + 1)
             with self._explained(f"round {number + 1} of {len(binding.rounds)}"):
-                following = self._post(binding, number + 1)
                 pending.wait()
             write(step.unpack)
             pending = following
@@ -128,7 +128,8 @@ class Reallocator:
             return Pending()
         step = binding.rounds[number]
         self._copy(step.pack)
-        return self._group.post(step.sends, step.recvs)
+        with self._explained(f"round {number + 1} of {len(binding.rounds)}"):
+            return self._group.post(step.sends, step.recvs)
 
     def _copy(self, copies: Copies) -> None:
         if copies[0]:

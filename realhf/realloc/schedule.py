@@ -79,7 +79,7 @@ class Schedule:
     @property
     def over_bound(self) -> float:
         """Scheduled over least seconds; 1.0 when nothing moves."""
-        return max(1.0, self.seconds / self.bound_seconds) if self.parcels else 1.0
+        return self.seconds / self.bound_seconds if self.parcels else 1.0
 
     @cached_property
     def seconds(self) -> float:

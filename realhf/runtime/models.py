@@ -45,8 +45,10 @@ class ModelStore:
         self._engines: dict[tuple[str, Layout], NativeEngine] = {}
         self._reallocators: dict[Reallocate, Reallocator] = {}
         self._staging = Staging(world.device)
+        self._on_cuda = world.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "realloc", initializer=self._start_thread)
         self._running: dict[tuple[str, Layout], Future[Moved]] = {}
+        self._failure: Exception | None = None
         self._updates = dict.fromkeys(roles, 0)
         self._versions = {(role, home): 0 for role, home in homes.items()}
         for name, role in roles.items():
@@ -64,8 +66,9 @@ class ModelStore:
                 self._reallocator(self._gathering(name))
 
     def _start_thread(self) -> None:
-        if self._world.device.type == "cuda":
+        if self._on_cuda:
             torch.cuda.set_device(self._world.device)
+            torch.cuda.set_stream(torch.cuda.Stream())  # Its own: calls need not wait for it.
 
     def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
         if self._world.rank not in layout or (role, layout) in self._engines:
@@ -129,20 +132,31 @@ class ModelStore:
         reallocator = self._reallocator(action)
         if reallocator is not None:
             assert target not in self._running, "a copy is renewed twice at once"
-            self._running[target] = self._thread.submit(self._carry_out, action, reallocator)
+            ready = torch.cuda.current_stream().record_event() if self._on_cuda else None
+            self._running[target] = self._thread.submit(self._carry_out, action, reallocator, ready)
 
-    def _carry_out(self, action: Reallocate, reallocator: Reallocator) -> Moved:
+    def _carry_out(
+        self, action: Reallocate, reallocator: Reallocator, ready: torch.cuda.Event | None
+    ) -> Moved:
+        if self._failure is not None:  # The ranks are out of step: nothing that follows can be understood.
+            raise self._failure
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
         ends = ((action.source_role, action.source), (action.target_role, action.target))
         source, target = (self._engines.get(end) for end in ends)
         began = time.time()
         old = None
         if source is not None:
             old = source.optimizer_shards() if action.sharded else source.shards()
-        stats = reallocator.run(old, None if target is None else target.shards())
+        try:
+            stats = reallocator.run(old, None if target is None else target.shards())
+        except Exception as error:
+            self._failure = error
+            raise
         return Moved(action, stats, began, time.time())
 
     def finish(self, role: str, layout: Layout | None = None) -> list[Moved]:
-        """Waits for the reallocations under way to or from a role: to one layout, or all of them."""
+        """Waits for the reallocations under way of a role's copies: to one layout, or all of them."""
         moved = []
         for target in list(self._running):
             if target[0] == role and layout in (None, target[1]):
@@ -153,6 +167,6 @@ class ModelStore:
         """Writes the role's home copy as a Hugging Face directory. Ranks outside its home do nothing."""
         if self._is_sharded(role):
             self.start(self._gathering(role))
-            self.finish(role)
         if self._world.rank in self.homes[role]:
-            self.engine(role, self.homes[role]).save(directory)
+            # It moves parameters too, so it takes its turn among the reallocations.
+            self._thread.submit(self.engine(role, self.homes[role]).save, directory).result()

@@ -154,7 +154,7 @@ def test_every_rank_gets_its_regions(pool, name, wires):
     lacking = [_lacking(case.spec, source, target, rank) * case.dtypes[1].itemsize for rank in range(4)]
     assert [s.bytes_received for s in stats] == lacking
     assert sum(s.bytes_sent for s in stats) == sum(lacking)
-    assert all(s.over_bound == stats[0].over_bound >= 1 for s in stats)
+    assert all(s.over_bound == stats[0].over_bound >= 1 - 1e-9 for s in stats)
     if wires == "two hosts":
         assert max(staging_bytes) <= case.staging_bytes
     elif wires == "memory":

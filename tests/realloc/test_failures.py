@@ -11,7 +11,7 @@ import torch.distributed as dist
 NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
 
 
-def _rank(rank, port, fault, results):
+def _rank(rank, port, fault, at_round, results):
     import torch
 
     from realhf.dist.group import PeerError, World
@@ -32,7 +32,7 @@ def _rank(rank, port, fault, results):
     post = reallocator._post
 
     def post_or_fail(binding, number):
-        if number == 3:
+        if number == at_round:
             if fault == "dies":
                 os._exit(9)
             time.sleep(10 * TIMEOUT_SECONDS)
@@ -49,13 +49,14 @@ def _rank(rank, port, fault, results):
     os._exit(0)
 
 
-@pytest.mark.parametrize("fault", ["dies", "falls silent"])
-def test_the_others_name_role_peer_and_round(fault):
+@pytest.mark.parametrize("fault, at_round", [("dies", 0), ("dies", 3), ("falls silent", 3)])
+def test_the_others_name_role_peer_and_round(fault, at_round):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "realhf.dist.group", "pytest"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, store.port, fault, results)) for r in range(NUM_RANKS)]
+    options = (store.port, fault, at_round, results)
+    ranks = [context.Process(target=_rank, args=(rank, *options)) for rank in range(NUM_RANKS)]
     for process in ranks:
         process.start()
     try:

@@ -1,5 +1,9 @@
 """ModelStore on four processes: what shares memory, what moves, and when."""
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
 from realhf.data.loader import Loader
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
@@ -7,6 +11,7 @@ from realhf.runtime.actions import Reallocate, Run
 from realhf.runtime.check import compile_program
 from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.models import ModelStore
+from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import make_experiment, write_task
 
 TRAIN = "d2t2@0-3"
@@ -67,3 +72,22 @@ def test_moves_once_per_update_and_gathers_for_nothing(pool, tmp_path):
         assert moved == [[out], [out, back], [out, back]]
         assert [under_way for _, under_way in steps] == [2, 2, 0], "the last step sends nothing ahead"
         assert all(sent == 0 for events, _ in steps for transfer, sent in events if transfer == back)
+
+
+def _train(world, task, out, layouts):
+    plan = ExecutionPlan({name: CallPlan(Layout.parse(text)) for name, text in layouts.items()})
+    experiment = make_experiment("grpo", task, eval_dataset=None, steps=3, export_every=1)
+    program = compile_program(experiment, plan, world_size=4)
+    return Trainer(program, world, out=out, quiet=True).run().metrics
+
+
+@pytest.mark.parametrize("train", ["t2@0-1", "d2@0-1"])
+def test_an_export_takes_its_turn_among_the_reallocations(pool, tmp_path, train):
+    """Both talk on the same ranks, and what goes ahead of the next step is under way when it starts."""
+    layouts = {"actor_generate": "p2@0-1", "ref_forward": "d2@0-1", "actor_train": train}
+    (out := tmp_path / "run").mkdir()
+    metrics, *_ = pool.run(_train, write_task(tmp_path), out, layouts)
+    assert [step["realloc_over_bound/actor"] > 0 for step in metrics] == [True] * 3
+    exported = [load_file(out / "hf" / f"step_{step}" / "model.safetensors") for step in (1, 2, 3)]
+    for name, weight in exported[0].items():
+        assert not torch.equal(weight, exported[1][name]) and not torch.equal(weight, exported[2][name]), name
