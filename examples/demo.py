@@ -28,7 +28,7 @@ GRPO = """
 3. GRPO: eight answers to each of 64 problems per step; only right results are rewarded, nobody shows how.
    Four processes. Generation runs in layout {actor_generate} (four replicas), training in {actor_train}
    (two replicas, each split in two), the reference on a mesh of its own, {ref_forward}. The weights move
-   between these layouts in the middle of every step.
+   between these layouts in every step.
 """
 RESULT = """
 Done in {seconds:.0f} seconds.

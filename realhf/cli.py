@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("realhf: ended by SIGINT", file=sys.stderr)
         return EXIT_FAILED
+    except BrokenPipeError:  # Whoever read the answer has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
 
 
 class _Parser(ArgumentParser):

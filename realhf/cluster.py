@@ -1,5 +1,6 @@
 """Cluster: the machines that a plan is made for, read from plans/clusters/*.yaml."""
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
@@ -74,7 +75,8 @@ def _checked(document: Any, cls: type, where: str = "") -> dict[str, Any]:
     legal, prefix = [f.name for f in fields(cls)], where and f"{where}."
     required = [f.name for f in fields(cls) if f.default is MISSING]
     if not isinstance(document, dict):
-        raise ValueError(f"{where or 'the cluster'} is {document!r}: it must give {', '.join(legal)}")
+        shown = textwrap.shorten(repr(document), 60)
+        raise ValueError(f"{where or 'the cluster'} is {shown}: it must give {', '.join(legal)}")
     for name in [*document, *required]:
         if name not in legal:
             raise ValueError(f"{prefix}{name} is not a field: legal are {', '.join(legal)}")

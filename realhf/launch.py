@@ -31,6 +31,8 @@ def launch(job: "Job") -> int:
         for rank, code in causes.items():
             if code < 0:  # By a signal; SIGTERM is how the launcher itself ends the others.
                 ended = f"was ended by {signal.Signals(-code).name}; the run stops"
+                if code == -signal.SIGKILL:
+                    ended += " (killed from outside, or by the launcher as it did not stop with the others)"
                 print(f"realhf: the worker of rank {rank} {ended}", file=sys.stderr)
         return 2 if 2 in codes.values() else 1
     except SignalException as error:

@@ -21,6 +21,14 @@ _CLASS_SUFFIX = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
 _ARCHITECTURES = {_CLASS_PREFIX[f] + _CLASS_SUFFIX[h]: (f, h) for f in _CLASS_PREFIX for h in HEADS}
 
 
+_SIZES = {
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+}  # fmt: skip
+"""Fields that count, and what config.json calls them."""
+
+
 @dataclass(frozen=True)
 class MoeConfig:
     """Routed experts in place of the MLP, in every layer from `num_dense_layers` on."""
@@ -85,6 +93,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.head not in HEADS:
             raise ValueError(f"head is {self.head!r}: legal are {', '.join(HEADS)}")
+        for name in _SIZES:
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"{_SIZES[name]} is {value!r}: it must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads}"
             raise ValueError(f"{heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
@@ -99,6 +110,9 @@ class ModelConfig:
             raise ValueError(f"architectures is {architecture!r}: supported are {', '.join(_ARCHITECTURES)}")
         family, own_head = _ARCHITECTURES[architecture]
         try:
+            for name in _SIZES.values():
+                if not isinstance(hf.get(name) or 1, int):
+                    raise ValueError(f"{name} is {hf[name]!r}: it must be a whole number of at least 1")
             heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
             rope = {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_parameters") or {})}
             head_dim = hf.get("head_dim") or (128 if family == "qwen3" else hidden // heads)

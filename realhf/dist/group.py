@@ -5,6 +5,7 @@ times faster there than gloo's collectives; sums run in rank order, so all membe
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,9 @@ def _naming_peers(ranks: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason, peers = str(error).splitlines()[0], ", ".join(map(str, ranks))
+        reason, peers = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0]), ", ".join(map(str, ranks))
+        if "imed out" in reason:
+            reason += f" (rank {peers} may itself be waiting for another)"
         raise PeerError(f"communication with rank{'s' * (len(ranks) > 1)} {peers} broke off: {reason}") from error
 
 

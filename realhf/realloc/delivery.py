@@ -13,6 +13,8 @@ from realhf.realloc.balance import Demand
 ONE = 1 << 22
 """A whole parcel, or slice of one; positions on it are integers."""
 _STEPS = 512
+_MAX_TEAM = 32
+"""In a team everyone sends to everyone: larger ones would make too many legs."""
 Shares = Sequence[tuple[int, float]]
 """Ranks, each with its weight."""
 
@@ -35,15 +37,15 @@ class Leg(NamedTuple):
 class Delivery:
     """Brings a parcel to every domain once; a domain is entered through its ranks, by weight.
 
-    Suppliers are (rank, stage from which it can send). They serve groups of domains; within a group each
-    domain gets a stripe from them, as wide as it can hand on, and the others get it from there.
+    Suppliers are (rank, stage from which it can send). They serve groups of domains. Within a team of a group
+    each domain gets a stripe, as wide as it can hand on, and the others of the team get it from there; the
+    first team is served by the suppliers, each further one by the team before it.
     """
 
     parcel: int
     size: int
     suppliers: list[tuple[int, int]]
     domains: list[Shares]
-    homes: list[int]
     first: Demand
     rest: Demand
 
@@ -60,13 +62,28 @@ class Delivery:
             if start < stop:
                 supply = _Supply(self.suppliers, give.tolist(), total=num_groups * (stop - start))
                 for group in range(num_groups):
-                    yield from self._serve(_hand(order, num_groups, group), forwards, supply, start, stop)
+                    members = _hand(order, num_groups, group)
+                    num_teams = -(-len(members) // _MAX_TEAM)
+                    served_by = supply
+                    for team in (_hand(members, num_teams, i) for i in range(num_teams)):
+                        legs = list(self._serve(team, forwards, served_by, start, stop))
+                        yield from legs
+                        served_by = self._team_supply(team, legs, forwards, total=stop - start)
+
+    def _team_supply(
+        self, team: list[int], legs: list[Leg], forwards: list[list[float]], *, total: int
+    ) -> "_Supply":
+        """The ranks of a team as suppliers, from when all of them have the whole."""
+        gathering = any(len(self.domains[i]) > 1 for i in team)  # behind the gates of a domain
+        stage = max(leg.stage for leg in legs) + 1 + gathering
+        ranks = [(rank, stage) for i in team for rank, _ in self.domains[i]]
+        return _Supply(ranks, [amount for i in team for amount in forwards[i]], total=total)
 
     def _forwards(self, shares: list[float]) -> list[list[float]]:
         """What each rank of each domain is to hand on."""
         found, of = [[0.0] * len(domain) for domain in self.domains], iter(shares)
-        for i in self.homes:
-            found[i] = [next(of) for _ in self.domains[i]]
+        if shares:
+            found = [[next(of) for _ in domain] for domain in self.domains]
         return found
 
     def _serve(

@@ -13,6 +13,8 @@ from realhf.layout import DeviceMesh, Layout
 from realhf.param_spec import region_size
 from realhf.realloc.schedule import Schedule
 
+_TOLERATED = 1.05
+
 
 def document(schedule: Schedule, *, source: Layout, target: Layout, transfers: bool) -> dict[str, Any]:
     """The answer of `realhf realloc --json`, in bytes and seconds; `sent_bytes` and the like go by rank."""
@@ -25,6 +27,7 @@ def document(schedule: Schedule, *, source: Layout, target: Layout, transfers: b
         "scheduled_seconds": schedule.seconds,
         "ratio": schedule.over_bound,
         "limit": schedule.limit,
+        "busiest": schedule.busiest,
         "rounds": schedule.num_rounds,
         "peak_staging_bytes": schedule.staging_bytes,
         "schedule_seconds": schedule.compute_seconds,
@@ -48,7 +51,8 @@ def _held(schedule: Schedule, layout: Layout) -> dict[str, dict[str, list[Any]]]
 
 def table(schedule: Schedule, *, source: Layout, target: Layout, title: str) -> Group:
     """The same for people."""
-    busy = f"{_seconds(schedule.seconds)} in {schedule.num_rounds} rounds"
+    rounds = schedule.num_rounds
+    busy = f"{_seconds(schedule.seconds)} in {rounds} round{'s' * (rounds != 1)}"
     if schedule.parcels:
         busy += f", {schedule.over_bound:.3f} x the bound of {_seconds(schedule.bound_seconds)}"
     lines = {
@@ -57,6 +61,7 @@ def table(schedule: Schedule, *, source: Layout, target: Layout, title: str) -> 
         "to move": f"{_bytes(schedule.needed_bytes)}: what the ranks of {target} lack, summed",
         "time": busy,
         "limited by": schedule.limit,
+        **({"held up by": f"{schedule.busiest} longest"} if schedule.over_bound > _TOLERATED else {}),
         "staging": f"at most {_bytes(schedule.staging_bytes)} per rank",
         "planned in": _seconds(schedule.compute_seconds),
     }

@@ -16,8 +16,6 @@ from realhf.realloc.delivery import ONE, Delivery, Leg, Shares
 from realhf.realloc.parcels import Parcel
 from realhf.realloc.wires import Wires
 
-_MAX_HOMES = 32
-"""So many domains at most hand a parcel on, else the number of legs would grow as their square."""
 _SMALL = 1e-3
 """Parcels of which a holder would send no more than this part of what the busiest rank receives go uncut."""
 
@@ -134,11 +132,9 @@ class Router:
     ) -> Delivery:
         """One copy must come from a supplier; the other domains' may also come from domains that have it."""
         size, first = self.parcels[number].size, [rank for rank, _ in suppliers]
-        step = -(-len(domains) // _MAX_HOMES)
-        homes = list(range(number % step, len(domains), step)) if forward else []
-        onward = [rank for i in homes for rank, _ in domains[i]]
+        onward = [rank for domain in domains for rank, _ in domain] if forward else []
         rest = Demand(self._ids((*first, *onward)), (len(domains) - 1) * size)
-        return Delivery(number, size, suppliers, domains, homes, Demand(self._ids(first), size), rest)
+        return Delivery(number, size, suppliers, domains, Demand(self._ids(first), size), rest)
 
     def _run(self, jobs: list[Delivery], legs: list[Leg], *, bandwidth: np.ndarray, load: np.ndarray) -> None:
         spread([demand for job in jobs for demand in (job.first, job.rest)], bandwidth=bandwidth, load=load)

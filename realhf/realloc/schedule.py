@@ -27,9 +27,15 @@ HOP_ROUNDS = 2
 STAGING_BYTES = 256 << 20
 """Default cap on a rank's memory for what is on its way."""
 _ROUND = 0.48  # of the staging memory: two rounds are on their way, cuts are rounded to whole rows
-_LEAST_LATENCY = 1e-4  # as a part of the whole movement: keeps slices from becoming dust
+_LEAST_LATENCY = 1e-5  # as a part of the whole movement: keeps slices from becoming dust
 _ROUTES = ((False, False), (True, False), (True, True))  # (forward, relay), from few hops to many
 _GOOD_ENOUGH = 1.03  # times the bound: then simpler routes are preferred to those with more hops
+
+
+_PORTS = (
+    "rank {} sends", "rank {} receives", "rank {} sends to other hosts", "rank {} receives from other hosts",
+    "host {} sends", "host {} receives",
+)  # fmt: skip
 
 
 class Transfer(NamedTuple):
@@ -93,6 +99,18 @@ class Schedule:
                 busiest[key] = float(by_stage[active].sum(axis=0).max(initial=0.0))
             total += busiest[key]
         return total
+
+    @property
+    def busiest(self) -> str:
+        """What the schedule keeps busy longest."""
+        if not len(self.legs):
+            return "nothing moves"
+        last = int(self.legs[:, 1:3].max())
+        ports = [(what, rank) for what in _PORTS[:4] for rank in range(last + 1)]
+        num_hosts = last // self.wires.devices_per_host + 1
+        ports += [(what, host) for what in _PORTS[4:] for host in range(num_hosts)]
+        what, number = ports[int(self._port_seconds.sum(axis=0).argmax())]
+        return what.format(number)
 
     @cached_property
     def _port_seconds(self) -> np.ndarray:
