@@ -13,8 +13,6 @@ from realhf.realloc.balance import Demand
 ONE = 1 << 22
 """A whole parcel, or slice of one; positions on it are integers."""
 _STEPS = 512
-_MAX_TEAM = 32
-"""In a team everyone sends to everyone: larger ones would make too many legs."""
 Shares = Sequence[tuple[int, float]]
 """Ranks, each with its weight."""
 
@@ -49,7 +47,12 @@ class Delivery:
     first: Demand
     rest: Demand
 
-    def legs(self) -> Iterator[Leg]:
+    @property
+    def forwards(self) -> bool:
+        """Whether domains hand the parcel on."""
+        return len(self.rest.ports) > len(self.suppliers)
+
+    def legs(self, *, max_team: int) -> Iterator[Leg]:
         assert self.first.share is not None and self.rest.share is not None
         num = len(self.suppliers)
         give = self.first.share + self.rest.share[:num]
@@ -63,7 +66,7 @@ class Delivery:
                 supply = _Supply(self.suppliers, give.tolist(), total=num_groups * (stop - start))
                 for group in range(num_groups):
                     members = _hand(order, num_groups, group)
-                    num_teams = -(-len(members) // _MAX_TEAM)
+                    num_teams = -(-len(members) // max_team)
                     served_by = supply
                     for team in (_hand(members, num_teams, i) for i in range(num_teams)):
                         legs = list(self._serve(team, forwards, served_by, start, stop))

@@ -16,6 +16,8 @@ from realhf.realloc.delivery import ONE, Delivery, Leg, Shares
 from realhf.realloc.parcels import Parcel
 from realhf.realloc.wires import Wires
 
+_TEAM, _MAX_LEGS = (4, 32), 600_000
+"""Smallest and largest team in which everyone sends to everyone; as large as keeps to so many legs."""
 _SMALL = 1e-3
 """Parcels of which a holder would send no more than this part of what the busiest rank receives go uncut."""
 
@@ -38,6 +40,11 @@ class Router:
             self._lacking[self._ids(parcel.takers)] += parcel.size
         most = _SMALL * float(self._lacking.max(initial=0.0))
         self._small = [len(p.takers) * p.size <= most * len(p.holders) for p in parcels]
+
+    @property
+    def can_relay(self) -> bool:
+        """Whether some parcel has takers beside a holder who could send it on to other hosts."""
+        return any(hosts.served and hosts.crossing for hosts in self._by_host)
 
     def busiest(self, routed: "Routed") -> tuple[float, float]:
         """Seconds per byte of an element on the busiest port; elements in and out of the busiest rank."""
@@ -84,25 +91,38 @@ class Router:
     def route(self, *, forward: bool, relay: bool) -> "Routed":
         """The legs. With `forward` takers hand on what they got, with `relay` also to other hosts."""
         width = len(self.ranks)
-        routed = Routed([], np.zeros(width), np.zeros(width), np.zeros(width))
-        self._cross_hosts(routed, forward=forward, relay=relay)
+        routed = Routed(_table([]), np.zeros(width), np.zeros(width), np.zeros(width))
+        crossing = _table(self._cross_hosts(routed, forward=forward, relay=relay))
         routed.sent += routed.crossing_out
-        for leg in list(routed.legs):
-            others = self._by_host[leg.parcel].crossing[leg.target // self.wires.devices_per_host]
-            routed.legs += [leg._replace(source=leg.target, target=to, stage=leg.stage + 1)
-                            for to in others if to != leg.target]  # fmt: skip
-            amount = self.parcels[leg.parcel].size * (leg.stop - leg.start) / ONE
-            routed.sent[self._index[leg.target]] += (len(others) - 1) * amount
+        gathering = self._gather(crossing, routed)
         jobs = []
         for number, hosts in enumerate(self._by_host):
             for host, takers in hosts.served.items():
                 suppliers = [(rank, 0) for rank in hosts.holders[host]]
                 may_forward = forward and not self._small[number]
                 jobs.append(self._job(number, suppliers, [((taker, 1.0),) for taker in takers], may_forward))
-        self._run(jobs, routed.legs, bandwidth=self.device, load=routed.sent)
+        inside = _table(self._run(jobs, bandwidth=self.device, load=routed.sent))
+        routed.legs = np.concatenate([crossing, gathering, inside])
         return routed
 
-    def _cross_hosts(self, routed: "Routed", *, forward: bool, relay: bool) -> None:
+    def _gather(self, crossing: np.ndarray, routed: "Routed") -> np.ndarray:
+        """What came over from other hosts goes on to all takers of its host."""
+        made = [_table([])]
+        host = crossing[:, 2] // self.wires.devices_per_host
+        keys, group = np.unique(np.stack([crossing[:, 0], host], axis=1), axis=0, return_inverse=True)
+        order = np.argsort(group, kind="stable")
+        parts = np.split(order, np.cumsum(np.bincount(group, minlength=len(keys)))[:-1]) if len(keys) else []
+        for (number, host_number), part in zip(keys.tolist(), parts, strict=True):
+            takers, legs = np.array(self._by_host[number].crossing[host_number]), crossing[part]
+            onward = np.repeat(legs, len(takers), axis=0)
+            onward[:, 1], onward[:, 2] = onward[:, 2], np.tile(takers, len(legs))
+            onward[:, 5] += 1
+            made.append(onward[onward[:, 1] != onward[:, 2]])
+            amounts = (legs[:, 4] - legs[:, 3]) * ((len(takers) - 1) * self.parcels[number].size / ONE)
+            np.add.at(routed.sent, self._ids(legs[:, 2].tolist()), amounts)
+        return np.concatenate(made)
+
+    def _cross_hosts(self, routed: "Routed", *, forward: bool, relay: bool) -> list[Leg]:
         """Brings every parcel once to each host that has takers and no holder."""
         gates = {
             (number, host): Demand(self._ids(takers), self.parcels[number].size)
@@ -125,7 +145,7 @@ class Router:
                 else:
                     domains.append(tuple(zip(takers, weights.tolist(), strict=True)))
             jobs.append(self._job(number, suppliers, domains, forward and not self._small[number]))
-        self._run(jobs, routed.legs, bandwidth=self.nic, load=routed.crossing_out)
+        return self._run(jobs, bandwidth=self.nic, load=routed.crossing_out)
 
     def _job(
         self, number: int, suppliers: list[tuple[int, int]], domains: list[Shares], forward: bool
@@ -136,18 +156,24 @@ class Router:
         rest = Demand(self._ids((*first, *onward)), (len(domains) - 1) * size)
         return Delivery(number, size, suppliers, domains, Demand(self._ids(first), size), rest)
 
-    def _run(self, jobs: list[Delivery], legs: list[Leg], *, bandwidth: np.ndarray, load: np.ndarray) -> None:
+    def _run(self, jobs: list[Delivery], *, bandwidth: np.ndarray, load: np.ndarray) -> list[Leg]:
+        """The legs of all jobs, spread over the ports; `load` grows by what every rank sends."""
+        legs: list[Leg] = []
         spread([demand for job in jobs for demand in (job.first, job.rest)], bandwidth=bandwidth, load=load)
+        # Every rank of a domain gets a part from each of a team, for all others of the domain.
+        per_member = sum(len(domain) ** 2 for job in jobs if job.forwards for domain in job.domains)
+        max_team = min(_TEAM[1], max(_TEAM[0], _MAX_LEGS // max(1, per_member)))
         for job in sorted(jobs, key=lambda job: -job.rest.amount):
             # Legs keep to the shares as far as they can; what they miss, the next jobs make up for.
             assert job.first.share is not None and job.rest.share is not None
             load[job.rest.ports] -= job.rest.share
             job.rest.share = fill(load[job.rest.ports], bandwidth[job.rest.ports], job.rest.amount)
-            made = list(job.legs())
+            made = list(job.legs(max_team=max_team))
             load[job.first.ports] -= job.first.share
             for leg in made:
                 load[self._index[leg.source]] += job.size * (leg.stop - leg.start) / ONE
             legs += made
+        return legs
 
     def _ids(self, ranks: Sequence[int]) -> np.ndarray:
         return np.array([self._index[rank] for rank in ranks], dtype=int)
@@ -171,9 +197,13 @@ class _Hosts:
 
 @dataclass
 class Routed:
-    """Legs, and per rank how many elements it sends in all, and to and from other hosts."""
+    """Legs, one per row, and how many elements each rank sends in all, and to and from other hosts."""
 
-    legs: list[Leg]
+    legs: np.ndarray
     sent: np.ndarray
     crossing_out: np.ndarray
     crossing_in: np.ndarray
+
+
+def _table(legs: list[Leg]) -> np.ndarray:
+    return np.array(legs, dtype=np.int64).reshape(-1, len(Leg._fields))

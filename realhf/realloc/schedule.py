@@ -29,7 +29,7 @@ STAGING_BYTES = 256 << 20
 _ROUND = 0.48  # of the staging memory: two rounds are on their way, cuts are rounded to whole rows
 _LEAST_LATENCY = 1e-5  # as a part of the whole movement: keeps slices from becoming dust
 _ROUTES = ((False, False), (True, False), (True, True))  # (forward, relay), from few hops to many
-_GOOD_ENOUGH = 1.03  # times the bound: then simpler routes are preferred to those with more hops
+_GOOD_ENOUGH = 1.04  # times the bound: then simpler routes are preferred to those with more hops
 
 
 _PORTS = (
@@ -237,12 +237,11 @@ def schedule_placements(
     parcels = make_parcels(cells)
     router = Router(parcels, wires)
     bound, tried = (0.0, "nothing moves"), list[Schedule]()
-    for options in _ROUTES[: len(_ROUTES) if forward else 1] if parcels else ():
+    for options in _ROUTES[: 1 + forward * (1 + router.can_relay)] if parcels else ():
         routed = router.route(forward=options[0], relay=options[1])
         bound = max(bound, router.bound_seconds(routed, itemsize=itemsize), key=lambda b: b[0])
         slices = _num_slices(routed, router, itemsize, staging_bytes)
-        legs = np.array(routed.legs, dtype=np.int64).reshape(-1, 6)
-        tried.append(Schedule(spec, wires, itemsize, parcels, cells, legs, slices, *bound, 0.0))
+        tried.append(Schedule(spec, wires, itemsize, parcels, cells, routed.legs, slices, *bound, 0.0))
         if tried[-1].seconds <= _GOOD_ENOUGH * bound[0]:
             break
     no_legs = np.zeros((0, 6), dtype=np.int64)
@@ -266,10 +265,10 @@ def _num_slices(routed: Routed, router: Router, itemsize: int, staging_bytes: in
     With s slices and h more hops, s + 2h rounds take (s + 2h) * (load / s + latency): least at the square
     root.
     """
-    if not routed.legs:
+    if not len(routed.legs):
         return 0
     port_seconds, rank_elements = router.busiest(routed)
-    hops = max(leg.stage for leg in routed.legs)
+    hops = int(routed.legs[:, 5].max())
     latency = max(router.wires.latency_seconds, port_seconds * itemsize * _LEAST_LATENCY)
     for_hops = math.sqrt(HOP_ROUNDS * hops * port_seconds * itemsize / latency)
     for_staging = math.ceil(rank_elements * itemsize / (_ROUND * staging_bytes))
