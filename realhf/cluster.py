@@ -1,4 +1,7 @@
-"""Cluster: the machines that a plan is made for, read from plans/clusters/*.yaml."""
+"""Cluster: the machines that a plan is made for, read from plans/clusters/*.yaml.
+
+Quantities may have units there (`80 GB`, `400 Gbit/s`, `5 us`); without, they are in what the names say.
+"""
 
 import textwrap
 from collections.abc import Mapping
@@ -6,6 +9,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from realhf.shipped import load_yaml
+from realhf.units import parse
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,14 @@ class Cluster:
     intra_host: Link  # The port of one device inside its host,
     inter_host: Link  # and towards other hosts.
     host_bandwidth_bytes_per_second: float | None = None  # Of one host; None: its devices' ports.
+    host_memory: Link | None = None  # Between one device and its host's memory (PCIe); None: no offload.
 
     def __post_init__(self) -> None:
         for name in ("num_hosts", "devices_per_host"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         for name, value in asdict(self).items():
-            if name == "host_bandwidth_bytes_per_second" and value is None:
+            if value is None:  # One of those that may be left out.
                 continue
             parts = {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
             for where, number in parts.items():
@@ -58,11 +63,13 @@ class Cluster:
     @classmethod
     def from_dict(cls, document: Any) -> "Cluster":
         values = _checked(document, cls)
-        for name in ("intra_host", "inter_host"):
-            values[name] = Link(**_checked(values[name], Link, name))
+        for name in ("intra_host", "inter_host", "host_memory"):
+            if values.get(name) is not None:
+                values[name] = Link(**_plain(_checked(values[name], Link, name), f"{name}."))
         if not isinstance(values["peak_flops"], dict) or not values["peak_flops"]:
-            raise ValueError("peak_flops must map dtype names to FLOP/s, for example {bfloat16: 9.9e14}")
-        return cls(**values)
+            raise ValueError("peak_flops must map dtype names to FLOP/s, for example {bfloat16: 989 TFLOP/s}")
+        values["peak_flops"] = _plain(values["peak_flops"], "peak_flops.")
+        return cls(**_plain(values))
 
     @classmethod
     def load(cls, name: str) -> "Cluster":
@@ -83,3 +90,17 @@ def _checked(document: Any, cls: type, where: str = "") -> dict[str, Any]:
         if name not in document:
             raise ValueError(f"{prefix}{name} is missing")
     return dict(document)
+
+
+def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values in bytes, seconds and FLOP/s, as their names say."""
+    plain = dict(values)
+    for name, value in values.items():
+        endings = [end for end in ("bytes_per_second", "bytes", "seconds") if name.endswith(end)]
+        of = "flops" if prefix == "peak_flops." else next(iter(endings), None)
+        if of is not None:
+            try:
+                plain[name] = parse(value, of=of)
+            except ValueError as error:
+                raise ValueError(f"{prefix}{name} is {error}") from error
+    return plain

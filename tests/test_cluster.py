@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from realhf.cluster import Cluster
+from realhf.cluster import Cluster, Link
 from realhf.shipped import shipped_dir
 
 GOOD = """
@@ -29,6 +29,22 @@ def test_a_host_may_have_less_than_its_devices_ports():
     assert Cluster.from_dict(document).host_port_bytes_per_second == 4 * 1e9
     shared = Cluster.from_dict({**document, "host_bandwidth_bytes_per_second": 2.5e9})
     assert shared.host_port_bytes_per_second == 2.5e9
+
+
+def test_units():
+    document = yaml.safe_load(GOOD) | {
+        "device_memory_bytes": "80 GiB", "memory_bandwidth_bytes_per_second": "3.35TB/s",
+        "peak_flops": {"bfloat16": "989 TFLOP/s", "float32": 1e11},
+        "inter_host": {"latency_seconds": "10 us", "bandwidth_bytes_per_second": "400 Gbit/s"},
+        "host_memory": {"latency_seconds": "1e1 us", "bandwidth_bytes_per_second": "64 GB/s"},
+    }  # fmt: skip
+    cluster = Cluster.from_dict(document)
+    assert cluster.device_memory_bytes == 80 * 2**30
+    assert cluster.memory_bandwidth_bytes_per_second == pytest.approx(3.35e12)
+    assert cluster.peak_flops == {"bfloat16": 989e12, "float32": 1e11}
+    assert cluster.inter_host == Link(pytest.approx(1e-5), 50e9)
+    assert cluster.host_memory == Link(pytest.approx(1e-5), 64e9)
+    assert Cluster.from_dict(yaml.safe_load(GOOD)).host_memory is None
 
 
 def test_every_shipped_cluster_loads_by_its_name():
@@ -61,6 +77,11 @@ def test_every_shipped_cluster_loads_by_its_name():
         ("\n", "\nhost_bandwidth: 1\n", "host_bandwidth is not a field"),
         ("device_memory_bytes: 1.0e+9", "device_memory_bytes: .nan", "device_memory_bytes is nan"),
         ("num_hosts: 2", "[", "while parsing"),
+        ("1.0e+9\n", "80 Gb\n", "device_memory_bytes is '80 Gb': it must be a number, or one with"),
+        ("1.0e-6", "5 GB", "intra_host.latency_seconds is '5 GB': it must be a number, or one with"),
+        ("1.0e+10}", "-4 GB/s}", "intra_host.bandwidth_bytes_per_second is -4000000000.0: it must be"),
+        ("1.0e+11", "9 TFLOPs", "peak_flops.float32 is '9 TFLOPs': it must be a number, or one with a unit"),
+        ("1.0e+11", "1.2.3", "peak_flops.float32 is '1.2.3': it must be a number"),
     ],
 )
 def test_load_names_file_and_field(tmp_path, old, new, sentence):

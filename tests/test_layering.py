@@ -13,7 +13,7 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = ("graph", "layout", "plan", "cluster", "model_config", "param_spec", "shipped")
 LAYERS = {
-    **dict.fromkeys(("errors",), 0),
+    **dict.fromkeys(("errors", "units"), 0),
     **dict.fromkeys(NOUNS, 1),
     **dict.fromkeys(("dist", "data"), 2),
     "realloc": 2.5,

@@ -12,6 +12,7 @@ from rich.text import Text
 from realhf.layout import DeviceMesh, Layout
 from realhf.param_spec import region_size
 from realhf.realloc.schedule import Schedule
+from realhf.units import format_bytes, format_seconds
 
 _TOLERATED = 1.05
 
@@ -52,18 +53,18 @@ def _held(schedule: Schedule, layout: Layout) -> dict[str, dict[str, list[Any]]]
 def table(schedule: Schedule, *, source: Layout, target: Layout, title: str) -> Group:
     """The same for people."""
     rounds = schedule.num_rounds
-    busy = f"{_seconds(schedule.seconds)} in {rounds} round{'s' * (rounds != 1)}"
+    busy = f"{format_seconds(schedule.seconds)} in {rounds} round{'s' * (rounds != 1)}"
     if schedule.parcels:
-        busy += f", {schedule.over_bound:.3f} x the bound of {_seconds(schedule.bound_seconds)}"
+        busy += f", {schedule.over_bound:.3f} x the bound of {format_seconds(schedule.bound_seconds)}"
     lines = {
-        "model": f"{title}, {_bytes(schedule.spec.numel * schedule.itemsize)}",
+        "model": f"{title}, {format_bytes(schedule.spec.numel * schedule.itemsize)}",
         "from, to": f"{source}  ->  {target}",
-        "to move": f"{_bytes(schedule.needed_bytes)}: what the ranks of {target} lack, summed",
+        "to move": f"{format_bytes(schedule.needed_bytes)}: what the ranks of {target} lack, summed",
         "time": busy,
         "limited by": schedule.limit,
         **({"held up by": f"{schedule.busiest} longest"} if schedule.over_bound > _TOLERATED else {}),
-        "staging": f"at most {_bytes(schedule.staging_bytes)} per rank",
-        "planned in": _seconds(schedule.compute_seconds),
+        "staging": f"at most {format_bytes(schedule.staging_bytes)} per rank",
+        "planned in": format_seconds(schedule.compute_seconds),
     }
     head = Table.grid(padding=(0, 2))
     for name, value in lines.items():
@@ -81,7 +82,7 @@ def _by_rank(schedule: Schedule, source: Layout, target: Layout) -> Table:
     before, after = (_held_bytes(schedule, layout) for layout in (source, target))
 
     def figures(rank: int) -> tuple[str, ...]:
-        return tuple(_bytes(side.get(rank, 0)) for side in (before, after, sent, received))
+        return tuple(format_bytes(side.get(rank, 0)) for side in (before, after, sent, received))
 
     for values, ranks in groupby(sorted({*source.ranks, *target.ranks}), key=figures):
         rows.add_row(str(DeviceMesh(tuple(ranks))), *values)
@@ -97,19 +98,3 @@ def _held_bytes(schedule: Schedule, layout: Layout) -> Mapping[int, int]:
             for rank in ranks:
                 held[rank] += region_size(region) * times[id(placement)] * schedule.itemsize
     return held
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"
-
-
-def _seconds(number: float) -> str:
-    for unit in ("s", "ms"):
-        if number >= 1 or not number:
-            return f"{number:.3g} {unit}"
-        number *= 1000
-    return f"{number:.3g} us"

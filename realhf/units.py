@@ -1,0 +1,48 @@
+"""Quantities as people write and read them: `80 GB`, `400 Gbit/s`, `5 us`, `989 TFLOP/s`."""
+
+import re
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BYTES = {f"{prefix}B": factor for prefix, factor in _PREFIXES.items()}
+_BYTES |= {f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS = {
+    "bytes": _BYTES,
+    "bytes_per_second": {f"{unit}/s": factor for unit, factor in _BYTES.items()}
+    | {f"{prefix}bit/s": factor / 8 for prefix, factor in _PREFIXES.items()},
+    "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+    "flops": {f"{prefix}FLOP/s": factor for prefix, factor in _PREFIXES.items()},
+}
+
+
+def parse(value: object, *, of: str) -> float:
+    """A number of `bytes`, `bytes_per_second`, `seconds` or `flops`: a plain one, or text with a unit.
+
+    Raises ValueError about text that is neither.
+    """
+    if not isinstance(value, str):
+        return value  # type: ignore[return-value]  # Whether it is a number is for the caller to check.
+    match = re.fullmatch(r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(\S*)\s*", value)
+    legal = f"it must be a number, or one with a unit of {', '.join(_UNITS[of])}"
+    if match is None or (match[2] and match[2] not in _UNITS[of]):
+        raise ValueError(f"{value!r}: {legal}")
+    try:
+        return float(match[1]) * (_UNITS[of][match[2]] if match[2] else 1.0)
+    except ValueError:
+        raise ValueError(f"{value!r}: {legal}") from None
+
+
+def format_bytes(number: float) -> str:
+    """With three digits: `80 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def format_seconds(number: float) -> str:
+    for unit in ("s", "ms"):
+        if number >= 1 or not number:
+            return f"{number:.3g} {unit}"
+        number *= 1000
+    return f"{number:.3g} us"
