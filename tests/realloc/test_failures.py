@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
+NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 8.0
 
 
 def _rank(rank, port, fault, at_round, results):
@@ -67,7 +67,7 @@ def test_the_others_name_role_peer_and_round(fault, at_round):
             process.join()
     assert sorted(rank for rank, _, _ in stopped) == [0, 1]
     for _, sentence, seconds in stopped:
-        assert seconds < TIMEOUT_SECONDS + 2
+        assert seconds < 3 * TIMEOUT_SECONDS
         what = r"reallocation of critic from p3@2,0-1 to t3@1-2,0, round \d+ of \d+: "
         assert re.match(what, sentence), sentence
     assert any(f"communication with rank {LOST} broke off" in sentence for _, sentence, _ in stopped), stopped
