@@ -9,6 +9,7 @@ import torch
 from realhf.dist.group import World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec, Region, region_size
+from realhf.realloc.bind import shards_of
 from realhf.realloc.execute import Reallocator
 
 DTYPE = torch.float32
@@ -21,11 +22,7 @@ class Shards:
     def __init__(self, spec: ModelSpec, layout: Layout, world: World) -> None:
         self.regions = spec.held_by(layout, world.rank)
         self.flat = world.zeros(sum(map(region_size, self.regions.values())), DTYPE)
-        parts = self.flat.split([region_size(region) for region in self.regions.values()])
-        self.tensors = {
-            name: part.view([stop - start for start, stop in region])
-            for (name, region), part in zip(self.regions.items(), parts, strict=True)
-        }
+        self.tensors = shards_of(self.flat, self.regions)
 
     def view(self, name: str, region: Region) -> torch.Tensor:
         """`region` (in global indices) of what is held here."""

@@ -8,6 +8,7 @@ import torch
 from realhf.engine.work import OptimizerConfig
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import region_size, shards_of_rows
+from realhf.realloc.bind import shards_of
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -38,11 +39,7 @@ class ShardedAdamW:
         self._mine = self._param_chunks[dp.index]
         master = model.groups.world.zeros(len(self._mine), grads.dtype)
         self._master = torch.nn.Parameter(master.copy_(self._mine))
-        sizes = [region_size(region) for region in parts[dp.index].values()]
-        self.shards = {
-            name: values.view([high - low for low, high in region])
-            for (name, region), values in zip(parts[dp.index].items(), master.split(sizes), strict=True)
-        }
+        self.shards = shards_of(master, parts[dp.index])
         """HF name -> this dp replica's rows of the master copy."""
         start, stop = slices[dp.index]
         by_name = {param.name: param for param in model.spec.params}

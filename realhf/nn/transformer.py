@@ -21,6 +21,7 @@ from realhf.model_config import ModelConfig
 from realhf.nn.attention import packed_attention
 from realhf.nn.kv_cache import KVCache
 from realhf.param_spec import ModelSpec, region_size, region_slices
+from realhf.realloc.bind import shards_of
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -52,7 +53,7 @@ class Transformer(torch.nn.Module):
         self._offsets = {name: (stop - size, stop) for name, size, stop in stops}
         self.flat = groups.world.zeros(sum(sizes), dtype) if memory is None else memory
         assert self.flat.numel() == sum(sizes) and self.flat.dtype == dtype
-        self._shards = self._views(self.flat)
+        self._shards = shards_of(self.flat, self.regions)
         self.grad_buffer: Tensor | None = None
         """Gradients in the places of `flat`; every backward pass adds to it."""
         starts: dict[str, int] = {}
@@ -87,11 +88,7 @@ class Transformer(torch.nn.Module):
     def grad_shards(self) -> dict[str, Tensor]:
         """HF name -> gradient of this rank's region, a view of `grad_buffer`."""
         assert self.grad_buffer is not None, "enable_grad comes first"
-        return self._views(self.grad_buffer)
-
-    def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        shapes = {name: [hi - lo for lo, hi in region] for name, region in self.regions.items()}
-        return {name: flat[slice(*self._offsets[name])].view(shape) for name, shape in shapes.items()}
+        return shards_of(self.grad_buffer, self.regions)
 
     @torch.no_grad()
     def init_random(self, seed: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realhf.dist.group import Group
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, Region
+from realhf.param_spec import ModelSpec, Region, region_size
 from realhf.realloc.messages import Message
 
 if TYPE_CHECKING:
@@ -19,6 +19,13 @@ Shards = Mapping[str, Tensor]
 """Parameter name -> the region of it that this rank holds."""
 Copies = tuple[list[Tensor], list[Tensor]]
 """Where to and where from."""
+
+
+def shards_of(flat: Tensor, regions: Mapping[str, Region]) -> dict[str, Tensor]:
+    """The regions as views of a flat tensor in which they lie end to end."""
+    parts = flat.split([region_size(region) for region in regions.values()])
+    shapes = ([stop - start for start, stop in region] for region in regions.values())
+    return {n: part.view(shape) for n, part, shape in zip(regions, parts, shapes, strict=True)}
 
 
 class Staging:

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from realhf.dist.group import PeerError, Pending, World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec, region_size
-from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging
+from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging, shards_of
 from realhf.realloc.messages import messages_of
 from realhf.realloc.neighbours import Neighbours
 from realhf.realloc.schedule import STAGING_BYTES, make_schedule
@@ -62,13 +61,8 @@ class Reallocator:
         self._arrives_apart = eta != 1 and self.schedule.num_rounds > self.schedule.num_slices
         in_place = eta == 1 or self._arrives_apart
         self._ends = Ends(spec, source, target, dtype, sharded=sharded, in_place=in_place)
-        self._apart: dict[str, Tensor] = {}
-        if self._arrives_apart:
-            regions = spec.held_by(target, self._rank)
-            flat = world.zeros(sum(map(region_size, regions.values())), dtype)
-            parts = flat.split([region_size(region) for region in regions.values()])
-            for (name, region), part in zip(regions.items(), parts, strict=True):
-                self._apart[name] = part.view([stop - start for start, stop in region])
+        regions = spec.held_by(target, self._rank) if self._arrives_apart else {}
+        self._apart = shards_of(world.zeros(sum(map(region_size, regions.values())), dtype), regions)
         self.staging = staging or Staging(world.device)
         self._binding: Binding | None = None
         self._what = f"reallocation of {role} from {source} to {target}"
