@@ -1,0 +1,110 @@
+"""Problem: what is to be planned - the calls of a graph with their workloads, the roles, the cluster."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import brentq
+
+from realhf.cluster import Cluster
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import ModelSpec, model_spec
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one call does in one step. Numbers of tokens are those of one sequence, means where they vary.
+
+    Responses have the given mean and at most `max_new_tokens`; their lengths are taken to be geometric, cut off
+    at that limit. Where the mean is the limit all are alike.
+    """
+
+    num_samples: int = 1
+    prompt_tokens: float = 0.0
+    response_tokens: float = 0.0  # Of the whole sequence when it is not split into prompt and response.
+    max_new_tokens: int = 0
+    samples_per_prompt: int = 1  # Generation: neighbours with the same prompt, which is prefilled once.
+    max_rows: int = 512  # Generation: rows that a rank decodes at once.
+    minibatches: int = 1
+    epochs: int = 1
+    output: str = "logprobs"  # What a forward or train step computes: `logprobs`, `values` or `scores`.
+    entropy: bool = False
+    seconds: float = 0.0  # Of a host call.
+
+    @property
+    def tokens(self) -> float:
+        """Of one sequence."""
+        return self.prompt_tokens + self.response_tokens
+
+    @cached_property
+    def survival(self) -> np.ndarray:
+        """Share of responses that have at least t tokens, for t = 1 to the limit."""
+        limit, mean = max(1, self.max_new_tokens, round(self.response_tokens)), self.response_tokens
+        if mean >= limit:
+            return np.ones(limit)
+        if mean <= 1:
+            return np.array([max(mean, 0.0)])
+        steps = np.arange(limit)
+        stay = brentq(lambda q: float((q**steps).sum()) - mean, 0.0, 1.0)
+        return stay**steps
+
+    @cached_property
+    def squared_tokens(self) -> float:
+        """Mean of the squared length of a sequence: what causal attention's work grows with."""
+        odd = 2 * np.arange(1, len(self.survival) + 1) - 1
+        squared_response = float((odd * self.survival).sum())
+        return self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + squared_response
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """A role as the planner sees it."""
+
+    config: ModelConfig
+    dtype: str = "bfloat16"
+    trainable: bool = False
+    follows: str | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return model_spec(self.config)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`pins` fix layouts of calls; the calls of each tuple in `together` get one common layout."""
+
+    graph: DataflowGraph
+    roles: Mapping[str, ModelRole]
+    workloads: Mapping[str, Workload]
+    cluster: Cluster
+    pins: Mapping[str, Layout] = field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [call.name for call in self.graph.calls]
+        for option, chosen in [("--pin", tuple(self.pins)), *(("--together", group) for group in self.together)]:
+            if unknown := [name for name in chosen if name not in names]:
+                raise ValueError(f"{option} {unknown[0]}: there is no such call; there are {', '.join(names)}")
+        for name, layout in self.pins.items():
+            if max(layout.ranks) >= self.cluster.num_devices:
+                has = f"the cluster has {self.cluster.num_devices} devices"
+                raise ValueError(f"--pin {name}={layout}: rank {max(layout.ranks)} does not exist, {has}")
+
+    @property
+    def model_calls(self) -> tuple[FunctionCall, ...]:
+        """The calls that need a layout, in the order in which ranks run them."""
+        return tuple(call for call in self.graph.order if call.role is not None)
+
+    def role_of(self, call: FunctionCall) -> ModelRole:
+        assert call.role is not None
+        return self.roles[call.role]
