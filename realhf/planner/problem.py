@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import brentq
 
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
@@ -49,9 +48,11 @@ class Workload:
             return np.ones(limit)
         if mean <= 1:
             return np.array([max(mean, 0.0)])
-        steps = np.arange(limit)
-        stay = brentq(lambda q: float((q**steps).sum()) - mean, 0.0, 1.0)
-        return stay**steps
+        steps, low, high = np.arange(limit), 0.0, 1.0  # Bisection on the share that goes on after a token.
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if (middle**steps).sum() < mean else (low, middle)
+        return low**steps
 
     @cached_property
     def squared_tokens(self) -> float:
