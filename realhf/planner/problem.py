@@ -19,8 +19,8 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class Workload:
     """What one call does in one step. Numbers of tokens are those of one sequence, means where they vary.
 
-    Responses have the given mean and at most `max_new_tokens`; their lengths are taken to be geometric, cut off
-    at that limit. Where the mean is the limit all are alike.
+    Responses have the given mean and at most `max_new_tokens`; their lengths are taken to be geometric, cut
+    off at that limit. Where the mean is the limit all are alike.
     """
 
     num_samples: int = 1
@@ -92,10 +92,11 @@ class Problem:
     together: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        names = [call.name for call in self.graph.calls]
-        for option, chosen in [("--pin", tuple(self.pins)), *(("--together", group) for group in self.together)]:
-            if unknown := [name for name in chosen if name not in names]:
-                raise ValueError(f"{option} {unknown[0]}: there is no such call; there are {', '.join(names)}")
+        names = [call.name for call in self.model_calls]
+        chosen = [("--pin", name) for name in self.pins]
+        chosen += [("--together", name) for group in self.together for name in group]
+        if unknown := [f"{option} {name}" for option, name in chosen if name not in names]:
+            raise ValueError(f"{unknown[0]}: there is no such call; there are {', '.join(names)}")
         for name, layout in self.pins.items():
             if max(layout.ranks) >= self.cluster.num_devices:
                 has = f"the cluster has {self.cluster.num_devices} devices"
