@@ -145,7 +145,9 @@ def _check(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> i
         return EXIT_DONE
     print(f"{options.experiment} is sound on {num_ranks} ranks:")
     for call in program.graph.order:
-        print(f"  {call.name:<18} {call.kind:<10} {call.role or '-':<8} {program.plan[call.name].layout}")
+        where = program.plan[call.name]
+        columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"
+        print("  ".join(("", columns, *where.options)))
     return EXIT_DONE
 
 

@@ -11,18 +11,31 @@ from realhf.graph import DataflowGraph
 from realhf.layout import Layout
 from realhf.shipped import load_yaml
 
+OPTIONS = ("recompute", "offload")
+"""What a plan switches on for a call; both save memory and cost time."""
+
 
 @dataclass(frozen=True)
 class CallPlan:
-    """Where one call runs. `micro_batch_tokens` caps the tokens of one forward or backward pass on a rank."""
+    """Where and how one call runs."""
 
     layout: Layout
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = 16384  # At most so many tokens in one forward or backward pass on a rank.
+    recompute: bool = False  # A train step keeps only every block's input, and computes the block again.
+    offload: bool = False  # The frozen role's weights lie in host memory except while the call runs.
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(num := self.micro_batch_tokens, int) or num < 1:
             raise ValueError(f"micro_batch_tokens is {num!r}: it must be a whole number of at least 1")
+        for name in OPTIONS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {value!r}: it must be true or false")
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that are switched on."""
+        return tuple(name for name in OPTIONS if getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,9 @@ class ExecutionPlan:
                 raise ValueError(f"{where}.layout {layout} uses rank {beyond[0]}, but {there_are}")
             if call.kind == "host" and layout.strategy.num_ranks != layout.dp:
                 raise ValueError(f"{where}.layout {layout.strategy}: a host call can be split over dp only")
+            if self[call.name].recompute and call.kind != "train_step":
+                why = "only a train_step keeps what it could recompute"
+                raise ValueError(f"{where}.recompute: the call's kind is {call.kind}; {why}")
 
     @classmethod
     def single(cls, graph: DataflowGraph, layout: Layout, **fields: Any) -> "ExecutionPlan":
@@ -74,7 +90,8 @@ class ExecutionPlan:
         for name, entry in entries.items():
             if not isinstance(entry, dict) or "layout" not in entry:
                 raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
-            _refuse_unknown(entry, ("layout", "micro_batch_tokens", "predicted"), f"calls.{name} has an ")
+            legal = ("layout", "micro_batch_tokens", *OPTIONS, "predicted")
+            _refuse_unknown(entry, legal, f"calls.{name} has an ")
             try:
                 calls[name] = CallPlan(**{**entry, "layout": Layout.parse(entry["layout"])})
             except ValueError as error:
@@ -85,6 +102,7 @@ class ExecutionPlan:
         calls: dict[str, Any] = {}
         for name, call in self.calls.items():
             calls[name] = {"layout": str(call.layout), "micro_batch_tokens": call.micro_batch_tokens}
+            calls[name] |= dict.fromkeys(call.options, True)
             if call.predicted:
                 calls[name]["predicted"] = dict(call.predicted)
         return {"calls": calls, **({"predicted": dict(self.predicted)} if self.predicted else {})}

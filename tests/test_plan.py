@@ -78,6 +78,8 @@ def test_check_names_what_does_not_fit_the_experiment(changes, sentence):
         ("calls: {a: {layout: 4}}", "calls.a: 4 is not a layout"),
         ("calls: {a: {layout: d2@0-3}}", "calls.a: layout d2@0-3 is not legal"),
         ("calls: {a: {layout: '@0', micro_batch_tokens: 0}}", "calls.a: micro_batch_tokens is 0"),
+        ("calls: {a: {layout: '@0', recompute: 1}}", "calls.a: recompute is 1: it must be true or false"),
+        ("calls: {a: {layout: '@0', offload: 'no'}}", "calls.a: offload is 'no': it must be true or false"),
         ("calls: {a: {layout: '@0', micro_batches: 2}}", "calls.a has an unknown field 'micro_batches'"),
         ("calls: {a: {layout: '@0', 1: 2, b: 3}}", "calls.a has an unknown field '1'"),
         ("{calls: {a: {layout: '@0'}}, notes: x}", "unknown field 'notes': legal are calls, predicted"),
@@ -98,6 +100,27 @@ def test_load_of_what_is_no_file(tmp_path):
         ExecutionPlan.load("no-such-plan")
     with pytest.raises(ValueError, match="directory"):
         ExecutionPlan.load(str(tmp_path))
+
+
+def test_options_are_written_only_when_they_are_on():
+    text = "calls: {generate: {layout: '@0', offload: true}, train: {layout: '@0', recompute: true}}"
+    read = ExecutionPlan.from_dict(yaml.safe_load(text))
+    assert read["generate"].offload and read["train"].recompute
+    assert (read["generate"].options, read["train"].options) == (("offload",), ("recompute",))
+    document = read.to_dict()
+    assert document["calls"]["generate"].keys() == {"layout", "micro_batch_tokens", "offload"}
+    assert document["calls"]["train"].keys() == {"layout", "micro_batch_tokens", "recompute"}
+    assert ExecutionPlan.from_dict(document) == read
+
+
+@pytest.mark.parametrize(("call", "kind"), [("generate", "generate"), ("reward", "host")])
+def test_check_lets_only_train_steps_recompute(call, kind):
+    refused = plan()
+    refused = ExecutionPlan({**refused.calls, call: CallPlan(refused[call].layout, recompute=True)})
+    with pytest.raises(ValueError, match=rf"^calls\.{call}\.recompute: the call's kind is {kind}; only "):
+        refused.check(GRAPH, world_size=4)
+    train = CallPlan(refused["train"].layout, recompute=True)
+    ExecutionPlan({**plan().calls, "train": train}).check(GRAPH, world_size=4)
 
 
 def test_predictions_stay_out_of_minimal_files():

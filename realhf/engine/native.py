@@ -69,16 +69,18 @@ class NativeEngine:
 
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],
-        *, micro_batch_tokens: int, gather: bool = True,
+        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True,
     ) -> CallResult:  # fmt: skip
         """Does the call's work on this rank's share of the samples, one Batch per mini-batch.
 
-        After a train step on several dp replicas without `gather` only `optimizer_shards` are up to date.
+        With `recompute` a train step keeps only every block's input for the backward pass. After one on
+        several dp replicas without `gather` only `optimizer_shards` are up to date.
         """
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
         if isinstance(work, TrainStep):
-            return CallResult(Batch([]), self._train(call, work, minibatches, micro_batch_tokens, gather))
+            passes = {"max_tokens": micro_batch_tokens, "recompute": recompute}
+            return CallResult(Batch([]), self._train(call, work, minibatches, passes, gather=gather))
         (batch,) = minibatches
         if isinstance(work, Generate):
             columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
@@ -92,7 +94,8 @@ class NativeEngine:
         output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
         settings = {"output": output, "temperature": getattr(work, "temperature", 1.0)}
         with torch.no_grad():
-            order, results = self._pipeline(batch, call, settings, lambda made, _: made[output], max_tokens)
+            order, results = self._pipeline(
+                batch, call, settings, lambda made, _: made[output], max_tokens=max_tokens)
         if not self.groups.is_last_stage:
             return []
         lengths = [1 if output == "scores" else batch[call.inputs[0]].lengths[i] for i in order]
@@ -104,20 +107,24 @@ class NativeEngine:
         return [column]
 
     def _train(
-        self, call: FunctionCall, work: TrainStep, batches: list[Batch], max_tokens: int, gather: bool
-    ) -> Metrics:
+        self, call: FunctionCall, work: TrainStep, batches: list[Batch], passes: dict[str, Any],
+        *, gather: bool,
+    ) -> Metrics:  # fmt: skip
+        """`passes`: how forward and backward passes are to be done, for `_pipeline`."""
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self.model.requires_grad_(True)
         history = []
         batches = batches * work.epochs
         for number, batch in enumerate(batches, start=1):
-            metrics = self._compute_grads(call, work, batch, max_tokens)
+            metrics = self._compute_grads(call, work, batch, passes)
             last = number == len(batches)
             history.append(metrics | self._optimizer.step(gather=gather or not last))
         self.model.requires_grad_(False)
         return {name: x / len(history) for name, x in _sum_dicts(history).items()}
 
-    def _compute_grads(self, call: FunctionCall, work: TrainStep, batch: Batch, max_tokens: int) -> Metrics:
+    def _compute_grads(
+        self, call: FunctionCall, work: TrainStep, batch: Batch, passes: dict[str, Any]
+    ) -> Metrics:
         """Gradients of a mini-batch; its loss and metrics on the last stage."""
         loss, control = work.loss, self.groups.dp_control
         totals = _sum_dicts(control.all_gather_json({"samples": len(batch), **loss.totals(batch)}))
@@ -130,7 +137,7 @@ class NativeEngine:
             return value
 
         settings = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
-        self._pipeline(batch, call, settings, finish, max_tokens)
+        self._pipeline(batch, call, settings, finish, **passes)
         if not self.groups.is_last_stage:
             return {}
         local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in sums])
@@ -138,7 +145,8 @@ class NativeEngine:
 
     def _pipeline(
         self, batch: Batch, call: FunctionCall, settings: dict[str, Any],
-        finish: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor], max_tokens: int,
+        finish: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor],
+        *, max_tokens: int, recompute: bool = False,
     ) -> tuple[list[int], list[torch.Tensor]]:
         """Indices of the samples in order of micro-batches, and `finish` of each micro-batch's outputs."""
         groups, model, key = self.groups, self.model, call.inputs[0]
@@ -147,7 +155,7 @@ class NativeEngine:
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
             tokens, mask = micro[i][key], micro[i].fields.get("response_mask")
-            x = model(tokens.values if hidden is None else hidden, tokens.lengths)
+            x = model(tokens.values if hidden is None else hidden, tokens.lengths, recompute=recompute)
             if not groups.is_last_stage:
                 return x
             return finish(compute_outputs(model, x, tokens, mask=mask, **settings), micro[i])

@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
@@ -131,10 +132,13 @@ class Transformer(torch.nn.Module):
 
     # Computation
 
-    def forward(self, x: Tensor, seq_lens: list[int], cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, seq_lens: list[int], cache: KVCache | None = None, *, recompute: bool = False
+    ) -> Tensor:
         """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
 
-        With a cache it is the prefill: sequence i goes to row i of the emptied cache.
+        With a cache it is the prefill: sequence i goes to row i of the emptied cache. With `recompute`, every
+        block keeps only its input and is computed again in the backward pass (Chen et al. 2016).
         """
         counts = torch.tensor(seq_lens, dtype=torch.long)
         row_T = torch.repeat_interleave(counts)
@@ -148,7 +152,7 @@ class Transformer(torch.nn.Module):
                 cache.write(layer, k_TKD, v_TKD, row_T=row_T, position_T=position_T)
             return packed_attention(q_TND, k_TKD, v_TKD, seq_lens)
 
-        return self._stage(x, position_T, attend)
+        return self._stage(x, position_T, attend, recompute=recompute)
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
         """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH."""
@@ -162,11 +166,17 @@ class Transformer(torch.nn.Module):
 
         return self._stage(x, position_B, attend)
 
-    def _stage(self, x: Tensor, position_T: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def _stage(
+        self, x: Tensor, position_T: Tensor, attend: Callable[..., Tensor], *, recompute: bool = False
+    ) -> Tensor:
         x_TH = self._embed(x) if self.groups.is_first_stage else x
         rope = self._rope(position_T)
         for layer, block in enumerate(self.blocks):
-            x_TH = block(x_TH, rope, partial(attend, layer))
+            # The ranks of a tp group compute it again at the same place of their backward passes and stop
+            # behind the same last saved tensor: their collectives stay in step.
+            again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+            run = again if recompute else block
+            x_TH = run(x_TH, rope, partial(attend, layer))
         if self.groups.is_last_stage:
             x_TH = _rms_norm(x_TH, self._weights["model.norm.weight"], self.config)
         return x_TH

@@ -124,10 +124,13 @@ class Executor:
         """Runs the call; its output columns on the heads of the layout, None elsewhere."""
         call, layout, rank = action.call, action.layout, self.world.rank
         assert call.role is not None
-        max_tokens = self.plan[call.name].micro_batch_tokens
+        plan = self.plan[call.name]
         with record.timed(rank=rank, name=call.name, kind=call.kind) as event:
             engine = self.store.engine(call.role, layout)
-            result = engine.run(call, minibatches, micro_batch_tokens=max_tokens, gather=False)
+            result = engine.run(
+                call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
+                gather=False,
+            )  # fmt: skip
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
         if rank == layout.heads[0]:

@@ -1,0 +1,76 @@
+"""Recomputation of blocks: the same numbers as without, out of less memory."""
+
+import pytest
+import torch
+
+from realhf.algorithms.sft import CrossEntropy
+from realhf.data.batch import Batch, Packed
+from realhf.engine.native import NativeEngine
+from realhf.engine.work import OptimizerConfig, TrainStep
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from tests.engine.reference import ragged_rows
+from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
+from tests.realloc.test_memory import Storages
+
+CALL = FunctionCall(
+    "actor_train", "train_step", ("sequence_ids", "response_mask"), role="actor",
+    work=TrainStep(CrossEntropy(), minibatches=2),
+)  # fmt: skip
+
+
+def _minibatch(rows):
+    ids = Packed.of([torch.tensor(p + c) for p, c in rows])
+    mask = Packed.of([torch.tensor([0.0] * len(p) + [1.0] * len(c)).double() for p, c in rows])
+    return Batch(list(range(len(rows))), {"sequence_ids": ids, "response_mask": mask})
+
+
+def _train(world, text, recompute):
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return None
+    spec = model_spec(ModelConfig.from_hf(hf_config(tied=True)))
+    engine = NativeEngine(spec, layout, world, dtype="float64", optimizer=OptimizerConfig(lr=3e-3))
+    engine.load(None, seed=0)
+    passes = []
+    engine.model.blocks[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    dp = layout.coordinate(world.rank).dp
+    batches = [_minibatch(ragged_rows(8, seed=seed)[dp :: layout.dp]) for seed in (0, 1)]
+    options = {"micro_batch_tokens": 20, "recompute": recompute}
+    history = [engine.run(CALL, batches, **options).metrics for _ in range(2)]
+    return history, len(passes), {name: shard.clone() for name, shard in engine.shards().items()}
+
+
+@pytest.mark.parametrize("layout", ["d1@0", "t2@0-1", "t4@0-3", "p2@0-1", "t2p2@0-3", "d2p2@0-3"])
+def test_recomputing_changes_no_bit(pool, layout):
+    plain, again = (pool.run(_train, layout, recompute) for recompute in (False, True))
+    for ours, expected in zip(again, plain, strict=True):
+        if expected is None:
+            continue
+        assert ours[0] == expected[0] and expected[0][0]["grad_norm"] > 0
+        assert ours[1] == 2 * expected[1] > 0, "every block is to run twice"
+        assert all(torch.equal(ours[2][name], shard) for name, shard in expected[2].items())
+
+
+def _kept_bytes(recompute):
+    """Bytes that a forward pass leaves behind for the backward pass, its output among them."""
+    model = build(hf_config(), dtype=torch.float32)
+    model.enable_grad()
+    with Storages() as storages:
+        output = model(tokens(), SEQ_LENS, recompute=recompute)
+    assert output.requires_grad
+    return storages.now
+
+
+def test_blocks_keep_only_their_input():
+    config, num_tokens = hf_config(), sum(SEQ_LENS)
+    hidden = num_tokens * config["hidden_size"] * 4
+    num_blocks, mlp = config["num_hidden_layers"], num_tokens * config["intermediate_size"] * 4
+    rope = 2 * num_tokens * 4 * 4  # cos and sin of half of the 8 dims of a head
+    numbers_per_token = 1024  # ids, the last norm's scales
+    # Inputs of all blocks; input, normalised input and output of the last norm.
+    assert _kept_bytes(recompute=True) <= (num_blocks + 3) * hidden + rope + numbers_per_token
+    # Without: at least input, attention's input, q, k, v, its output, MLP's input, gate, up and down's input.
+    assert _kept_bytes(recompute=False) >= num_blocks * (6 * hidden + 3 * mlp)
