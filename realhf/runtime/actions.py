@@ -1,6 +1,6 @@
 """Compiles a graph and a plan into the list of actions that every rank walks through in the same order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.experiment import Role
@@ -72,13 +72,15 @@ def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, 
     return homes
 
 
-def complete_plan(plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout]) -> ExecutionPlan:
+def complete_plan(
+    plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout], *, offloaded: Collection[str] = ()
+) -> ExecutionPlan:
     """The plan with what may be left out: host calls on rank 0, calls of roles with a home there."""
     calls = dict(plan.calls)
     for call in graph.calls:
         layout = DATASET if call.kind == "host" else homes.get(call.role or "")
         if layout is not None:
-            calls.setdefault(call.name, CallPlan(layout))
+            calls.setdefault(call.name, CallPlan(layout, offload=call.role in offloaded))
     return ExecutionPlan(calls, plan.predicted)
 
 

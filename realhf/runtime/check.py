@@ -33,6 +33,8 @@ class Program:
     eval_graph: DataflowGraph | None
     plan: ExecutionPlan
     homes: Mapping[str, Layout]
+    offloaded: frozenset[str]
+    """Frozen roles whose weights lie in host memory while no call needs them."""
     actions: tuple[Action, ...]
     eval_actions: tuple[Action, ...]
 
@@ -56,17 +58,19 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     homes = home_layouts(graph, plan, roles)
     _check_models(roles)
     _check_layouts(roles, graph, plan)
+    offloaded = _offloaded_roles(roles, graph, plan)
     _rows(experiment, "dataset", graph)
     _check_tokenizer(experiment)
     eval_actions: tuple[Action, ...] = ()
     specs = {name: model_spec(role.config()) for name, role in roles.items()}
     if eval_graph is not None:
-        plan = complete_plan(plan, eval_graph, homes)
+        plan = complete_plan(plan, eval_graph, homes, offloaded=offloaded)
         plan.check(eval_graph, world_size=world_size, also=names)
         _check_layouts(roles, eval_graph, plan)
+        _offloaded_roles(roles, eval_graph, plan, expected=offloaded)
         eval_actions = compile_actions(eval_graph, plan, roles, homes, specs)
     actions = compile_actions(graph, plan, roles, homes, specs)
-    return Program(experiment, roles, graph, eval_graph, plan, homes, actions, eval_actions)
+    return Program(experiment, roles, graph, eval_graph, plan, homes, offloaded, actions, eval_actions)
 
 
 def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
@@ -154,6 +158,32 @@ def _check_layouts(roles: Mapping[str, Role], graph: DataflowGraph, plan: Execut
                 roles[call.role].config().check_layout(layout)
             except ValueError as error:
                 raise ValueError(f"calls.{call.name}: {error}") from error
+
+
+def _offloaded_roles(
+    roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan,
+    *, expected: frozenset[str] | None = None,
+) -> frozenset[str]:  # fmt: skip
+    """The roles whose calls are planned with `offload`: frozen ones, and all calls of a role alike.
+
+    `expected`: what the training graph says of the roles, with which an evaluation must agree.
+    """
+    offloading = [call for call in graph.calls if plan[call.name].offload]
+    offloaded = frozenset(call.role for call in offloading if call.role is not None)
+    for call in offloading:
+        where = f"calls.{call.name}.offload"
+        if call.role is None:
+            raise ValueError(f"{where}: a host call has no weights to offload")
+        if roles[call.role].optimizer is not None:
+            raise ValueError(f"{where}: role {call.role!r} has an optimizer; only frozen roles can offload")
+        if roles[call.role].follows is not None:
+            raise ValueError(f"{where}: role {call.role!r} follows another; only frozen roles can offload")
+    wanted = offloaded if expected is None else expected
+    for call in graph.calls:
+        if call.role is not None and plan[call.name].offload != (call.role in wanted):
+            must = f"all calls of role {call.role!r} must have the same"
+            raise ValueError(f"calls.{call.name}.offload is {str(plan[call.name].offload).lower()}: {must}")
+    return offloaded
 
 
 def _has_weights(directory: Path) -> bool:

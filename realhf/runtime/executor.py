@@ -125,7 +125,8 @@ class Executor:
         call, layout, rank = action.call, action.layout, self.world.rank
         assert call.role is not None
         plan = self.plan[call.name]
-        with record.timed(rank=rank, name=call.name, kind=call.kind) as event:
+        weights = self._weights(action, record)
+        with weights, record.timed(rank=rank, name=call.name, kind=call.kind) as event:
             engine = self.store.engine(call.role, layout)
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
@@ -136,6 +137,21 @@ class Executor:
         if rank == layout.heads[0]:
             record.metrics += [(f"{call.role}/{name}", value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.heads else None
+
+    @contextmanager
+    def _weights(self, action: Run, record: StepRecord) -> Iterator[None]:
+        """Keeps the call's weights on the device, if otherwise they are in host memory."""
+        assert action.call.role is not None
+        weights = self.store.offloaded(action.call.role, action.layout)
+        if weights is None:
+            yield
+            return
+        about = {"rank": self.world.rank, "name": action.call.role, "kind": "offload"}
+        with record.timed(**about, what="load", bytes=weights.num_bytes):
+            weights.load()
+        yield
+        with record.timed(**about, what="release"):
+            weights.release()
 
     def _run_host(self, action: Run, minibatches: list[Batch], record: StepRecord) -> Batch:
         (batch,) = minibatches

@@ -2,8 +2,9 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from realhf.engine.native import DTYPES, NativeEngine
 from realhf.engine.work import OptimizerConfig
 from realhf.experiment import Role
 from realhf.layout import Layout
-from realhf.param_spec import is_sharded, model_spec
+from realhf.param_spec import is_sharded, model_spec, region_size
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats
 from realhf.runtime.actions import Action, Reallocate, Run
+from realhf.runtime.offload import OffloadedWeights
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,18 @@ class ModelStore:
     """Versions count the updates of a role. Every rank counts, so that all agree on which copies are old.
 
     Reallocations run one after the other in a thread of their own, in the same order on all ranks.
+    The weights of `offloaded` roles, which are frozen, are on the device only while they are in use.
     """
 
     def __init__(
         self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Sequence[Action],
-        *, seed: int,
+        *, seed: int, offloaded: Collection[str] = (),
     ) -> None:
         self._world, self._roles, self.homes = world, roles, homes
         self._specs = {name: model_spec(role.config()) for name, role in roles.items()}
         self._engines: dict[tuple[str, Layout], NativeEngine] = {}
+        self._to_offload = frozenset(offloaded)
+        self._offloaded: dict[tuple[str, Layout], OffloadedWeights] = {}
         self._reallocators: dict[Reallocate, Reallocator] = {}
         self._staging = Staging(world.device)
         self._on_cuda = world.device.type == "cuda"
@@ -54,7 +59,9 @@ class ModelStore:
         for name, role in roles.items():
             self._create(name, homes[name], optimizer=role.optimizer)
             if world.rank in homes[name]:
-                self.engine(name, homes[name]).load(None if role.random_init else Path(role.model), seed=seed)
+                directory, home = None if role.random_init else Path(role.model), (name, homes[name])
+                with self._in_use(home, written=home):
+                    self.engine(*home).load(directory, seed=seed)
         for action in actions:
             if isinstance(action, Run) and action.call.role is not None:
                 self._create(action.call.role, action.layout, optimizer=None)
@@ -73,11 +80,20 @@ class ModelStore:
     def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
         if self._world.rank not in layout or (role, layout) in self._engines:
             return
-        home = self._engines.get((role, self.homes[role]))
-        self._engines[role, layout] = NativeEngine(
-            self._specs[role], layout, self._world, dtype=self._roles[role].dtype, optimizer=optimizer,
-            memory=home.model.flat if home is not None and self._holds_the_same(role, layout) else None,
-        )  # fmt: skip
+        home, offload, memory = (role, self.homes[role]), role in self._to_offload, None
+        shared = home in self._engines and self._holds_the_same(role, layout)
+        if shared:
+            memory = self._engines[home].model.flat
+        elif offload:  # Not where other ranks of the host could read it: it comes and goes.
+            held, dtype = self._specs[role].held_by(layout, self._world.rank), DTYPES[self._roles[role].dtype]
+            memory = torch.zeros(sum(map(region_size, held.values())), dtype=dtype, device=self._world.device)
+        with self._in_use(home):
+            self._engines[role, layout] = NativeEngine(
+                self._specs[role], layout, self._world, dtype=self._roles[role].dtype, optimizer=optimizer,
+                memory=memory,
+            )  # fmt: skip
+        if offload and memory is not None:
+            self._offloaded[role, layout] = self._offloaded[home] if shared else OffloadedWeights(memory)
 
     def _holds_the_same(self, role: str, layout: Layout) -> bool:
         """Whether this rank's shard is its home shard. Then the copy is the same memory: within a step nobody
@@ -107,6 +123,22 @@ class ModelStore:
 
     def engine(self, role: str, layout: Layout) -> NativeEngine:
         return self._engines[role, layout]
+
+    def offloaded(self, role: str, layout: Layout) -> OffloadedWeights | None:
+        """What must be loaded before `engine` is used, and released behind it; None: nothing."""
+        return self._offloaded.get((role, layout))
+
+    @contextmanager
+    def _in_use(
+        self, *copies: tuple[str, Layout], written: tuple[str, Layout] | None = None
+    ) -> Iterator[None]:
+        """Keeps those of the copies on the device that would otherwise be in host memory."""
+        weights = {copy: self._offloaded[copy] for copy in copies if copy in self._offloaded}
+        for one in weights.values():
+            one.load()
+        yield
+        for copy, one in weights.items():
+            one.release(written=copy == written)
 
     def updated(self, role: str) -> None:
         """Notes that a train step has changed the role. Every rank calls this after every train step."""
@@ -149,7 +181,8 @@ class ModelStore:
         if source is not None:
             old = source.optimizer_shards() if action.sharded else source.shards()
         try:
-            stats = reallocator.run(old, None if target is None else target.shards())
+            with self._in_use(*ends, written=ends[1]):
+                stats = reallocator.run(old, None if target is None else target.shards())
         except Exception as error:
             self._failure = error
             raise
@@ -167,6 +200,11 @@ class ModelStore:
         """Writes the role's home copy as a Hugging Face directory. Ranks outside its home do nothing."""
         if self._is_sharded(role):
             self.start(self._gathering(role))
-        if self._world.rank in self.homes[role]:
+        home = (role, self.homes[role])
+        if home in self._engines:
             # It moves parameters too, so it takes its turn among the reallocations.
-            self._thread.submit(self.engine(role, self.homes[role]).save, directory).result()
+            self._thread.submit(self._save, home, directory).result()
+
+    def _save(self, copy: tuple[str, Layout], directory: Path) -> None:
+        with self._in_use(copy):
+            self.engine(*copy).save(directory)

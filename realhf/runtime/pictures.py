@@ -73,4 +73,6 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
 def _label(event: dict[str, Any]) -> str:
     if event["kind"] == "realloc":
         return f"reallocate {event['name']}"
+    if event["kind"] == "offload":
+        return f"load, release {event['name']}"
     return _MOVE if event["kind"] == "move" else event["name"]

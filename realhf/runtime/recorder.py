@@ -9,6 +9,9 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.executor import StepRecord
 from realhf.runtime.pictures import draw_pictures
 
+_OF_ROLES = ("realloc", "offload")
+"""Kinds of events that go by the name of a role; others by that of a call."""
+
 
 def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
     """The step's metrics from all ranks' records: weighted means, slowest times, sums of bytes and tokens."""
@@ -19,7 +22,7 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
     tokens: dict[str, int] = {}
     for event in (e for record in records for e in record.events if e["kind"] != "move"):
         name, is_realloc = event["name"], event["kind"] == "realloc"
-        timing = f"timing_s/realloc/{name}" if is_realloc else f"timing_s/{name}"
+        timing = f"timing_s/{event['kind']}/{name}" if event["kind"] in _OF_ROLES else f"timing_s/{name}"
         merged[timing] = max(merged.get(timing, 0.0), event["end"] - event["start"])
         if is_realloc:
             total, over = f"realloc_bytes/{name}", f"realloc_over_bound/{name}"

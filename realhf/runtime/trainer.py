@@ -45,7 +45,8 @@ class Trainer:
                 loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
                 self._eval_batch = loader.batch(first_prompt=0, num_prompts=len(loader))
         actions = (*program.actions, *program.eval_actions)
-        self._store = ModelStore(world, program.roles, program.homes, actions, seed=experiment.seed)
+        self._store = ModelStore(
+            world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded)
         common = (program.plan, self._store, self._context)
         self._executor = Executor(world, program.actions, *common, experiment.group_size)
         self._evaluator = Executor(world, program.eval_actions, *common, 1) if program.eval_graph else None
