@@ -347,6 +347,18 @@ def test_check_json_is_one_document(tmp_path, experiment, call, body):
     assert {name: document["calls"][name]["layout"] for name in GRPO_LAYOUTS} == GRPO_LAYOUTS
 
 
+def test_check_shows_options(tmp_path, experiment, call):
+    plan = yaml.safe_load((experiment.parent / "good.yaml").read_text())
+    plan["calls"]["ref_forward"]["offload"] = plan["calls"]["actor_train"]["recompute"] = True
+    (path := tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    _, out, _ = call("check", experiment, "--plan", path)
+    ends = {"ref_forward": "offload", "actor_train": "recompute"}
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert {row[0]: row[4] for row in rows if len(row) > 4} == ends
+    calls = json.loads(call("check", experiment, "--plan", path, "--json")[1])["calls"]
+    assert {name: calls[name][end] for name, end in ends.items()} == dict.fromkeys(ends, True)
+
+
 def test_check_counts_the_cluster(experiment, call):
     code, out, _ = call("check", experiment, "--cluster", "h100-8x8", "--json")
     assert (code, json.loads(out)["ranks"]) == (0, 64)
