@@ -1,0 +1,168 @@
+"""Candidates: every way to run one call that the search looks at (mesh, strategy, options), and its cost."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from realhf.cluster import Cluster
+from realhf.graph import FunctionCall
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.model_config import ModelConfig
+from realhf.planner.cost import CallCost, Options, call_cost
+from realhf.planner.memory import available_bytes, call_bytes, training_bytes, weights_bytes
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.rates import Rates
+
+_RANGE_ENDS = 8  # Ranges of hosts begin and end at so many places; smaller ones are aligned powers of two,
+_SMALLEST_PART = 4  # down to this part of the distance between those places.
+_MICRO_BATCH_SIZES = 6  # Sizes of micro-batches that are tried, each half of the one before.
+_LARGEST_MICRO_BATCH = 1 << 17
+
+
+class Mesh(NamedTuple):
+    """Contiguous ranks."""
+
+    first: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.size
+
+
+def find_meshes(cluster: Cluster) -> list[Mesh]:
+    """Sub-meshes, largest first: inside a host every divisor of its devices at multiples of itself; ranges of
+    whole hosts."""
+    per_host, hosts = cluster.devices_per_host, cluster.num_hosts
+    unit = 1 << max(0, math.ceil(math.log2(hosts / _RANGE_ENDS)))
+    sizes = [n for n in range(1, per_host) if per_host % n == 0] if unit == 1 else []
+    found = [Mesh(first, n) for n in sizes for first in range(0, cluster.num_devices, n)]
+    ends = sorted({*range(0, hosts, unit), hosts})
+    ranges = {(a, b) for a in ends for b in ends if a < b}
+    for n in (unit >> i for i in range(1, unit.bit_length()) if 1 << i <= _SMALLEST_PART):
+        ranges |= {(a, a + n) for a in range(0, hosts - n + 1, n)}
+    found += [Mesh(a * per_host, (b - a) * per_host) for a, b in ranges]
+    return sorted(found, key=lambda mesh: (-mesh.size, mesh.first))
+
+
+@lru_cache(maxsize=4096)
+def _is_legal(config: ModelConfig, strategy: ParallelStrategy) -> bool:
+    try:
+        config.check_layout(Layout(strategy, DeviceMesh(tuple(range(strategy.num_ranks)))))
+    except ValueError:
+        return False
+    return True
+
+
+def find_strategies(
+    config: ModelConfig, size: int, *, per_host: int, max_dp: int
+) -> Iterator[ParallelStrategy]:
+    """Legal strategies on so many ranks; tensor parallelism stays inside a host."""
+    for tp in (n for n in range(1, min(size, per_host) + 1) if size % n == 0 and per_host % n == 0):
+        for pp in (n for n in range(1, config.num_layers + 1) if (size // tp) % n == 0):
+            dp = size // tp // pp
+            if dp > max_dp:
+                continue
+            most = min(dp, config.moe.num_experts) if config.moe else 1
+            for ep in (n for n in range(1, most + 1) if dp % n == 0):
+                strategy = ParallelStrategy(pp=pp, dp=dp, tp=tp, ep=ep)
+                if _is_legal(config, strategy):
+                    yield strategy
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call under one strategy on a mesh of one shape. Bytes are those of the fullest rank.
+
+    `home_bytes` always rest on every rank if this layout owns the role, `copy_bytes` if it holds a copy;
+    `call_bytes` come on top while the call runs.
+    """
+
+    strategy: ParallelStrategy
+    options: Options
+    cost: CallCost
+    home_bytes: float
+    copy_bytes: float
+    call_bytes: float
+
+    def resting_bytes(self, call: FunctionCall) -> float:
+        """The least that this call needs to rest on its ranks: a train step's layout owns the role."""
+        return self.home_bytes if call.kind == "train_step" else self.copy_bytes
+
+
+def find_variants(
+    problem: Problem, rates: Rates, call: FunctionCall, *, size: int, per_host: int,
+    only: ParallelStrategy | None = None,
+) -> list[Variant]:  # fmt: skip
+    """All that fit a device by themselves; of those with equal strategies, which none of the others beats."""
+    role, work = problem.role_of(call), problem.workloads[call.name]
+    capacity = available_bytes(problem.cluster)
+    in_mesh = min(size, per_host)
+    found: list[Variant] = []
+    strategies = find_strategies(role.config, size, per_host=per_host, max_dp=max_dp(call, work))
+    for strategy in [only] if only is not None else strategies:
+        variants = [
+            variant
+            for options in _options(problem, call, strategy)
+            if (variant := _variant(rates, call, role, work, strategy, options, in_mesh)) is not None
+            and variant.resting_bytes(call) + variant.call_bytes <= capacity
+        ]
+        found += [v for v in variants if not any(_beats(other, v) for other in variants if other is not v)]
+    return found
+
+
+def max_dp(call: FunctionCall, work: Workload) -> int:
+    """Data-parallel replicas that all have something to do."""
+    groups = work.samples_per_prompt if call.kind == "generate" else work.minibatches
+    return max(1, work.num_samples // groups)
+
+
+def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> Iterator[Options]:
+    role, work = problem.role_of(call), problem.workloads[call.name]
+    longest = max(1, math.ceil(work.tokens))
+    share = math.ceil(work.num_samples / work.minibatches / strategy.dp) * longest
+    sizes = {min(1 << (share - 1).bit_length(), _LARGEST_MICRO_BATCH) >> i for i in range(_MICRO_BATCH_SIZES)}
+    frozen = not role.trainable and role.follows is None and problem.cluster.host_memory is not None
+    single = sum(other.role == call.role for other in problem.graph.calls) == 1
+    for offload in (False, True) if frozen and single else (False,):
+        if call.kind == "generate":
+            yield Options(max(longest, 1 << 14), offload=offload)
+            continue
+        for tokens in sorted({max(size, longest) for size in sizes}):
+            for recompute in (False, True) if call.kind == "train_step" else (False,):
+                yield Options(tokens, recompute, offload)
+
+
+def _variant(
+    rates: Rates, call: FunctionCall, role: ModelRole, work: Workload, strategy: ParallelStrategy,
+    options: Options, per_host: int,
+) -> Variant | None:  # fmt: skip
+    cost = call_cost(rates, call, role, work, strategy, per_host=per_host, options=options)
+    ends = sorted({0, strategy.pp // 2, strategy.pp - 1})
+    weights = max(weights_bytes(role, strategy, stage) for stage in ends)
+    home = weights
+    if role.trainable:
+        home = max(weights_bytes(role, strategy, s) + training_bytes(role, strategy, s) for s in ends)
+    alive = max(
+        sum(
+            call_bytes(
+                role, call.kind, work, strategy, stage,
+                micro_batch_tokens=options.micro_batch_tokens, recompute=options.recompute,
+            ).values()
+        )
+        for stage in ends
+    )  # fmt: skip
+    if options.offload:
+        return Variant(strategy, options, cost, 0.0, 0.0, alive + weights)
+    return Variant(strategy, options, cost, home, weights, alive)
+
+
+def _beats(a: Variant, b: Variant) -> bool:
+    """Whether a is nowhere worse, and better or named first."""
+    mine = (a.cost.seconds, a.home_bytes, a.copy_bytes, a.call_bytes)
+    theirs = (b.cost.seconds, b.home_bytes, b.copy_bytes, b.call_bytes)
+    return all(x <= y for x, y in zip(mine, theirs, strict=True)) and (
+        mine != theirs or a.options < b.options
+    )

@@ -1,0 +1,212 @@
+"""Cost: seconds of one call on a mesh, from blocks up. What the engine does is counted, nothing is zeroed.
+
+The pipeline is 1F1B (Narayanan et al. 2021): the first micro-batch passes all stages, then one leaves per
+slot of the slowest stage. Gradients are reduced and ZeRO-1's parameters gathered after the backward pass, as
+the engine does it; `Engine.overlap` is the share of that which an engine hides behind the backward pass.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from realhf.graph import FunctionCall
+from realhf.layout import ParallelStrategy, even_split
+from realhf.planner.memory import num_params
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.rates import Cost, Rates, Span, wide_bytes
+
+_GRID = 24  # Points in time at which a generation is looked at; between them it changes smoothly.
+_COMPACTION = 1.15  # The KV cache keeps finished rows until a quarter of them has ended.
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the costs assume of the engine."""
+
+    overlap: float = 0.0  # Share of gradient reduction and gathering that the backward pass hides.
+
+
+class Options(NamedTuple):
+    """How a call runs in its layout, besides the layout."""
+
+    micro_batch_tokens: int
+    recompute: bool = False
+    offload: bool = False
+
+
+class Spans(NamedTuple):
+    """The groups of a strategy on contiguous ranks, `per_host` of them on each host."""
+
+    tp: Span
+    dp: Span
+    ep: Span
+    stages_meet_in_host: bool
+
+
+def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
+    s = strategy
+    near = max(1, per_host // s.tp)  # dp neighbours on one host
+    dp, ep = Span(s.dp, min(s.dp, near)), Span(s.ep, min(s.ep, near))
+    return Spans(Span(s.tp, min(s.tp, per_host)), dp, ep, s.num_ranks <= per_host)
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Seconds of one call, and what they go to: `compute`, `tensor parallel`, `pipeline`, and so on."""
+
+    seconds: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    num_micro_batches: int = 1
+
+    @property
+    def limit(self) -> str:
+        """What takes the largest part."""
+        return max(self.parts, key=lambda part: self.parts[part], default="nothing")
+
+
+def call_cost(
+    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, strategy: ParallelStrategy,
+    *, per_host: int, options: Options, engine: Engine = Engine(),
+) -> CallCost:  # fmt: skip
+    """Cost of a call on contiguous ranks, `per_host` of them on each host that the mesh touches."""
+    groups = spans(strategy, per_host)
+    if call.kind == "generate":
+        cost = _generate(rates, role, workload, strategy, groups)
+    elif call.kind == "train_step":
+        cost = _train(rates, role, workload, strategy, groups, options, engine)
+    else:
+        cost = _forward(rates, role, workload, strategy, groups, options)
+    extra = {"host": rates.assume.call_seconds}
+    if options.offload:
+        weights = num_params(role.spec, strategy, 0) * role.itemsize
+        extra["offload"] = rates.host_copy(weights)
+    parts = {name: value for name, value in {**cost.parts, **extra}.items() if value > 0}
+    return CallCost(cost.seconds + sum(extra.values()), parts, cost.num_micro_batches)
+
+
+class _Pass(NamedTuple):
+    """How a data-parallel rank's share of a mini-batch is cut."""
+
+    num_micro_batches: int
+    tokens: float
+    squared: float
+    chosen: float  # Positions whose logits are computed.
+
+
+def _cut(work: Workload, strategy: ParallelStrategy, options: Options) -> _Pass:
+    samples = math.ceil(work.num_samples / work.minibatches / strategy.dp)
+    per_micro = max(1, options.micro_batch_tokens // max(1, math.ceil(work.tokens)))
+    count = min(samples, max(math.ceil(samples / per_micro), min(strategy.pp, samples)))
+    each = samples / count
+    chosen = work.response_tokens or work.tokens
+    return _Pass(count, each * work.tokens, each * work.squared_tokens, each * chosen)
+
+
+def _stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
+    """Blocks of each stage."""
+    bounds = (even_split(role.config.num_layers, strategy.pp, i) for i in range(strategy.pp))
+    return [stop - start for start, stop in bounds]
+
+
+def _forward(
+    rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans, options: Options
+) -> CallCost:
+    cut = _cut(work, strategy, options)
+    block = rates.block(role, groups.tp, groups.ep, tokens=cut.tokens, squared=cut.squared)
+    head = rates.head(role, groups.tp, tokens=cut.chosen, output=work.output)
+    stages = [block.times(layers) for layers in _stages(role, strategy)]
+    stages[-1] = stages[-1].plus(head)
+    hop = rates.send(_hidden_bytes(role, cut.tokens), within_host=groups.stages_meet_in_host)
+    return _pipelined(stages, cut.num_micro_batches, hop=hop if strategy.pp > 1 else 0.0, hops_per_slot=1)
+
+
+def _hidden_bytes(role: ModelRole, tokens: float) -> float:
+    return tokens * role.config.hidden_size * role.itemsize
+
+
+def _pipelined(stages: list[Cost], count: int, *, hop: float, hops_per_slot: int) -> CallCost:
+    """`count` micro-batches through the stages; each crosses every border `hops_per_slot` times."""
+    transit = hops_per_slot * (len(stages) - 1) * hop
+    once = sum(stage.seconds for stage in stages) + transit
+    slowest = max(stages, key=lambda stage: stage.seconds)
+    # As many micro-batches are under way as there are stages: a round trip bounds the slot, too.
+    slot = max(slowest.seconds, once / len(stages), hop)
+    seconds = once + (count - 1) * slot
+    busy = slowest.times(count)
+    parts = {"compute": busy.compute, "tensor parallel": busy.wires, "pipeline": seconds - busy.seconds}
+    return CallCost(seconds, parts, count)
+
+
+def _train(
+    rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans,
+    options: Options, engine: Engine,
+) -> CallCost:  # fmt: skip
+    cut, tp, ep = _cut(work, strategy, options), groups.tp, groups.ep
+    block, back = (
+        rates.block(role, tp, ep, tokens=cut.tokens, squared=cut.squared, backward=b) for b in (False, True)
+    )
+    block = block.times(2 if options.recompute else 1).plus(back)
+    head = rates.head(role, tp, tokens=cut.chosen, output=work.output)
+    head = head.plus(rates.head(role, tp, tokens=cut.chosen, output=work.output, backward=True))
+    stages = []
+    for stage, layers in enumerate(_stages(role, strategy)):
+        gradients = rates.accumulate(role, num_params(role.spec, strategy, stage))
+        stages.append(block.times(layers).plus(Cost(gradients)))
+    stages[-1] = stages[-1].plus(head)
+    hop = rates.send(_hidden_bytes(role, cut.tokens), within_host=groups.stages_meet_in_host)
+    one = _pipelined(stages, cut.num_micro_batches, hop=hop if strategy.pp > 1 else 0.0, hops_per_slot=2)
+    held = max(num_params(role.spec, strategy, stage) for stage in {0, strategy.pp - 1})
+    data = rates.reduce_scatter(held * wide_bytes(role), groups.dp)
+    data += rates.all_gather(held * role.itemsize, groups.dp)
+    data = max(0.0, data - engine.overlap * one.seconds)
+    update = rates.update(role, held=held, owned=held / strategy.dp)
+    steps = work.minibatches * work.epochs
+    parts = {name: part * steps for name, part in one.parts.items()}
+    parts |= {"data parallel": data * steps, "optimizer": update * steps}
+    return CallCost(steps * (one.seconds + data + update), parts, one.num_micro_batches)
+
+
+def _generate(
+    rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans
+) -> CallCost:
+    """Waves of at most `max_rows` rows, cut into one cohort per stage: prefill, then one token per step."""
+    prompts = math.ceil(work.num_samples / work.samples_per_prompt / strategy.dp)
+    samples = prompts * work.samples_per_prompt
+    waves = math.ceil(samples / work.max_rows)
+    rows = samples / waves
+    cohorts = min(strategy.pp, math.ceil(rows))
+    rows /= cohorts
+    distinct = max(1.0, rows / work.samples_per_prompt)
+    tokens, squared = distinct * work.prompt_tokens, distinct * work.prompt_tokens**2
+    layers = _stages(role, strategy)
+    deepest, pp = max(layers), strategy.pp
+    hop = rates.send(_hidden_bytes(role, tokens), within_host=groups.stages_meet_in_host) if pp > 1 else 0.0
+    block = rates.block(role, groups.tp, groups.ep, tokens=tokens, squared=squared)
+    stages = [block.times(count) for count in layers]
+    prefill = _pipelined(stages, cohorts, hop=hop, hops_per_slot=1)
+    # Decode: at few moments, weighted by the steps between them.
+    moments = np.unique(np.geomspace(1, len(work.survival), _GRID).round()).astype(int)
+    weights = np.diff(np.concatenate([[0], moments])).astype(float)
+    alive = work.survival[moments - 1]
+    weights *= 1 - (1 - alive) ** rows  # Somebody is still writing.
+    running = np.clip(rows * alive * _COMPACTION, 1.0, rows)
+    compute, wires = rates.decode_block(
+        role, groups.tp, groups.ep, rows=running, context=work.prompt_tokens + moments
+    )
+    head = rates.decode_head(role, groups.tp, rows=running)
+    slot = (compute + wires) * deepest + head
+    step = slot * cohorts
+    if pp > 1:
+        hop = rates.send(_hidden_bytes(role, rows), within_host=groups.stages_meet_in_host)
+        step = np.maximum(step, (compute + wires) * role.config.num_layers + head + pp * hop)
+    parts = {
+        "prefill": waves * prefill.seconds,
+        "decode": waves * float(((compute * deepest + head) * cohorts * weights).sum()),
+        "tensor parallel": waves * float((wires * deepest * cohorts * weights).sum()),
+    }
+    seconds = waves * (prefill.seconds + float((step * weights).sum()))
+    parts["pipeline"] = max(0.0, seconds - sum(parts.values()))
+    return CallCost(seconds, parts)

@@ -1,0 +1,105 @@
+"""Period: seconds per step in the steady state, of many plans at once.
+
+Ranks run their calls in graph order, step after step without a barrier. A call starts when its ranks are free
+and its inputs and weights have come. Such a system is linear in the max-plus algebra: its period is the
+largest mean weight of a cycle of constraints, weight over steps that it spans (Baccelli et al. 1992).
+
+Shapes: K plans, N calls in graph order. Constraints are matrices `wait[k, i, j]`: call i starts no earlier
+than that many seconds after call j starts, -inf for no constraint.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+NEVER = -np.inf
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """What calls wait for besides their devices.
+
+    `data[i, j]`: seconds from the end of call j until its outputs reach call i of the same step, -inf where
+    i reads nothing of j. `weights` lists (i, j, lag): call i uses weights that call j trains, in the same
+    step (lag 0) or the one before (lag 1).
+    """
+
+    data: np.ndarray
+    weights: tuple[tuple[int, int, int], ...]
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.data)
+
+
+def periods(
+    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray,
+    *, moving: np.ndarray | None = None, exact: bool = True,
+) -> np.ndarray:  # fmt: skip
+    """Period of K plans: seconds (K, N) of calls, shares (K, N, N) whether two calls have a device in common,
+    moving (K, number of `needs.weights`) seconds of reallocations.
+
+    Not `exact`: a lower bound, from cycles of at most two steps.
+    """
+    same, before = _waits(needs, seconds, shares, moving)
+    step = _one_step(same, before)
+    power, best = step, np.full(len(seconds), 0.0)
+    diagonal = np.arange(needs.num_calls)
+    for length in range(1, (needs.num_calls if exact else 2) + 1):
+        if length > 1:
+            power = _product(power, step)
+        best = np.maximum(best, power[:, diagonal, diagonal].max(axis=1) / length)
+    return best
+
+
+def first_starts(
+    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray, *, num_steps: int
+) -> np.ndarray:
+    """When each call of each step starts, from rest: shape (num_steps, N), of one plan."""
+    same, before = _waits(needs, seconds[None], shares[None], moving[None])
+    step, closure = _one_step(same, before)[0], _closure(same)[0]
+    starts = [np.maximum(closure.max(axis=1), 0.0)]
+    for _ in range(num_steps - 1):
+        starts.append((step + starts[-1]).max(axis=1))
+    return np.array(starts)
+
+
+def _waits(
+    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Constraints between calls of one step, and from the step before."""
+    num = needs.num_calls
+    after_j = np.broadcast_to(seconds[:, None, :], shares.shape)
+    earlier = np.tri(num, k=-1, dtype=bool)
+    same = np.where(shares & earlier, after_j, NEVER)
+    before = np.where(shares & ~earlier, after_j, NEVER)
+    same = np.maximum(same, after_j + needs.data)
+    for number, (i, j, lag) in enumerate(needs.weights):
+        wait = seconds[:, j] + (0.0 if moving is None else moving[:, number])
+        matrix = before if lag else same
+        matrix[:, i, j] = np.maximum(matrix[:, i, j], wait)
+    return same, before
+
+
+def _closure(same: np.ndarray) -> np.ndarray:
+    """Longest waits along chains inside a step; calls wait for earlier ones only."""
+    count, num, _ = same.shape
+    closure = np.full_like(same, NEVER)
+    for i in range(num):
+        if i:
+            closure[:, i] = (same[:, i, :i, None] + closure[:, :i]).max(axis=1)
+        closure[:, i, i] = 0.0
+    return closure
+
+
+def _one_step(same: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Waits between a call of one step and a call of the step before, along all chains."""
+    return _product(_closure(same), before)
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Max-plus matrix products."""
+    out = a[:, :, 0, None] + b[:, None, 0, :]
+    for k in range(1, a.shape[2]):
+        np.maximum(out, a[:, :, k, None] + b[:, None, k, :], out=out)
+    return out

@@ -1,0 +1,259 @@
+"""Search: the plan with the shortest step, and a proof of how near the best it is.
+
+A good plan comes from local search. Branch and bound then proves it, or finds a better one: units get their
+meshes first, largest work first, then one of the candidates on them. The bound of an unfinished plan lets what
+is open take its least time on devices of its own, and counts that all device seconds must find room. It is
+anytime: the least bound of what has not been looked at holds for every plan.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from realhf.planner.space import Space
+
+_OPEN = -1
+_EXPAND = 64  # Unfinished plans that are expanded at once.
+_DIVE_EVERY = 8  # Rounds of expansion between two attempts to complete what looks best,
+_BEAM = 12  # each with so many unfinished plans side by side.
+_MOST_NODES = 1_000_000  # Beyond, the least promising are given up; their bound is kept.
+_EXACT = 24  # In local search, how many promising changes are looked at with reallocations.
+_SAME = 1e-9  # Relative difference below which two times are equal.
+
+Progress = Callable[[float, float, float], None]
+"""Called with the best step seconds, the lower bound and the seconds spent."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan as one candidate per unit. `lower_bound_seconds` holds for all plans of the space."""
+
+    chosen: tuple[int, ...]
+    step_seconds: float
+    lower_bound_seconds: float
+    search_seconds: float
+    num_expanded: int
+
+    @property
+    def gap(self) -> float:
+        return (self.step_seconds - self.lower_bound_seconds) / self.step_seconds
+
+
+def search(
+    space: Space, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
+    progress: Progress | None = None,
+) -> Found | None:  # fmt: skip
+    """The best plan found within `time_limit` seconds, sooner when its gap is at most `gap`; None when no plan
+    fits the devices' memory, as far as was looked."""
+    began = time.perf_counter()
+    local = LocalSearch(space)
+    for start in [*starts, *local.starts()]:
+        if local.best_score < np.inf and time.perf_counter() - began > time_limit / 2:
+            break
+        local.improve(np.array(start))
+    tree = _Tree(space, local)
+    while not tree.is_finished(gap) and (spent := time.perf_counter() - began) < time_limit:
+        if progress is not None:
+            progress(local.best_score, tree.bound, spent)
+        tree.expand()
+        if tree.num_rounds % _DIVE_EVERY == 1:
+            tree.dive()
+    if local.best is None:
+        return None
+    return Found(
+        tuple(local.best.tolist()), local.best_score, min(tree.bound, local.best_score),
+        time.perf_counter() - began, tree.num_expanded,
+    )  # fmt: skip
+
+
+class LocalSearch:
+    """Improves plans by changing the candidates of one unit, or the meshes of two, as long as that helps."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._num = len(space.units)
+        self.best: np.ndarray | None = None
+        self.best_score = np.inf
+        import os
+        self.pairs=int(os.environ.get('PAIRS','1'))
+        self._fastest = [np.array([group[0] for group in unit.by_mesh]) for unit in space.units]
+
+    def starts(self) -> list[list[int]]:
+        """Everything everywhere in its fastest way; in the leanest way; each call on a part of its own."""
+        units = self._space.units
+        fastest = [0] * self._num
+        leanest = [int(np.lexsort((u.seconds.sum(axis=1), u.resting + u.running))[0]) for u in units]
+        frugal = [int(np.argmin(u.area)) for u in units]
+        return [fastest, leanest, frugal]
+
+    def offer(self, chosen: np.ndarray, score: float) -> None:
+        """A plan that fits: kept if it is the best so far."""
+        if score < self.best_score * (1 - _SAME):
+            self.best, self.best_score = chosen.copy(), score
+
+    def improve(self, chosen: np.ndarray) -> None:
+        score = self._exact(chosen[None])[0]
+        while True:
+            before = score
+            for u in range(self._num):
+                ways = np.arange(len(self._space.units[u].candidates))
+                chosen, score = self._best_of(chosen, score, (u,), ways[:, None])
+            if score < before * (1 - _SAME):
+                continue
+            for u, v in itertools.combinations(range(self._num), 2) if self.pairs else ():
+                ways = np.array(list(itertools.product(self._fastest[u], self._fastest[v])))
+                chosen, score = self._best_of(chosen, score, (u, v), ways)
+            if score >= before * (1 - _SAME):
+                break
+        if score < np.inf and self._space.overflow(self._space.units, chosen[None])[0] <= 0:
+            self.offer(chosen, score)
+
+    def _best_of(
+        self, chosen: np.ndarray, score: float, units: tuple[int, ...], ways: np.ndarray
+    ) -> tuple[np.ndarray, float]:
+        """The best plan in which `units` have one of `ways`, if it is better than `chosen`."""
+        plans = np.repeat(chosen[None], len(ways), axis=0)
+        plans[:, units] = ways
+        rough = self._scores(plans, self._space.periods(self._space.units, plans))
+        promising = np.argsort(rough, kind="stable")[:_EXACT]
+        promising = promising[rough[promising] < score * (1 - _SAME)]
+        if not len(promising):
+            return chosen, score
+        exact = self._exact(plans[promising])
+        best = int(np.argmin(exact))
+        return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
+
+    def _exact(self, plans: np.ndarray) -> np.ndarray:
+        return self._scores(plans, self._space.exact_periods(plans))
+
+    def _scores(self, plans: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Period, plus a penalty that makes every plan that fits better than all that do not."""
+        over = np.maximum(0.0, self._space.overflow(self._space.units, plans)) / self._space.capacity
+        return seconds + np.where(over > 0, 1e6 * (1 + over), 0.0)
+
+
+class _Tree:
+    """Unfinished plans, best bound first. A unit's choice is open, one of its meshes, or a candidate."""
+
+    def __init__(self, space: Space, local: LocalSearch) -> None:
+        self._space, self._local = space, local
+        self._units = [unit.with_meshes() for unit in space.units]
+        self._sizes = [len(unit.candidates) for unit in space.units]
+        self._devices = space.problem.cluster.num_devices
+        self._least_area = np.array([unit.area.min() for unit in self._units])
+        self._order = np.argsort(-self._least_area, kind="stable")
+        self._plans = np.full((1, len(self._units)), _OPEN)
+        self._depths, self._bounds = np.zeros(1, dtype=int), self._bound(self._plans, np.zeros(1))
+        self._given_up = np.inf
+        self.num_expanded = self.num_rounds = 0
+
+    @property
+    def bound(self) -> float:
+        """No plan of the space takes less."""
+        return min(float(self._bounds.min(initial=np.inf)), self._given_up, self._local.best_score)
+
+    def is_finished(self, gap: float) -> bool:
+        goal = self._local.best_score * (1 - max(gap, _SAME))
+        return not len(self._plans) or self.bound >= goal
+
+    def expand(self) -> None:
+        """Takes the most promising plans, all at one depth, a choice further."""
+        first = np.lexsort((-self._depths, self._bounds))[0] if len(self._plans) else 0
+        depth = self._depths[first]
+        level = np.flatnonzero(self._depths == depth)
+        taken = level[np.argsort(self._bounds[level], kind="stable")[:_EXPAND]]
+        plans, bounds = self._plans[taken], self._bounds[taken]
+        self._keep(np.setdiff1d(np.arange(len(self._plans)), taken))
+        self.num_expanded, self.num_rounds = self.num_expanded + len(plans), self.num_rounds + 1
+        children, bounds = self._children(plans, bounds, int(depth))
+        if depth + 1 == self._leaf_depth:
+            self._offer(children, bounds)
+        elif len(children):
+            self._plans = np.concatenate([self._plans, children])
+            self._bounds = np.concatenate([self._bounds, bounds])
+            self._depths = np.concatenate([self._depths, np.full(len(children), depth + 1)])
+        self._keep(np.flatnonzero(self._bounds < self._goal))
+        if len(self._plans) > _MOST_NODES:
+            order = np.argsort(self._bounds, kind="stable")
+            self._given_up = min(self._given_up, self._bounds[order[_MOST_NODES // 2]])
+            self._keep(order[: _MOST_NODES // 2])
+
+    def dive(self) -> None:
+        """Completes the most promising plans by a beam search, and improves what comes out."""
+        if not len(self._plans):
+            return
+        at = np.lexsort((-self._depths, self._bounds))[0]
+        plans, bounds = self._plans[[at]], self._bounds[[at]]
+        for depth in range(int(self._depths[at]), self._leaf_depth):
+            if not len(plans):
+                return
+            plans, bounds = self._children(plans, bounds, depth)
+            best = np.argsort(bounds, kind="stable")[:_BEAM]
+            plans, bounds = plans[best], bounds[best]
+        self._offer(plans, bounds)
+        if len(plans):
+            self._local.improve(plans[0])
+
+    def _offer(self, plans: np.ndarray, seconds: np.ndarray) -> None:
+        for i in np.argsort(seconds, kind="stable"):
+            self._local.offer(plans[i], seconds[i])
+
+    @property
+    def _leaf_depth(self) -> int:
+        return 2 * len(self._units)
+
+    @property
+    def _goal(self) -> float:
+        return self._local.best_score * (1 - _SAME)
+
+    def _keep(self, chosen: np.ndarray) -> None:
+        self._plans, self._bounds = self._plans[chosen], self._bounds[chosen]
+        self._depths = self._depths[chosen]
+
+    def _children(
+        self, plans: np.ndarray, bounds: np.ndarray, depth: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Every plan with every choice for the unit of this depth, if it can still be the best."""
+        unit = int(self._order[depth % len(self._units)])
+        if depth < len(self._units):
+            ways = self._sizes[unit] + np.arange(len(self._space.units[unit].by_mesh))
+            if depth == 0:  # A cluster looks the same from its other end.
+                first, stop = self._units[unit].first[ways], self._units[unit].stop[ways]
+                ways = ways[first + stop <= self._devices]
+            counts = np.full(len(plans), len(ways))
+            picks = np.tile(ways, len(plans))
+        else:
+            groups = [self._space.units[unit].by_mesh[i] for i in plans[:, unit] - self._sizes[unit]]
+            counts, picks = np.array([len(group) for group in groups]), np.concatenate(groups)
+        children = np.repeat(plans, counts, axis=0)
+        children[:, unit] = picks
+        bounds = self._bound(children, np.repeat(bounds, counts), decided=unit)
+        alive = bounds < self._goal
+        children, bounds = children[alive], bounds[alive]
+        if depth >= len(self._units) and len(children):
+            last = depth + 1 == self._leaf_depth
+            moving = self._space.moving(children)
+            exact = self._space.periods(self._units, children, moving=moving, exact=last)
+            bounds = np.maximum(bounds, exact)
+            alive = bounds < self._goal
+            if last:
+                alive &= self._space.overflow(self._units, children) <= 0
+            children, bounds = children[alive], bounds[alive]
+        return children, bounds
+
+    def _bound(self, plans: np.ndarray, bounds: np.ndarray, *, decided: int | None = None) -> np.ndarray:
+        """Lower bounds of everything that unfinished plans can become; infinity where they cannot fit."""
+        area = np.zeros(len(plans))
+        for u, unit in enumerate(self._units):
+            area += np.where(plans[:, u] < 0, self._least_area[u], unit.area[plans[:, u]])
+        bounds = np.maximum(bounds, area / self._devices)
+        rest = np.flatnonzero(bounds < self._goal)
+        fits = self._space.overflow(self._units, plans[rest], exact=False) <= 0
+        bounds[rest[~fits]] = np.inf
+        rest = rest[fits]
+        if len(rest):
+            bounds[rest] = np.maximum(bounds[rest], self._space.periods(self._units, plans[rest], exact=False))
+        return bounds
