@@ -30,14 +30,15 @@ def document(planned: Planned) -> dict[str, Any]:
             "num_micro_batches": cost.num_micro_batches, "num_devices": candidate.mesh.size,
             "reason": planned.reasons[name],
         }  # fmt: skip
-    host = {name: {"layout": str(how.layout)} for name, how in planned.plan.calls.items() if name not in calls}
+    for name, how in planned.plan.calls.items():
+        calls.setdefault(name, {"layout": str(how.layout)})  # Plain Python.
     return {
         "step_seconds": planned.found.step_seconds,
         "lower_bound_seconds": planned.found.lower_bound_seconds,
         "gap": planned.found.gap,
         "search_seconds": planned.search_seconds,
         "heuristic_step_seconds": planned.heuristic_seconds,
-        "calls": {name: calls.get(name) or host[name] for name in planned.plan.calls},
+        "calls": {name: calls[name] for name in planned.plan.calls},
         "memory": {
             "available_bytes": planned.proof.available,
             "peaks": {
