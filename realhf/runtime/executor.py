@@ -83,8 +83,10 @@ class Executor:
                 if self.world.rank in action.target:
                     inputs[action.call.name] = self._receive(action, outputs, record)
             else:
-                if action.call.kind == "train_step" and action.call.role is not None:
+                if action.call.role is not None and action.call.kind == "train_step":
                     self._wait(record, action.call.role)  # What is on its way is not to change.
+                elif action.call.role is not None and self.world.rank in action.layout:
+                    self._wait(record, action.call.role, action.layout)
                 if (minibatches := inputs.pop(action.call.name, None)) is not None:
                     run = self._run_host if action.call.kind == "host" else self._run_model
                     outputs[action.call.name] = run(action, minibatches, record)
@@ -115,11 +117,19 @@ class Executor:
         return Source(send.source, send.keys, batch, send.tag)
 
     def _reallocate(self, action: Reallocate, record: StepRecord, *, is_last: bool) -> None:
+        """What the step before has set going ahead is waited for where it is used, by a call or the next
+        update of the role, so that a rank may do other things first. An evaluation counts it all as its own.
+        """
         if action.ahead and is_last:
             return
-        self.store.start(action)
-        if not action.ahead:
+        if action.rate is not None:
+            self._wait(record, action.target_role)
+        if (self.store.start(action) or not self._updates_anything) and not action.ahead:
             self._wait(record, action.target_role, action.target)
+
+    @cached_property
+    def _updates_anything(self) -> bool:
+        return any(isinstance(action, Reallocate) and action.ahead for action in self.actions)
 
     def _wait(self, record: StepRecord, role: str, layout: Layout | None = None) -> None:
         """For the role's reallocations to one layout, or all that are under way."""
