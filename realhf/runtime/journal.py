@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from realhf.dist.group import Outbox, World
+from realhf.dist.group import Outbox, Pending, World
 from realhf.runtime.actions import RECORD_TAG
 from realhf.runtime.executor import StepRecord
 from realhf.runtime.progress import Progress
@@ -28,6 +28,7 @@ class Journal:
         self._recorder, self._progress = recorder, progress
         self._thread = ThreadPoolExecutor(1, "journal")
         self._running: list[Future[None]] = []
+        self._sent = Pending()
         self._previous_end: float | None = None
         self.history: list[dict[str, float]] = []
         self.scores: list[float] = []
@@ -51,16 +52,19 @@ class Journal:
             self._forget_what_is_done()
         else:
             documents = [r and dataclasses.asdict(r) for r in mine]
-            self._outbox.add(self._world.control.send_json(documents, [0], tag=RECORD_TAG))
+            self._sent = self._world.control.send_json(documents, [0], tag=RECORD_TAG)
+            self._outbox.add(self._sent)
 
     def finish(self) -> None:
         """Returns when everything is written."""
-        wait(self._running)
+        wait(self._running, return_when=FIRST_EXCEPTION)
         self._forget_what_is_done()
         self._thread.shutdown()
 
     def abandon(self) -> None:
-        """When the run has failed: writes what can still be had of finished steps."""
+        """When the run has failed: gives what is known of finished steps a last chance to be written."""
+        if self._world.rank != 0:
+            self._running.append(self._thread.submit(self._sent.wait))
         wait(self._running, timeout=_PATIENCE_SECONDS)
 
     def _forget_what_is_done(self) -> None:
