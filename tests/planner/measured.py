@@ -1,7 +1,7 @@
 """Runs calls of real engines and counts the tensor storage that exists at their peak."""
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Case:
     workload: Workload
     micro_batch_tokens: int = 1 << 20
     recompute: bool = False
-    work: dict[str, Any] = field(default_factory=dict)
+    ragged: bool = False  # Responses have all lengths up to `max_new_tokens`.
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _work(case: Case) -> Any:
 
 
 def _batches(case: Case, layout: Layout, dp_index: int) -> list[Batch]:
-    """This dp replica's share of every mini-batch: equal lengths, every prompt `samples_per_prompt` times."""
+    """This dp replica's share of every mini-batch; every prompt comes `samples_per_prompt` times."""
     w, vocabulary, batches = case.workload, case.role.config.vocab_size, []
     prompt, response = round(w.prompt_tokens), round(w.response_tokens)
     for number in range(w.minibatches):
@@ -92,9 +92,13 @@ def _batches(case: Case, layout: Layout, dp_index: int) -> list[Batch]:
         start, stop = even_split(last - first, layout.dp, dp_index)
         ids = list(range(first + start, first + stop))
         seeds = [torch.Generator().manual_seed(i // w.samples_per_prompt) for i in ids]
-        size = prompt if case.kind == "generate" else prompt + response
-        rows = Packed.of([torch.randint(vocabulary, (size,), generator=seed) for seed in seeds])
-        masks = [torch.tensor([0.0] * prompt + [1.0] * (size - prompt)) for _ in ids]
+        sizes = [0 if case.kind == "generate" else response for _ in ids]
+        if case.ragged:
+            sizes = [1 + 7 * i % w.max_new_tokens for i in ids]
+        shapes = [(prompt + size,) for size in sizes]
+        rows = Packed.of(
+            [torch.randint(vocabulary, x, generator=seed) for x, seed in zip(shapes, seeds, strict=True)])
+        masks = [torch.tensor([0.0] * prompt + [1.0] * size) for size in sizes]
         batches.append(Batch(ids, {"tokens": rows, "response_mask": Packed.of(masks)}))
     return batches
 
@@ -113,7 +117,7 @@ def measure(world: Any, case: Case, explain: bool = False) -> Any:
     batches = _batches(case, layout, layout.coordinate(world.rank).dp)
     options = {"micro_batch_tokens": case.micro_batch_tokens, "recompute": case.recompute}
     if case.kind == "train_step":  # Adam makes its moments in its first step.
-        engine.run(call, batches, **options)
+        engine.run(call, [batches[0].select([0])], **options)
     with Storages(explain) as storages:
         engine.run(call, batches, **options)
     training = 0
