@@ -13,11 +13,12 @@ from realhf.param_spec import model_spec, region_size
 from realhf.planner.memory import available_bytes, call_bytes, num_params, training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.realloc.schedule import STAGING_BYTES
-from tests.planner.measured import Case, Storages, measure
+from tests.planner.measured import Case, measure
+from tests.realloc.test_memory import Storages
 
 
-def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm", layers=6, hidden=128):
-    config = ModelConfig("llama", vocab, hidden, 352, layers, 8, 4, hidden // 8, 1e-6, 1e4, False, tied, head)
+def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm", kv=4, hidden=128):
+    config = ModelConfig("llama", vocab, hidden, 352, 4, 8, kv, hidden // 8, 1e-6, 1e4, False, tied, head)
     return ModelRole(config, dtype, trainable)
 
 
@@ -39,6 +40,7 @@ TRAIN = [
     Case("t2@0-1", "train_step", _role("bfloat16", **NARROW), FULL),
     Case("t2@0-1", "train_step", _role(tied=True), ENTROPY, 240),
     Case("t4@0-3", "train_step", _role(**NARROW), FULL),
+    Case("t4@0-3", "train_step", _role(kv=2, hidden=512, **NARROW), SHORT, 16),
     Case("p2@0-1", "train_step", _role("bfloat16", **NARROW), FULL, 144),
     Case("p2@0-1", "train_step", _role(tied=True, vocab=6000), SHORT, 64),
     Case("d2t2@0-3", "train_step", _role("bfloat16"), ENTROPY),
@@ -99,8 +101,8 @@ def test_peak_is_as_predicted(pool, case):
         call = sum(predicted[2].values())
         assert predicted[0] == weights
         assert predicted[1] == pytest.approx(training, rel=0.01)
-        assert call == pytest.approx(peak, rel=0.15), predicted[2]
-        assert sum(predicted[:2]) + call == pytest.approx(weights + training + peak, rel=0.1), predicted[2]
+        assert 0.97 * peak <= call <= 1.15 * peak, predicted[2]
+        assert sum(predicted[:2]) + call == pytest.approx(weights + training + peak, rel=0.06), predicted[2]
 
 
 @pytest.mark.parametrize("layout, recompute", [("d1@0", False), ("p2@0-1", False), ("p2@0-1", True)])
@@ -141,13 +143,16 @@ def test_parameters_are_those_published(name, total):
     assert sum(stages) == total + twice
 
 
-@pytest.mark.parametrize("layout", ["d1@0", "t2@0-1", "t4p2@0-7", "d2p3@0-5", "d4e4@0-3", "d8t2e8@0-15"])
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        *(("qwen2.5-0.5b", layout) for layout in ("d1@0", "t2@0-1", "t7p2@0-13", "d2p3@0-5")),
+        *(("qwen3-30b-a3b", layout) for layout in ("t8p2@0-15", "d4e4@0-3", "d3p5t2e3@0-29")),
+    ],
+)
 def test_sizes_are_those_of_the_fullest_rank(name, layout):
     """Against the regions that the parameter table gives every rank."""
     layout, role = Layout.parse(layout), ModelRole(ModelConfig.load(name), trainable=True)
-    if layout.ep > 1 and role.config.moe is None:
-        pytest.skip("no experts")
     for stage in range(layout.pp):
         ranks = layout.grid[stage].ravel().tolist()
         held = max(sum(map(region_size, role.spec.held_by(layout, rank).values())) for rank in ranks)
@@ -179,7 +184,7 @@ def test_activations_of_a_layer_against_megatron(tp):
     s b h (10 + 24 / t) of a layer, for the shape of their 22B model.
 
     Ours has no dropout (-2 of the 10: two masks) and keeps queries and keys before and after the rotation
-    (+4 of the 24). Their GELU MLP keeps 4h twice (16 of the 24), our SwiGLU of the same width four times (32).
+    (+4 of the 24). Their GELU MLP keeps 4h twice (16 of the 24), our SwiGLU four times of this width (32).
     Small beside that: logsumexp of attention and scales of norms, which they neglect.
     """
     s, b, h, heads = 2048, 4, 6144, 64
