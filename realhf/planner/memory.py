@@ -63,7 +63,9 @@ def call_bytes(
     """Bytes by part that the call adds at its peak on the fullest rank of a stage; their sum is the peak.
 
     `fused`: with CUDA's kernels and NCCL, where an RMSNorm keeps its input only, attention its output once,
-    and collectives work in place; without, as on CPU with gloo. Top-p sampling is not counted.
+    and collectives work in place; without, as on CPU with gloo. Top-p sampling is not counted. Where
+    responses are shorter than `max_new_tokens` in the mean, micro-batches are taken to hold up to their limit
+    or the longest sequence; of prompts there is only a mean.
     """
     call = _Call(role, workload, strategy, stage, micro_batch_tokens, recompute, fused)
     moments = {"generate": call.generate, "forward": call.forward, "train_step": call.train}[kind]()
