@@ -135,7 +135,7 @@ def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str,
     except ValueError as error:
         return {**row, "reason": str(error)}
     spent, wall = time.process_time() - began, time.monotonic() - started
-    ours = planned.found.step_seconds
+    ours, gap = float(planned.found.step_seconds), float(planned.found.gap)
     if write is not None:
         planned.plan.save(write / f"{case.name}.yaml")
     space = Space(problem, rates)
@@ -150,8 +150,9 @@ def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str,
         result = metropolis(space, cpu_seconds=cpu_seconds)
         rival["metropolis"] = None if result.chosen is None else result.step_seconds
         walked = {"metropolis_search_seconds": cpu_seconds, "metropolis_plans": result.num_plans}
+    rival = {name: None if seconds is None else float(seconds) for name, seconds in rival.items()}
     return {
-        **row, "fits": True, "step_seconds": ours, "gap": planned.found.gap, "cpu_seconds": spent,
+        **row, "fits": True, "step_seconds": ours, "gap": gap, "cpu_seconds": spent,
         "search_seconds": wall, "expanded": planned.found.num_expanded,
         "heuristic_fits": _fits(space, rule), **walked,
         **{f"{name}_seconds": seconds for name, seconds in rival.items()},
@@ -263,7 +264,7 @@ def _worst(
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """All rows for people."""
-    title = f"Plans; speed relative to {', '.join(_RIVALS.values())}"
+    title = f"Plans, and their speed relative to:\n{', '.join(_RIVALS.values())}"
     plans = Table(title=title, padding=(0, 1, 0, 0), caption="* does not fit in memory")
     for column in ("scenario", "step s", "gap %", "wall s", "CPU s", "(a)", "", "(a')", "(b)", "(c)"):
         plans.add_column(column, justify="left" if column in ("scenario", "") else "right")

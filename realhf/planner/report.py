@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.planner.make import Planned
+from realhf.planner.proof import Proof
 from realhf.planner.simulate import Activity
 from realhf.units import format_bytes, format_seconds
 
@@ -39,18 +40,21 @@ def document(planned: Planned) -> dict[str, Any]:
         "search_seconds": planned.search_seconds,
         "heuristic_step_seconds": planned.heuristic_seconds,
         "calls": {name: calls[name] for name in planned.plan.calls},
-        "memory": {
-            "available_bytes": planned.proof.available,
-            "peaks": {
-                str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
-                for rank, peak in planned.proof.peaks.items()
-            },
-        },
+        "memory": memory(planned.proof),
         "timeline": {
             "activities": [vars(activity) for activity in planned.simulation.activities],
             "idle": planned.simulation.idle.tolist(),
         },
     }
+
+
+def memory(proof: Proof) -> dict[str, Any]:
+    """What every rank needs at its peak, in bytes."""
+    peaks = {
+        str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
+        for rank, peak in proof.peaks.items()
+    }
+    return {"available_bytes": proof.available, "peaks": peaks}
 
 
 def _variants(planned: Planned, name: str) -> list[tuple[Any, str]]:
