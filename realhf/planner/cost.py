@@ -18,7 +18,7 @@ from realhf.planner.memory import num_params
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, Span, wide_bytes
 
-_GRID = 24  # Points in time at which a generation is looked at; between them it changes smoothly.
+_SPANS = 24  # Into which the steps of a generation are cut.
 _COMPACTION = 1.15  # The KV cache keeps finished rows until a quarter of them has ended.
 
 
@@ -189,14 +189,17 @@ def _generate(
     block = rates.block(role, groups.tp, groups.ep, tokens=tokens, squared=squared)
     stages = [block.times(count) for count in layers]
     prefill = _pipelined(stages, cohorts, hop=hop, hops_per_slot=1)
-    # Decode: at few moments, weighted by the steps between them.
-    moments = np.unique(np.geomspace(1, len(work.survival), _GRID).round()).astype(int)
-    weights = np.diff(np.concatenate([[0], moments])).astype(float)
-    alive = work.survival[moments - 1]
-    weights *= 1 - (1 - alive) ** rows  # Somebody is still writing.
-    running = np.clip(rows * alive * _COMPACTION, 1.0, rows)
+    # Decode, in spans of steps that grow: what changes from step to step is averaged over each.
+    alive, steps = work.survival, np.arange(1, len(work.survival) + 1)
+    spans_ = np.unique(np.geomspace(1, len(alive) + 1, _SPANS + 1).astype(int))[:-1] - 1
+    somebody = 1 - (1 - alive) ** rows  # Share of steps in which anybody is still writing.
+    weights = np.maximum(np.add.reduceat(somebody, spans_), 1e-30)
+    running, context = (
+        np.add.reduceat(somebody * each, spans_) / weights
+        for each in (np.clip(rows * alive * _COMPACTION, 1.0, rows), work.prompt_tokens + steps)
+    )
     compute, wires = rates.decode_block(
-        role, groups.tp, groups.ep, rows=running, context=work.prompt_tokens + moments
+        role, groups.tp, groups.ep, rows=running, context=context
     )
     head = rates.decode_head(role, groups.tp, rows=running)
     slot = (compute + wires) * deepest + head

@@ -1,10 +1,12 @@
 """Transfer: seconds of a reallocation, quickly enough to be asked thousands of times in a search.
 
 What `realloc.schedule` achieves is within a few percent of what the busiest port must carry, so that is
-counted here: by rank, by host, and out of the hosts that hold the source. Parameters are taken as a
-rectangle, layers by tensor-parallel width, of which every rank holds a smaller one.
+counted here: by rank, by host, in and out. Parameters are taken as a rectangle, layers by tensor-parallel
+width, of which every rank holds a smaller one.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 
 _OVER_BOUND = 1.04  # What schedules take, as a multiple of the bound (benchmarks/realloc_schedule.py).
+_MANY = 16  # Parts of a source; with more of them no single one is a bottleneck between hosts.
 
 
 class Placed(NamedTuple):
@@ -32,38 +35,72 @@ def transfer_seconds(
     """Seconds to move a model of `num_bytes`; with `sharded` from the optimizer's copy, whose dp replicas
     have a part each (contiguous in the order of layers)."""
     held, wanted = _rectangles(source, sharded=sharded), _rectangles(target)
-    at = np.arange(len(target.ranks)) + target.first_rank - source.first_rank
-    here = (at >= 0) & (at < len(held))
-    overlap = np.zeros(len(wanted))
-    overlap[here] = _overlap(held[at[here]], wanted[here])
-    areas = (wanted[:, 1] - wanted[:, 0]) * (wanted[:, 3] - wanted[:, 2])
-    missing = (areas - overlap) * num_bytes
-    if missing.max() <= 0:
+    at = np.arange(len(wanted)) + target.first_rank - source.first_rank
+    here = np.zeros_like(wanted)  # What the ranks of the target have of it.
+    inside = (at >= 0) & (at < len(held))
+    here[inside] = held[at[inside]]
+    missing = _area(wanted) - _overlap(here, wanted)
+    if missing.max() <= 1e-9:
         return 0.0
-    inside, outside = cluster.intra_host, cluster.inter_host
-    seconds = float(missing.max()) / inside.bandwidth_bytes_per_second
-    lacking, leaving = _between_hosts(cluster, source, target, held, wanted)
-    if lacking:
-        hosts, counts = np.unique([cluster.host_of(r) for r in target.ranks], return_counts=True)
-        nic, port = outside.bandwidth_bytes_per_second, cluster.host_port_bytes_per_second
-        into = {int(host): min(count * nic, port) for host, count in zip(hosts, counts, strict=True)}
-        for host, area in lacking.items():
-            seconds = max(seconds, area * num_bytes / into[host])
-        senders = {cluster.host_of(rank) for rank in source.ranks}
-        per_host = min(len(source.ranks) // len(senders) * nic, port)
-        seconds = max(seconds, leaving * num_bytes / (len(senders) * per_host))
-    latency = max(inside.latency_seconds, outside.latency_seconds if lacking else 0.0)
-    return _OVER_BOUND * seconds + latency
+    device, outside = cluster.intra_host.bandwidth_bytes_per_second, cluster.inter_host
+    grid = _Grid(np.concatenate([held, wanted]))
+    lacked = np.zeros_like(grid.areas, dtype=bool)  # By some rank.
+    for pair in np.unique(np.concatenate([wanted, here], axis=1), axis=0):
+        lacked |= grid.covered(pair[None, :4]) & ~grid.covered(pair[None, 4:])
+    parts, replicas = np.unique(held, axis=0, return_counts=True)
+    seconds = float(missing.max()) / device
+    for part, count in zip(parts, replicas, strict=True):
+        seconds = max(seconds, grid.area(part, lacked) / count / device)
+    crossing = _between_hosts(cluster, source, target, held, wanted, grid)
+    latency = (outside if crossing else cluster.intra_host).latency_seconds
+    return _OVER_BOUND * max(seconds, crossing) * num_bytes + latency
+
+
+class _Grid:
+    """The cells into which the edges of rectangles cut the whole."""
+
+    def __init__(self, rectangles: np.ndarray) -> None:
+        self._rows, self._columns = (np.unique(rectangles[:, [i, i + 1]]) for i in (0, 2))
+        self.areas = np.diff(self._rows)[:, None] * np.diff(self._columns)
+
+    def covered(self, rectangles: np.ndarray) -> np.ndarray:
+        """Cells that some of the rectangles have."""
+        cells = np.zeros(self.areas.shape, dtype=bool)
+        for rectangle in rectangles:
+            cells[self._inside(rectangle)] = True
+        return cells
+
+    def area(self, rectangle: np.ndarray, cells: np.ndarray) -> float:
+        """Of those of the cells that the rectangle has."""
+        inside = self._inside(rectangle)
+        return float(self.areas[inside][cells[inside]].sum())
+
+    def _inside(self, rectangle: np.ndarray) -> tuple[slice, slice]:
+        first, last = self._rows.searchsorted(rectangle[:2])
+        begin, end = self._columns.searchsorted(rectangle[2:])
+        return slice(first, last), slice(begin, end)
+
+
+    def pieces(self, rectangle: np.ndarray) -> Iterator[np.ndarray]:
+        """The rectangle, cut between layers."""
+        low, high, left, right = rectangle
+        rows = self._rows[(self._rows >= low) & (self._rows <= high)]
+        for first, last in itertools.pairwise(rows):
+            yield np.array([first, last, left, right])
 
 
 def _rectangles(placed: Placed, *, sharded: bool = False) -> np.ndarray:
     """(first layer, last, first column, last) as shares of the whole, by rank."""
     s = placed.strategy
-    pp, dp, cp, tp = np.indices((s.pp, s.dp, s.cp, s.tp)).reshape(4, -1)
+    pp, dp, _, tp = np.indices((s.pp, s.dp, s.cp, s.tp)).reshape(4, -1)
     low, height = pp / s.pp, 1 / s.pp
     if sharded:
         low, height = low + dp / (s.pp * s.dp), 1 / (s.pp * s.dp)
-    return np.stack([low, low + height, tp / s.tp, (tp + 1) / s.tp], axis=1)
+    return np.round(np.stack([low, low + height, tp / s.tp, (tp + 1) / s.tp], axis=1), 9)
+
+
+def _area(a: np.ndarray) -> np.ndarray:
+    return (a[:, 1] - a[:, 0]) * (a[:, 3] - a[:, 2])
 
 
 def _overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -73,37 +110,43 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _between_hosts(
-    cluster: Cluster, source: Placed, target: Placed, held: np.ndarray, wanted: np.ndarray
-) -> tuple[dict[int, float], float]:
-    """Host -> share of the model that its target ranks want and none of its ranks holds; and what some host
-    lacks, which must leave the source's hosts once."""
-    hosts = {cluster.host_of(rank) for rank in target.ranks}
-    if len(hosts | {cluster.host_of(rank) for rank in source.ranks}) == 1:
-        return {}, 0.0
-    rows, columns = (
-        np.unique(np.round(np.concatenate([held[:, [i, i + 1]], wanted[:, [i, i + 1]]]), 9)) for i in (0, 2)
-    )
-    areas = np.diff(rows)[:, None] * np.diff(columns)
-    lacking, leaving = {}, np.zeros(areas.shape, dtype=bool)
-    for host in sorted(hosts):
-        first = host * cluster.devices_per_host
-        ranks = range(first, first + cluster.devices_per_host)
-        want = _covered(wanted, target, ranks, rows, columns)
-        have = _covered(held, source, ranks, rows, columns)
-        leaving |= want & ~have
-        if (area := float(areas[want & ~have].sum())) > 1e-9:
-            lacking[host] = area
-    return lacking, float(areas[leaving].sum())
+    cluster: Cluster, source: Placed, target: Placed, held: np.ndarray, wanted: np.ndarray, grid: _Grid
+) -> float:
+    """Seconds per byte of the model on the busiest port between hosts; 0 when nothing crosses."""
+    per_host, nic = cluster.devices_per_host, cluster.inter_host.bandwidth_bytes_per_second
+    port = cluster.host_port_bytes_per_second
 
+    def on_host(placed: Placed, rectangles: np.ndarray, host: int) -> np.ndarray:
+        """Rectangles of the ranks on a host."""
+        start = max(0, host * per_host - placed.first_rank)
+        return rectangles[start : max(0, (host + 1) * per_host - placed.first_rank)]
 
-def _covered(
-    rectangles: np.ndarray, placed: Placed, ranks: range, rows: np.ndarray, columns: np.ndarray
-) -> np.ndarray:
-    """Cells of the grid that some of these ranks have."""
-    start, stop = (min(max(r - placed.first_rank, 0), len(rectangles)) for r in (ranks.start, ranks.stop))
-    covered = np.zeros((len(rows) - 1, len(columns) - 1), dtype=bool)
-    for low, high, left, right in np.unique(np.round(rectangles[start:stop], 9), axis=0):
-        first, last = np.searchsorted(rows, (low, high))
-        begin, end = np.searchsorted(columns, (left, right))
-        covered[first:last, begin:end] = True
-    return covered
+    seconds, leaving = 0.0, np.zeros(grid.areas.shape, dtype=bool)
+    seen: set[tuple[bytes, bytes]] = set()
+    for host in sorted({cluster.host_of(rank) for rank in target.ranks}):
+        want, have = on_host(target, wanted, host), on_host(source, held, host)
+        if (key := (want.tobytes(), have.tobytes())) in seen:
+            continue
+        seen.add(key)
+        lacking = grid.covered(want) & ~grid.covered(have)
+        leaving |= lacking
+        seconds = max(seconds, float(grid.areas[lacking].sum()) / min(len(want) * nic, port))
+    if not leaving.any():
+        return 0.0
+    hosts = sorted({cluster.host_of(rank) for rank in source.ranks})
+    seconds = max(seconds, float(grid.areas[leaving].sum()) / (len(hosts) * port))
+    parts = np.unique(held, axis=0)
+    for part in parts if len(parts) <= _MANY else ():
+        holding = [int((on_host(source, held, h) == part).all(axis=1).sum()) for h in hosts]
+        near = [on_host(target, wanted, h) for h, count in zip(hosts, holding, strict=True) if count]
+        alone = total = 0.0
+        most = sum(holding)
+        for piece in grid.pieces(part):
+            leaves = grid.area(piece, leaving)
+            # Those who hold it can send it, and those beside them who want it, too.
+            also = sum(int((_overlap(w, np.broadcast_to(piece, w.shape)) > 1e-9).sum()) for w in near)
+            total, alone = total + leaves, alone + (0.0 if also else leaves)
+            most = max(most, sum(holding) + also)
+        most = min(most, per_host * len(near))
+        seconds = max(seconds, alone / sum(holding) / nic, total / most / nic)
+    return seconds

@@ -1,0 +1,166 @@
+"""Costs against the formulas of the papers, on clusters where all but one thing is free."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from realhf.cluster import Cluster, Link
+from realhf.graph import FunctionCall
+from realhf.layout import ParallelStrategy
+from realhf.model_config import ModelConfig
+from realhf.planner.cost import Options, call_cost
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.rates import Assumptions, Rates, Span
+
+FREE = 1e30
+PERFECT = Assumptions(1.0, 1.0, 1.0, 1.0, block_launch_seconds=0.0, call_seconds=0.0)
+LLAMA = ModelConfig.load("llama-7b")
+ROLE = ModelRole(LLAMA, trainable=True)
+WORK = Workload(64, 1024, 1024, 1024)
+
+
+def _rates(*, flops=FREE, memory=FREE, intra=FREE, inter=FREE, latency=1e-30, pcie=FREE):
+    cluster = Cluster(
+        16, 8, 80e9, 1e12, memory, {"bfloat16": flops}, Link(latency, intra), Link(latency, inter),
+        host_memory=Link(1e-30, pcie),
+    )  # fmt: skip
+    return Rates(cluster, PERFECT)
+
+
+def _cost(rates, kind, strategy, *, role=ROLE, work=WORK, options=None):
+    call = FunctionCall("call", kind, ("x",), () if kind == "train_step" else ("y",), role="actor")
+    parsed = ParallelStrategy.parse(strategy)
+    per_host = min(8, parsed.num_ranks)
+    return call_cost(rates, call, role, work, parsed, per_host=per_host, options=options or Options(4096))
+
+
+def _flops(tokens, samples, chosen):
+    """Of a forward pass: 2 per parameter and token (logits where they are wanted), and causal attention."""
+    matrices = ROLE.spec.numel - 2 * LLAMA.vocab_size * LLAMA.hidden_size - (2 * 32 + 1) * LLAMA.hidden_size
+    attention = samples * 2 * 2048**2 * LLAMA.hidden_size * LLAMA.num_layers  # 4 s^2 h per layer, half of it
+    return 2 * tokens * matrices + 2 * chosen * LLAMA.vocab_size * LLAMA.hidden_size, attention
+
+
+def test_training_takes_three_times_the_forward_flops():
+    """6 N per token (Kaplan et al. 2020); flash attention's backward pass takes 2.5 times its forward one."""
+    matrices, attention = _flops(64 * 2048, 64, 64 * 1024)
+    forward = _cost(_rates(flops=1e15), "forward", "d1").seconds
+    assert forward == pytest.approx((matrices + attention) / 1e15, rel=1e-6)
+    train = _cost(_rates(flops=1e15), "train_step", "d1").seconds
+    assert train == pytest.approx((3 * matrices + 3.5 * attention) / 1e15, rel=1e-6)
+    again = _cost(_rates(flops=1e15), "train_step", "d1", options=Options(4096, recompute=True)).seconds
+    head = 2 * 64 * 1024 * LLAMA.vocab_size * LLAMA.hidden_size
+    assert again - train == pytest.approx((matrices - head + attention) / 1e15, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["d4", "t4", "d2t2", "t8", "d8t2"])
+def test_flops_are_shared_by_data_and_tensor_parallel_ranks(strategy):
+    parsed = ParallelStrategy.parse(strategy)
+    one, many = (_cost(_rates(flops=1e15), "train_step", s).seconds for s in ("d1", strategy))
+    assert many == pytest.approx(one / parsed.num_ranks, rel=1e-6)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_the_pipeline_idles_p_minus_1_of_m_slots(stages):
+    """1F1B: (p - 1) / m of the ideal time on top (Narayanan et al. 2021)."""
+    values = Workload(64, 1024, 1024, 1024, output="values")  # All stages alike: no logits.
+    cost = _cost(_rates(flops=1e15), "train_step", f"p{stages}", work=values, options=Options(2048))
+    assert cost.num_micro_batches == 64
+    assert cost.parts["pipeline"] / cost.parts["compute"] == pytest.approx((stages - 1) / 64)
+
+
+def test_pipelines_send_hidden_states_between_stages():
+    rates = _rates(intra=1e9)
+    values = Workload(1, 1024, 1024, 1024, output="values")
+    sent = 2048 * LLAMA.hidden_size * 2
+    assert _cost(rates, "forward", "p4", work=values).seconds == pytest.approx(3 * sent / 1e9)
+    assert _cost(rates, "train_step", "p4", work=values).seconds == pytest.approx(6 * sent / 1e9)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_tensor_parallelism_sums_twice_per_block_and_direction(tp):
+    """Shoeybi et al. 2019: two all-reduces of tokens x hidden forward, two backward; each moves
+    2 (n - 1) / n of its bytes over a rank's wire."""
+    values = Workload(2, 1024, 1024, 1024, output="values")
+    each = 2 * (tp - 1) / tp * 2 * 2048 * LLAMA.hidden_size * 2 / 1e9
+    assert _cost(_rates(intra=1e9), "forward", f"t{tp}", work=values).seconds == pytest.approx(64 * each)
+    assert _cost(_rates(intra=1e9), "train_step", f"t{tp}", work=values).seconds == pytest.approx(128 * each)
+
+
+def test_zero_reduces_float32_gradients_and_gathers_bfloat16_parameters():
+    """(n - 1) / n of 4 + 2 bytes per parameter and optimizer step (Rajbhandari et al. 2020)."""
+    values = Workload(64, 1024, 1024, 1024, minibatches=4, output="values")
+    seconds = _cost(_rates(intra=1e9), "train_step", "d8", work=values).seconds
+    assert seconds == pytest.approx(4 * 7 / 8 * 6 * ROLE.spec.numel / 1e9, rel=1e-2)
+
+
+def test_groups_over_hosts_share_the_ports_of_their_members():
+    rates = _rates(inter=1e9)
+    assert rates.all_gather(8e9, Span(8, 8)) == pytest.approx(0.0, abs=1e-9)
+    assert rates.all_gather(8e9, Span(8, 1)) == pytest.approx(7.0)
+    assert rates.all_gather(8e9, Span(16, 8)) == pytest.approx(0.5)  # half comes from outside, over 8 ports
+
+
+def test_decoding_reads_weights_and_cache_once_per_token():
+    """Pope et al. 2022: at small batches a step takes bytes / bandwidth."""
+    rates, work = _rates(memory=1e12), Workload(4, 1024, 64, 64)
+    spent = _cost(rates, "generate", "d1", work=work).parts["decode"]
+    layers = LLAMA.num_layers * (4 * 4096**2 + 3 * 4096 * LLAMA.intermediate_size)
+    head = LLAMA.vocab_size * LLAMA.hidden_size
+    context = np.arange(1025, 1089)
+    read = 2 * (64 * (layers + head) + (4 * context * 2 * LLAMA.hidden_size * LLAMA.num_layers).sum())
+    sampling = 64 * 4 * 8 * LLAMA.vocab_size * 4
+    assert spent == pytest.approx((read + sampling) / 1e12, rel=1e-3)
+    # Twice the bytes per token with float32 weights and cache, half of them on each of two ranks.
+    half = _cost(rates, "generate", "t2", work=work).parts["decode"]
+    assert half == pytest.approx(spent / 2, rel=1e-3)
+
+
+def test_short_responses_end_early():
+    rates = _rates(memory=1e12)
+    full = _cost(rates, "generate", "d1", work=Workload(1, 8, 512, 512)).seconds
+    short = _cost(rates, "generate", "d1", work=Workload(1, 8, 128, 512)).seconds
+    assert short == pytest.approx(full / 4, rel=0.1)  # One row: as many steps as it has tokens.
+    many = _cost(rates, "generate", "d1", work=Workload(256, 8, 128, 512)).seconds
+    assert many > 3.5 * short  # Somebody writes till the end.
+
+
+def test_response_lengths_have_their_mean():
+    for mean, limit in ((20.0, 64), (100.0, 100), (1.0, 50), (63.5, 64)):
+        work = Workload(prompt_tokens=10, response_tokens=mean, max_new_tokens=limit)
+        rng, survival = np.random.default_rng(0), work.survival
+        assert survival.sum() == pytest.approx(mean)
+        lengths = (rng.random(200_000)[:, None] < survival[None]).sum(axis=1)
+        assert work.squared_tokens == pytest.approx(((10.0 + lengths) ** 2).mean(), rel=2e-2)
+
+
+def test_offload_brings_the_weights_back_once():
+    frozen = replace(ROLE, trainable=False)
+    plain = _cost(_rates(pcie=1e9), "forward", "t2", role=frozen)
+    offloaded = _cost(_rates(pcie=1e9), "forward", "t2", role=frozen, options=Options(4096, offload=True))
+    assert offloaded.seconds - plain.seconds == pytest.approx(ROLE.spec.numel * 2 / 2 / 1e9, rel=1e-3)
+
+
+def test_parts_add_up():
+    rates = Rates(Cluster.load("h100-8x8"))
+    for kind in ("generate", "forward", "train_step"):
+        for strategy in ("d1", "d8t8", "d4t2p8", "t8p8", "d2t4p4"):
+            cost = _cost(rates, kind, strategy)
+            assert sum(cost.parts.values()) == pytest.approx(cost.seconds), (kind, strategy)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_experts_cost_what_tokens_activate(name):
+    """Published: 3B of 30B and 37B of 671B parameters are active per token."""
+    active = {"qwen3-30b-a3b": 3.3e9, "deepseek-v3": 37e9}[name]
+    role = ModelRole(ModelConfig.load(name))
+    work = Workload(256, 1, 0, 0, output="values")  # One token each: hardly any attention.
+    seconds = _cost(_rates(flops=1e15), "forward", "d1", role=role, work=work).seconds
+    vocabulary = role.config.vocab_size * role.config.hidden_size * 2
+    assert seconds * 1e15 / 256 / 2 == pytest.approx(active - vocabulary, rel=0.06)
+    spread = _cost(_rates(intra=1e9), "forward", "d8e8", role=role, work=work).seconds
+    c = role.config
+    layers = c.num_layers - c.moe.num_dense_layers
+    sent = 2 * layers * 32 * c.moe.num_experts_per_token * c.hidden_size * 2 * 7 / 8
+    assert spread == pytest.approx(sent / 1e9, rel=1e-6)

@@ -1,0 +1,45 @@
+"""Quick costs of reallocations against the schedules that carry them out."""
+
+import random
+
+import pytest
+
+from realhf.cluster import Cluster
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from realhf.planner.transfer import Placed, transfer_seconds
+from realhf.realloc.schedule import make_schedule
+from realhf.realloc.wires import Wires
+
+SPEC = model_spec(ModelConfig.load("qwen2.5-7b"))
+
+
+def _placed(rng, cluster):
+    size = rng.choice([n for n in (1, 2, 4, 8, 16, 32) if n <= cluster.num_devices])
+    first = rng.randrange(0, cluster.num_devices // size) * size
+    tp = rng.choice([n for n in (1, 2, 4) if n <= min(size, cluster.devices_per_host)])
+    pp = rng.choice([n for n in (1, 2, 4) if size // tp % n == 0])
+    return Placed(ParallelStrategy(tp=tp, pp=pp, dp=size // tp // pp), first)
+
+
+def _layout(placed):
+    return Layout(placed.strategy, DeviceMesh(tuple(placed.ranks)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_cost_is_near_the_schedule(seed):
+    rng = random.Random(seed)
+    cluster = Cluster.load(rng.choice(["h100-1x8", "h100-2x8", "h100-8x8"]))
+    source, target = _placed(rng, cluster), _placed(rng, cluster)
+    sharded = source.strategy.dp > 1 and rng.random() < 0.5
+    cost = transfer_seconds(cluster, source, target, num_bytes=SPEC.numel * 2, sharded=sharded)
+    schedule = make_schedule(
+        SPEC, source=_layout(source), target=_layout(target), itemsize=2, wires=Wires.of_cluster(cluster),
+        sharded=sharded,
+    )  # fmt: skip
+    whole = SPEC.numel * 2 / cluster.intra_host.bandwidth_bytes_per_second
+    if schedule.seconds < 0.05 * whole:
+        assert cost < 0.1 * whole
+    else:  # The embedding, the head and uneven rows are not spread as evenly as layers.
+        assert schedule.seconds / 1.35 < cost < 1.35 * schedule.seconds, (source, target, sharded)
