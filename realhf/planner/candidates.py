@@ -17,7 +17,7 @@ from realhf.planner.rates import Rates
 
 _RANGE_ENDS = 8  # Ranges of hosts begin and end at so many places; smaller ones are aligned powers of two,
 _SMALLEST_PART = 4  # down to this part of the distance between those places.
-_MICRO_BATCH_SIZES = 6  # Sizes of micro-batches that are tried, each half of the one before.
+_HALVINGS = 5  # Of the rows that are generated at once.
 _LARGEST_MICRO_BATCH = 1 << 17
 
 
@@ -123,16 +123,17 @@ def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -
     role, work = problem.role_of(call), problem.workloads[call.name]
     longest = max(1, math.ceil(work.tokens))
     share = math.ceil(work.num_samples / work.minibatches / strategy.dp) * longest
-    sizes = {min(1 << (share - 1).bit_length(), _LARGEST_MICRO_BATCH) >> i for i in range(_MICRO_BATCH_SIZES)}
+    largest = min(1 << (share - 1).bit_length(), _LARGEST_MICRO_BATCH)
+    sizes = {largest, largest >> 2, largest >> 4, 2 * longest, longest}
     frozen = not role.trainable and role.follows is None and problem.cluster.host_memory is not None
     single = sum(other.role == call.role for other in problem.graph.calls) == 1
     for offload in (False, True) if frozen and single else (False,):
         if call.kind == "generate":
             rows = min(work.max_rows, math.ceil(work.num_samples / strategy.dp))
-            for count in sorted({max(1, rows >> i) for i in range(_MICRO_BATCH_SIZES)}):
+            for count in sorted({max(1, rows >> i) for i in range(_HALVINGS)}):
                 yield Options(max_rows=count, offload=offload)
             continue
-        for tokens in sorted({max(size, longest) for size in sizes}):
+        for tokens in sorted({min(max(size, longest), largest) for size in sizes}):
             for recompute in (False, True) if call.kind == "train_step" else (False,):
                 yield Options(tokens, None, recompute, offload)
 

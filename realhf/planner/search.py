@@ -16,8 +16,8 @@ from realhf.planner.space import Space
 
 _OPEN = -1
 _CHILDREN = 12_000  # Plans that are looked at at once.
-_DIVE_EVERY = 8  # Rounds of expansion between two attempts to complete what looks best,
-_BEAM = 12  # each with so many unfinished plans side by side.
+_DIVE_EVERY = 2  # Rounds of expansion between two attempts to complete what looks best,
+_BEAM = 24  # each with so many unfinished plans side by side.
 _MOST_NODES = 1_000_000  # Beyond, the least promising are given up; their bound is kept.
 _EXACT = 24  # In local search, how many promising changes are looked at with reallocations.
 _SAME = 1e-9  # Relative difference below which two times are equal.
@@ -50,9 +50,9 @@ def search(
     began = time.perf_counter()
     local = LocalSearch(space)
     for start in [*starts, *local.starts()]:
-        if local.best_score < np.inf and time.perf_counter() - began > time_limit / 2:
-            break
         local.improve(np.array(start))
+        if local.best_score < np.inf:
+            break
     tree = _Tree(space, local)
     while not tree.is_finished(gap) and (spent := time.perf_counter() - began) < time_limit:
         if progress is not None:
@@ -79,6 +79,7 @@ class LocalSearch:
         self._num = len(space.units)
         self.best: np.ndarray | None = None
         self.best_score = np.inf
+        self._ways = [unit.varied() for unit in space.units]
 
     def starts(self) -> list[list[int]]:
         """Everything everywhere in its fastest way; in the leanest way; each call on a part of its own."""
@@ -106,7 +107,7 @@ class LocalSearch:
 
     def _best_of(self, chosen: np.ndarray, score: float, unit: int) -> tuple[np.ndarray, float]:
         """The best plan in which one unit has another candidate, if it is better than `chosen`."""
-        plans = self._changed(chosen, unit)
+        plans = self._changed(chosen, unit, self._ways[unit])
         rough = self._scores(plans, self._space.periods(self._space.units, plans))
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < score * (1 - _SAME)]
@@ -116,10 +117,10 @@ class LocalSearch:
         best = int(np.argmin(exact))
         return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
 
-    def _changed(self, chosen: np.ndarray, unit: int) -> np.ndarray:
-        """The plan with each candidate of a unit."""
-        plans = np.repeat(chosen[None], len(self._space.units[unit].candidates), axis=0)
-        plans[:, unit] = np.arange(len(plans))
+    def _changed(self, chosen: np.ndarray, unit: int, ways: np.ndarray) -> np.ndarray:
+        """The plan with each of these candidates of a unit."""
+        plans = np.repeat(chosen[None], len(ways), axis=0)
+        plans[:, unit] = ways
         return plans
 
     def tidy(self) -> None:
@@ -128,7 +129,7 @@ class LocalSearch:
         if self.best is None:
             return
         for u, unit in enumerate(self._space.units):
-            plans = self._changed(self.best, u)
+            plans = self._changed(self.best, u, np.arange(len(unit.candidates)))
             rough = self._scores(plans, self._space.periods(self._space.units, plans))
             as_short = rough <= self.best_score * (1 + _SAME)
             leaner = np.flatnonzero(as_short & (unit.area < unit.area[self.best[u]]))
@@ -177,7 +178,9 @@ class _Tree:
         level = np.flatnonzero(self._depths == depth)
         taken = level[np.argsort(self._bounds[level], kind="stable")[: self._width(int(depth))]]
         plans, bounds = self._plans[taken], self._bounds[taken]
-        self._keep(np.setdiff1d(np.arange(len(self._plans)), taken))
+        left = np.ones(len(self._plans), dtype=bool)
+        left[taken] = False
+        self._keep(left)
         self.num_expanded, self.num_rounds = self.num_expanded + len(plans), self.num_rounds + 1
         children, bounds = self._children(plans, bounds, int(depth))
         if depth + 1 == self._leaf_depth:
@@ -186,7 +189,7 @@ class _Tree:
             self._plans = np.concatenate([self._plans, children])
             self._bounds = np.concatenate([self._bounds, bounds])
             self._depths = np.concatenate([self._depths, np.full(len(children), depth + 1)])
-        self._keep(np.flatnonzero(self._bounds < self._goal))
+        self._keep(self._bounds < self._goal)
         if len(self._plans) > _MOST_NODES:
             order = np.argsort(self._bounds, kind="stable")
             self._given_up = min(self._given_up, self._bounds[order[_MOST_NODES // 2]])

@@ -84,6 +84,19 @@ class Unit:
             groups.setdefault(candidate.mesh, []).append(i)
         return [np.array(group) for group in groups.values()]
 
+    def varied(self) -> np.ndarray:
+        """A few candidates of each mesh: the fastest, and those that are slower but need less memory."""
+        picks = []
+        for group in self.by_mesh:
+            memory = self.resting[group] + self.running[group] + sum(array[group] for array in self.copied)
+            leaner, least = [], np.inf
+            for i in np.lexsort((memory, self.seconds[group].sum(axis=1))):
+                if memory[i] < least * 0.95:
+                    leaner.append(group[i])
+                    least = memory[i]
+            picks += leaner
+        return np.array(picks)
+
     def with_meshes(self) -> "Unit":
         """This unit with one more, wishful candidate per mesh behind the others, in the order of `by_mesh`:
         the least time of each call and the least memory on that mesh."""
@@ -242,11 +255,28 @@ def _units(problem: Problem, rates: Rates) -> list[Unit]:
         owners[role] = (training or of_role)[0]
     known: dict[tuple[str, int, str], list[Variant]] = {}
     units = []
+    moved = {call.role for call in calls if call.kind == "train_step"}
+    moved |= {name for name, role in problem.roles.items() if role.follows in moved}
     for group in sorted(map(sorted, groups)):
         candidates = _candidates(problem, rates, [calls[i] for i in group], known)
         homes = [role for role, owner in owners.items() if owner in group]
+        role = calls[group[0]].role
+        if len(group) == 1 and role not in moved and sum(call.role == role for call in calls) == 1:
+            candidates = _undominated(candidates)
         units.append(Unit({i: calls[i] for i in group}, candidates, homes=homes))
     return units
+
+
+def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates of a call whose parameters never move: of equal meshes, those that none beats in time and
+    memory."""
+    kept: dict[Mesh, list[Candidate]] = {}
+    for candidate in sorted(candidates, key=lambda c: c.variants[0].cost.seconds):
+        (mine,) = candidate.variants
+        others = (other.variants[0] for other in kept.setdefault(candidate.mesh, []))
+        if not any(o.home_bytes <= mine.home_bytes and o.call_bytes <= mine.call_bytes for o in others):
+            kept[candidate.mesh].append(candidate)
+    return [candidate for group in kept.values() for candidate in group]
 
 
 def _candidates(
