@@ -34,21 +34,25 @@ def metropolis(space: Space, *, cpu_seconds: float, num_chains: int = 64, seed: 
     now_KU = np.zeros((num_chains, len(sizes)), dtype=int)  # Candidates are in order of time: 0 is fastest.
     scale = float(space.exact_periods(now_KU[:1])[0])
     beta_K = np.geomspace(_HOTTEST, _COLDEST, num_chains) / scale
-    best, best_seconds, num_plans = None, np.inf, 0
-    cost_K = np.full(num_chains, np.inf)
-    next_KU, rows = now_KU, np.arange(num_chains)
+    best, best_seconds, num_plans = now_KU[0], np.inf, 0
+    cost_K, next_KU = np.full(num_chains, np.inf), now_KU
     while True:
-        seconds_K, over_K = space.exact_periods(next_KU), space.overflow(space.units, next_KU)
-        fitting_K = np.where(over_K <= 0, seconds_K, np.inf)
-        if fitting_K.min() < best_seconds:
-            best, best_seconds = next_KU[fitting_K.argmin()].copy(), float(fitting_K.min())
-        penalty_K = _PENALTY * scale * (1 + np.maximum(over_K, 0) / space.capacity)
-        after_K = seconds_K + np.where(over_K > 0, penalty_K, 0.0)
-        with np.errstate(over="ignore"):
-            accepted = random.random(num_chains) < np.exp(np.minimum(0.0, beta_K * (cost_K - after_K)))
-        now_KU, cost_K = np.where(accepted[:, None], next_KU, now_KU), np.where(accepted, after_K, cost_K)
+        # The random number comes first: reallocations, the dearest part of the costs, need not be timed for
+        # plans that cost too much without them.
+        most_K = cost_K - np.log(1 - random.random(num_chains)) / beta_K
+        over_K = space.overflow(space.units, next_KU)
+        fine_K = np.where(over_K > 0, _PENALTY * scale * (1 + over_K / space.capacity), 0.0)
+        after_K = space.periods(space.units, next_KU) + fine_K
+        maybe = np.flatnonzero(after_K <= most_K)
+        if len(maybe):
+            after_K[maybe] = space.exact_periods(next_KU[maybe]) + fine_K[maybe]
+        accepted_K = after_K <= most_K
+        fitting_K = np.where(accepted_K & (over_K <= 0), after_K, np.inf)
+        if fitting_K.min() < best_seconds:  # Better than all before: no chain rejects it.
+            best, best_seconds = next_KU[fitting_K.argmin()], float(fitting_K.min())
+        now_KU, cost_K = np.where(accepted_K[:, None], next_KU, now_KU), np.where(accepted_K, after_K, cost_K)
         num_plans += num_chains
         if time.process_time() - began >= cpu_seconds:
-            return Walked(best, best_seconds, num_plans)
+            return Walked(best if np.isfinite(best_seconds) else None, best_seconds, num_plans)
         unit_K, next_KU = random.integers(len(sizes), size=num_chains), now_KU.copy()
-        next_KU[rows, unit_K] = random.integers(sizes[unit_K])
+        next_KU[np.arange(num_chains), unit_K] = random.integers(sizes[unit_K])

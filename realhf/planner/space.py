@@ -260,8 +260,8 @@ def _units(problem: Problem, rates: Rates) -> list[Unit]:
     for group in sorted(map(sorted, groups)):
         candidates = _candidates(problem, rates, [calls[i] for i in group], known)
         homes = [role for role, owner in owners.items() if owner in group]
-        role = calls[group[0]].role
-        if len(group) == 1 and role not in moved and sum(call.role == role for call in calls) == 1:
+        mine = calls[group[0]].role
+        if len(group) == 1 and mine not in moved and sum(call.role == mine for call in calls) == 1:
             candidates = _undominated(candidates)
         units.append(Unit({i: calls[i] for i in group}, candidates, homes=homes))
     return units
