@@ -32,7 +32,7 @@ def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--cluster", help="cluster file or shipped name such as h100-8x8; default: this machine")
     add("-o", "--output", metavar="PLAN.yaml", help="where to write the plan")
-    text = "seconds to search at most; default: 2 up to 64 devices, 20 from 1024 on"
+    text = "seconds of computing that the search may take; default: 2 up to 64 devices, 20 at 1024"
     add("--time-limit", type=float, metavar="S", help=text)
     add("--gap", type=float, default=_GAP, help="search until the plan is within this share of the best one")
     text = "fix the layout of a call, such as actor_train=d8t8@0-63; may be repeated"

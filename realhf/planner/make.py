@@ -39,17 +39,18 @@ def make_plan(
     problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_rounds: int | None = None,
     progress: Progress | None = None,
 ) -> Planned:  # fmt: skip
-    """The best plan found within `time_limit` seconds, or sooner when it is within `gap` of the best.
+    """The best plan found within `time_limit` seconds of computing, or sooner when it is within `gap` of the
+    best.
 
     Raises ValueError when nothing fits.
     """
-    began = time.perf_counter()
+    began = time.process_time()
     _require_divisible(problem)
     space = Space(problem, rates)
     _require_candidates(space)
     rule = heuristic(space)
     found = search(
-        space, time_limit=max(0.1, time_limit - (time.perf_counter() - began)), gap=gap,
+        space, time_limit=max(0.1, time_limit - (time.process_time() - began)), gap=gap,
         starts=[] if rule is None else [rule], max_rounds=max_rounds, progress=progress,
     )  # fmt: skip
     if found is None:
@@ -64,7 +65,7 @@ def make_plan(
     rule_seconds = None
     if rule is not None:
         rule_seconds = float(space.exact_periods(np.array([rule]))[0])
-    spent = time.perf_counter() - began
+    spent = time.process_time() - began
     return Planned(
         problem, plan, by_call, found, simulation, proof, _reasons(space, chosen, found), rule_seconds, spent
     )
