@@ -45,8 +45,11 @@ def search(
     space: Space, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
     max_rounds: int | None = None, progress: Progress | None = None,
 ) -> Found | None:  # fmt: skip
-    """The best plan found within `time_limit` seconds of computing, sooner when its gap is at most `gap`; None when no
-    plan fits the devices' memory, as far as was looked. The same every time unless `time_limit` ends it."""
+    """The best plan found within `time_limit` seconds of computing, sooner when its gap is at most `gap`.
+
+    None when no plan fits the devices' memory, as far as was looked. The same every time unless `time_limit`
+    ends it.
+    """
     began = time.process_time()
     local = LocalSearch(space)
     for start in [*starts, *local.starts()]:
