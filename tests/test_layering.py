@@ -21,6 +21,7 @@ LAYERS = {
     "engine": 4,
     "experiment": 5,
     **dict.fromkeys(("algorithms", "rewards", "runtime"), 6),
+    "profiling": 6.5,
     **dict.fromkeys(("launch", "worker", "cli", "__main__"), 7),
 }
 """Layer of every module or subpackage directly under realhf."""
@@ -32,7 +33,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.engine.work", "realhf.data.dataset"),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
-MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 9000
+MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 10000
 
 
 @cache
