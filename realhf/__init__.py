@@ -13,7 +13,7 @@ _PUBLIC = {
     "data.dataset": ("DatasetConfig",),
     "engine.work": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
                     "TrainStep", "Values"),
-    "experiment": ("Experiment", "Role"),
+    "experiment": ("Expected", "Experiment", "Role"),
     "graph": ("DataflowGraph", "FunctionCall"),
     "layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "model_config": ("ModelConfig",),

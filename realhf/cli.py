@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import tyro
 from rich.console import Console
 
+from realhf import plan_command
 from realhf.cluster import Cluster
 from realhf.errors import UserError
 from realhf.experiment import Experiment
@@ -93,6 +94,9 @@ def _parser() -> ArgumentParser:
     profile = _add_command(commands, "profile", _profile, text)
     profile.add_argument("--nproc", type=int, help="local workers that measure at once; default: as for run")
     profile.add_argument("-o", "--out", default="profile.yaml", help="file to write; default: profile.yaml")
+    text = "find the best plan for a cluster, and how near the best possible it is"
+    plan = _add_command(commands, "plan", _plan, text, plan=False)
+    plan_command.add_options(plan)
     _add_realloc(commands)
     return parser
 
@@ -111,12 +115,15 @@ def _add_realloc(commands: Any) -> None:
     add("--transfers", action="store_true", help="with --json: every transfer, and who holds what")
 
 
-def _add_command(commands: Any, name: str, function: Any, text: str) -> ArgumentParser:
+def _add_command(
+    commands: Any, name: str, function: Any, text: str, *, plan: bool = True
+) -> ArgumentParser:
     command = commands.add_parser(name, help=text, description=text, add_help=False, allow_abbrev=False)
     command.set_defaults(command=function, parser=command)
     add = command.add_argument
     add("experiment", nargs="?", metavar="EXP.py", help="Python file that defines `experiment`")
-    add("--plan", help="plan file or shipped name; default: every call split over all ranks by dp")
+    if plan:
+        add("--plan", help="plan file or shipped name, or `auto`; default: calls split over all ranks by dp")
     add("-h", "--help", action="store_true", help="this help; with EXP.py also every field to override")
     return command
 
@@ -161,6 +168,10 @@ def _check(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> i
         columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"
         print("  ".join(("", columns, *where.options)))
     return EXIT_DONE
+
+
+def _plan(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+    return plan_command.plan(options, experiment)
 
 
 def _realloc(options: Namespace, unknown: Sequence[str]) -> int:
@@ -287,7 +298,16 @@ def _compile(experiment: Experiment, options: Namespace, num_ranks: int | None) 
     """The program and its number of ranks: as given, else what --nproc says, else what the plan uses."""
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
-    plan = None if options.plan is None else ExecutionPlan.load(options.plan)
+    plan = None
+    if options.plan == "auto":
+        per_host = int(os.environ["LOCAL_WORLD_SIZE"]) if num_ranks else options.nproc
+        hosts = num_ranks // per_host if num_ranks and per_host else 1
+        planned = plan_command.auto_plan(
+            experiment, options.experiment, num_hosts=hosts, devices_per_host=per_host
+        )
+        plan, num_ranks = planned.plan, num_ranks or planned.problem.cluster.num_devices
+    elif options.plan is not None:
+        plan = ExecutionPlan.load(options.plan)
     num_ranks = num_ranks or options.nproc or (plan.num_ranks if plan else 1)
     try:
         return compile_program(experiment, plan, world_size=num_ranks), num_ranks

@@ -31,6 +31,15 @@ class Role:
         return ModelConfig.load(self.model, head=self.head)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What the planner is to expect of the data; nothing else depends on it. Means, in tokens."""
+
+    prompt_tokens: int | None = None  # None: measured on the dataset.
+    response_tokens: int | None = None  # None: as many as sampling allows, or measured on the dataset.
+    host_seconds: float = 0.0  # Of each call in plain Python, such as a reward function.
+
+
 @dataclass
 class Experiment:
     """Base of all experiments; an algorithm adds its settings and overrides `roles` and `graph`."""
@@ -44,6 +53,7 @@ class Experiment:
     eval_every: int = 0  # Steps between evaluations; 0: only before the first and after the last step.
     export_every: int = 0  # Steps between Hugging Face exports; 0: only after the last step.
     log_every: int = 1  # Steps between printed lines.
+    expected: Expected = field(default_factory=Expected)
     tokenizer: str | None = None  # Directory of the tokenizer; None: that of the first role.
 
     def roles(self) -> dict[str, Role]:

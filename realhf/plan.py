@@ -21,13 +21,15 @@ class CallPlan:
 
     layout: Layout
     micro_batch_tokens: int = 16384  # At most so many tokens in one forward or backward pass on a rank.
+    max_rows: int | None = None  # A rank generates so many sequences at once; None: as the experiment says.
     recompute: bool = False  # A train step keeps only every block's input, and computes the block again.
     offload: bool = False  # The frozen role's weights lie in host memory except while the call runs.
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(num := self.micro_batch_tokens, int) or num < 1:
-            raise ValueError(f"micro_batch_tokens is {num!r}: it must be a whole number of at least 1")
+        for name, num in (("micro_batch_tokens", self.micro_batch_tokens), ("max_rows", self.max_rows or 1)):
+            if not isinstance(num, int) or num < 1:
+                raise ValueError(f"{name} is {num!r}: it must be a whole number of at least 1")
         for name in OPTIONS:
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {value!r}: it must be true or false")
@@ -70,6 +72,9 @@ class ExecutionPlan:
                 raise ValueError(f"{where}.layout {layout} uses rank {beyond[0]}, but {there_are}")
             if call.kind == "host" and layout.strategy.num_ranks != layout.dp:
                 raise ValueError(f"{where}.layout {layout.strategy}: a host call can be split over dp only")
+            if self[call.name].max_rows is not None and call.kind != "generate":
+                why = f"the call's kind is {call.kind}; only a generate call has rows"
+                raise ValueError(f"{where}.max_rows: {why}")
             if self[call.name].recompute and call.kind != "train_step":
                 why = "only a train_step keeps what it could recompute"
                 raise ValueError(f"{where}.recompute: the call's kind is {call.kind}; {why}")
@@ -90,7 +95,7 @@ class ExecutionPlan:
         for name, entry in entries.items():
             if not isinstance(entry, dict) or "layout" not in entry:
                 raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
-            legal = ("layout", "micro_batch_tokens", *OPTIONS, "predicted")
+            legal = ("layout", "micro_batch_tokens", "max_rows", *OPTIONS, "predicted")
             _refuse_unknown(entry, legal, f"calls.{name} has an ")
             try:
                 calls[name] = CallPlan(**{**entry, "layout": Layout.parse(entry["layout"])})
@@ -102,6 +107,8 @@ class ExecutionPlan:
         calls: dict[str, Any] = {}
         for name, call in self.calls.items():
             calls[name] = {"layout": str(call.layout), "micro_batch_tokens": call.micro_batch_tokens}
+            if call.max_rows is not None:
+                calls[name]["max_rows"] = call.max_rows
             calls[name] |= dict.fromkeys(call.options, True)
             if call.predicted:
                 calls[name]["predicted"] = dict(call.predicted)

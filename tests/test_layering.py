@@ -20,8 +20,8 @@ LAYERS = {
     **dict.fromkeys(("nn", "planner"), 3),
     "engine": 4,
     "experiment": 5,
-    **dict.fromkeys(("algorithms", "rewards", "runtime"), 6),
-    "profiling": 6.5,
+    **dict.fromkeys(("algorithms", "rewards", "runtime", "planning"), 6),
+    **dict.fromkeys(("plan_command", "profiling"), 6.5),
     **dict.fromkeys(("launch", "worker", "cli", "__main__"), 7),
 }
 """Layer of every module or subpackage directly under realhf."""
@@ -30,10 +30,10 @@ SIDEWAYS |= {("__main__", "cli"), ("launch", "cli"), ("worker", "cli")}
 FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
-    *("realhf.engine.work", "realhf.data.dataset"),
+    *("realhf.engine.work", "realhf.data.dataset", "realhf.planning", "realhf.plan_command"),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
-MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 10000
+MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 11500
 
 
 @cache

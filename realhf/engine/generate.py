@@ -92,7 +92,10 @@ class _Cohort:
         self._step += 1
         running = ~self.finished[rows]
         self._num_running = int(running.sum())
-        if 0 < self._num_running < _COMPACT_BELOW * len(rows):
+        if self._step == self._sampling.max_new_tokens or self._num_running == 0:
+            self._cache = None  # Its memory is for the next rows.
+            return
+        if self._num_running < _COMPACT_BELOW * len(rows):
             keep = running.nonzero()[:, 0]
             assert self._cache is not None
             self._cache.keep(keep)

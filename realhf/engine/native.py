@@ -133,7 +133,8 @@ class NativeEngine:
 
         def finish(outputs: dict[str, torch.Tensor], samples: Batch) -> torch.Tensor:
             value, metrics = loss(outputs, samples, totals)
-            sums.append({"loss": value, **metrics})
+            # (Detached: with its graph, a loss would keep the hidden states that came from the stage before.)
+            sums.append({name: x.detach() for name, x in {"loss": value, **metrics}.items()})
             return value
 
         settings = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}

@@ -48,8 +48,10 @@ def run_pipeline(
                 groups.pp.exchange([], [(at - 1, hidden)])
                 hidden.requires_grad_(train)
             output = forward(i, hidden)
+            if train:
+                inputs[i] = hidden
             if train or groups.is_last_stage:
-                inputs[i], outputs[i] = hidden, output
+                outputs[i] = output
             if not groups.is_last_stage:
                 pending.append(groups.pp.post([(at + 1, output.detach().contiguous())], []))
         else:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -128,11 +128,13 @@ def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -
     single = sum(other.role == call.role for other in problem.graph.calls) == 1
     for offload in (False, True) if frozen and single else (False,):
         if call.kind == "generate":
-            yield Options(max(longest, 1 << 14), offload=offload)
+            rows = min(work.max_rows, math.ceil(work.num_samples / strategy.dp))
+            for count in sorted({max(1, rows >> i) for i in range(_MICRO_BATCH_SIZES)}):
+                yield Options(max_rows=count, offload=offload)
             continue
         for tokens in sorted({max(size, longest) for size in sizes}):
             for recompute in (False, True) if call.kind == "train_step" else (False,):
-                yield Options(tokens, recompute, offload)
+                yield Options(tokens, None, recompute, offload)
 
 
 def _variant(
@@ -140,6 +142,7 @@ def _variant(
     options: Options, per_host: int,
 ) -> Variant | None:  # fmt: skip
     cost = call_cost(rates, call, role, work, strategy, per_host=per_host, options=options)
+    work = replace(work, max_rows=options.max_rows or work.max_rows)
     ends = sorted({0, strategy.pp // 2, strategy.pp - 1})
     weights = max(weights_bytes(role, strategy, stage) for stage in ends)
     home = weights
@@ -164,5 +167,10 @@ def _beats(a: Variant, b: Variant) -> bool:
     mine = (a.cost.seconds, a.home_bytes, a.copy_bytes, a.call_bytes)
     theirs = (b.cost.seconds, b.home_bytes, b.copy_bytes, b.call_bytes)
     return all(x <= y for x, y in zip(mine, theirs, strict=True)) and (
-        mine != theirs or a.options < b.options
+        mine != theirs or _rank(a.options) < _rank(b.options)
     )
+
+
+def _rank(options: Options) -> tuple[int, ...]:
+    """Orders options that cost the same: the plainest first."""
+    return (options.offload, options.recompute, options.max_rows or 0, options.micro_batch_tokens)

@@ -7,7 +7,7 @@ the engine does it; `Engine.overlap` is the share of that which an engine hides 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +30,10 @@ class Engine:
 
 
 class Options(NamedTuple):
-    """How a call runs in its layout, besides the layout."""
+    """How a call runs in its layout, besides the layout; `max_rows` is for generating calls."""
 
-    micro_batch_tokens: int
+    micro_batch_tokens: int = 16384
+    max_rows: int | None = None
     recompute: bool = False
     offload: bool = False
 
@@ -74,6 +75,7 @@ def call_cost(
     """Cost of a call on contiguous ranks, `per_host` of them on each host that the mesh touches."""
     groups = spans(strategy, per_host)
     if call.kind == "generate":
+        workload = replace(workload, max_rows=options.max_rows or workload.max_rows)
         cost = _generate(rates, role, workload, strategy, groups)
     elif call.kind == "train_step":
         cost = _train(rates, role, workload, strategy, groups, options, engine)

@@ -1,19 +1,308 @@
-"""stub"""
-_c={}
-def num_params(spec, strategy, stage):
-    k=id(spec)
-    if k not in _c: _c[k]=spec.numel
-    return int(_c[k] / strategy.pp / strategy.tp)
-def weights_bytes(role, strategy, stage): return num_params(role.spec, strategy, stage) * role.itemsize
-def training_bytes(role, strategy, stage): return int(num_params(role.spec, strategy, stage) * (4 + 12 / strategy.dp))
-def call_bytes(role, kind, workload, strategy, stage, *, micro_batch_tokens, recompute=False):
-    c = role.config
-    if kind == "generate":
-        rows = min(workload.max_rows, -(-workload.num_samples // strategy.dp))
-        return {"kv": rows * (workload.prompt_tokens + workload.max_new_tokens) * 2 * c.head_dim * max(1, c.num_kv_heads // strategy.tp) * role.itemsize * c.num_layers / strategy.pp}
-    t = min(micro_batch_tokens, workload.tokens * workload.num_samples)
-    if kind == "train_step":
-        per = (2 if recompute else 34 / strategy.tp) * c.hidden_size * c.num_layers / strategy.pp
-        return {"act": t * per * min(strategy.pp - stage, 8), "logits": t * 4 * 3 * c.vocab_size / strategy.tp}
-    return {"act": t * 20 * c.hidden_size, "logits": t * 8 * c.vocab_size / strategy.tp}
-def available_bytes(cluster): return cluster.device_memory_bytes * 0.9
+"""How many bytes a rank needs for a role and for a call: a formula for everything that our engine holds.
+
+The formulas follow `nn` and `engine` operator by operator; tests/planner/test_memory.py holds them against
+what real processes allocate. Each call is looked at in a few moments, one of which is its peak.
+
+Letters: T tokens of a micro-batch, R response tokens in it, e bytes of an element in the model's dtype, w in
+that of what needs precision (float32; float64 of a float64 model).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from realhf.cluster import Cluster
+from realhf.layout import ParallelStrategy
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.sizes import Widths, held_params, num_params, widths
+from realhf.realloc.schedule import STAGING_BYTES
+
+__all__ = ["available_bytes", "call_bytes", "num_params", "training_bytes", "weights_bytes"]
+
+Parts = dict[str, float]
+
+_FRAGMENTATION = 0.05  # Share of a device's memory that the allocator cannot use.
+_CONTEXT_BYTES = 1 << 30  # Of libraries and of communication buffers; a Python process on CPU takes no less.
+_SAMPLE_BYTES = 64  # Of a token in the inputs of a call: ids, mask and columns of the loss, twice.
+_INDEX_BYTES = 40  # Of a token of a micro-batch: row, position and other integers.
+_SLICE_NUMEL = 1 << 18  # Logits that the log-probs look at at once on CPU; see nn/vocab_parallel.py.
+_CUDA_SLICES = 256
+
+
+def available_bytes(cluster: Cluster) -> float:
+    """Of a device's memory, what plans may use.
+
+    The rest is for fragmentation (5 %), libraries and communication buffers (1 GiB) and what is on its way
+    in a reallocation.
+    """
+    usable = (1 - _FRAGMENTATION) * cluster.device_memory_bytes - _CONTEXT_BYTES - STAGING_BYTES
+    return max(0.0, usable)
+
+
+def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
+    """One copy of the weights on the fullest rank of a stage."""
+    return num_params(role.spec, strategy, stage) * role.itemsize
+
+
+def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
+    """What training holds all the time besides the weights: gradients, and 1/dp of master copy and moments.
+
+    ZeRO stage 1 (Rajbhandari et al. 2020) with all four in float32. Shards end at whole rows of a parameter,
+    hence one row on top. Experts have only dp/ep replicas to share their optimizer.
+    """
+    shared, experts = held_params(role.config, strategy, stage)
+    replicas, expert_replicas = strategy.dp, max(1, strategy.dp // strategy.ep)
+    row = max(role.config.hidden_size, role.config.intermediate_size // strategy.tp) if replicas > 1 else 0
+    sharded = -(-shared // replicas) + -(-experts // expert_replicas) + row
+    return (shared + experts + 3 * sharded) * _wide(role)
+
+
+def call_bytes(
+    role: ModelRole, kind: str, workload: Workload, strategy: ParallelStrategy, stage: int,
+    *, micro_batch_tokens: int, recompute: bool = False, fused: bool = False,
+) -> Parts:  # fmt: skip
+    """Bytes by part that the call adds at its peak on the fullest rank of a stage; their sum is the peak.
+
+    `fused`: with CUDA's kernels and NCCL, where an RMSNorm keeps its input only, attention its output once,
+    and collectives work in place; without, as on CPU with gloo. Top-p sampling is not counted.
+    """
+    call = _Call(role, workload, strategy, stage, micro_batch_tokens, recompute, fused)
+    moments = {"generate": call.generate, "forward": call.forward, "train_step": call.train}[kind]()
+    peak = max(moments, key=lambda parts: sum(parts.values()))
+    return {name: part for name, part in peak.items() if part}
+
+
+def _wide(role: ModelRole) -> int:
+    return max(4, role.itemsize)
+
+
+@dataclass(frozen=True)
+class _Call:
+    role: ModelRole
+    workload: Workload
+    strategy: ParallelStrategy
+    stage: int
+    micro_batch_tokens: int
+    recompute: bool
+    fused: bool
+
+    # Sizes
+
+    @cached_property
+    def _at(self) -> Widths:
+        return widths(self.role.config, self.strategy.tp, self.strategy.ep)
+
+    @cached_property
+    def _layers(self) -> int:
+        return len(self.role.spec.stage_layers(self.strategy, self.stage))
+
+    @property
+    def _is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == self.strategy.pp - 1
+
+    @property
+    def _has_logits(self) -> bool:
+        return self._is_last and self.role.config.head == "lm" and self.workload.output == "logprobs"
+
+    @property
+    def _samples(self) -> int:
+        """Of this dp rank in one mini-batch."""
+        return -(-self.workload.num_samples // (max(1, self.workload.minibatches) * self.strategy.dp))
+
+    @cached_property
+    def _micro_batches(self) -> tuple[int, float, float]:
+        """Their number, tokens of the largest, and response tokens in that; see engine/micro_batch.py."""
+        w, limit, samples = self.workload, self.micro_batch_tokens, self._samples
+        length = max(w.tokens, 1.0)
+        number = max(-(-int(samples * length) // limit), min(self.strategy.pp, samples), 1)
+        if w.response_tokens >= w.max_new_tokens:  # All sequences are alike.
+            rows = max(1, min(-(-samples // number), int(limit // length)))
+            return -(-samples // rows), rows * length, rows * w.response_tokens
+        longest = w.prompt_tokens + w.max_new_tokens
+        tokens = max(longest, min(limit, samples * length / number + longest / 2))
+        return number, tokens, tokens * max(w.response_tokens / length, w.max_new_tokens / longest)
+
+    def _inputs(self, tokens: float) -> Parts:
+        w = self.workload
+        rows = -(-w.num_samples // self.strategy.dp)
+        return {"samples": _SAMPLE_BYTES * rows * w.tokens + _INDEX_BYTES * tokens}
+
+    # Pieces, in bytes
+
+    def _hidden(self, tokens: float) -> float:
+        return self.role.itemsize * self._at.hidden * tokens
+
+    def _norm_saved(self, hidden: float) -> float:
+        """What a norm of `hidden` elements per token keeps of a token besides its output.
+
+        Without a kernel of its own it is computed in w from a copy of the input and keeps that and the
+        normalised input.
+        """
+        e, w = self.role.itemsize, _wide(self.role)
+        return e * hidden + w if self.fused else 2 * w * hidden + w
+
+    def _norm_temporaries(self, tokens: float) -> float:
+        """Of a norm's backward pass."""
+        return self._hidden(tokens) if self.fused else 4 * _wide(self.role) * self._at.hidden * tokens
+
+    def _reduced(self, num_bytes: float) -> float:
+        """Temporaries of a sum over tp: a clone, over gloo also what comes from the others."""
+        tp = self.strategy.tp
+        if tp == 1:
+            return 0.0
+        gathered = 2.0 if tp == 2 else (tp - 1) / tp
+        return num_bytes * (1 + (0.0 if self.fused else gathered))
+
+    def _block_saved(self, tokens: float) -> float:
+        """What autograd keeps of one decoder layer (nn/transformer.py), in order:
+
+        norm | its output, for qkv | qkv, of which v is a view | rotated q, k | attention's output, twice if
+        it is put together from runs of equal lengths, and its logsumexp | norm | its output, for gate and up
+        | gate, up, silu(gate), their product. The sums with the residual stream are the norms' inputs.
+        """
+        a, e = self._at, self.role.itemsize
+        norms = 2 * (self._norm_saved(a.hidden) + e * a.hidden)
+        if self.role.config.qk_norm:
+            norms += self._norm_saved(a.rotated)
+        outputs = 1 if self.fused else 2
+        attention = e * (a.latents + a.qkv + a.rotated + outputs * a.attention) + 4 * a.heads
+        return tokens * (norms + attention + e * (4 * a.mlp + a.routed))
+
+    def _slices(self, numel: float, copies: int) -> float:
+        """Copies of a slice of the logits, and the slice before, which goes when the next one has come."""
+        limit = _SLICE_NUMEL * (_CUDA_SLICES if self.fused else 1)
+        return _wide(self.role) * (copies * min(numel, limit) + (limit if numel > limit else 0))
+
+    def _forward_temporaries(self, tokens: float) -> float:
+        """One layer without autograd at its widest: in a norm, in attention or in the MLP."""
+        a, e, hidden = self._at, self.role.itemsize, self._hidden(tokens)
+        norm = 2 * hidden + (hidden if self.fused else 3 * _wide(self.role) * a.hidden * tokens)
+        outputs = 1 if self.fused else 2
+        projected = e * tokens * (a.latents + a.qkv + a.rotated)
+        attention = 2 * hidden + projected + max(
+            e * tokens * outputs * a.attention + hidden, hidden + self._reduced(hidden))
+        routed = e * tokens * a.routed
+        mlp = 3 * hidden + routed + max(
+            4 * e * tokens * a.mlp, 2 * e * tokens * a.mlp + hidden + self._reduced(hidden))
+        return max(norm, attention, mlp) + e * a.head_dim * tokens
+
+    # Moments
+
+    def forward(self) -> list[Parts]:
+        """Without autograd: in a layer; on the last stage in the logits."""
+        number, tokens, responses = self._micro_batches
+        base = self._inputs(tokens)
+        if self.strategy.pp > 1:  # Sends of hidden states, which are waited for two micro-batches later.
+            sends = 0 if self._is_last else min(number, 3)
+            base["messages"] = self._hidden(tokens) * (sends + (not self._is_first))
+        moments = [base | {"activations": self._forward_temporaries(tokens)}]
+        if self._has_logits:
+            e, w, numel = self.role.itemsize, _wide(self.role), responses * self._at.vocabulary
+            states = {"activations": self._hidden(tokens + responses)}
+            logits = max(w * numel + (e * numel if e < w else 0), w * numel + self._slices(numel, 1))
+            moments.append(base | states | {"logits": logits})
+        return moments
+
+    def train(self) -> list[Parts]:
+        """Forward and backward pass of a micro-batch while others are in flight (1F1B); the optimizer."""
+        number, tokens, responses = self._micro_batches
+        in_flight = min(number, self.strategy.pp - self.stage)
+        e, w, hidden = self.role.itemsize, _wide(self.role), self._hidden(tokens)
+        block = self._block_saved(tokens)
+        kept = self._layers * (hidden if self.recompute else block)
+        kept += e * self._at.head_dim * tokens + _INDEX_BYTES * tokens
+        base, messages = self._inputs(tokens), 0.0
+        if self.strategy.pp > 1:
+            # Hidden states received (a layer keeps them anyway, if its norm does not copy) and sent, ...
+            copied = e < w and not self.fused and not self.recompute
+            messages += in_flight * hidden * ((not self._is_first and copied) + (not self._is_last))
+            # ... a gradient received, and those sent of up to two micro-batches before.
+            messages += hidden * ((not self._is_last) + min(number - 1, 2) * (not self._is_first))
+        base |= {"activations": in_flight * kept, "messages": messages}
+        moments = self._ends_of_training(base, kept, tokens, responses)
+        if self.recompute:  # One layer at a time has all of its activations.
+            base["activations"] += block
+        # The backward pass of the last layer: its MLP with activations as they are, or freed up to the norm
+        # or the gradient of a weight.
+        mlp, weight = e * tokens * self._at.mlp, e * self._at.widest_weight
+        before = hidden + e * self._at.mlp * self._at.hidden
+        head = self._tied_gradient
+        for temporaries in (
+            hidden + self._reduced(hidden),  # (still forward)
+            before + mlp, hidden + 2 * mlp, hidden - 2 * mlp + weight,
+            -4 * mlp + hidden + self._norm_temporaries(tokens),
+            -4 * mlp + 2 * hidden + self._reduced(hidden),
+        ):
+            moments.append(base | {"gradients": head + temporaries})
+        return [*moments, self._inputs(tokens) | {"optimizer": self._optimizer_temporaries}]
+
+    def _ends_of_training(self, base: Parts, kept: float, tokens: float, responses: float) -> list[Parts]:
+        """What is before the first layer and behind the last, at its peaks."""
+        a, e, w, hidden = self._at, self.role.itemsize, _wide(self.role), self._hidden(tokens)
+        weight, moments = e * a.vocabulary * a.hidden, []
+        if self._is_first:  # The other micro-batches in flight, and the embedding's gradient.
+            others = base | {"activations": base["activations"] - kept}
+            copies = 3 if self._tied_gradient else 1
+            moments.append(others | {"gradients": 2 * hidden + copies * weight})
+        if self._is_last:  # What the last norm keeps, and the states that it gives.
+            norm = tokens * self._norm_saved(a.hidden)
+            base = base | {"activations": base["activations"] + norm + self._hidden(responses)}
+            moments.append(base | {"gradients": self._tied_gradient + self._norm_temporaries(tokens)})
+        if self._has_logits:
+            numel = responses * a.vocabulary
+            cast = e * numel if e < w else 0.0
+            moments += [
+                base | {"logits": w * numel + cast},
+                base | {"logits": w * numel + self._slices(numel, 3 if self.workload.entropy else 1)},
+                base | {"logits": 2 * w * numel + self._slices(numel, 1)},
+                base | {"logits": e * numel, "gradients": weight + self._hidden(responses)},
+            ]
+        return moments
+
+    @property
+    def _tied_gradient(self) -> float:
+        """The head's gradient of a tied embedding, which waits for the embedding's own."""
+        here = self.role.config.tied and self.strategy.pp == 1
+        return float(self.role.itemsize * self._at.vocabulary * self._at.hidden) if here else 0.0
+
+    @property
+    def _optimizer_temporaries(self) -> float:
+        """Over gloo: the others' parts of this replica's slice, or of a tied embedding on its two stages."""
+        if self.fused:
+            return 0.0
+        s, w, config = self.strategy, _wide(self.role), self.role.config
+        held = num_params(self.role.spec, s, self.stage)
+        parts = w * held * (s.dp - 1) / s.dp
+        ends = config.tied and s.pp > 1 and (self._is_first or self._is_last)
+        return max(parts, 2.0 * w * self._at.vocabulary * self._at.hidden if ends else 0.0)
+
+    def generate(self) -> list[Parts]:
+        """The prefill of the last cohort, the copies of prompts' rows, decoding with sampling."""
+        a, e, w = self._at, self.role.itemsize, self.workload
+        samples = -(-w.num_samples // self.strategy.dp)
+        rows = min(w.max_rows, samples)
+        cohorts = min(self.strategy.pp, rows)
+        cohort = -(-rows // cohorts)
+        prompts = min(cohort, -(-cohort // w.samples_per_prompt) + (cohort % w.samples_per_prompt > 0))
+        row = a.cached * e * (w.prompt_tokens + w.max_new_tokens)  # In one layer.
+        tokens, cache = prompts * w.prompt_tokens, rows * self._layers * row
+        results = 16.0 * samples * max(w.max_new_tokens, 1) + 8 * samples * w.prompt_tokens
+        base = {"samples": results + _INDEX_BYTES * tokens}
+        messages = 0.0 if self.strategy.pp == 1 else self._hidden(max(tokens, cohort)) * 2
+        base["messages"] = messages
+        before = (rows - cohort) * self._layers * row
+        hidden, prefill = self._hidden(tokens), self._forward_temporaries(tokens)
+        decode = self._forward_temporaries(cohort)
+        shrinks = w.response_tokens < w.max_new_tokens  # A layer is copied when rows have ended.
+        moments = [
+            base | {"kv_cache": before + prompts * self._layers * row, "activations": prefill},
+            base | {"kv_cache": cache + prompts * row, "activations": hidden},
+            base | {"kv_cache": cache + (0.75 * cohort * row if shrinks else 0.0), "activations": decode},
+        ]
+        if self._is_last:  # Logits in w; in float64: divided, exponentials, their sums.
+            logits = cohort * a.vocabulary * (_wide(self.role) + 24)
+            moments.append(base | {"kv_cache": cache, "logits": logits, "activations": self._hidden(cohort)})
+        return moments

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -40,19 +40,10 @@ class Workload:
         """Of one sequence."""
         return self.prompt_tokens + self.response_tokens
 
-    @cached_property
+    @property
     def survival(self) -> np.ndarray:
         """Share of responses that have at least t tokens, for t = 1 to the limit."""
-        limit, mean = max(1, self.max_new_tokens, round(self.response_tokens)), self.response_tokens
-        if mean >= limit:
-            return np.ones(limit)
-        if mean <= 1:
-            return np.array([max(mean, 0.0)])
-        steps, low, high = np.arange(limit), 0.0, 1.0  # Bisection on the share that goes on after a token.
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if (middle**steps).sum() < mean else (low, middle)
-        return low**steps
+        return _survival(self.response_tokens, max(1, self.max_new_tokens, round(self.response_tokens)))
 
     @cached_property
     def squared_tokens(self) -> float:
@@ -60,6 +51,19 @@ class Workload:
         odd = 2 * np.arange(1, len(self.survival) + 1) - 1
         squared_response = float((odd * self.survival).sum())
         return self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + squared_response
+
+
+@lru_cache(maxsize=64)
+def _survival(mean: float, limit: int) -> np.ndarray:
+    if mean >= limit:
+        return np.ones(limit)
+    if mean <= 1:
+        return np.array([max(mean, 0.0)])
+    steps, low, high = np.arange(limit), 0.0, 1.0  # Bisection on the share that goes on after a token.
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (middle**steps).sum() < mean else (low, middle)
+    return low**steps
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Search: the plan with the shortest step, and a proof of how near the best it is.
 
-A good plan comes from local search. Branch and bound then proves it, or finds a better one: units get their
-meshes first, largest work first, then one of the candidates on them. The bound of an unfinished plan lets what
-is open take its least time on devices of its own, and counts that all device seconds must find room. It is
-anytime: the least bound of what has not been looked at holds for every plan.
+A good plan comes from local search. Branch and bound then proves it, or finds a better one: units get
+their meshes first, largest work first, then one of the candidates on them. The bound of an unfinished plan
+lets what is open take its least time on devices of its own, and counts that all device seconds must find
+room. It is anytime: the least bound of what has not been looked at holds for every plan.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,10 +43,10 @@ class Found:
 
 def search(
     space: Space, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
-    progress: Progress | None = None,
+    max_rounds: int | None = None, progress: Progress | None = None,
 ) -> Found | None:  # fmt: skip
-    """The best plan found within `time_limit` seconds, sooner when its gap is at most `gap`; None when no plan
-    fits the devices' memory, as far as was looked."""
+    """The best plan found within `time_limit` seconds, sooner when its gap is at most `gap`; None when no
+    plan fits the devices' memory, as far as was looked. The same every time unless `time_limit` ends it."""
     began = time.perf_counter()
     local = LocalSearch(space)
     for start in [*starts, *local.starts()]:
@@ -58,11 +57,14 @@ def search(
     while not tree.is_finished(gap) and (spent := time.perf_counter() - began) < time_limit:
         if progress is not None:
             progress(local.best_score, tree.bound, spent)
+        if max_rounds is not None and tree.num_rounds >= max_rounds:
+            break
         tree.expand()
         if tree.num_rounds % _DIVE_EVERY == 1:
             tree.dive()
     if local.best is None:
         return None
+    local.tidy()
     return Found(
         tuple(local.best.tolist()), local.best_score, min(tree.bound, local.best_score),
         time.perf_counter() - began, tree.num_expanded,
@@ -70,16 +72,13 @@ def search(
 
 
 class LocalSearch:
-    """Improves plans by changing the candidates of one unit, or the meshes of two, as long as that helps."""
+    """Improves plans by changing the candidate of one unit at a time, as long as that helps."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
         self._num = len(space.units)
         self.best: np.ndarray | None = None
         self.best_score = np.inf
-        import os
-        self.pairs=int(os.environ.get('PAIRS','1'))
-        self._fastest = [np.array([group[0] for group in unit.by_mesh]) for unit in space.units]
 
     def starts(self) -> list[list[int]]:
         """Everything everywhere in its fastest way; in the leanest way; each call on a part of its own."""
@@ -99,24 +98,15 @@ class LocalSearch:
         while True:
             before = score
             for u in range(self._num):
-                ways = np.arange(len(self._space.units[u].candidates))
-                chosen, score = self._best_of(chosen, score, (u,), ways[:, None])
-            if score < before * (1 - _SAME):
-                continue
-            for u, v in itertools.combinations(range(self._num), 2) if self.pairs else ():
-                ways = np.array(list(itertools.product(self._fastest[u], self._fastest[v])))
-                chosen, score = self._best_of(chosen, score, (u, v), ways)
+                chosen, score = self._best_of(chosen, score, u)
             if score >= before * (1 - _SAME):
                 break
         if score < np.inf and self._space.overflow(self._space.units, chosen[None])[0] <= 0:
             self.offer(chosen, score)
 
-    def _best_of(
-        self, chosen: np.ndarray, score: float, units: tuple[int, ...], ways: np.ndarray
-    ) -> tuple[np.ndarray, float]:
-        """The best plan in which `units` have one of `ways`, if it is better than `chosen`."""
-        plans = np.repeat(chosen[None], len(ways), axis=0)
-        plans[:, units] = ways
+    def _best_of(self, chosen: np.ndarray, score: float, unit: int) -> tuple[np.ndarray, float]:
+        """The best plan in which one unit has another candidate, if it is better than `chosen`."""
+        plans = self._changed(chosen, unit)
         rough = self._scores(plans, self._space.periods(self._space.units, plans))
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < score * (1 - _SAME)]
@@ -125,6 +115,27 @@ class LocalSearch:
         exact = self._exact(plans[promising])
         best = int(np.argmin(exact))
         return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
+
+    def _changed(self, chosen: np.ndarray, unit: int) -> np.ndarray:
+        """The plan with each candidate of a unit."""
+        plans = np.repeat(chosen[None], len(self._space.units[unit].candidates), axis=0)
+        plans[:, unit] = np.arange(len(plans))
+        return plans
+
+    def tidy(self) -> None:
+        """Gives every unit of the best plan the candidate with the least device time, of those that keep the
+        step as short."""
+        if self.best is None:
+            return
+        for u, unit in enumerate(self._space.units):
+            plans = self._changed(self.best, u)
+            rough = self._scores(plans, self._space.periods(self._space.units, plans))
+            as_short = rough <= self.best_score * (1 + _SAME)
+            leaner = np.flatnonzero(as_short & (unit.area < unit.area[self.best[u]]))
+            leaner = leaner[np.argsort(unit.area[leaner], kind="stable")][:_EXACT]
+            exact = self._exact(plans[leaner]) if len(leaner) else np.array([])
+            if len(good := leaner[exact <= self.best_score * (1 + _SAME)]):
+                self.best = plans[good[0]]
 
     def _exact(self, plans: np.ndarray) -> np.ndarray:
         return self._scores(plans, self._space.exact_periods(plans))
@@ -255,5 +266,6 @@ class _Tree:
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
         if len(rest):
-            bounds[rest] = np.maximum(bounds[rest], self._space.periods(self._units, plans[rest], exact=False))
+            least = self._space.periods(self._units, plans[rest], exact=False)
+            bounds[rest] = np.maximum(bounds[rest], least)
         return bounds

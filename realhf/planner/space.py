@@ -37,6 +37,10 @@ class Candidate:
         return Layout(self.strategy, DeviceMesh(tuple(range(self.mesh.first, self.mesh.stop))))
 
     @property
+    def layout_key(self) -> tuple[Mesh, ParallelStrategy]:
+        return self.mesh, self.strategy
+
+    @property
     def placed(self) -> Placed:
         return Placed(self.strategy, self.mesh.first)
 
@@ -104,21 +108,26 @@ class Space:
         self._moved: dict[tuple[int, Placed, Placed], float] = {}
         self._unit_of = {call: u for u, unit in enumerate(self.units) for call in unit.calls}
 
+    def timed(
+        self, units: Sequence[Unit], chosen: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds and ranks (first, stop) of every call of plans `chosen` (K, U). -1 stands for a unit whose
+        choice is open: its calls take their least time on ranks of their own."""
+        seconds, first, stop = (np.zeros((len(chosen), len(self.calls))) for _ in range(3))
+        for u, unit in enumerate(units):
+            open_, pick = chosen[:, u] < 0, chosen[:, u]
+            for i, call in enumerate(unit.calls):
+                seconds[:, call] = np.where(open_, unit.seconds[:, i].min(), unit.seconds[pick, i])
+                first[:, call] = np.where(open_, -2 * u - 2, unit.first[pick])
+                stop[:, call] = np.where(open_, -2 * u - 1, unit.stop[pick])
+        return seconds, first, stop
+
     def periods(
         self, units: Sequence[Unit], chosen: np.ndarray, *, moving: np.ndarray | None = None,
         exact: bool = True,
     ) -> np.ndarray:  # fmt: skip
-        """Seconds per step of plans `chosen` (K, U); -1 stands for a unit whose choice is open: it takes its
-        least time and has its devices for itself."""
-        count, num_calls = len(chosen), len(self.calls)
-        seconds, first, stop = (np.zeros((count, num_calls)) for _ in range(3))
-        for u, unit in enumerate(units):
-            open_ = chosen[:, u] < 0
-            for i, call in enumerate(unit.calls):
-                seconds[:, call] = np.where(open_, unit.seconds[:, i].min(), unit.seconds[chosen[:, u], i])
-                # Open ones lie outside of all devices, each elsewhere.
-                first[:, call] = np.where(open_, -2.0 * u - 2, unit.first[chosen[:, u]])
-                stop[:, call] = np.where(open_, -2.0 * u - 1, unit.stop[chosen[:, u]])
+        """Seconds per step of plans; a lower bound where not `exact` or where choices are open."""
+        seconds, first, stop = self.timed(units, chosen)
         shares = (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
         return periods(self.needs, seconds, shares, moving=moving, exact=exact)
 

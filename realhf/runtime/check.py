@@ -1,7 +1,7 @@
 """Finds what is wrong with an experiment and a plan before anything starts. Free of torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,13 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     offloaded = _offloaded_roles(roles, graph, plan)
     _rows(experiment, "dataset", graph)
     _check_tokenizer(experiment)
-    eval_actions: tuple[Action, ...] = ()
+    graph, eval_actions = _with_max_rows(graph, plan), tuple[Action, ...]()
     specs = {name: model_spec(role.config()) for name, role in roles.items()}
     if eval_graph is not None:
         plan = complete_plan(plan, eval_graph, homes, offloaded=offloaded)
         plan.check(eval_graph, world_size=world_size, also=names)
         _check_layouts(roles, eval_graph, plan)
+        eval_graph = _with_max_rows(eval_graph, plan)
         _offloaded_roles(roles, eval_graph, plan, expected=offloaded)
         eval_actions = compile_actions(eval_graph, plan, roles, homes, specs)
     actions = compile_actions(graph, plan, roles, homes, specs)
@@ -83,6 +84,14 @@ def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
     keys = (*shown, "completion", "score")
     record = FunctionCall("eval_record", "host", keys, work=HostFunction(_keep_answers))
     return experiment.seeded(graph).add(record, inputs=[key for key in shown if key not in graph.inputs])
+
+
+def _with_max_rows(graph: DataflowGraph, plan: ExecutionPlan) -> DataflowGraph:
+    """The graph whose generating calls decode as many rows at once as the plan says."""
+    limits = {call: plan[call.name].max_rows for call in graph.calls}
+    return graph.replace(*(
+        replace(call, work=replace(call.work, max_rows=limit)) for call, limit in limits.items() if limit
+    ))  # fmt: skip
 
 
 def _keep_answers(batch: Any, context: Any) -> dict[str, Any]:

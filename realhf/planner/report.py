@@ -1,0 +1,132 @@
+"""Shows a plan, to programs and to people: a table, the step as a picture in letters, and the reasons."""
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from realhf.planner.make import Planned
+from realhf.planner.simulate import Activity
+from realhf.units import format_bytes, format_seconds
+
+_WIDTH = 72  # Columns of the timeline.
+_MOST_ROWS = 16
+_IDLE, _STILL = ".", "-"
+
+
+def document(planned: Planned) -> dict[str, Any]:
+    """The answer of `realhf plan --json`, in seconds and bytes."""
+    calls: dict[str, Any] = {}
+    for name, candidate in planned.chosen.items():
+        how = planned.plan[name]
+        cost = next(v.cost for v, i in _variants(planned, name) if i == name)
+        calls[name] = {
+            "layout": str(how.layout), "micro_batch_tokens": how.micro_batch_tokens,
+            "max_rows": how.max_rows, "recompute": how.recompute, "offload": how.offload,
+            "seconds": cost.seconds, "parts": dict(cost.parts), "limit": cost.limit,
+            "num_micro_batches": cost.num_micro_batches, "num_devices": candidate.mesh.size,
+            "reason": planned.reasons[name],
+        }  # fmt: skip
+    host = {name: {"layout": str(how.layout)} for name, how in planned.plan.calls.items() if name not in calls}
+    return {
+        "step_seconds": planned.found.step_seconds,
+        "lower_bound_seconds": planned.found.lower_bound_seconds,
+        "gap": planned.found.gap,
+        "search_seconds": planned.search_seconds,
+        "heuristic_step_seconds": planned.heuristic_seconds,
+        "calls": {name: calls.get(name) or host[name] for name in planned.plan.calls},
+        "memory": {
+            "available_bytes": planned.proof.available,
+            "peaks": {
+                str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
+                for rank, peak in planned.proof.peaks.items()
+            },
+        },
+        "timeline": {
+            "activities": [vars(activity) for activity in planned.simulation.activities],
+            "idle": planned.simulation.idle.tolist(),
+        },
+    }
+
+
+def _variants(planned: Planned, name: str) -> list[tuple[Any, str]]:
+    """The variants of the candidate that runs a call, with the names of their calls."""
+    candidate = planned.chosen[name]
+    names = [call.name for call in planned.problem.model_calls if planned.chosen[call.name] is candidate]
+    return list(zip(candidate.variants, names, strict=True))
+
+
+def render(planned: Planned) -> Group:
+    """The same for people."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("call", "layout", "micro-batches", "seconds", "memory", "limited by"):
+        table.add_column(title, justify="right" if title in ("seconds", "memory") else "left")
+    for name in planned.chosen:
+        how = planned.plan[name]
+        cost = next(v.cost for v, i in _variants(planned, name) if i == name)
+        peaks = [peak.num_bytes for rank, peak in planned.proof.peaks.items() if rank in how.layout]
+        options = [f"{cost.num_micro_batches} of {how.micro_batch_tokens} tokens", *how.options]
+        if how.max_rows is not None:
+            options = [f"{how.max_rows} rows at once", *how.options]
+        memory = format_bytes(max(peaks))
+        table.add_row(name, str(how.layout), ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
+    return Group(
+        table, Text(), *_summary(planned), Text(), *timeline(planned), Text(),
+        *(Text(f"{name}: {reason}") for name, reason in planned.reasons.items()),
+    )  # fmt: skip
+
+
+def _summary(planned: Planned) -> list[Text]:
+    found, proof = planned.found, planned.proof
+    best = f"at most {found.gap:.2%} more than the best possible" if found.gap > 1e-6 else "the best possible"
+    took = f"found in {format_seconds(planned.search_seconds)}"
+    lines = [f"{format_seconds(found.step_seconds)} per step: {best} under this cost model, {took}"]
+    if planned.heuristic_seconds is not None:
+        times = planned.heuristic_seconds / found.step_seconds
+        lines.append(f"{times:.2f} x as fast as t8 inside hosts and a pipeline across them for all calls")
+    peak = proof.fullest
+    has = f"{format_bytes(peak.num_bytes)} of {format_bytes(proof.available)} available"
+    lines.append(f"fullest device: rank {peak.rank} during {peak.call}, {has}")
+    lines.append(f"devices idle {planned.simulation.idle.mean():.0%} of the time")
+    return [Text(line) for line in lines]
+
+
+def timeline(planned: Planned) -> list[Text]:
+    """One step of the steady state, a row per group of ranks that do the same; what runs over its end is
+    drawn at its beginning, where the step before does the same."""
+    simulation = planned.simulation
+    calls = [a for a in simulation.activities if a.kind != "realloc"]
+    letters = dict(zip((a.name for a in calls), string.ascii_uppercase, strict=False))
+    borders = sorted({x for a in calls for x in (a.first_rank, a.first_rank + a.num_ranks)})
+    borders = sorted({*borders, 0, planned.problem.cluster.num_devices})
+    rows = list(zip(borders, borders[1:], strict=False))
+    width = len(f"{borders[-1]}-{borders[-1]}")
+    lines = []
+    for first, stop in rows[:_MOST_ROWS]:
+        bar = _bar([a for a in calls if a.first_rank <= first < a.first_rank + a.num_ranks], letters,
+                   simulation.step_seconds)  # fmt: skip
+        name = f"{first}-{stop - 1}" if stop - first > 1 else f"{first}"
+        idle = float(simulation.idle[first:stop].mean())
+        lines.append(Text(f"{name:>{width}} {bar} {idle:4.0%} idle"))
+    if len(rows) > _MOST_ROWS:
+        lines.append(Text(f"({len(rows) - _MOST_ROWS} more groups of ranks)"))
+    lines.append(Text(f"{'':>{width}} 0 s{format_seconds(simulation.step_seconds):>{_WIDTH - 3}}"))
+    lines += [Text(f"  {letter} {name}") for name, letter in letters.items()]
+    for move in (a for a in simulation.activities if a.kind == "realloc"):
+        took = format_seconds(move.end - move.start)
+        lines.append(Text(f"  reallocation of {move.name}: {took}, beside the calls"))
+    return lines
+
+
+def _bar(activities: Sequence[Activity], letters: dict[str, str], step_seconds: float) -> str:
+    """A letter where a call begins, dashes while it goes on."""
+    cells = [_IDLE] * _WIDTH
+    for activity in sorted(activities, key=lambda a: a.start):
+        first = round(activity.start / step_seconds * _WIDTH)
+        last = max(first + 1, round(activity.end / step_seconds * _WIDTH))
+        for cell in range(first, last):
+            cells[cell % _WIDTH] = letters[activity.name] if cell == first else letters[activity.name].lower()
+    return "".join(cells)

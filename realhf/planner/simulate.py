@@ -1,0 +1,58 @@
+"""Simulate: the steady state of a plan - who does what when in one step, and who idles."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from realhf.planner.period import first_starts
+from realhf.planner.space import Space
+
+
+@dataclass(frozen=True)
+class Activity:
+    """A call, or the reallocation of a role for a call, on `num_ranks` ranks from `first_rank` on.
+
+    Seconds count from the start of the first call of a step; the end may lie in the next step.
+    """
+
+    name: str
+    kind: str
+    first_rank: int
+    num_ranks: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step of the steady state. `idle` is the share of the step in which each device runs no call."""
+
+    step_seconds: float
+    activities: tuple[Activity, ...]
+    idle: np.ndarray
+
+
+def simulate(space: Space, chosen: np.ndarray) -> Simulation:
+    """The plan (one candidate per unit) after so many steps that nothing is left of how it began."""
+    plans = np.asarray(chosen)[None]
+    period, moving = float(space.exact_periods(plans)[0]), space.moving(plans)[0]
+    seconds, first, stop = (array[0] for array in space.timed(space.units, plans))
+    shares = (first[:, None] < stop) & (first < stop[:, None])
+    num_steps = 4 * len(space.calls) + 4
+    last = first_starts(space.needs, seconds, shares, moving, num_steps=num_steps)[-1]
+    last = last - last.min()
+    idle = np.ones(space.problem.cluster.num_devices)
+    activities = []
+    for i, call in enumerate(space.calls):
+        here = int(first[i]), int(stop[i])
+        idle[slice(*here)] -= seconds[i] / period
+        span = last[i], last[i] + seconds[i]
+        activities.append(Activity(call.name, call.kind, here[0], here[1] - here[0], *span))
+    for (i, j, lag), amount in zip(space.needs.weights, moving, strict=True):
+        if amount > 0:
+            start = last[j] + seconds[j] - lag * period
+            start += period if start < 0 else 0.0
+            width = int(stop[i] - first[i])
+            name = f"{space.calls[j].role} for {space.calls[i].name}"
+            activities.append(Activity(name, "realloc", int(first[i]), width, start, start + amount))
+    return Simulation(period, tuple(activities), np.clip(idle, 0.0, 1.0))

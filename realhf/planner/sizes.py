@@ -1,0 +1,122 @@
+"""How much of a model a rank holds: parameters and widths per token, read off the parameter table."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from realhf.layout import ParallelStrategy
+from realhf.model_config import ModelConfig
+from realhf.param_spec import ModelSpec, ParamSpec, model_spec, region_size
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Elements per token of what one decoder layer computes on the fullest tp rank, and of the ends.
+
+    With experts, what a token's top-k experts together compute: routing is taken to be even.
+    """
+
+    hidden: int
+    heads: int
+    qkv: int  # What the last projections to queries, keys and values give, which is kept as one tensor.
+    latents: int  # Before those: DeepSeek's down-projections and their norms.
+    rotated: int  # Queries and keys as attention takes them.
+    attention: int
+    cached: int  # Keys and values of a token in the KV cache.
+    mlp: int  # Width of a gated MLP, of which there are gate, up, activation and product.
+    routed: int  # Hidden states copied to experts and back, in elements, and the router's scores.
+    vocabulary: int
+    widest_weight: int  # Elements of the layer's weight whose gradient is the largest.
+    head_dim: int
+
+
+def num_params(spec: ModelSpec, strategy: ParallelStrategy, stage: int) -> int:
+    """Parameters on the fullest tp and ep rank of a pipeline stage."""
+    return sum(held_params(spec.config, strategy, stage))
+
+
+@lru_cache(maxsize=1 << 16)
+def held_params(config: ModelConfig, strategy: ParallelStrategy, stage: int) -> tuple[int, int]:
+    """Those that every dp replica has, and those of this ep rank's experts."""
+    layers = _table(config).stage_layers(strategy, stage)
+    by_layer = _by_layer(config, strategy.tp, strategy.ep)
+    total = by_layer[:, :, layers.start + 1 : layers.stop + 1].sum(axis=2)
+    if stage == 0:
+        total += by_layer[:, :, 0]
+    if stage == strategy.pp - 1:
+        total += by_layer[:, :, -1]
+        if config.tied and stage > 0:
+            total += by_layer[:, :, 0]
+    shared, experts = total[:, total.sum(axis=0).argmax()].tolist()
+    return shared, experts
+
+
+@lru_cache(maxsize=64)
+def _table(config: ModelConfig) -> ModelSpec:
+    """The parameter table (a model's config determines it, and is the quicker key)."""
+    return model_spec(config)
+
+
+@lru_cache(maxsize=64)
+def _kinds(config: ModelConfig) -> dict[tuple[ParamSpec, bool], np.ndarray]:
+    """Parameters of equal shape and split as one, and whether of experts: their number by layer.
+
+    Layers count from 1; index 0 is the embedding, the last index what follows the last layer.
+    """
+    counts: Counter[tuple[tuple[int, ...], int | None, int, bool, int]] = Counter()
+    for p in _table(config).params:
+        layer = config.num_layers if p.layer is None else p.layer
+        counts[p.shape, p.split_dim, p.num_units, p.expert is not None, layer + 1] += 1
+    kinds: dict[tuple[ParamSpec, bool], np.ndarray] = {}
+    for (shape, split_dim, num_units, is_expert, layer), count in counts.items():
+        key = (ParamSpec("", shape, None, split_dim, num_units), is_expert)
+        kinds.setdefault(key, np.zeros(config.num_layers + 2, np.int64))[layer] = count
+    return kinds
+
+
+@lru_cache(maxsize=1 << 10)
+def _by_layer(config: ModelConfig, tp: int, ep: int) -> np.ndarray:
+    """Elements on a rank, of shape (shared or experts, tp index, layer); of the ep rank with most experts."""
+    total = np.zeros((2, tp, config.num_layers + 2), np.int64)
+    num_experts = config.moe.num_experts if config.moe else 1
+    for (param, is_expert), counts in _kinds(config).items():
+        numel = np.array([region_size(param.region(tp, index)) for index in range(tp)])
+        here = counts * -(-num_experts // ep) // num_experts if is_expert else counts
+        total[int(is_expert)] += numel[:, None] * here
+    return total
+
+
+@lru_cache(maxsize=1 << 12)
+def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
+    """Of the last layer, on the fullest of `tp` ranks."""
+    c, table, last = config, _table(config).params, config.num_layers - 1
+    rows: dict[str, int] = {}
+    for param in table:
+        if param.layer == last and param.split_dim == 0 and not param.expert:
+            key = param.name.removeprefix(f"model.layers.{last}.").removesuffix(".weight")
+            spans = (param.region(tp, index)[0] for index in range(tp))
+            rows[key] = max(stop - start for start, stop in spans)
+    heads = c.num_heads // tp
+    if c.mla is None:
+        q, k = rows["self_attn.q_proj"], rows["self_attn.k_proj"]
+        qkv, latents, rotated, attention, cached = q + 2 * k, 0, q + k, q, 2 * k
+    else:
+        mla = c.mla
+        q = rows["self_attn.q_proj" if mla.q_lora_rank is None else "self_attn.q_b_proj"]
+        qkv, rotated = q + rows["self_attn.kv_b_proj"], 2 * q
+        cached = mla.kv_lora_rank + mla.qk_rope_head_dim  # The latent is cached, on every tp rank.
+        latents, attention = 2 * ((mla.q_lora_rank or 0) + cached), heads * mla.v_head_dim
+    mlp, routed, widest = rows.get("mlp.gate_proj", 0), 0, 2 * rows.get("mlp.gate_proj", 0)
+    if c.moe:
+        shared, expert = rows.get("mlp.shared_experts.gate_proj", 0), rows["mlp.experts.0.gate_proj"]
+        mlp = shared + c.moe.num_experts_per_token * expert
+        routed = 2 * c.moe.num_experts_per_token * c.hidden_size + 2 * c.moe.num_experts
+        widest = 2 * max(shared, expert * -(-c.moe.num_experts // ep))  # Taken to be one grouped weight.
+    vocabulary = max(stop - start for start, stop in (table[0].region(tp, i)[0] for i in range(tp)))
+    return Widths(
+        hidden=c.hidden_size, heads=heads, qkv=qkv, latents=latents, rotated=rotated, attention=attention,
+        cached=cached, mlp=mlp, routed=routed, vocabulary=vocabulary,
+        widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim,
+    )  # fmt: skip

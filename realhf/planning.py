@@ -1,0 +1,97 @@
+"""From an Experiment to what the planner wants to know of it. Free of torch."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from realhf.cluster import Cluster
+from realhf.data.dataset import read_rows
+from realhf.engine.work import Generate, HostFunction, Scores, TrainStep, Values
+from realhf.experiment import Experiment
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.planner.problem import ModelRole, Problem, Workload
+
+_ROWS = 1000  # Of the dataset that are measured.
+
+
+def problem_of(
+    experiment: Experiment, cluster: Cluster,
+    *, pins: Mapping[str, Layout] | None = None, together: Sequence[Sequence[str]] = (),
+) -> Problem:  # fmt: skip
+    """The planning problem of an experiment; neither weights nor a tokenizer are needed where `expected` says
+    how long prompts are. Raises ValueErrors that name the field."""
+    roles = {
+        name: ModelRole(role.config(), role.dtype, role.optimizer is not None, role.follows)
+        for name, role in experiment.roles().items()
+    }
+    graph = experiment.graph()
+    if unused := [name for name in roles if not graph.of_role(name)]:
+        raise ValueError(f"role {unused[0]!r} has no call in the graph")
+    generating = [call.work for call in graph.calls if isinstance(call.work, Generate)]
+    limit = generating[0].sampling.max_new_tokens if generating else 0
+    prompt, response = _lengths(experiment, limit)
+    longest = limit or round(response)
+    lengths = {"prompt_tokens": prompt, "response_tokens": response, "max_new_tokens": longest}
+    workloads = {call.name: _workload(experiment, call, lengths) for call in graph.calls}
+    return Problem(graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)))
+
+
+def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:
+    work, samples = call.work, experiment.batch_size * experiment.group_size
+    if isinstance(work, HostFunction):
+        return Workload(samples, **lengths, seconds=experiment.expected.host_seconds)
+    if isinstance(work, Generate):
+        return Workload(samples, **lengths, samples_per_prompt=experiment.group_size, max_rows=work.max_rows)
+    if isinstance(work, TrainStep):
+        return Workload(
+            samples, **lengths, minibatches=work.minibatches, epochs=work.epochs, output=work.loss.output,
+            entropy=work.loss.entropy,
+        )  # fmt: skip
+    outputs = {Values: "values", Scores: "scores"}
+    return Workload(samples, **lengths, output=outputs.get(type(work), "logprobs"))
+
+
+def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:
+    """Mean tokens of prompts and responses: as expected, else measured; responses up to the limit."""
+    expected = experiment.expected
+    for name in ("prompt_tokens", "response_tokens"):
+        if (value := getattr(expected, name)) is not None and value < 1:
+            raise ValueError(f"expected.{name} is {value}: it must be at least 1")
+    prompt, response = expected.prompt_tokens, expected.response_tokens
+    if response is not None and limit and response > limit:
+        raise ValueError(f"expected.response_tokens is {response}: sampling.max_new_tokens allows {limit}")
+    if response is None and limit:
+        response = limit
+    if prompt is not None and response is not None:
+        return float(prompt), float(response)
+    measured = _measured(experiment)
+    return float(prompt or measured[0]), float(response or measured[1])
+
+
+def _measured(experiment: Experiment) -> tuple[float, float]:
+    """Mean tokens of the dataset's prompts and completions, in its tokenizer, chat templates left out."""
+    from tokenizers import Tokenizer
+
+    hint = "set expected.prompt_tokens and expected.response_tokens to plan without data"
+    try:
+        rows = read_rows(experiment.dataset)[:_ROWS]
+    except ValueError as error:
+        raise ValueError(f"{error}; {hint}") from error
+    path = Path(experiment.tokenizer_dir()) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"tokenizer {experiment.tokenizer_dir()!r} has no tokenizer.json; {hint}")
+    tokenizer = Tokenizer.from_file(str(path))
+    keys = (experiment.dataset.prompt_key, experiment.dataset.completion_key)
+    texts = [[_text(row[key]) for row in rows if key in row] for key in keys]
+    if not texts[0]:
+        raise ValueError(f"dataset {experiment.dataset.path} has no column {keys[0]!r}")
+    prompt, completion = (
+        statistics.fmean(len(tokenizer.encode(text).ids) for text in column or [""]) for column in texts
+    )
+    return max(1.0, prompt), completion + 1  # It ends in a token of its own.
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)

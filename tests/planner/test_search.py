@@ -1,0 +1,74 @@
+"""The search against all plans: what it returns is the best, and its bound is never above the best."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+from realhf.planner.rates import Rates
+from realhf.planner.search import search
+from realhf.planner.space import Space
+from tests.planner.problems import random_problem
+
+CHUNK = 50_000
+
+
+def best_of_all(space):
+    """The shortest step of all plans that fit, infinity where none does; in the order of enumeration."""
+    best = np.inf
+    every = itertools.product(*(range(len(unit.candidates)) for unit in space.units))
+    while chunk := list(itertools.islice(every, CHUNK)):
+        plans = np.array(chunk)
+        fits = space.overflow(space.units, plans) <= 0
+        best = min(best, space.exact_periods(plans[fits]).min(initial=np.inf))
+    return best
+
+
+def instances(seeds, *, at_most):
+    """Problems with at most so many plans, with memory from too little to plenty."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        problem = random_problem(rng, num_calls=rng.randint(1, 4), memory=10 ** rng.uniform(7.3, 9.5))
+        space = Space(problem, Rates(problem.cluster))
+        if 0 < math.prod(len(unit.candidates) for unit in space.units) <= at_most:
+            yield seed, space
+
+
+def _agrees(seed, space):
+    best = best_of_all(space)
+    found = search(space, time_limit=60.0)
+    if found is None:
+        assert best == np.inf, seed
+        return False
+    assert found.step_seconds == pytest.approx(best, rel=1e-9), seed
+    assert found.lower_bound_seconds <= best * (1 + 1e-9), seed
+    assert found.gap <= 1e-6, seed
+    chosen = np.array([found.chosen])
+    assert space.overflow(space.units, chosen)[0] <= 0
+    assert space.exact_periods(chosen)[0] == pytest.approx(found.step_seconds)
+    return True
+
+
+def test_search_finds_the_best_of_all_plans():
+    solved = [_agrees(seed, space) for seed, space in instances(range(150), at_most=20_000)]
+    assert sum(solved) >= 30 and len(solved) - sum(solved) >= 3  # Some do not fit, and both agree on it.
+
+
+@pytest.mark.slow
+def test_search_finds_the_best_of_a_million_plans():
+    assert sum(_agrees(seed, space) for seed, space in instances(range(150, 400), at_most=1_000_000)) >= 60
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_hold_however_early_the_search_stops(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng, num_calls=5)
+    space = Space(problem, Rates(problem.cluster))
+    whole = search(space, time_limit=30.0)
+    for max_rounds in (0, 1, 3):
+        early = search(space, time_limit=30.0, max_rounds=max_rounds)
+        again = search(space, time_limit=30.0, max_rounds=max_rounds)
+        assert early.chosen == again.chosen and early.step_seconds == again.step_seconds
+        assert early.lower_bound_seconds <= whole.step_seconds * (1 + 1e-9) <= early.step_seconds * (1 + 2e-9)
