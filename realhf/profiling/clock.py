@@ -2,35 +2,63 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
 
 from realhf.dist.group import World
 
-_SECONDS, _REPEATS = 0.6, (3, 9)  # Rivals are repeated for so long, at least and at most so often.
+Key = TypeVar("Key", bound=Hashable)
+
+_ROUNDS = (4, 12)  # At least and at most.
+_SHORT_SECONDS, _MOST_PER_ROUND = 0.02, 3  # What is over sooner is done several times in a round.
 
 
 class Clock:
+    """Everybody's times are the lower quartile over repetitions: what else happens on the machine adds to
+    some of them, and takes nothing from any.
+
+    What one thread does on a CPU without waiting for others is timed by the seconds that it really ran.
+    """
+
     def __init__(self, world: World) -> None:
         self.world = world
+        self._runs_alone = world.device.type == "cpu" and torch.get_num_threads() == 1
 
-    def seconds(self, *rivals: Callable[[], object]) -> list[float]:
-        """Median of each over repetitions in turns, mean over ranks; every rank must call this."""
-        first = self._agree([self._one(rival) for rival in rivals])  # Also warms up.
-        least, most = _REPEATS
-        repeats = min(most, max(least, round(_SECONDS / max(sum(first), 1e-9))))
-        taken = [[self._one(rival) for rival in rivals] for _ in range(repeats)]
-        return self._agree([statistics.median(times) for times in zip(*taken, strict=True)])
+    def seconds(
+        self, work: Mapping[Key, Callable[[], object]], *, budget: float = 1.0, waits: bool = True
+    ) -> dict[Key, float]:
+        """By round over all of the work, for about `budget` seconds; mean over ranks, of which every one must
+        call this. `waits`: the work communicates."""
+        first = self._agreed({key: [self.once(function, waits=waits)] for key, function in work.items()})  # Also warms up.
+        counts = {
+            key: max(1, min(_MOST_PER_ROUND, round(_SHORT_SECONDS / max(once, 1e-9))))
+            for key, once in first.items()
+        }
+        least, most = _ROUNDS
+        rounds = round(budget / max(sum(first[key] * count for key, count in counts.items()), 1e-9))
+        taken: dict[Key, list[float]] = {key: [] for key in work}
+        for _ in range(min(most, max(least, rounds))):
+            for key, function in work.items():
+                taken[key] += [self.once(function, waits=waits) for _ in range(counts[key])]
+        return self._agreed(taken)
 
-    def _one(self, rival: Callable[[], object]) -> float:
+    def once(self, function: Callable[[], object], *, waits: bool = True) -> float:
+        """Seconds on this rank, all ranks beginning together."""
+        now = time.process_time if self._runs_alone and not waits else time.perf_counter
         self.world.control.barrier()
-        start = time.perf_counter()
-        rival()
+        start = now()
+        function()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return now() - start
 
-    def _agree(self, times: list[float]) -> list[float]:
-        by_rank = self.world.control.all_gather_json(times)
-        return [statistics.fmean(column) for column in zip(*by_rank, strict=True)]
+    def _agreed(self, taken: Mapping[Key, list[float]]) -> dict[Key, float]:
+        mine = [_lower_quartile(times) for times in taken.values()]
+        columns = zip(*self.world.control.all_gather_json(mine), strict=True)
+        return dict(zip(taken, map(statistics.fmean, columns), strict=True))
+
+
+def _lower_quartile(times: list[float]) -> float:
+    return times[0] if len(times) == 1 else statistics.quantiles(times, n=4, method="inclusive")[0]

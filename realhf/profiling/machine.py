@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,15 +34,16 @@ def measure_wires(clock: Clock, sizes: Sizes) -> dict[str, Table]:
     rows: dict[str, list[list[float]]] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
     for count in counts:
         first = world.rank - world.rank % count
-        times = [_collectives(clock, world.group(range(first, first + count)), n) for n in _MESSAGE_BYTES]
+        group = world.group(range(first, first + count))
+        times = [_collectives(clock, group, num_bytes) for num_bytes in _MESSAGE_BYTES]
         for name, row in zip(rows, zip(*times, strict=True), strict=True):
             rows[name].append(list(row))
     axes = {"ranks": tuple(map(float, counts)), "bytes": tuple(map(float, _MESSAGE_BYTES))}
     wires = {name: Table(axes, values) for name, values in rows.items()}
     # (a message there and one back, by turns)
     everybody = world.group(range(world.size))
-    sends = [clock.seconds(partial(_ping_pong, everybody, world, n))[0] / 2 for n in _MESSAGE_BYTES]
-    wires["send"] = Table({"bytes": axes["bytes"]}, sends)
+    sends = clock.seconds({n: partial(_ping_pong, everybody, world, n) for n in _MESSAGE_BYTES})
+    wires["send"] = Table({"bytes": axes["bytes"]}, [there_and_back / 2 for there_and_back in sends.values()])
     wires["samples"] = _samples(clock, sizes)
     return wires
 
@@ -50,11 +52,12 @@ def _collectives(clock: Clock, group: Group, num_bytes: int) -> list[float]:
     """Seconds of an all-reduce, an all-gather and a reduce-scatter of so many bytes in all."""
     tensor = torch.zeros(num_bytes // 4, device=clock.world.device)
     chunks = list(tensor.tensor_split(group.size))
-    return clock.seconds(
-        lambda: group.all_reduce(tensor),
-        lambda: group.all_gather_chunks(chunks),
-        lambda: group.reduce_scatter_chunks(chunks),
-    )
+    times = clock.seconds({
+        "all_reduce": partial(group.all_reduce, tensor),
+        "all_gather": partial(group.all_gather_chunks, chunks),
+        "reduce_scatter": partial(group.reduce_scatter_chunks, chunks),
+    })  # fmt: skip
+    return list(times.values())
 
 
 def _ping_pong(group: Group, world: World, num_bytes: int) -> None:
@@ -70,7 +73,7 @@ def _samples(clock: Clock, sizes: Sizes) -> Table:
     """From the first rank to the second."""
     world, exchange = clock.world, Exchange(clock.world)
     source, target = Layout.parse("d1@0"), Layout.parse("d1@1")
-    num_bytes, seconds = [], []
+    moves: dict[float, Callable[[], object]] = {}
     for samples in sorted({1, max(2, sizes.samples)}):
         tokens, lengths = samples * sizes.tokens, [sizes.tokens] * samples
         columns = {
@@ -81,10 +84,9 @@ def _samples(clock: Clock, sizes: Sizes) -> Table:
         sources = [Source(source, tuple(columns), batch if world.rank == 0 else None)]
 
         takes_part = world.rank in (0, 1)
-        move = partial(exchange.move, sources, target, Routing()) if takes_part else lambda: None
-        seconds.append(clock.seconds(move)[0])
-        num_bytes.append(float(tokens * (8 + 4 * _FLOATS_PER_TOKEN)))
-    return Table({"bytes": tuple(num_bytes)}, seconds)
+        move = partial(exchange.move, sources, target, Routing()) if takes_part else int  # (or nothing)
+        moves[float(tokens * (8 + 4 * _FLOATS_PER_TOKEN))] = move
+    return Table({"bytes": tuple(moves)}, list(clock.seconds(moves).values()))
 
 
 def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dict[str, Any]:
@@ -96,17 +98,16 @@ def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dic
         memory = torch.cuda.mem_get_info()[1]
     a = torch.zeros(_COPY_BYTES // 4, device=world.device)
     b = torch.zeros_like(a)
-    (copy,) = clock.seconds(lambda: b.copy_(a))
-    peaks = {}
-    for name in dtypes:
-        x = torch.ones(_GEMM, _GEMM, dtype=DTYPES[name], device=world.device)
-        peaks[name] = 2 * _GEMM**3 / clock.seconds(partial(torch.matmul, x, x))[0]
+    squares = {name: torch.ones(_GEMM, _GEMM, dtype=DTYPES[name], device=world.device) for name in dtypes}
+    work: dict[str, Callable[[], object]] = {x: partial(torch.matmul, squares[x], squares[x]) for x in dtypes}
+    seconds = clock.seconds({"copy": partial(b.copy_, a), **work})
+    peaks = {name: 2 * _GEMM**3 / seconds[name] for name in dtypes}
     link = _reallocation_link(clock, config, dtypes[0])
     return {
         "num_hosts": max(1, world.size // world.ranks_per_host), "devices_per_host": world.ranks_per_host,
         "device_memory_bytes": memory, "host_memory_bytes": host_bytes,
-        "memory_bandwidth_bytes_per_second": 2 * _COPY_BYTES / copy, "peak_flops": peaks,
-        "intra_host": link, "inter_host": link,
+        "memory_bandwidth_bytes_per_second": 2 * _COPY_BYTES / seconds["copy"], "peak_flops": peaks,
+        "intra_host": dict(link), "inter_host": dict(link),
     }  # fmt: skip
 
 
@@ -116,16 +117,15 @@ def _reallocation_link(clock: Clock, config: ModelConfig, dtype: str) -> dict[st
     if world.size == 1:
         return {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 1e10}
     source, target = Layout.parse("d1@0"), Layout.parse("d1@1")
-    points = []
+    runs: dict[int, Callable[[], object]] = {}
     for count in (1, 8):
         spec = model_spec(Model(config, dtype, ()).with_blocks(count, config.head))
         mine = target if world.rank == 1 else source
         engine = None if world.rank > 1 else NativeEngine(spec, mine, world, dtype=dtype)
         reallocator = Reallocator(spec, source=source, target=target, world=world, dtype=DTYPES[dtype])
         ends = [engine.shards() if engine and world.rank == rank else None for rank in (0, 1)]
-        (seconds,) = clock.seconds(partial(reallocator.run, *ends))
-        points.append((spec.numel * DTYPES[dtype].itemsize, seconds))
-    (few_bytes, few), (many_bytes, many) = points
+        runs[spec.numel * DTYPES[dtype].itemsize] = partial(reallocator.run, *ends)
+    (few_bytes, few), (many_bytes, many) = clock.seconds(runs).items()
     bandwidth = (many_bytes - few_bytes) / max(many - few, 1e-9)
     return {
         "latency_seconds": max(1e-7, few - few_bytes / bandwidth), "bandwidth_bytes_per_second": bandwidth,

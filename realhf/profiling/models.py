@@ -1,13 +1,15 @@
 """Times the parts of one model shape by the engine's own entry points.
 
 A block's seconds are the difference between models of three blocks and of one; what remains of the one
-belongs to the head.
+belongs to the head, or to the call.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -15,9 +17,9 @@ from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.work import (
+    Generate,
     LogProbs,
     OptimizerConfig,
-    SamplingConfig,
     Scores,
     TrainStep,
     Values,
@@ -31,7 +33,8 @@ from realhf.planner.profile import CALLS, OF_MODEL, Table
 from realhf.profiling.clock import Clock
 
 _FEW, _MANY = 1, 3  # Blocks of the two models whose difference is measured.
-_LONG_ENOUGH = 0.7  # Seconds of a pass beyond which no larger one is measured: it goes on in proportion.
+_LONG_ENOUGH = 0.4  # Seconds of a pass beyond which no larger one is measured: it goes on in proportion.
+_BUDGET = 25.0  # Seconds for all timings of a bench, if no round of them takes longer.
 _LARGEST_PASS = 1 << 14  # Tokens.
 _NUM_SIZES = 4
 _DECODE_STEPS = 16
@@ -116,21 +119,20 @@ class Sizes:
 
 
 class Bench:
-    """One model shape under one tensor-parallel size."""
+    """One model shape under one tensor-parallel size, in turns on all ranks."""
 
     def __init__(self, clock: Clock, model: Model, tp: int, sizes: Sizes) -> None:
         self._clock, self._model, self._sizes = clock, model, sizes
-        world = clock.world
-        first = world.rank - world.rank % tp
+        first = clock.world.rank - clock.world.rank % tp
         self._layout = Layout.parse(f"t{tp}@{first}-{first + tp - 1}" if tp > 1 else f"d1@{first}")
-        self._outputs = model.outputs
+        self._outputs, self._works = model.outputs, [call.work for call in model.calls]
+        self._trains = any(self._outputs.values())
         is_lm = "logprobs" in self._outputs or model.generates
         self._main = "logprobs" if is_lm else next(iter(self._outputs))
-        self._trains = any(self._outputs.values())
-        trains = self._trains
-        self._few, self._many = (self._engine(n, self._main, trains=trains) for n in (_FEW, _MANY))
-        self._updates: dict[str, Table] = {}
-        self._update = self._time_updates() if self._trains else [0.0, 0.0]
+        self._engines = {n: self._engine(n, self._main, trains=self._trains) for n in (_FEW, _MANY)}
+        self._tokens = self._pass_tokens()
+        work = {**self._passes(), **self._decoding(), **self._updates()}
+        self._seconds: dict[Any, float] = clock.seconds(work, budget=_BUDGET, waits=tp > 1)
 
     def _engine(self, count: int, output: str, *, trains: bool) -> NativeEngine:
         config = self._model.with_blocks(count, "lm" if output == "logprobs" else "score")
@@ -140,180 +142,190 @@ class Bench:
         engine.load(None, seed=0)
         return engine
 
+    # What is timed, by keys
+
+    def _pass_tokens(self) -> list[int]:
+        """Sizes of passes: as many as do not take too long."""
+        chosen: list[int] = []
+        way = self._train if self._trains else self._forward
+        for tokens in self._sizes.pass_tokens:
+            batch = self._sequences(tokens, self._sizes.sequence_tokens[-1])
+            run = way(self._engines[_MANY], self._main, batch)
+            chosen.append(tokens)
+            taken = [min(self._clock.once(run, waits=self._layout.tp > 1) for _ in range(2))]
+            if max(max(self._clock.world.control.all_gather_json(taken))) > _LONG_ENOUGH and len(chosen) > 1:
+                break
+        return chosen
+
+    def _passes(self) -> dict[Any, Callable[[], object]]:
+        work: dict[Any, Callable[[], object]] = {}
+        long = self._sizes.sequence_tokens[-1]
+        for length in self._sizes.sequence_tokens:
+            for tokens in self._tokens:
+                batch = self._sequences(tokens, length)
+                for blocks, engine in self._engines.items():
+                    work["forward", blocks, tokens, length] = self._forward(engine, self._main, batch)
+                    if self._trains:
+                        work["train", blocks, tokens, length] = self._train(engine, self._main, batch)
+        work["empty"] = self._forward(self._engines[_FEW], self._main, self._sequences(8, 4).select([]))
+        for output in (output for output in self._outputs if output != self._main):
+            engine = self._engine(_FEW, output, trains=self._outputs[output])
+            for tokens in self._tokens:
+                batch = self._sequences(tokens, long)
+                work[output, "forward", tokens] = self._forward(engine, output, batch)
+                if self._outputs[output]:
+                    work[output, "train", tokens] = self._train(engine, output, batch)
+        return work
+
+    def _decoding(self) -> dict[Any, Callable[[], object]]:
+        if not self._model.generates:
+            return {}
+        short = self._sizes.sequence_tokens[0]
+        work: dict[Any, Callable[[], object]] = {
+            ("prefill",): self._forward(self._engines[_FEW], self._main, self._sequences(short, short))
+        }
+        for rows in self._rows:
+            for prompt in self._prompts:
+                for (blocks, engine), new in product(self._engines.items(), (1, 1 + _DECODE_STEPS)):
+                    work["generate", blocks, rows, prompt, new] = self._generate(engine, rows, prompt, new)
+        return work
+
+    def _updates(self) -> dict[Any, Callable[[], object]]:
+        if not self._trains:
+            return {}
+        work: dict[Any, Callable[[], object]] = {}
+        for blocks in self._engines:
+            model = self._engine(blocks, self._main, trains=False).model
+            work["update", blocks] = ShardedAdamW(model, OptimizerConfig(lr=0.0)).step
+            work["zero", blocks] = model.zero_grad_buffer
+        return work
+
+    @property
+    def _rows(self) -> list[int]:
+        most = max((work.max_rows for work in self._works if isinstance(work, Generate)), default=1)
+        return sorted({min(rows, most) for rows in self._sizes.rows})
+
+    @property
+    def _prompts(self) -> tuple[int, int]:
+        short, longest = self._sizes.sequence_tokens
+        return short, max(longest - _DECODE_STEPS, short + 2 * _DECODE_STEPS)
+
+    # The tables
+
     def tables(self) -> dict[str, Table]:
-        tables = self._passes()
-        for output in self._outputs:
-            if output != self._main:
-                tables |= self._other_head(output, tables)
+        tables = self._pass_tables()
         if self._model.generates:
-            tables |= self._decoding()
+            times = [[self._decode(rows, prompt) for rows in self._rows] for prompt in self._prompts]
+            rows = tuple(map(float, self._rows))
+            contexts = tuple(prompt + (1 + _DECODE_STEPS) / 2 for prompt in self._prompts)
+            blocks = [[block for block, _ in row] for row in times]
+            tables["decode_block"] = Table({"context_tokens": contexts, "rows": rows}, blocks)
+            heads = [sum(head for _, head in column) / len(column) for column in zip(*times, strict=True)]
+            tables["decode_head"] = Table({"rows": rows}, heads)
         if self._trains:
-            tables |= self._updates
+            numels = tuple(float(engine.model.flat.numel()) for engine in self._engines.values())
+            for name, key in (("update", "update"), ("zero_gradients", "zero")):
+                times_of = [self._seconds[key, blocks] for blocks in self._engines]
+                tables[name] = Table({"parameters": numels}, times_of)
         assert tables.keys() <= OF_MODEL.keys()
         return tables
 
-    # Passes
-
-    def _passes(self) -> dict[str, Table]:
-        """Blocks at sequences of two lengths, the head behind long sequences."""
-        lengths = self._sizes.sequence_tokens
-        measured: dict[str, list[list[float]]] = {"forward": [], "backward": []}
-        heads: dict[str, list[float]] = {"forward": [], "backward": []}
-        tokens: list[int] = []
-        for length in reversed(lengths):
-            rows: dict[str, list[float]] = {"forward": [], "backward": []}
-            for number in tokens or self._sizes.pass_tokens:
-                batch = self._sequences(number, length)
-                forward, rest, head, head_rest = self._one_size(batch)
-                rows["forward"].append(forward)
-                rows["backward"].append(rest)
-                if length == lengths[-1]:
-                    heads["forward"].append(head)
-                    heads["backward"].append(head_rest)
-                    if _MANY * (forward + rest) > _LONG_ENOUGH and len(heads["forward"]) > 1:
-                        break
-            tokens = self._sizes.pass_tokens[: len(rows["forward"])]
-            for way, row in rows.items():
-                measured[way].insert(0, row)
-        axes = {"sequence_tokens": tuple(map(float, lengths)), "tokens": tuple(map(float, tokens))}
+    def _pass_tables(self) -> dict[str, Table]:
+        lengths, tokens = self._sizes.sequence_tokens, tuple(map(float, self._tokens))
+        axes = {"sequence_tokens": tuple(map(float, lengths)), "tokens": tokens}
+        blocks = [[self._block(number, length) for number in self._tokens] for length in lengths]
         ways = ("forward", "backward") if self._trains else ("forward",)
-        tables = {f"block_{way}": Table(axes, measured[way]) for way in ways}
-        for way in ways:
-            tables[f"{self._main}_{way}"] = Table({"tokens": axes["tokens"]}, heads[way])
+        tables = {
+            f"block_{way}": Table(axes, [[times[i] for times in row] for row in blocks])
+            for i, way in enumerate(ways)
+        }
+        for output, trains in self._outputs.items():
+            heads = [self._head(output, *sized) for sized in zip(self._tokens, blocks[-1], strict=True)]
+            tables[f"{output}_forward"] = Table({"tokens": tokens}, [forward for forward, _ in heads])
+            if trains:
+                tables[f"{output}_backward"] = Table({"tokens": tokens}, [rest for _, rest in heads])
         return tables
 
-    def _one_size(self, batch: Batch) -> tuple[float, float, float, float]:
-        """Block forward and the rest of forward and backward, head forward and the rest."""
-        runs = [self._forward(engine, self._main, batch) for engine in (self._few, self._many)]
-        runs.append(self._forward(self._few, self._main, batch.select([])))
-        if self._trains:
-            runs += [self._train(engine, self._main, batch) for engine in (self._few, self._many)]
-        few, many, empty, *training = self._clock.seconds(*runs)
-        forward = max(_TINY, (many - few) / (_MANY - _FEW))
-        head = max(_TINY, few - forward * _FEW - empty)
-        if not training:
-            return forward, 0.0, head, 0.0
-        few, many = (whole - update for whole, update in zip(training, self._update, strict=True))
-        both = max(_TINY, (many - few) / (_MANY - _FEW))
-        rest = max(_TINY, both - forward)
-        return forward, rest, head, max(_TINY, few - (forward + rest) * _FEW - empty - head)
+    def _block(self, tokens: int, length: int) -> tuple[float, float]:
+        """Forward, and the rest of forward and backward."""
+        forward = max(_TINY, self._of_a_block(lambda blocks: ("forward", blocks, tokens, length)))
+        if not self._trains:
+            return forward, 0.0
+        both = self._of_a_block(lambda blocks: ("train", blocks, tokens, length))
+        both -= self._of_a_block(lambda blocks: ("update", blocks))
+        return forward, max(_TINY, both - forward)
 
-    def _other_head(self, output: str, tables: Mapping[str, Table]) -> dict[str, Table]:
-        """By the whole of a pass less its block."""
-        engine = self._engine(_FEW, output, trains=self._outputs[output])
-        length, tokens = self._sizes.sequence_tokens[-1], tables["block_forward"].axes["tokens"]
-        heads: dict[str, list[float]] = {"forward": [], "backward": []}
-        for i, number in enumerate(tokens):
-            batch = self._sequences(int(number), length)
-            runs = [self._forward(engine, output, part) for part in (batch, batch.select([]))]
-            if self._outputs[output]:
-                runs.append(self._train(engine, output, batch))
-            whole, empty, *training = self._clock.seconds(*runs)
-            block = tables["block_forward"].seconds[-1][i]
-            heads["forward"].append(max(_TINY, whole - block - empty))
-            if training:
-                blocks = block + tables["block_backward"].seconds[-1][i]
-                rest = training[0] - self._update[0] - blocks - empty - heads["forward"][-1]
-                heads["backward"].append(max(_TINY, rest))
-        return {f"{output}_{way}": Table({"tokens": tokens}, row) for way, row in heads.items() if row}
+    def _of_a_block(self, key: Callable[[int], Any]) -> float:
+        return (self._seconds[key(_MANY)] - self._seconds[key(_FEW)]) / (_MANY - _FEW)
+
+    def _head(self, output: str, tokens: int, block: tuple[float, float]) -> tuple[float, float]:
+        """Forward, and the rest of forward and backward, of a micro-batch without its blocks."""
+        is_main, long = output == self._main, self._sizes.sequence_tokens[-1]
+        keys: list[Any] = [("forward", _FEW, tokens, long), ("train", _FEW, tokens, long)]
+        if not is_main:
+            keys = [(output, "forward", tokens), (output, "train", tokens)]
+        extra = self._seconds["empty"] + _FEW * block[0]
+        forward = max(_TINY, self._seconds[keys[0]] - extra)
+        if not self._outputs[output]:
+            return forward, 0.0
+        extra += forward + _FEW * block[1] + self._seconds["update", _FEW]
+        return forward, max(_TINY, self._seconds[keys[1]] - extra)
+
+    def _decode(self, rows: int, prompt: int) -> tuple[float, float]:
+        """Seconds per step of a block, and of the rest."""
+        few, many = (
+            (self._seconds["generate", blocks, rows, prompt, 1 + _DECODE_STEPS]
+             - self._seconds["generate", blocks, rows, prompt, 1]) / _DECODE_STEPS
+            for blocks in self._engines
+        )  # fmt: skip
+        block = max(_TINY, (many - few) / (_MANY - _FEW))
+        return block, max(_TINY, few - block * _FEW)
+
+    def calls(self) -> dict[str, Table]:
+        """By samples, what calls take besides passes and decode steps."""
+        counts = [self._rows[0], self._rows[-1]]
+        axes = {"samples": tuple(map(float, counts))}
+        calls = {name: Table(axes, [self._seconds["empty"]] * 2) for name in ("forward", "train_step")}
+        if self._model.generates:
+            prompt, times = self._prompts[0], []
+            for rows in counts:
+                whole = self._seconds["generate", _FEW, rows, prompt, 1]
+                _, head = self._decode(rows, prompt)
+                times.append(max(_TINY, whole - self._seconds["prefill",] - head))
+            calls["generate"] = Table(axes, times)
+        assert calls.keys() <= CALLS.keys()
+        return calls
+
+    # What the engine is asked to do
 
     def _forward(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
         work = {"logprobs": LogProbs(), "values": Values(), "scores": Scores()}[output]
         call = FunctionCall("profile", "forward", tuple(batch.fields), ("out",), role="role", work=work)
-        return lambda: engine.run(call, [batch], micro_batch_tokens=_ANY_SIZE)
+        return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
 
     def _train(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
-        losses = [c.work.loss for c in self._model.calls if c.kind == "train_step"]
+        losses = [work.loss for work in self._works if isinstance(work, TrainStep)]
         entropy = any(loss.entropy for loss in losses if loss.output == output)
         work = TrainStep(_MeanLoss(output, entropy))
         call = FunctionCall("profile", "train_step", tuple(batch.fields), role="role", work=work)
-        return lambda: engine.run(call, [batch], micro_batch_tokens=_ANY_SIZE)
+        return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
+
+    def _generate(self, engine: NativeEngine, rows: int, prompt: int, new: int) -> Callable[[], object]:
+        """All rows have the same prompt, so that it is prefilled but once."""
+        given = next(work for work in self._works if isinstance(work, Generate))
+        sampling = dataclasses.replace(given.sampling, max_new_tokens=new)
+        work = dataclasses.replace(given, sampling=sampling)
+        outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
+        call = FunctionCall("profile", "generate", ("prompt_ids",), outputs, role="role", work=work)
+        ids = torch.arange(prompt).repeat(rows) % self._model.config.vocab_size
+        batch = Batch(list(range(rows)), {"prompt_ids": Packed(ids, [prompt] * rows)})
+        return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
 
     def _sequences(self, tokens: int, length: int) -> Batch:
-        """Sequences of about one length of which neighbours differ, all of it responses."""
+        """Sequences of about one length, of which neighbours differ; all of it responses."""
         count = max(1, tokens // length)
         lengths = [length + (1, -1)[i % 2] for i in range(count // 2 * 2)] + [length] * (count % 2)
         ids = torch.arange(sum(lengths)) * 7919 % self._model.config.vocab_size
         mask = torch.ones(len(ids))
         fields = {"sequence_ids": Packed(ids, lengths), "response_mask": Packed(mask, lengths)}
         return Batch(list(range(count)), fields)
-
-    # Generation
-
-    def _decoding(self) -> dict[str, Table]:
-        rows = [rows for rows in self._sizes.rows if rows <= self._max_rows]
-        short, longest = self._sizes.sequence_tokens
-        prompts = (short, max(longest, short + 2 * _DECODE_STEPS))
-        blocks, heads = [], []
-        for prompt in prompts:
-            times = [self._decode(number, prompt) for number in rows]
-            blocks.append([block for block, _ in times])
-            heads.append([head for _, head in times])
-        contexts = tuple(prompt + (1 + _DECODE_STEPS) / 2 for prompt in prompts)
-        axes = {"context_tokens": contexts, "rows": tuple(map(float, rows))}
-        head = [statistics.fmean(pair) for pair in zip(*heads, strict=True)]
-        return {
-            "decode_block": Table(axes, blocks),
-            "decode_head": Table({"rows": axes["rows"]}, head),
-        }
-
-    def _decode(self, rows: int, prompt: int) -> tuple[float, float]:
-        """Seconds per step of a block, and of the rest. All rows have the same prompt, so that it is
-        prefilled but once."""
-        runs = [
-            self._generate(engine, rows, prompt, new)
-            for engine in (self._few, self._many) for new in (1, 1 + _DECODE_STEPS)
-        ]  # fmt: skip
-        few, few_more, many, many_more = self._clock.seconds(*runs)
-        few, many = (few_more - few) / _DECODE_STEPS, (many_more - many) / _DECODE_STEPS
-        block = max(_TINY, (many - few) / (_MANY - _FEW))
-        return block, max(_TINY, few - block * _FEW)
-
-    @property
-    def _max_rows(self) -> int:
-        works = [call.work for call in self._model.calls if call.kind == "generate"]
-        return max((work.max_rows for work in works), default=1)
-
-    def _generate(self, engine: NativeEngine, rows: int, prompt: int, new: int) -> Callable[[], object]:
-        works = [call.work for call in self._model.calls if call.kind == "generate"]
-        sampling: SamplingConfig = dataclasses.replace(works[0].sampling, max_new_tokens=new)
-        work = dataclasses.replace(works[0], sampling=sampling)
-        outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
-        call = FunctionCall("profile", "generate", ("prompt_ids",), outputs, role="role", work=work)
-        ids = torch.arange(prompt).repeat(rows) % self._model.config.vocab_size
-        batch = Batch(list(range(rows)), {"prompt_ids": Packed(ids, [prompt] * rows)})
-        return lambda: engine.run(call, [batch], micro_batch_tokens=_ANY_SIZE)
-
-    # What a call takes besides
-
-    def calls(self) -> dict[str, Table]:
-        """By samples; without what is counted as a pass or as a decode step."""
-        counts = [self._sizes.rows[0], self._sizes.rows[-1]]
-        axes = {"samples": tuple(map(float, counts))}
-        empty = self._sequences(8, 4).select([])
-        (seconds,) = self._clock.seconds(self._forward(self._few, self._main, empty))
-        calls = {name: Table(axes, [seconds, seconds]) for name in ("forward", "train_step")}
-        if self._model.generates:
-            length = self._sizes.sequence_tokens[0]
-            one = self._sequences(length, length)
-            times = []
-            for rows in counts:
-                generation = self._generate(self._few, rows, length, 1)
-                whole, prefill = self._clock.seconds(generation, self._forward(self._few, self._main, one))
-                _, head = self._decode(rows, length)
-                times.append(max(_TINY, whole - prefill - head))
-            calls["generate"] = Table(axes, times)
-        assert calls.keys() <= CALLS.keys()
-        return calls
-
-    # The optimizer
-
-    def _time_updates(self) -> list[float]:
-        config = OptimizerConfig(lr=0.0)
-        models = [self._engine(count, self._main, trains=False).model for count in (_FEW, _MANY)]
-        numels = tuple(float(model.flat.numel()) for model in models)
-        steps = self._clock.seconds(*(ShardedAdamW(model, config).step for model in models))
-        zeros = self._clock.seconds(*(model.zero_grad_buffer for model in models))
-        axes = {"parameters": numels}
-        self._updates = {"update": Table(axes, steps), "zero_gradients": Table(axes, zeros)}
-        return steps
