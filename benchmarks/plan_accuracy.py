@@ -66,6 +66,8 @@ class Options:
     steps: int = 8
     profile: Path | None = None
     """One that exists, instead of measuring."""
+    keep: Path | None = None
+    """Directory for the runs, which are measured again instead of repeated where they exist."""
     cpu_clock: bool = False
     """On a machine that others use: take the CPU seconds of calls, and steps that are made of these."""
     json: bool = False
@@ -135,7 +137,8 @@ def run_all(
         for number, name in enumerate(plans):
             out = directory / f"run-{turn}-{number}"
             plan = directory / f"plan-{number}.yaml"
-            realhf("run", experiment, "--nproc", NUM_RANKS, "--plan", plan, "--out", out)
+            if not (out / "summary.json").exists():
+                realhf("run", experiment, "--nproc", NUM_RANKS, "--plan", plan, "--out", out)
             measured[name].add(out, cpu_clock=options.cpu_clock)
             progress(f"round {turn + 1}, {name}: {lower_quartile(measured[name].steps):.3f} s")
     return measured
@@ -170,7 +173,8 @@ def show(rows: list[dict[str, Any]], about: dict[str, Any], options: Options) ->
 def main(options: Options) -> int:
     before, size = machine(), SIZES[options.size]
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as scratch:
-        directory = Path(scratch)
+        directory = Path(scratch) if options.keep is None else options.keep
+        directory.mkdir(exist_ok=True, parents=True)
         path = write_experiment(directory, algorithm=options.algorithm, size=size, steps=options.steps)
         experiment = load_experiment(str(path))
         profile_path = options.profile

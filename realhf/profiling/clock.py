@@ -31,10 +31,11 @@ class Clock:
     ) -> dict[Key, float]:
         """By round over all of the work, for about `budget` seconds; mean over ranks, of which every one must
         call this. `waits`: the work communicates."""
-        first = self._agreed({key: [self.once(function, waits=waits)] for key, function in work.items()})  # Also warms up.
+        once = {key: [self.once(function, waits=waits)] for key, function in work.items()}  # Also warms up.
+        first = self._agreed(once)
         counts = {
-            key: max(1, min(_MOST_PER_ROUND, round(_SHORT_SECONDS / max(once, 1e-9))))
-            for key, once in first.items()
+            key: max(1, min(_MOST_PER_ROUND, round(_SHORT_SECONDS / max(seconds, 1e-9))))
+            for key, seconds in first.items()
         }
         least, most = _ROUNDS
         rounds = round(budget / max(sum(first[key] * count for key, count in counts.items()), 1e-9))
