@@ -27,10 +27,14 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
+from realhf.planner import report
+from realhf.planner.proof import require_fit
+from realhf.planning import problem_of
 from realhf.realloc import explain
 from realhf.realloc.schedule import make_schedule
 from realhf.realloc.wires import Wires
 from realhf.runtime.check import Program, compile_program
+from realhf.units import format_bytes
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
 _MAX_TIMEOUT, _PROFILE_TIMEOUT = 1e6, 600.0
@@ -155,18 +159,27 @@ def _profile(options: Namespace, experiment: Experiment, argv: Sequence[str]) ->
 
 
 def _check(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
-    by_cluster = options.cluster is not None and options.nproc is None
-    num_devices = Cluster.load(options.cluster).num_devices if by_cluster else None
+    cluster = Cluster.load(options.cluster) if options.cluster is not None else None
+    num_devices = cluster.num_devices if cluster is not None and options.nproc is None else None
     program, num_ranks = _compile(experiment, options, num_devices)
+    proof = None
+    if cluster is not None:
+        with _naming(f"plan {options.plan}" if options.plan else options.experiment):
+            proof = require_fit(problem_of(experiment, cluster), program.plan)
     if options.json:
         homes = {role: str(layout) for role, layout in program.homes.items()}
-        print(json.dumps({"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes}))
+        answer = {"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes}
+        print(json.dumps(answer | ({"memory": report.memory(proof)} if proof is not None else {})))
         return EXIT_DONE
     print(f"{options.experiment} is sound on {num_ranks} ranks:")
     for call in program.graph.order:
         where = program.plan[call.name]
         columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"
         print("  ".join(("", columns, *where.options)))
+    if proof is not None:
+        peak = proof.fullest
+        has = f"{format_bytes(peak.num_bytes)} of {format_bytes(proof.available)} available"
+        print(f"it fits: the fullest device, rank {peak.rank}, needs {has} while {peak.call} runs")
     return EXIT_DONE
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from realhf.shipped import load_yaml
 from realhf.units import parse
 
+DEVICE_TYPES = ("cuda", "cpu")
+
 
 @dataclass(frozen=True)
 class Link:
@@ -33,14 +35,17 @@ class Cluster:
     intra_host: Link  # The port of one device inside its host,
     inter_host: Link  # and towards other hosts.
     host_bandwidth_bytes_per_second: float | None = None  # Of one host; None: its devices' ports.
+    device_type: str = "cuda"  # Or `cpu`: processes on the cores of the hosts.
     host_memory: Link | None = None  # Between one device and its host's memory (PCIe); None: no offload.
 
     def __post_init__(self) -> None:
+        if self.device_type not in DEVICE_TYPES:
+            raise ValueError(f"device_type is {self.device_type!r}: legal are {', '.join(DEVICE_TYPES)}")
         for name in ("num_hosts", "devices_per_host"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         for name, value in asdict(self).items():
-            if value is None:  # One of those that may be left out.
+            if value is None or name == "device_type":  # (those that are None may be left out)
                 continue
             parts = {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
             for where, number in parts.items():

@@ -27,6 +27,12 @@ def problem_of(
         for name, role in experiment.roles().items()
     }
     graph = experiment.graph()
+    if not any(call.role for call in graph.calls):
+        raise ValueError("the graph has no calls on models: there is nothing to plan")
+    if unknown := [call for call in graph.calls if call.role is not None and call.role not in roles]:
+        raise ValueError(
+            f"call {unknown[0].name!r} is for role {unknown[0].role!r}: there are {', '.join(roles)}"
+        )
     if unused := [name for name in roles if not graph.of_role(name)]:
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
     generating = [call.work for call in graph.calls if isinstance(call.work, Generate)]

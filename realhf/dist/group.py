@@ -7,6 +7,7 @@ times faster there than gloo's collectives; sums run in rank order, so all membe
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from realhf.dist.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
 
 Messages = Sequence[tuple[int, torch.Tensor]]  # Peer and contiguous tensor to send or to receive into.
+_OPEN_ROUNDS = 4  # More than any pipeline of calls needs; it only bounds what an Outbox keeps.
 _SMALL_BYTES = 1 << 16  # Up to here an all-reduce sends whole tensors to every peer, above it one chunk each.
 
 
@@ -54,8 +56,39 @@ class Pending:
         self.works, self.tensors = (), ()
 
 
+class Outbox:
+    """Keeps posted messages alive, so that their sender goes on while the receivers are busy.
+
+    Messages of the last rounds stay open; older ones are waited for, as gloo tells of a message only to those
+    who wait for it. A round is a pass over all actions of a step.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: deque[list[Pending]] = deque([[]])
+
+    def add(self, message: Pending) -> None:
+        self._rounds[-1].append(message)
+
+    def next_round(self) -> None:
+        self._rounds.append([])
+        if len(self._rounds) > _OPEN_ROUNDS:
+            self._wait_for_oldest()
+
+    def wait(self) -> None:
+        """Returns when all messages have been taken."""
+        while self._rounds:
+            self._wait_for_oldest()
+        self._rounds.append([])
+
+    def _wait_for_oldest(self) -> None:
+        for message in self._rounds.popleft():
+            message.wait()
+
+
 class Group:
     """An ordered set of global ranks, of which this process is number `index`. Peers go by their index.
+
+    Over gloo messages carry a tag: those between two ranks match in order among those of the same tag.
 
     On NCCL (`native`) tensors are on this rank's device and waiting delays its current stream, not the host.
     """
@@ -64,11 +97,11 @@ class Group:
         self.ranks, self.index, self.size = tuple(ranks), index, len(ranks)
         self._backend, self._native = backend, native and backend is not None
 
-    def exchange(self, sends: Messages, recvs: Messages) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> None:
         """Sends and receives all at once; messages between two ranks match in the order of the lists."""
-        self.post(sends, recvs).wait()
+        self.post(sends, recvs, tag=tag).wait()
 
-    def post(self, sends: Messages, recvs: Messages) -> Pending:
+    def post(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> Pending:
         """Like `exchange`, but returns at once; the tensors must stay untouched until `Pending.wait`.
 
         On gloo posts never wait for one another. On NCCL the messages of one post move together, but posts of
@@ -81,8 +114,8 @@ class Group:
             if self._native:
                 self._backend._start_coalescing()
             works: list[tuple[Any, tuple[int, ...]]] = []
-            works += [(self._backend.recv([tensor], peer, 0), (self.ranks[peer],)) for peer, tensor in recvs]
-            works += [(self._backend.send([tensor], peer, 0), (self.ranks[peer],)) for peer, tensor in sends]
+            works += [(self._backend.recv([tensor], peer, tag), (self.ranks[peer],)) for peer, tensor in recvs]
+            works += [(self._backend.send([tensor], peer, tag), (self.ranks[peer],)) for peer, tensor in sends]
             if self._native:
                 works = [(self._backend._end_coalescing(), self.ranks)]
         return Pending(works, [*sends, *recvs])
@@ -132,23 +165,23 @@ class Group:
         peers, mine = self._peers(), chunks[self.index]
         self.exchange([(peer, mine) for peer in peers], [(peer, chunks[peer]) for peer in peers])
 
-    def send_bytes(self, data: torch.Tensor, peers: Sequence[int]) -> Pending:
+    def send_bytes(self, data: torch.Tensor, peers: Sequence[int], *, tag: int = 0) -> Pending:
         """Posts any number of bytes (uint8) to some members; for groups over gloo, like what follows."""
-        return self.post([(peer, t) for peer in peers for t in (torch.tensor([len(data)]), data)], [])
+        return self.post([(peer, t) for peer in peers for t in (torch.tensor([len(data)]), data)], [], tag=tag)
 
-    def recv_bytes(self, peer: int) -> torch.Tensor:
+    def recv_bytes(self, peer: int, *, tag: int = 0) -> torch.Tensor:
         length = torch.empty(1, dtype=torch.int64)
-        self.exchange([], [(peer, length)])
+        self.exchange([], [(peer, length)], tag=tag)
         data = torch.empty(int(length), dtype=torch.uint8)
-        self.exchange([], [(peer, data)])
+        self.exchange([], [(peer, data)], tag=tag)
         return data
 
-    def send_json(self, document: Any, peers: Sequence[int]) -> Pending:
+    def send_json(self, document: Any, peers: Sequence[int], *, tag: int = 0) -> Pending:
         data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-        return self.send_bytes(data, peers)
+        return self.send_bytes(data, peers, tag=tag)
 
-    def recv_json(self, peer: int) -> Any:
-        return json.loads(self.recv_bytes(peer).numpy().tobytes())
+    def recv_json(self, peer: int, *, tag: int = 0) -> Any:
+        return json.loads(self.recv_bytes(peer, tag=tag).numpy().tobytes())
 
     def all_gather_json(self, document: Any) -> list[Any]:
         """Every member's JSON document, in member order."""

@@ -153,6 +153,7 @@ def _variant(
             call_bytes(
                 role, call.kind, work, strategy, stage,
                 micro_batch_tokens=options.micro_batch_tokens, recompute=options.recompute,
+                fused=rates.cluster.device_type == "cuda",
             ).values()
         )
         for stage in ends

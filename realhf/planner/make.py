@@ -44,8 +44,6 @@ def make_plan(
     Raises ValueError when nothing fits.
     """
     began = time.perf_counter()
-    if not problem.model_calls:
-        raise ValueError("the graph has no calls on models: there is nothing to plan")
     _require_divisible(problem)
     space = Space(problem, rates)
     _require_candidates(space)

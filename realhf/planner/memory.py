@@ -63,7 +63,9 @@ def call_bytes(
     """Bytes by part that the call adds at its peak on the fullest rank of a stage; their sum is the peak.
 
     `fused`: with CUDA's kernels and NCCL, where an RMSNorm keeps its input only, attention its output once,
-    and collectives work in place; without, as on CPU with gloo. Top-p sampling is not counted.
+    and collectives work in place; without, as on CPU with gloo. Top-p sampling is not counted. Where
+    responses are shorter than `max_new_tokens` in the mean, micro-batches are taken to hold up to their limit
+    or the longest sequence; of prompts there is only a mean.
     """
     call = _Call(role, workload, strategy, stage, micro_batch_tokens, recompute, fused)
     moments = {"generate": call.generate, "forward": call.forward, "train_step": call.train}[kind]()
@@ -120,7 +122,7 @@ class _Call:
         number = max(-(-int(samples * length) // limit), min(self.strategy.pp, samples), 1)
         if w.response_tokens >= w.max_new_tokens:  # All sequences are alike.
             rows = max(1, min(-(-samples // number), int(limit // length)))
-            return -(-samples // rows), rows * length, rows * w.response_tokens
+            return max(1, -(-samples // rows)), rows * length, rows * w.response_tokens
         longest = w.prompt_tokens + w.max_new_tokens
         tokens = max(longest, min(limit, samples * length / number + longest / 2))
         return number, tokens, tokens * max(w.response_tokens / length, w.max_new_tokens / longest)
@@ -149,12 +151,13 @@ class _Call:
         return self._hidden(tokens) if self.fused else 4 * _wide(self.role) * self._at.hidden * tokens
 
     def _reduced(self, num_bytes: float) -> float:
-        """Temporaries of a sum over tp: a clone, over gloo also what comes from the others."""
+        """Temporaries of a sum over tp."""
         tp = self.strategy.tp
-        if tp == 1:
-            return 0.0
-        gathered = 2.0 if tp == 2 else (tp - 1) / tp
-        return num_bytes * (1 + (0.0 if self.fused else gathered))
+        return 0.0 if tp == 1 else num_bytes * self._reduced_copies(tp)
+
+    def _reduced_copies(self, size: int) -> float:
+        """A clone and, over gloo, what `Group.all_reduce` of so many members receives."""
+        return 1.0 + (0.0 if self.fused else 2.0 if size == 2 else (size - 1) / size)
 
     def _block_saved(self, tokens: float) -> float:
         """What autograd keeps of one decoder layer (nn/transformer.py), in order:
@@ -270,20 +273,24 @@ class _Call:
 
     @property
     def _optimizer_temporaries(self) -> float:
-        """Over gloo: the others' parts of this replica's slice, or of a tied embedding on its two stages."""
-        if self.fused:
-            return 0.0
+        """Of sums of gradients: those of key-value heads that tp ranks share, put together, and over gloo
+        the others' parts of them, of a tied embedding on its two stages, of this replica's slice."""
         s, w, config = self.strategy, _wide(self.role), self.role.config
-        held = num_params(self.role.spec, s, self.stage)
-        parts = w * held * (s.dp - 1) / s.dp
-        ends = config.tied and s.pp > 1 and (self._is_first or self._is_last)
-        return max(parts, 2.0 * w * self._at.vocabulary * self._at.hidden if ends else 0.0)
+        shared, received, sharers = 0.0, 0.0, s.tp // config.num_kv_heads
+        if sharers > 1:
+            weights = self._layers * 2 * config.head_dim * (config.hidden_size + config.qkv_bias)
+            shared = w * weights * self._reduced_copies(sharers)
+        if not self.fused:
+            received = w * num_params(self.role.spec, s, self.stage) * (s.dp - 1) / s.dp
+            if config.tied and s.pp > 1 and (self._is_first or self._is_last):
+                received = max(received, 2.0 * w * self._at.vocabulary * self._at.hidden)
+        return max(shared, received)
 
     def generate(self) -> list[Parts]:
         """The prefill of the last cohort, the copies of prompts' rows, decoding with sampling."""
         a, e, w = self._at, self.role.itemsize, self.workload
         samples = -(-w.num_samples // self.strategy.dp)
-        rows = min(w.max_rows, samples)
+        rows = max(1, min(w.max_rows, samples))
         cohorts = min(self.strategy.pp, rows)
         cohort = -(-rows // cohorts)
         prompts = min(cohort, -(-cohort // w.samples_per_prompt) + (cohort % w.samples_per_prompt > 0))

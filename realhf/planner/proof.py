@@ -129,6 +129,7 @@ def _running(
         known[call.name, stage] = call_bytes(
             role, call.kind, work, how.layout.strategy, stage,
             micro_batch_tokens=how.micro_batch_tokens, recompute=how.recompute,
+            fused=problem.cluster.device_type == "cuda",
         )  # fmt: skip
         if how.offload:
             weights = weights_bytes(role, how.layout.strategy, stage)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.planner.make import Planned
+from realhf.planner.proof import Proof
 from realhf.planner.simulate import Activity
 from realhf.units import format_bytes, format_seconds
 
@@ -30,26 +31,30 @@ def document(planned: Planned) -> dict[str, Any]:
             "num_micro_batches": cost.num_micro_batches, "num_devices": candidate.mesh.size,
             "reason": planned.reasons[name],
         }  # fmt: skip
-    host = {name: {"layout": str(how.layout)} for name, how in planned.plan.calls.items() if name not in calls}
+    for name, how in planned.plan.calls.items():
+        calls.setdefault(name, {"layout": str(how.layout)})  # Plain Python.
     return {
         "step_seconds": planned.found.step_seconds,
         "lower_bound_seconds": planned.found.lower_bound_seconds,
         "gap": planned.found.gap,
         "search_seconds": planned.search_seconds,
         "heuristic_step_seconds": planned.heuristic_seconds,
-        "calls": {name: calls.get(name) or host[name] for name in planned.plan.calls},
-        "memory": {
-            "available_bytes": planned.proof.available,
-            "peaks": {
-                str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
-                for rank, peak in planned.proof.peaks.items()
-            },
-        },
+        "calls": {name: calls[name] for name in planned.plan.calls},
+        "memory": memory(planned.proof),
         "timeline": {
             "activities": [vars(activity) for activity in planned.simulation.activities],
             "idle": planned.simulation.idle.tolist(),
         },
     }
+
+
+def memory(proof: Proof) -> dict[str, Any]:
+    """What every rank needs at its peak, in bytes."""
+    peaks = {
+        str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
+        for rank, peak in proof.peaks.items()
+    }
+    return {"available_bytes": proof.available, "peaks": peaks}
 
 
 def _variants(planned: Planned, name: str) -> list[tuple[Any, str]]:

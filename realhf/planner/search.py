@@ -15,7 +15,7 @@ import numpy as np
 from realhf.planner.space import Space
 
 _OPEN = -1
-_EXPAND = 64  # Unfinished plans that are expanded at once.
+_CHILDREN = 12_000  # Plans that are looked at at once.
 _DIVE_EVERY = 8  # Rounds of expansion between two attempts to complete what looks best,
 _BEAM = 12  # each with so many unfinished plans side by side.
 _MOST_NODES = 1_000_000  # Beyond, the least promising are given up; their bound is kept.
@@ -175,7 +175,7 @@ class _Tree:
         first = np.lexsort((-self._depths, self._bounds))[0] if len(self._plans) else 0
         depth = self._depths[first]
         level = np.flatnonzero(self._depths == depth)
-        taken = level[np.argsort(self._bounds[level], kind="stable")[:_EXPAND]]
+        taken = level[np.argsort(self._bounds[level], kind="stable")[: self._width(int(depth))]]
         plans, bounds = self._plans[taken], self._bounds[taken]
         self._keep(np.setdiff1d(np.arange(len(self._plans)), taken))
         self.num_expanded, self.num_rounds = self.num_expanded + len(plans), self.num_rounds + 1
@@ -191,6 +191,12 @@ class _Tree:
             order = np.argsort(self._bounds, kind="stable")
             self._given_up = min(self._given_up, self._bounds[order[_MOST_NODES // 2]])
             self._keep(order[: _MOST_NODES // 2])
+
+    def _width(self, depth: int) -> int:
+        """How many plans are expanded at once."""
+        unit = self._space.units[int(self._order[depth % len(self._units)])]
+        ways = len(unit.by_mesh) if depth < len(self._units) else len(unit.candidates) / len(unit.by_mesh)
+        return max(1, int(_CHILDREN / ways))
 
     def dive(self) -> None:
         """Completes the most promising plans by a beam search, and improves what comes out."""
@@ -262,7 +268,7 @@ class _Tree:
             area += np.where(plans[:, u] < 0, self._least_area[u], unit.area[plans[:, u]])
         bounds = np.maximum(bounds, area / self._devices)
         rest = np.flatnonzero(bounds < self._goal)
-        fits = self._space.overflow(self._units, plans[rest], exact=False) <= 0
+        fits = self._space.overflow(self._units, plans[rest]) <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
         if len(rest):

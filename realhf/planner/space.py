@@ -89,10 +89,13 @@ class Unit:
         the least time of each call and the least memory on that mesh."""
         more, groups = copy.copy(self), self.by_mesh
         more.__dict__.pop("area", None)
+
+        def extended(array: np.ndarray) -> np.ndarray:
+            return np.concatenate([array, [array[group].min(axis=0) for group in groups]])
+
         for name in ("first", "stop", "seconds", "resting", "running"):
-            array = getattr(self, name)
-            setattr(more, name, np.concatenate([array, [array[group].min(axis=0) for group in groups]]))
-        more.copied = [np.concatenate([array, np.zeros(len(groups))]) for array in self.copied]
+            setattr(more, name, extended(getattr(self, name)))
+        more.copied = [extended(array) for array in self.copied]
         return more
 
 
@@ -105,6 +108,7 @@ class Space:
         self.needs = _dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
         self.units = _units(problem, rates)
+        self._home_of = {role: u for u, unit in enumerate(self.units) for role in unit.homes}
         self._moved: dict[tuple[int, Placed, Placed], float] = {}
         self._unit_of = {call: u for u, unit in enumerate(self.units) for call in unit.calls}
 
@@ -157,9 +161,11 @@ class Space:
     def exact_periods(self, chosen: np.ndarray) -> np.ndarray:
         return self.periods(self.units, chosen, moving=self.moving(chosen))
 
-    def overflow(self, units: Sequence[Unit], chosen: np.ndarray, *, exact: bool = True) -> np.ndarray:
-        """Bytes by which the fullest rank of each plan exceeds its memory, at most 0 where all fits; of open
-        units nothing counts. Not `exact`: without copies, as they might turn out to be their role's home.
+    def overflow(self, units: Sequence[Unit], chosen: np.ndarray) -> np.ndarray:
+        """Bytes by which the fullest rank of each plan exceeds its memory, at most 0 where all fits.
+
+        A lower bound where choices are open: copies count as soon as it is sure that they are not the same
+        memory as their role's home.
         """
         count = len(chosen)
         first, stop, resting, running = (np.zeros((count, len(units))) for _ in range(4))
@@ -169,25 +175,31 @@ class Space:
                 array[:, u] = np.where(here, values[pick], -1)
             for array, values in ((resting, unit.resting), (running, unit.running)):
                 array[:, u] = np.where(here, values[pick], 0.0)
-            for values in unit.copied if exact else ():
-                resting[:, u] += np.where(here, values[pick], 0.0)
+        doubtful = []
+        for u, unit in enumerate(units):
+            for role, values in zip(unit.copies, unit.copied, strict=True):
+                home = self._home_of[role]
+                inside = (first[:, home] <= first[:, u]) & (stop[:, u] <= stop[:, home])
+                sizes = len(unit.candidates), len(units[home].candidates)
+                decided = (chosen[:, u] < sizes[0]) & (chosen[:, home] < sizes[1])
+                known = (chosen[:, u] >= 0) & (chosen[:, home] >= 0) & (decided | ~inside)
+                resting[:, u] += np.where(known, values[chosen[:, u]], 0.0)
+                doubtful.append((u, role, values, known & inside))
         most = _fullest(first, stop, resting, running)
-        if exact and len(tight := np.flatnonzero(most > self.capacity)):
-            for u, unit in enumerate(units):
-                for role, values in zip(unit.copies, unit.copied, strict=True):
-                    same = self._aliases(u, role, chosen[tight])
-                    resting[tight, u] -= np.where(same, values[chosen[tight, u]], 0.0)
+        if len(tight := np.flatnonzero(most > self.capacity)):
+            for u, role, values, might in doubtful:
+                rows = tight[might[tight]]
+                same = self._aliases(u, role, chosen[rows])
+                resting[rows, u] -= np.where(same, values[chosen[rows, u]], 0.0)
             most[tight] = _fullest(first[tight], stop[tight], resting[tight], running[tight])
         return most - self.capacity
 
     def _aliases(self, unit: int, role: str, chosen: np.ndarray) -> np.ndarray:
         """Whether a copy is the same memory as its role's home: every rank holds the same shard in both."""
-        home = next(u for u, other in enumerate(self.units) if role in other.homes)
+        home = self._home_of[role]
         here, there = self.units[unit].candidates, self.units[home].candidates
-        return np.array([
-            0 <= a < len(here) and 0 <= b < len(there) and _same_shards(here[a], there[b])
-            for a, b in chosen[:, [unit, home]].tolist()
-        ], dtype=bool)  # fmt: skip
+        ends = chosen[:, [unit, home]].tolist()
+        return np.array([_same_shards(here[a], there[b]) for a, b in ends], dtype=bool)
 
 
 def _fullest(first: np.ndarray, stop: np.ndarray, resting: np.ndarray, running: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Compiles a graph and a plan into the list of actions that every rank walks through in the same order."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -10,8 +11,12 @@ from realhf.param_spec import ModelSpec, is_sharded
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.realloc.schedule import moves_nothing
 
-DATASET = Layout.parse("d1@0")
-"""Where a step's dataset rows come from."""
+RANK_0 = Layout.parse("d1@0")
+"""Where host calls run unless the plan says otherwise, and where results are recorded."""
+
+RECORD_TAG, FIRST_TAG = 1, 2
+"""Tags of messages on the control group: 0 is for what all ranks do together, then come the records of steps,
+then the inputs of calls, which have tags of their own."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +38,28 @@ class Reallocate:
 
 
 @dataclass(frozen=True)
-class Move:
-    """Hands a call its inputs: from the heads of the producers' layouts to every rank of the call's layout.
+class Send:
+    """Posts the outputs of one producer (None: the dataset) that a call reads, and waits for nobody.
 
-    `sources` gives per producer (None: the dataset) its layout and the keys taken from it.
+    They go from the heads of the producer's layout to ranks of the call's layout.
     """
 
     call: FunctionCall
-    sources: tuple[tuple[str | None, Layout, tuple[str, ...]], ...]
+    producer: str | None
+    source: Layout
+    keys: tuple[str, ...]
     target: Layout
+    tag: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Takes what was sent to a call, and deals the samples out among the ranks of its layout."""
+
+    call: FunctionCall
+    sends: tuple[Send, ...]
+    target: Layout
+    tag: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,7 @@ class Run:
     layout: Layout
 
 
-Action = Reallocate | Move | Run
+Action = Reallocate | Send | Receive | Run
 
 
 def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role]) -> dict[str, Layout]:
@@ -78,10 +96,17 @@ def complete_plan(
     """The plan with what may be left out: host calls on rank 0, calls of roles with a home there."""
     calls = dict(plan.calls)
     for call in graph.calls:
-        layout = DATASET if call.kind == "host" else homes.get(call.role or "")
+        layout = RANK_0 if call.kind == "host" else homes.get(call.role or "")
         if layout is not None:
             calls.setdefault(call.name, CallPlan(layout, offload=call.role in offloaded))
     return ExecutionPlan(calls, plan.predicted)
+
+
+def dataset_layout(graph: DataflowGraph, plan: ExecutionPlan) -> Layout:
+    """Where a step's dataset rows come from: the first head of the first call that reads any."""
+    keys = set(graph.inputs)
+    readers = (plan[call.name].layout for call in graph.order if not keys.isdisjoint(call.inputs))
+    return Layout.parse(f"d1@{next(readers, RANK_0).heads[0]}")
 
 
 def compile_actions(
@@ -90,12 +115,24 @@ def compile_actions(
     roles: Mapping[str, Role],
     homes: Mapping[str, Layout],
     specs: Mapping[str, ModelSpec],
+    *,
+    first_tag: int = FIRST_TAG,
 ) -> tuple[Action, ...]:
-    """One step. Reallocations stand first and a call's inputs move as soon as the last of them exists, so
-    that no rank waits for another that is busy with a call of its own; calls follow in topological order.
-    What a train step has changed goes out right behind it, ahead of the next step.
+    """One step: the calls in topological order. What a call has made is sent right behind it and received
+    where it is used, so that nobody waits for a rank that is busy with another call. What a train step has
+    changed goes out right behind it, ahead of the next step.
+
+    No ranks can wait for each other in a circle: over all steps, an action waits only for ranks that have yet
+    to come to it and for actions that stand before it, and every rank walks through them in this order.
     """
+    tags = count(first_tag)
+    receives = {call.name: _receive(call, graph, plan, tags) for call in graph.order}
     actions: list[Action] = []
+
+    def send(producer: str | None) -> None:
+        actions.extend(s for r in receives.values() for s in r.sends if s.producer == producer)
+
+    send(None)
     updated_by = {
         call.name: [name for name, role in roles.items() if call.role in (name, role.follows)]
         for call in graph.order
@@ -110,19 +147,9 @@ def compile_actions(
 
     for role in dict.fromkeys(call.role for call in graph.order if call.role is not None):
         reallocate(role, graph.order)
-    produced = set(graph.inputs)
-    unmoved = list(graph.order)
-
-    def move_what_is_ready() -> None:
-        for call in list(unmoved):
-            if produced.issuperset(call.inputs):
-                actions.append(_move(call, graph, plan))
-                unmoved.remove(call)
-
-    move_what_is_ready()
     for i, call in enumerate(graph.order, start=1):
-        actions.append(Run(call, plan[call.name].layout))
-        produced.update(call.outputs)
+        actions += [receives[call.name], Run(call, plan[call.name].layout)]
+        send(call.name)
         for name in updated_by.get(call.name, ()):
             if name != call.role:
                 assert call.role is not None, "only models are trained"
@@ -133,7 +160,6 @@ def compile_actions(
             reallocate(name, later)
             if not any(name in updated_by.get(other.name, ()) for other in later):
                 reallocate(name, graph.order, ahead=True)
-        move_what_is_ready()
     return tuple(actions)
 
 
@@ -154,11 +180,12 @@ def _copies(
     return made
 
 
-def _move(call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan) -> Move:
+def _receive(call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan, tags: Iterator[int]) -> Receive:
     by_producer: dict[str | None, list[str]] = {}
     for key in call.inputs:
         producer = graph.producer(key)
         by_producer.setdefault(None if producer is None else producer.name, []).append(key)
-    layouts = {p: DATASET if p is None else plan[p].layout for p in by_producer}
-    sources = tuple((p, layouts[p], tuple(keys)) for p, keys in by_producer.items())
-    return Move(call, sources, plan[call.name].layout)
+    layouts = {p: dataset_layout(graph, plan) if p is None else plan[p].layout for p in by_producer}
+    target = plan[call.name].layout
+    sends = [Send(call, p, layouts[p], tuple(keys), target, next(tags)) for p, keys in by_producer.items()]
+    return Receive(call, tuple(sends), target, next(tags))

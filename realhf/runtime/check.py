@@ -13,7 +13,14 @@ from realhf.layout import Layout
 from realhf.model_config import RUNNABLE
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import DATASET, Action, compile_actions, complete_plan, home_layouts
+from realhf.runtime.actions import (
+    FIRST_TAG,
+    RANK_0,
+    Action,
+    compile_actions,
+    complete_plan,
+    home_layouts,
+)
 
 _WORK_OF_KIND = {
     "generate": (Generate,),
@@ -63,14 +70,15 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     _check_tokenizer(experiment)
     graph, eval_actions = _with_max_rows(graph, plan), tuple[Action, ...]()
     specs = {name: model_spec(role.config()) for name, role in roles.items()}
+    actions = compile_actions(graph, plan, roles, homes, specs)
     if eval_graph is not None:
         plan = complete_plan(plan, eval_graph, homes, offloaded=offloaded)
         plan.check(eval_graph, world_size=world_size, also=names)
         _check_layouts(roles, eval_graph, plan)
         eval_graph = _with_max_rows(eval_graph, plan)
         _offloaded_roles(roles, eval_graph, plan, expected=offloaded)
-        eval_actions = compile_actions(eval_graph, plan, roles, homes, specs)
-    actions = compile_actions(graph, plan, roles, homes, specs)
+        first_tag = FIRST_TAG + len(actions)  # An action has at most one tag.
+        eval_actions = compile_actions(eval_graph, plan, roles, homes, specs, first_tag=first_tag)
     return Program(experiment, roles, graph, eval_graph, plan, homes, offloaded, actions, eval_actions)
 
 
@@ -88,10 +96,8 @@ def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
 
 def _with_max_rows(graph: DataflowGraph, plan: ExecutionPlan) -> DataflowGraph:
     """The graph whose generating calls decode as many rows at once as the plan says."""
-    limits = {call: plan[call.name].max_rows for call in graph.calls}
-    return graph.replace(*(
-        replace(call, work=replace(call.work, max_rows=limit)) for call, limit in limits.items() if limit
-    ))  # fmt: skip
+    limited = [(call, rows) for call in graph.calls if (rows := plan[call.name].max_rows) is not None]
+    return graph.replace(*(replace(c, work=replace(c.work, max_rows=rows)) for c, rows in limited))
 
 
 def _keep_answers(batch: Any, context: Any) -> dict[str, Any]:
@@ -158,8 +164,8 @@ def _check_models(roles: Mapping[str, Role]) -> None:
 def _check_layouts(roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan) -> None:
     for call in graph.calls:
         layout = plan[call.name].layout
-        if call.name == "eval_record" and layout != DATASET:
-            raise ValueError(f"calls.eval_record.layout {layout}: answers are recorded at {DATASET}")
+        if call.name == "eval_record" and layout != RANK_0:
+            raise ValueError(f"calls.eval_record.layout {layout}: answers are recorded at {RANK_0}")
         if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
             raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
         if call.role is not None:

@@ -11,13 +11,13 @@ import torch
 
 from realhf.data.batch import Batch
 from realhf.data.loader import load_tokenizer
-from realhf.dist.group import World
+from realhf.dist.group import Outbox, World
 from realhf.engine.work import HostFunction
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import Action, Move, Reallocate, Run
+from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.models import ModelStore
 
@@ -67,50 +67,70 @@ class Executor:
     store: ModelStore
     context: HostContext
     group_size: int
+    outbox: Outbox = field(default_factory=Outbox)
 
     def run(self, dataset_batch: Batch | None, *, is_last: bool = False) -> StepRecord:
-        """One step. `dataset_batch` is given on rank 0. `is_last`: nothing need be ready for another one."""
+        """One step. `dataset_batch` is given where `dataset_layout` says. `is_last`: no other one follows."""
+        self.outbox.next_round()
         record = StepRecord()
         outputs: dict[str | None, Batch | None] = {None: dataset_batch}
-        inputs: dict[str, list[Batch] | None] = {}
+        inputs: dict[str, list[Batch]] = {}
         for action in self.actions:
             if isinstance(action, Reallocate):
                 self._reallocate(action, record, is_last=is_last)
-            elif isinstance(action, Move):
-                inputs[action.call.name] = self._move(action, outputs, record)
+            elif isinstance(action, Send):
+                self._send(action, outputs, record)
+            elif isinstance(action, Receive):
+                if self.world.rank in action.target:
+                    inputs[action.call.name] = self._receive(action, outputs, record)
             else:
-                if action.call.kind == "train_step" and action.call.role is not None:
+                if action.call.role is not None and action.call.kind == "train_step":
                     self._wait(record, action.call.role)  # What is on its way is not to change.
-                minibatches = inputs.pop(action.call.name)
-                if minibatches is not None:
+                elif action.call.role is not None and self.world.rank in action.layout:
+                    self._wait(record, action.call.role, action.layout)
+                if (minibatches := inputs.pop(action.call.name, None)) is not None:
                     run = self._run_host if action.call.kind == "host" else self._run_model
                     outputs[action.call.name] = run(action, minibatches, record)
                 if action.call.kind == "train_step" and action.call.role is not None:
                     self.store.updated(action.call.role)
         return record
 
-    def _move(
-        self, action: Move, outputs: Mapping[str | None, Batch | None], record: StepRecord
-    ) -> list[Batch] | None:
-        """This rank's inputs of the call; None on ranks that do not run it."""
-        rank, call = self.world.rank, action.call
-        heads = {head for _, layout, _ in action.sources for head in layout.heads}
-        if rank not in action.target and rank not in heads:
-            return None
-        sources = [
-            Source(layout, keys, outputs[producer] if rank in layout.heads else None)
-            for producer, layout, keys in action.sources
-        ]
+    def _send(
+        self, action: Send, outputs: Mapping[str | None, Batch | None], record: StepRecord
+    ) -> None:
+        rank, name = self.world.rank, action.call.name
+        if rank in action.source.heads and rank not in action.target:
+            with record.timed(rank=rank, name=name, kind="move"):
+                Exchange(self.world, self.outbox).send(self._source(action, outputs), action.target)
+
+    def _receive(
+        self, action: Receive, outputs: Mapping[str | None, Batch | None], record: StepRecord
+    ) -> list[Batch]:
+        """This rank's inputs of the call."""
+        call = action.call
+        sources = [self._source(send, outputs) for send in action.sends]
         routing = Routing(self.group_size, call.work.num_minibatches, keep_groups=call.kind == "generate")
-        with record.timed(rank=rank, name=call.name, kind="move"):
-            return Exchange(self.world).move(sources, action.target, routing)
+        with record.timed(rank=self.world.rank, name=call.name, kind="move"):
+            return Exchange(self.world, self.outbox).receive(sources, action.target, routing, tag=action.tag)
+
+    def _source(self, send: Send, outputs: Mapping[str | None, Batch | None]) -> Source:
+        batch = outputs[send.producer] if self.world.rank in send.source.heads else None
+        return Source(send.source, send.keys, batch, send.tag)
 
     def _reallocate(self, action: Reallocate, record: StepRecord, *, is_last: bool) -> None:
+        """What the step before has set going ahead is waited for where it is used, by a call or the next
+        update of the role, so that a rank may do other things first. An evaluation counts it all as its own.
+        """
         if action.ahead and is_last:
             return
-        self.store.start(action)
-        if not action.ahead:
+        if action.rate is not None:
+            self._wait(record, action.target_role)
+        if (self.store.start(action) or not self._updates_anything) and not action.ahead:
             self._wait(record, action.target_role, action.target)
+
+    @cached_property
+    def _updates_anything(self) -> bool:
+        return any(isinstance(action, Reallocate) and action.ahead for action in self.actions)
 
     def _wait(self, record: StepRecord, role: str, layout: Layout | None = None) -> None:
         """For the role's reallocations to one layout, or all that are under way."""

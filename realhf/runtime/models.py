@@ -146,11 +146,9 @@ class ModelStore:
         if not self._is_sharded(role):
             self._versions[role, self.homes[role]] += 1
 
-    def start(self, action: Reallocate) -> None:
-        """Sets a reallocation going, unless the target is as new as the source; a follower always takes its
-        part.
-
-        Every rank calls this.
+    def start(self, action: Reallocate) -> bool:
+        """Sets a reallocation going, unless the target is as new as the source, or on its way to be so; a
+        follower always takes its part. Every rank calls this, and all get the same answer: whether it did.
         """
         source, target = (action.source_role, action.source), (action.target_role, action.target)
         version = self._updates[action.source_role] if action.sharded else self._versions[source]
@@ -158,7 +156,7 @@ class ModelStore:
             self._updates[action.target_role] += 1
             self._versions[target] += 1
         elif self._versions.get(target, -1) >= version:
-            return
+            return False
         else:
             self._versions[target] = version
         reallocator = self._reallocator(action)
@@ -166,6 +164,7 @@ class ModelStore:
             assert target not in self._running, "a copy is renewed twice at once"
             ready = torch.cuda.current_stream().record_event() if self._on_cuda else None
             self._running[target] = self._thread.submit(self._carry_out, action, reallocator, ready)
+        return True
 
     def _carry_out(
         self, action: Reallocate, reallocator: Reallocator, ready: torch.cuda.Event | None

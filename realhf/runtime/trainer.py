@@ -3,21 +3,22 @@
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from realhf.data.batch import Batch
 from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
-from realhf.dist.group import Pending, World
+from realhf.dist.group import Outbox, World
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
+from realhf.runtime.actions import dataset_layout
 from realhf.runtime.check import Program
 from realhf.runtime.executor import Executor, HostContext, StepRecord
+from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
 from realhf.runtime.progress import Progress
-from realhf.runtime.recorder import Recorder, merge_metrics
+from realhf.runtime.recorder import Recorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,23 +37,24 @@ class Trainer:
         self._is_main = world.rank == 0
         experiment = program.experiment
         self._context = HostContext(experiment.tokenizer_dir())
-        self._loader: Loader | None = None
-        self._eval_batch: Batch | None = None
         if self._is_main:
             self._check_vocabulary()
-            self._loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
-            if program.eval_graph is not None and experiment.eval_dataset is not None:
-                loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
+        self._loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
+        self._eval_batch: Batch | None = None
+        if program.eval_graph is not None and experiment.eval_dataset is not None:
+            loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
+            if loader is not None:
                 self._eval_batch = loader.batch(first_prompt=0, num_prompts=len(loader))
         actions = (*program.actions, *program.eval_actions)
         self._store = ModelStore(
             world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded)
+        self._outbox = Outbox()
         common = (program.plan, self._store, self._context)
-        self._executor = Executor(world, program.actions, *common, experiment.group_size)
-        self._evaluator = Executor(world, program.eval_actions, *common, 1) if program.eval_graph else None
+        self._executor = Executor(world, program.actions, *common, experiment.group_size, self._outbox)
+        self._evaluator = Executor(world, program.eval_actions, *common, 1, self._outbox)
         self._recorder = Recorder(out) if self._is_main and out is not None else None
         self._progress = Progress(program) if self._is_main and not quiet else None
-        self._sent: Pending | None = None
+        self._journal = Journal(world, self._outbox, self._recorder, self._progress)
         if self._recorder is not None:
             calls = {call.name: program.plan[call.name] for call in program.graph.calls}
             self._recorder.start(_to_json(experiment), dataclasses.replace(program.plan, calls=calls))
@@ -60,83 +62,48 @@ class Trainer:
     def run(self) -> RunResult:
         try:
             return self._run()
+        except Exception:
+            self._journal.abandon()
+            raise
         finally:
             if self._progress is not None:
                 self._progress.stop()
 
     def _run(self) -> RunResult:
         experiment, started = self._program.experiment, time.time()
-        history: list[dict[str, float]] = []
-        scores: list[float] = []
+        evaluates = self._program.eval_graph is not None
         if self._progress is not None:
             self._progress.start(self._loader, self._eval_batch)
-        if self._evaluator is not None:
-            metrics, records = self._evaluate(step=0)
-            scores.append(metrics["eval/score"])
-            self._record(0, metrics, records)
+        if evaluates:
+            self._journal.add(0, None, self._evaluate(), answers=self._context.answers, pauses=True)
         for step in range(1, experiment.steps + 1):
-            metrics, records = self._step(step)
-            last = step == experiment.steps
-            if self._evaluator is not None and (last or _is_multiple(step, experiment.eval_every)):
-                evaluation, more = self._evaluate(step)
-                # What the evaluation has reallocated the next step need not: it counts for this step.
-                metrics, records = {**evaluation, **metrics}, [*records, *more]
-                scores.append(evaluation["eval/score"])
-            self._record(step, metrics, records)
-            history.append(metrics)
-            if last or _is_multiple(step, experiment.export_every):
+            last, evaluation = step == experiment.steps, None
+            record = self._step(step)
+            if evaluates and (last or _is_multiple(step, experiment.eval_every)):
+                evaluation = self._evaluate()
+            exports = last or _is_multiple(step, experiment.export_every)
+            pauses, answers = exports or evaluation is not None, self._context.answers
+            self._journal.add(step, record, evaluation, answers=answers, pauses=pauses)
+            if exports:
                 self._export(step)
+        self._journal.finish()
+        self._outbox.wait()
         self._world.control.barrier()  # Every rank's part of the export is written.
         if not self._is_main:
             return RunResult([], {})
-        return RunResult(history, self._finish(history, scores, seconds=time.time() - started))
+        return RunResult(self._journal.history, self._finish(seconds=time.time() - started))
 
-    def _step(self, step: int) -> tuple[dict[str, float], list[StepRecord]]:
-        """One training step; its metrics and all ranks' records on rank 0, empty elsewhere."""
-        size, started = self._program.experiment.batch_size, time.time()
+    def _step(self, step: int) -> StepRecord:
+        size = self._program.experiment.batch_size
         self._context.step = step
         batch = None
         if self._loader is not None:
             batch = self._loader.batch(first_prompt=(step - 1) * size, num_prompts=size)
-        is_last = step == self._program.experiment.steps
-        records = self._collect(self._executor.run(batch, is_last=is_last))
-        if not self._is_main:
-            return {}, []
-        metrics = merge_metrics(records)
-        metrics["timing_s/step"] = time.time() - started
-        metrics["perf/tokens_per_s"] = metrics.pop("perf/trained_tokens", 0.0) / metrics["timing_s/step"]
-        if self._progress is not None:
-            self._progress.step(step, metrics)
-        return metrics, records
+        return self._executor.run(batch, is_last=step == self._program.experiment.steps)
 
-    def _evaluate(self, step: int) -> tuple[dict[str, float], list[StepRecord]]:
-        """Greedy answers to the held-out prompts: on rank 0 their score, and what was reallocated for it."""
-        assert self._evaluator is not None
-        records = self._collect(self._evaluator.run(self._eval_batch))
-        if not self._is_main:
-            return {"eval/score": 0.0}, []
-        reallocs = [StepRecord([], [e for e in r.events if e["kind"] == "realloc"]) for r in records]
-        rows = self._context.answers
-        score = sum(row["score"] for row in rows) / len(rows)
-        if self._recorder is not None:
-            self._recorder.evaluation(rows)
-        if self._progress is not None:
-            self._progress.evaluation(step, score)
-        return {**merge_metrics(reallocs), "eval/score": score}, reallocs
-
-    def _record(self, step: int, metrics: Mapping[str, float], records: list[StepRecord]) -> None:
-        if self._recorder is not None:
-            self._recorder.step(step, metrics, records)
-
-    def _collect(self, record: StepRecord) -> list[StepRecord]:
-        """All ranks' records on rank 0; the others send theirs and go on."""
-        control = self._world.control
-        if not self._is_main:
-            if self._sent is not None:
-                self._sent.wait()
-            self._sent = control.send_json(dataclasses.asdict(record), [0])
-            return []
-        return [record, *(StepRecord(**control.recv_json(rank)) for rank in range(1, self._world.size))]
+    def _evaluate(self) -> StepRecord:
+        """Greedy answers to the held-out prompts, which rank 0 keeps."""
+        return self._evaluator.run(self._eval_batch)
 
     def _export(self, step: int) -> None:
         """Trainable roles as Hugging Face directories: the first at hf/step_N, others in folders there."""
@@ -149,10 +116,8 @@ class Trainer:
             if self._is_main:
                 self._context.tokenizer.save_pretrained(directory)
 
-    def _finish(
-        self, history: list[dict[str, float]], scores: list[float], *, seconds: float
-    ) -> dict[str, Any]:
-        steps = self._program.experiment.steps
+    def _finish(self, *, seconds: float) -> dict[str, Any]:
+        steps, history, scores = self._program.experiment.steps, self._journal.history, self._journal.scores
         summary: dict[str, Any] = {
             "eval_first": scores[0] if scores else None,
             "eval_last": scores[-1] if scores else None,
@@ -181,7 +146,10 @@ class Trainer:
                     f"but the vocabulary of {name}.model {role.model} ends at {size - 1}"
                 )
 
-    def _make_loader(self, config: DatasetConfig, graph: DataflowGraph, group_size: int) -> Loader:
+    def _make_loader(self, config: DatasetConfig, graph: DataflowGraph, group_size: int) -> Loader | None:
+        """Where the rows come from, and on rank 0, which tells how many there are."""
+        if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
+            return None
         tokenizer, seed = self._context.tokenizer, self._program.experiment.seed
         return Loader(config, keys=graph.inputs, tokenizer=tokenizer, group_size=group_size, seed=seed)
 

@@ -1,12 +1,9 @@
 """Runs calls of real engines and counts the tensor storage that exists at their peak."""
 
-import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
@@ -14,37 +11,7 @@ from realhf.engine.work import Generate, LogProbs, OptimizerConfig, SamplingConf
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
 from realhf.planner.problem import ModelRole, Workload
-
-
-class Storages(TorchDispatchMode):
-    """Counts the bytes of storage that come to life under it, and their peak; what autograd saves counts
-    until autograd lets it go."""
-
-    def __init__(self, explain=False):
-        super().__init__()
-        self.now = self.peak = 0
-        self._live = {}
-        self.explain, self.at_peak, self.where = explain, [], None
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        old = {x.untyped_storage()._cdata for x in known} | self._live.keys()
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and (at := x.untyped_storage()._cdata) not in old:
-                old.add(at)
-                storage = x.untyped_storage()
-                self._live[at] = (storage.nbytes(), str(func), tuple(x.shape), x.dtype)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._forget, at)
-        if self.now > self.peak:
-            self.peak = self.now
-            if self.explain:
-                self.at_peak, self.where = list(self._live.values()), str(func)
-        return result
-
-    def _forget(self, at):
-        self.now -= self._live.pop(at)[0]
+from tests.realloc.test_memory import Storages
 
 
 @dataclass(frozen=True)
@@ -57,7 +24,7 @@ class Case:
     workload: Workload
     micro_batch_tokens: int = 1 << 20
     recompute: bool = False
-    work: dict[str, Any] = field(default_factory=dict)
+    ragged: bool = False  # Responses have all lengths up to `max_new_tokens`.
 
 
 @dataclass(frozen=True)
@@ -84,7 +51,7 @@ def _work(case: Case) -> Any:
 
 
 def _batches(case: Case, layout: Layout, dp_index: int) -> list[Batch]:
-    """This dp replica's share of every mini-batch: equal lengths, every prompt `samples_per_prompt` times."""
+    """This dp replica's share of every mini-batch; every prompt comes `samples_per_prompt` times."""
     w, vocabulary, batches = case.workload, case.role.config.vocab_size, []
     prompt, response = round(w.prompt_tokens), round(w.response_tokens)
     for number in range(w.minibatches):
@@ -92,14 +59,18 @@ def _batches(case: Case, layout: Layout, dp_index: int) -> list[Batch]:
         start, stop = even_split(last - first, layout.dp, dp_index)
         ids = list(range(first + start, first + stop))
         seeds = [torch.Generator().manual_seed(i // w.samples_per_prompt) for i in ids]
-        size = prompt if case.kind == "generate" else prompt + response
-        rows = Packed.of([torch.randint(vocabulary, (size,), generator=seed) for seed in seeds])
-        masks = [torch.tensor([0.0] * prompt + [1.0] * (size - prompt)) for _ in ids]
+        sizes = [0 if case.kind == "generate" else response for _ in ids]
+        if case.ragged:
+            sizes = [1 + 7 * i % w.max_new_tokens for i in ids]
+        shapes = [(prompt + size,) for size in sizes]
+        rows = Packed.of(
+            [torch.randint(vocabulary, x, generator=seed) for x, seed in zip(shapes, seeds, strict=True)])
+        masks = [torch.tensor([0.0] * prompt + [1.0] * size) for size in sizes]
         batches.append(Batch(ids, {"tokens": rows, "response_mask": Packed.of(masks)}))
     return batches
 
 
-def measure(world: Any, case: Case, explain: bool = False) -> Any:
+def measure(world: Any, case: Case) -> Any:
     """(weights, training, call's peak) in bytes of this rank; None for one outside the layout."""
     layout = Layout.parse(case.layout)
     if world.rank not in layout:
@@ -113,8 +84,8 @@ def measure(world: Any, case: Case, explain: bool = False) -> Any:
     batches = _batches(case, layout, layout.coordinate(world.rank).dp)
     options = {"micro_batch_tokens": case.micro_batch_tokens, "recompute": case.recompute}
     if case.kind == "train_step":  # Adam makes its moments in its first step.
-        engine.run(call, batches, **options)
-    with Storages(explain) as storages:
+        engine.run(call, [batches[0].select([0])], **options)
+    with Storages() as storages:
         engine.run(call, batches, **options)
     training = 0
     if optimizer is not None:
@@ -122,6 +93,4 @@ def measure(world: Any, case: Case, explain: bool = False) -> Any:
         held = [engine.model.grad_buffer, engine._optimizer._master]
         held += [x for state in adamw.state.values() for x in state.values() if x.numel() > 1]
         training = sum(x.nbytes for x in held)
-    if explain:
-        return engine.model.flat.nbytes, training, storages.peak, storages.where, storages.at_peak
     return engine.model.flat.nbytes, training, storages.peak

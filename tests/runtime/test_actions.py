@@ -1,7 +1,8 @@
 """Compiled actions of random graphs and plans, run by an independent simulator; a follower's average."""
 
+import math
 import random
-from collections import deque
+from collections import defaultdict, deque
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import is_sharded, model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime.actions import DATASET, Move, Reallocate, Run, compile_actions, home_layouts
+from realhf.runtime.actions import (
+    RANK_0,
+    RECORD_TAG,
+    Reallocate,
+    Receive,
+    Run,
+    Send,
+    compile_actions,
+    home_layouts,
+)
 from realhf.runtime.check import compile_program
 from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.models import ModelStore
@@ -67,41 +77,55 @@ def _compile(rng):
 
 
 def _operations(rank, numbered_actions):
-    """What one rank does: ("send", peer, tag), ("receive", peer, tag), ("settle",) until its sends have been
-    taken, ("meet", ranks, tag).
+    """What one rank does: ("send", peer, tag, message), which waits for nobody; ("receive", peer, tag,
+    message); ("meet", ranks, number); and ("settle", number) until all that it has sent has been taken.
 
-    Every head tells all participants of a move what it holds, then gives every target rank data.
+    An action None begins a step. Rank i among the heads of a producer gives its samples to rank i of the
+    target, unless it is there itself; then whoever got any tells all of the target, and sends them data.
     """
     for number, action in numbered_actions:
-        if isinstance(action, Run):
+        if action is None:
+            yield "settle", number
+        elif isinstance(action, Run):
             if rank in action.layout:
                 yield "meet", frozenset(action.layout.ranks), number
         elif isinstance(action, Reallocate):
             ranks = {*action.source.ranks, *action.target.ranks}
             if rank in ranks:
                 yield "meet", frozenset(ranks), number
-        else:
-            heads = {head for _, layout, _ in action.sources for head in layout.heads}
-            everybody = sorted({*heads, *action.target.ranks})
-            if rank not in everybody:
-                continue
-            for part, receivers in (("header", everybody), ("data", action.target.ranks)):
-                if rank in heads:
-                    yield from (("send", peer, (number, part)) for peer in receivers if peer != rank)
-                if rank in receivers:
-                    yield from (("receive", head, (number, part)) for head in sorted(heads - {rank}))
-            yield ("settle",)
+        elif isinstance(action, Send):
+            for head, depot in _deposits(action):
+                if head == rank != depot:
+                    yield "send", depot, action.tag, ("deposit", action.call.name, action.producer)
+        elif rank in action.target:
+            holders = set()
+            for send in action.sends:
+                for head, depot in _deposits(send):
+                    holders.add(depot)
+                    if depot == rank != head:
+                        yield "receive", head, send.tag, ("deposit", action.call.name, send.producer)
+            for part in ("header", "data"):
+                message = action.tag, (part, action.call.name)
+                if rank in holders:
+                    yield from (("send", peer, *message) for peer in action.target.ranks if peer != rank)
+                yield from (("receive", peer, *message) for peer in sorted(holders - {rank}))
+    yield "settle", math.inf
+
+
+def _deposits(send):
+    """(head, who gets its samples first)"""
+    ranks = send.target.ranks
+    return [(h, h if h in ranks else ranks[i % len(ranks)]) for i, h in enumerate(send.source.heads)]
 
 
 def _execute(actions_of):
     """Runs all ranks until nobody can move; returns the ranks that are stuck, and where.
 
-    Nothing is buffered: a send counts as done only when its receiver has taken it; receivers take a peer's
-    messages in the order in which they were sent.
+    Receivers take a peer's messages of one tag in the order in which they were sent.
     """
     programs = {rank: _operations(rank, actions) for rank, actions in actions_of.items()}
     current = {rank: next(program, None) for rank, program in programs.items()}
-    wires = {(a, b): deque() for a in programs for b in programs}
+    wires = defaultdict(deque)
     progress = True
     while progress:
         progress = False
@@ -110,14 +134,17 @@ def _execute(actions_of):
                 continue
             ready = [rank]
             if operation[0] == "send":
-                wires[rank, operation[1]].append(operation[2])
+                _, peer, tag, message = operation
+                wires[rank, peer, tag].append(message)
             elif operation[0] == "receive":
-                wire = wires[operation[1], rank]
-                if not wire:
+                _, peer, tag, message = operation
+                if not wires[peer, rank, tag]:
                     continue
-                assert wire.popleft() == operation[2], "a message meant for another action was received"
+                taken = wires[peer, rank, tag].popleft()
+                assert taken == message, "a message meant for another action was received"
             elif operation[0] == "settle":
-                if any(wires[rank, peer] for peer in programs):
+                # What stands before the step; a run leaves more open, and so waits for less.
+                if any(wire for (sender, *_), wire in wires.items() if sender == rank):
                     continue
             elif all(current[peer] == operation for peer in operation[1]):
                 ready = list(operation[1])
@@ -130,41 +157,75 @@ def _execute(actions_of):
 
 
 def test_the_simulator_finds_deadlocks():
-    calls = [Run(FunctionCall(name, "host", ("x",)), Layout.parse("d2@0-1")) for name in "ab"]
-    orders = {0: [(0, calls[0]), (1, calls[1])], 1: [(1, calls[1]), (0, calls[0])]}
+    call, other = (FunctionCall(name, "host", ("x",)) for name in "ab")
+    runs = [Run(c, Layout.parse("d2@0-1")) for c in (call, other)]
+    orders = {0: [(0, runs[0]), (1, runs[1])], 1: [(1, runs[1]), (0, runs[0])]}
     assert _execute(orders).keys() == {0, 1}
     assert not _execute(dict.fromkeys(range(2), orders[0]))
-    sources = ((None, Layout.parse("d1@0"), ("x",)),)
-    move = Move(calls[0].call, sources, Layout.parse("d1@1"))
-    assert _execute({0: [(0, move)], 1: []}).keys() == {0}
+    here, there = Layout.parse("d1@0"), Layout.parse("d2@1-2")
+    send = Send(call, None, here, ("x",), there, tag=5)
+    receive = Receive(call, (send,), there, tag=6)
+    both = [(0, send), (1, receive)]
+    assert not _execute(dict.fromkeys(range(3), both))
+    assert _execute({0: [(0, send)], 1: [], 2: []}).keys() == {0}
+    assert _execute({0: [], 1: both, 2: both}).keys() == {1, 2}
+    assert _execute({0: both, 1: both, 2: []}).keys() == {1}
+    # The other one's messages under the same tag, sent first and received last:
+    same_tag = Send(other, None, here, ("x",), there, tag=5)
+    swapped = [(0, same_tag), (1, send), (2, receive), (3, Receive(other, (same_tag,), there, tag=7))]
+    with pytest.raises(AssertionError, match="meant for another"):
+        _execute(dict.fromkeys(range(3), swapped))
+    # One rank begins the next step with what it has not been sent yet, as it is sent only after that step:
+    late = {0: [(0, receive_from(1)), (1, send)], 1: [(0, receive), (1, receive_from(1))], 2: [(0, receive)]}
+    assert _execute(late).keys() == {0, 1, 2}
+
+
+def receive_from(rank):
+    call = FunctionCall("c", "host", ("x",))
+    target = Layout.parse("d1@0")
+    send = Send(call, None, Layout.parse(f"d1@{rank}"), ("x",), target, tag=8)
+    return Receive(call, (send,), target, tag=9)
 
 
 def test_no_random_program_deadlocks():
     rng = random.Random(1)
     for _ in range(150):
         *_, actions = _compile(rng)
-        two_steps = list(enumerate(actions * 2))  # no step may lean on a barrier at its end
-        assert _execute(dict.fromkeys(range(WORLD_SIZE), two_steps)) == {}
+        # No step may lean on a barrier at its end.
+        steps = list(enumerate([None, *actions] * 3))
+        assert _execute(dict.fromkeys(range(WORLD_SIZE), steps)) == {}
 
 
 def test_every_call_gets_its_inputs_once_from_where_they_were_made():
     rng = random.Random(2)
     for _ in range(150):
         graph, plan, _, actions = _compile(rng)
-        made = {key: DATASET for key in graph.inputs}
-        moved, ran = {}, []
+        first = next(call for call in graph.order if {*call.inputs} & {"prompt_ids", "prompt"})
+        reader = plan[first.name].layout.heads[0]
+        made = {key: (None, Layout.parse(f"d1@{reader}")) for key in graph.inputs}
+        sent, received, ran, tags = [], None, [], []
         for action in actions:
-            if isinstance(action, Move):
-                assert action.call.name not in moved and action.target == plan[action.call.name].layout
-                moved[action.call.name] = sorted(key for _, _, keys in action.sources for key in keys)
-                for _, layout, keys in action.sources:
-                    assert all(made[key] == layout for key in keys)
+            if isinstance(action, Send):
+                assert action.target == plan[action.call.name].layout
+                assert all(made[key] == (action.producer, action.source) for key in action.keys)
+                sent.append(action)
+                tags.append(action.tag)
+            elif isinstance(action, Receive):
+                assert received is None and action.target == plan[action.call.name].layout
+                assert set(action.sends) == {send for send in sent if send.call == action.call}
+                assert sorted(key for send in action.sends for key in send.keys) == sorted(action.call.inputs)
+                received = action.call
+                tags.append(action.tag)
             elif isinstance(action, Run):
-                assert moved[action.call.name] == sorted(action.call.inputs)
+                assert received == action.call  # Directly before it: the rank may run other calls till then.
                 assert action.layout == plan[action.call.name].layout
-                made |= dict.fromkeys(action.call.outputs, action.layout)
+                made |= dict.fromkeys(action.call.outputs, (action.call.name, action.layout))
                 ran.append(action.call.name)
+                received = None
+            else:
+                assert received is None
         assert sorted(ran) == sorted(call.name for call in graph.calls)
+        assert len(set(tags)) == len(tags) and not {0, RECORD_TAG} & set(tags)
 
 
 def _versions_seen(actions, homes, num_steps=3):
@@ -200,7 +261,7 @@ def test_every_call_sees_the_parameters_that_it_would_see_in_one_process():
     rng = random.Random(3)
     for _ in range(150):
         graph, _, homes, actions = _compile(rng)
-        alone = ExecutionPlan({call.name: CallPlan(DATASET) for call in graph.calls})
+        alone = ExecutionPlan({call.name: CallPlan(RANK_0) for call in graph.calls})
         one = home_layouts(graph, alone, ROLES)
         expected = _versions_seen(compile_actions(graph, alone, ROLES, one, SPECS), one)
         assert _versions_seen(actions, homes) == expected

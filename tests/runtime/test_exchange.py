@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from realhf.data.batch import Batch, Packed
+from realhf.dist.group import Outbox
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.runtime.exchange import Exchange, Routing, Source, assign
 from realhf.runtime.executor import StepRecord
@@ -64,18 +65,22 @@ def _case(seed):
 
 
 def _move(world, seed):
-    exchange, results = Exchange(world), []
+    outbox, results = Outbox(), []
+    exchange = Exchange(world, outbox)
     for case in range(NUM_CASES):
         whole, sources, target, routing = _case(seed + case)
         given = []
-        for layout, keys, shards in sources:
+        for tag, (layout, keys, shards) in enumerate(sources):
             mine = None
             if world.rank in layout.heads:
                 mine = whole.select(shards[layout.coordinate(world.rank).dp]).pick(keys)
-            given.append(Source(layout, keys, mine))
-        heads = {head for layout, _, _ in sources for head in layout.heads}
-        takes_part = world.rank in target or world.rank in heads
-        results.append(exchange.move(given, target, routing) if takes_part else None)
+            given.append(Source(layout, keys, mine, 10 + tag))
+        for source in reversed(given):  # In another order than they are received.
+            if source.batch is not None:
+                exchange.send(source, target)
+        results.append(exchange.receive(given, target, routing, tag=9) if world.rank in target else None)
+        outbox.next_round()
+    outbox.wait()
     return results
 
 

@@ -13,6 +13,7 @@ from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
+from realhf.runtime.actions import dataset_layout
 from realhf.runtime.check import compile_program
 from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.models import ModelStore
@@ -98,10 +99,12 @@ def _steps(world, task, layouts, options, out):
         block = store.engine("actor", program.homes["actor"]).model.blocks[0]
         block.register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     for step in range(2):
-        batch = loader.batch(first_prompt=step * 6, num_prompts=6) if world.rank == 0 else None
+        here = world.rank in dataset_layout(program.graph, program.plan)
+        batch = loader.batch(first_prompt=step * 6, num_prompts=6) if here else None
         record = executor.run(batch, is_last=step == 1)
         metrics = {name: value for name, value, _ in record.metrics}
         seen.append((_device_bytes(store, program), record.events, metrics))
+    executor.outbox.wait()
     store.export("ref", out)
     seen.append((_device_bytes(store, program), [], {}))
     return seen, sum(passes)

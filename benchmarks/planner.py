@@ -1,0 +1,334 @@
+"""The planner on PPO and GRPO of 7B to 70B models on 8 to 1024 H100s: how good its plans are, how near to the
+best by its own proof, and how long it searches.
+
+    python benchmarks/planner.py --no-metropolis
+    python benchmarks/planner.py --only ppo-70b --devices 64
+    python benchmarks/planner.py --write plans/scenarios
+
+Nothing runs but the search: seconds per step are those of the cost model. Plans are compared with (a) the
+heuristic of ReaL's evaluation, tp=8 in every host and the rest a pipeline, for every call on all devices,
+each call with its fastest options, which counts by its time even where it does not fit in memory (marked *);
+(a') the same layouts with the best options that fit; (b) the best single layout of all calls on all devices;
+(c) ReaL's search by Metropolis-Hastings on our costs, with ten times our search time. Search seconds are of
+one core (CPU time, which other programs on the machine disturb least); the search itself stops by the clock,
+or with --cpu-clock by CPU time, as if the machine were its own. Exit code 1: a goal was missed.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
+import numpy as np  # noqa: E402 - after the number of threads is set
+from harness import Goal, geometric_mean, machine, progress, report  # noqa: E402
+from metropolis import metropolis  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from realhf import GRPO, PPO, Expected, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig  # noqa: E402
+from realhf.cluster import Cluster  # noqa: E402
+from realhf.experiment import Experiment  # noqa: E402
+from realhf.layout import ParallelStrategy  # noqa: E402
+from realhf.planner.candidates import Mesh  # noqa: E402
+from realhf.planner.make import Planned, heuristic, make_plan  # noqa: E402
+from realhf.planner.rates import Rates  # noqa: E402
+from realhf.planner.space import Space  # noqa: E402
+from realhf.planning import problem_of  # noqa: E402
+
+GAP = 0.001  # At which the search ends, as in `realhf plan`.
+NO_SLOWER = 1 - 1e-6
+HEURISTIC_MEAN = 1.35  # That of ReaL's published speedups over its heuristic.
+GAPS = {16: 0.01, 128: 0.05, 1024: 0.10}
+"""Devices, and how large gaps may be on that many (and fewer)."""
+SECONDS = {64: 2.0, 1024: 20.0}
+START_SECONDS = 0.5
+METROPOLIS_TIMES = 10
+_SHIPPED = {"7b": "llama-7b", "13b": "llama-13b", "32b": "qwen2.5-32b", "34b": "codellama-34b",
+            "70b": "llama-70b"}  # fmt: skip
+_CLUSTERS = {8: "h100-1x8", 16: "h100-2x8", 64: "h100-8x8", 128: "h100-16x8", 1024: "h100-128x8"}
+_PROMPT_TOKENS, _GROUP_SIZE = 1024, 8
+_RIVALS = {
+    "heuristic": "(a) heuristic", "fitting": "(a') fitting heuristic", "symmetric": "(b) one layout",
+    "metropolis": "(c) Metropolis",
+}  # fmt: skip
+
+
+class Scenario(NamedTuple):
+    """`models` are actor and critic of PPO, the actor of GRPO; references and rewards are of their sizes."""
+
+    algorithm: str
+    models: tuple[str, ...]
+    devices: int
+    context: str
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.algorithm, *self.models, _CLUSTERS[self.devices], self.context])
+
+    @property
+    def response_tokens(self) -> int:
+        return {"2k": 1024, "8k": 7168}[self.context]
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        if self.context == "2k":
+            return 512 if self.devices <= 128 else 4096
+        return {128: 256, 1024: 2048}.get(self.devices, 128)
+
+
+_MODELS = [("ppo", ("7b", "7b")), ("ppo", ("13b", "7b")), ("ppo", ("34b", "7b")), ("ppo", ("70b", "7b")),
+           ("ppo", ("70b", "70b")), ("grpo", ("7b",)), ("grpo", ("32b",)), ("grpo", ("70b",))]  # fmt: skip
+SCENARIOS = [
+    Scenario(algorithm, models, devices, context)
+    for algorithm, models in _MODELS for devices in _CLUSTERS for context in ("2k", "8k")
+]  # fmt: skip
+
+
+def right(completions: list[str], answer: list[str]) -> list[float]:
+    """A reward function; it is never called."""
+    raise NotImplementedError
+
+
+def experiment_of(case: Scenario) -> Experiment:
+    """The experiment as a user would write it."""
+    actor = Role(_SHIPPED[case.models[0]], dtype="bfloat16", optimizer=OptimizerConfig())
+    common: dict[str, Any] = {
+        "sampling": SamplingConfig(max_new_tokens=case.response_tokens),
+        "expected": Expected(prompt_tokens=_PROMPT_TOKENS),
+    }
+    if case.algorithm == "grpo":
+        return GRPO(
+            actor=actor, reward_function=right, loss=PolicyLossConfig(kl_coef=0.001),
+            batch_size=case.sequences // _GROUP_SIZE, group_size=_GROUP_SIZE, **common,
+        )  # fmt: skip
+    critic = Role(_SHIPPED[case.models[1]], head="score", dtype="bfloat16", optimizer=OptimizerConfig())
+    reward = Role(_SHIPPED[case.models[1]], head="score", dtype="bfloat16")
+    return PPO(actor=actor, critic=critic, reward=reward, batch_size=case.sequences, **common)
+
+
+def time_limit(devices: int) -> float:
+    """Seconds, as `realhf plan` has them."""
+    return 2.0 * max(1.0, (devices / 64) ** 0.83)
+
+
+# One row
+
+
+def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str, Any]:
+    """The row of a scenario; without numbers and with the reason where nothing fits.
+
+    The baseline (c) walks at most `most_seconds`; 0: not at all.
+    """
+    cluster = Cluster.load(_CLUSTERS[case.devices])
+    problem, rates = problem_of(experiment_of(case), cluster), Rates(cluster)
+    row = {"name": case.name, "devices": case.devices, "context": case.context, "fits": False}
+    started, began = time.monotonic(), time.process_time()
+    try:
+        planned = make_plan(problem, rates, time_limit=time_limit(case.devices), gap=GAP)
+    except ValueError as error:
+        return {**row, "reason": str(error)}
+    spent, wall = time.process_time() - began, time.monotonic() - started
+    ours, gap = float(planned.found.step_seconds), float(planned.found.gap)
+    if write is not None:
+        planned.plan.save(write / f"{case.name}.yaml")
+    space = Space(problem, rates)
+    rule = heuristic(space)
+    rival = {
+        "heuristic": planned.heuristic_seconds, "symmetric": symmetric_seconds(space),
+        "fitting": None if rule is None else fitting_seconds(space, rule),
+    }  # fmt: skip
+    walked = {}
+    if most_seconds:
+        cpu_seconds = min(METROPOLIS_TIMES * spent, most_seconds)
+        result = metropolis(space, cpu_seconds=cpu_seconds)
+        rival["metropolis"] = None if result.chosen is None else result.step_seconds
+        walked = {"metropolis_search_seconds": cpu_seconds, "metropolis_plans": result.num_plans}
+    rival = {name: None if seconds is None else float(seconds) for name, seconds in rival.items()}
+    return {
+        **row, "fits": True, "step_seconds": ours, "gap": gap, "cpu_seconds": spent,
+        "search_seconds": wall, "expanded": planned.found.num_expanded,
+        "heuristic_fits": _fits(space, rule), **walked,
+        **{f"{name}_seconds": seconds for name, seconds in rival.items()},
+        **{f"over_{name}": None if seconds is None else seconds / ours for name, seconds in rival.items()},
+        "layouts": _layouts(planned),
+    }  # fmt: skip
+
+
+def _fits(space: Space, chosen: Sequence[int] | None) -> bool:
+    return chosen is not None and bool(space.overflow(space.units, np.array([chosen]))[0] <= 0)
+
+
+def _layouts(planned: Planned) -> dict[str, str]:
+    calls = planned.problem.model_calls
+    return {call.name: str(planned.plan[call.name].layout) for call in calls}
+
+
+def symmetric_seconds(space: Space) -> float | None:
+    """The step's seconds if all calls run in one layout on all devices, the best one and each call with the
+    options that are best for the whole; None where no such plan fits."""
+    everywhere, best = Mesh(0, space.problem.cluster.num_devices), np.inf
+    common = set.intersection(
+        *({c.strategy for c in unit.candidates if c.mesh == everywhere} for unit in space.units)
+    )
+    for strategy in sorted(common, key=str):
+        best = min(best, _best_options(space, [(everywhere, strategy)] * len(space.units), below=best))
+    return best if np.isfinite(best) else None
+
+
+def fitting_seconds(space: Space, chosen: Sequence[int]) -> float | None:
+    """The step's seconds in the layouts of a plan, with the best options that fit; None where none do."""
+    keys = [unit.candidates[pick].layout_key for unit, pick in zip(space.units, chosen, strict=True)]
+    best = _best_options(space, keys, below=np.inf)
+    return best if np.isfinite(best) else None
+
+
+def _best_options(space: Space, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float) -> float:
+    """The shortest step in these layouts, all of them on all devices; infinity if none fits, or none that
+    takes less than `below`."""
+    picks = [
+        np.array([i for i, c in enumerate(unit.candidates) if c.layout_key == key])
+        for unit, key in zip(space.units, keys, strict=True)
+    ]
+    columns = list(zip(space.units, picks, strict=True))
+    resting = sum(unit.resting[pick].min() for unit, pick in columns)
+    if resting + max(unit.running[pick].min() for unit, pick in columns) > space.capacity:
+        return np.inf
+    plans = np.stack(np.meshgrid(*picks, indexing="ij"), axis=-1).reshape(-1, len(picks))
+    # All share their devices: a step takes no less than its calls one after the other.
+    columns, best = list(zip(space.units, plans.T, strict=True)), np.inf
+    least = np.sum([unit.seconds[pick].sum(axis=1) for unit, pick in columns], axis=0)
+    order = np.argsort(least, kind="stable")
+    for part in np.array_split(order, len(order) // 2048 + 1):
+        part = part[least[part] < below]
+        if not len(part):
+            break
+        fitting = part[space.overflow(space.units, plans[part]) <= 0]
+        if len(fitting):
+            best = min(best, float(space.exact_periods(plans[fitting]).min()))
+            below = min(below, best)
+    return best
+
+
+def start_seconds(*arguments: str) -> float:
+    """Of a `realhf` command as the shell sees it, the median of five."""
+    seconds = []
+    for _ in range(5):
+        began = time.monotonic()
+        command = [sys.executable, "-m", "realhf", *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.monotonic() - began)
+    return statistics.median(seconds)
+
+
+# All rows
+
+
+def goals(rows: Sequence[dict[str, Any]], starts: dict[str, float]) -> list[Goal]:
+    """The promises that can be judged by the rows at hand, each by its worst row."""
+    found = []
+    for rival, title in _RIVALS.items():
+        key = f"over_{rival}"
+        if some := [row for row in rows if row.get(key) is not None]:
+            worst = min(some, key=lambda row: row[key])
+            what = f"speed relative to {title}, worst row ({worst['name']})"
+            found.append(Goal(what, worst[key], at_least=NO_SLOWER))
+    if over := [row["over_heuristic"] for row in rows if row["over_heuristic"] is not None]:
+        found.append(Goal("the same to (a), geometric mean", geometric_mean(over), at_least=HEURISTIC_MEAN))
+    found += _worst(rows, "gap", "gap in percent", {n: 100 * gap for n, gap in GAPS.items()}, scale=100)
+    found += _worst(rows, "cpu_seconds", "search seconds", SECONDS)
+    for command, seconds in starts.items():
+        found.append(Goal(f"seconds until {command} is done", seconds, at_most=START_SECONDS))
+    return found
+
+
+def _worst(
+    rows: Sequence[dict[str, Any]], key: str, title: str, most: dict[int, float], scale: float = 1.0
+) -> list[Goal]:
+    """The worst row of every range of numbers of devices."""
+    found, fewer = [], 0
+    for devices, limit in most.items():
+        if some := [row for row in rows if fewer < row["devices"] <= devices]:
+            worst = max(some, key=lambda row: row[key])
+            what = f"{title}, {fewer + 1} to {devices} devices, worst row ({worst['name']})"
+            found.append(Goal(what, scale * worst[key], at_most=limit))
+        fewer = devices
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """All rows for people."""
+    title = f"Plans, and their speed relative to:\n{', '.join(_RIVALS.values())}"
+    plans = Table(title=title, padding=(0, 1, 0, 0), caption="* does not fit in memory")
+    for column in ("scenario", "step s", "gap %", "wall s", "CPU s", "(a)", "", "(a')", "(b)", "(c)"):
+        plans.add_column(column, justify="left" if column in ("scenario", "") else "right")
+    for row in rows:
+        if not row["fits"]:
+            plans.add_row(row["name"], "does not fit")
+            continue
+        over = [_shown(row.get(f"over_{rival}")) for rival in _RIVALS]
+        plans.add_row(
+            row["name"], f"{row['step_seconds']:.2f}", f"{100 * row['gap']:.2f}",
+            f"{row['search_seconds']:.1f}", f"{row['cpu_seconds']:.1f}",
+            over[0], "" if row["heuristic_fits"] or over[0] == "-" else "*", *over[1:],
+        )  # fmt: skip
+    return plans
+
+
+def _shown(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--only", nargs="+", default=[""], metavar="TEXT", help="scenarios with one of these in their names")
+    add("--devices", nargs="+", type=int, default=list(_CLUSTERS), choices=list(_CLUSTERS))
+    add("--no-metropolis", action="store_true", help="without baseline (c), which takes most of the time")
+    text = "CPU seconds that baseline (c) gets at most (default: 120, as in its paper)"
+    add("--most-seconds", type=float, default=120.0, metavar="S", help=text)
+    text = "let the search's time limit count CPU seconds: for a machine that is busy with other things"
+    add("--cpu-clock", action="store_true", help=text)
+    add("--write", type=Path, metavar="DIR", help="write the plans there")
+    add("--verbose", action="store_true", help="say why scenarios do not fit")
+    add("--json", action="store_true", help="one JSON document on standard output")
+    args = parser.parse_args()
+    if args.write is not None:
+        args.write.mkdir(parents=True, exist_ok=True)
+    hardware, rows = machine(), list[dict[str, Any]]()
+    starts = {f"realhf {words}": start_seconds(*words.split()) for words in ("--help", "plan --help")}
+    if args.cpu_clock:
+        time.perf_counter = time.process_time  # What the search looks at.
+    most_seconds = 0.0 if args.no_metropolis else args.most_seconds
+    for case in SCENARIOS:
+        if case.devices not in args.devices or not any(text in case.name for text in args.only):
+            continue
+        row = run(case, most_seconds=most_seconds, write=args.write)
+        rows.append(row)
+        why = f": {row['reason']}" if args.verbose and not row["fits"] else ""
+        progress(f"{case.name}: {_line(row)}{why}")
+    settings = {key: str(value) if key == "write" else value for key, value in vars(args).items()}
+    document = {
+        "benchmark": "planner", "machine": hardware, "settings": settings, "start_seconds": starts,
+        "rows": rows,
+    }  # fmt: skip
+    fitting = [row for row in rows if row["fits"]]
+    return report(document, tables=[table(rows)], goals=goals(fitting, starts), as_json=args.json)
+
+
+def _line(row: dict[str, Any]) -> str:
+    if not row["fits"]:
+        return "does not fit"
+    over = ", ".join(f"{title} {_shown(row.get(f'over_{rival}'))}" for rival, title in _RIVALS.items())
+    return f"{row['step_seconds']:.2f} s, gap {row['gap']:.2%}, CPU {row['cpu_seconds']:.1f} s; {over}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
