@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import Group, World
+from realhf.dist.group import Group, Outbox, World
 from realhf.engine.native import DTYPES, NativeEngine
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
@@ -22,6 +22,7 @@ from realhf.runtime.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _FLOATS_PER_TOKEN = 8  # Beside ids: with these, what samples carry is `space._SAMPLE_BYTES` per token.
+_TAG = 1 << 20  # Of the samples' messages; nobody else uses it.
 _GEMM, _COPY_BYTES = 1024, 1 << 27
 
 
@@ -71,7 +72,7 @@ def _ping_pong(group: Group, world: World, num_bytes: int) -> None:
 
 def _samples(clock: Clock, sizes: Sizes) -> Table:
     """From the first rank to the second."""
-    world, exchange = clock.world, Exchange(clock.world)
+    world = clock.world
     source, target = Layout.parse("d1@0"), Layout.parse("d1@1")
     moves: dict[float, Callable[[], object]] = {}
     for samples in sorted({1, max(2, sizes.samples)}):
@@ -80,13 +81,20 @@ def _samples(clock: Clock, sizes: Sizes) -> Table:
             "ids": Packed(torch.zeros(tokens, dtype=torch.long), lengths),
             "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
         }
-        batch = Batch(list(range(samples)), columns)
-        sources = [Source(source, tuple(columns), batch if world.rank == 0 else None)]
-
-        takes_part = world.rank in (0, 1)
-        move = partial(exchange.move, sources, target, Routing()) if takes_part else int  # (or nothing)
-        moves[float(tokens * (8 + 4 * _FLOATS_PER_TOKEN))] = move
+        batch = Batch(list(range(samples)), columns) if world.rank == 0 else None
+        given = Source(source, tuple(columns), batch, tag=_TAG)
+        moves[float(tokens * (8 + 4 * _FLOATS_PER_TOKEN))] = partial(_move, world, given, target)
     return Table({"bytes": tuple(moves)}, list(clock.seconds(moves).values()))
+
+
+def _move(world: World, source: Source, target: Layout) -> None:
+    outbox = Outbox()
+    exchange = Exchange(world, outbox)
+    if world.rank in source.layout:
+        exchange.send(source, target)
+    if world.rank in target:
+        exchange.receive([source], target, Routing(), tag=_TAG)
+    outbox.wait()
 
 
 def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dict[str, Any]:
