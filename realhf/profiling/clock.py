@@ -11,7 +11,7 @@ from realhf.dist.group import World
 
 Key = TypeVar("Key", bound=Hashable)
 
-_ROUNDS = (4, 12)  # At least and at most.
+_ROUNDS = (3, 12)  # At least and at most.
 _SHORT_SECONDS, _MOST_PER_ROUND = 0.02, 3  # What is over sooner is done several times in a round.
 
 
@@ -31,14 +31,16 @@ class Clock:
     ) -> dict[Key, float]:
         """By round over all of the work, for about `budget` seconds; mean over ranks, of which every one must
         call this. `waits`: the work communicates."""
+        began = time.perf_counter()
         once = {key: [self.once(function, waits=waits)] for key, function in work.items()}  # Also warms up.
+        (each,) = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}).values()
         first = self._agreed(once)
         counts = {
             key: max(1, min(_MOST_PER_ROUND, round(_SHORT_SECONDS / max(seconds, 1e-9))))
             for key, seconds in first.items()
         }
         least, most = _ROUNDS
-        rounds = round(budget / max(sum(first[key] * count for key, count in counts.items()), 1e-9))
+        rounds = round(budget / (each * sum(counts.values())))
         taken: dict[Key, list[float]] = {key: [] for key in work}
         for _ in range(min(most, max(least, rounds))):
             for key, function in work.items():

@@ -152,7 +152,7 @@ def test_what_was_not_measured_comes_from_the_roofline():
 def test_two_processes_measure_the_machine(tmp_path: Path):
     experiment, out = write_experiment(tmp_path, "ppo"), tmp_path / "profile.yaml"
     with Command(*REALHF, "profile", experiment, "--nproc", 2, "-o", out) as command:
-        code, _, err = command.finish()
+        code, _, err = command.finish(timeout=400)
     assert code == 0, err
     measured = Profile.load(str(out))
     assert measured.cluster.devices_per_host == 2 and measured.machine["processes"] == 2
