@@ -69,7 +69,8 @@ class Options:
     keep: Path | None = None
     """Directory for the runs, which are measured again instead of repeated where they exist."""
     cpu_clock: bool = False
-    """On a machine that others use: take the CPU seconds of calls, and steps that are made of these."""
+    """On a machine that others use: take the CPU seconds of calls, and steps that are made of these. What
+    calls wait for is left out then: bubbles of pipelines, latencies of tensor parallelism."""
     json: bool = False
     """Print one JSON document."""
 
