@@ -37,20 +37,18 @@ from realhf.runtime.check import Program, compile_program
 from realhf.units import format_bytes
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
-_MAX_TIMEOUT = 1e6
+_MAX_TIMEOUT, _PROFILE_TIMEOUT = 1e6, 600.0
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _TYRO = (tyro.conf.AvoidSubcommands,)  # Optional parts that are set can be overridden like any other field.
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run as the command line describes it; `argv` with `--out` repeats it for the workers."""
+    """What a worker is to do; `out` is a run directory, or the file of a profile."""
 
     program: Program
-    num_ranks: int
     out: Path | None
     timeout_seconds: float
-    argv: tuple[str, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,6 +94,10 @@ def _parser() -> ArgumentParser:
     check.add_argument("--nproc", type=int, help="ranks to check against; default: as many as the plan uses")
     check.add_argument("--cluster", help="cluster file or shipped name: its devices are the ranks")
     check.add_argument("--json", action="store_true", help="print one JSON document")
+    text = "measure this machine for the models of an experiment, for the planner"
+    profile = _add_command(commands, "profile", _profile, text)
+    profile.add_argument("--nproc", type=int, help="local workers that measure at once; default: as for run")
+    profile.add_argument("-o", "--out", default="profile.yaml", help="file to write; default: profile.yaml")
     text = "find the best plan for a cluster, and how near the best possible it is"
     plan = _add_command(commands, "plan", _plan, text, plan=False)
     plan_command.add_options(plan)
@@ -140,10 +142,20 @@ def _run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int
     if not 0 < options.timeout <= _MAX_TIMEOUT:
         legal = f"it must be above 0 and at most {_MAX_TIMEOUT:g} seconds"
         raise UserError(f"--timeout {options.timeout:g}: {legal}")
-    job = Job(program, num_ranks, out, options.timeout, tuple(argv))
+    job = Job(program, out, options.timeout)
     if is_worker or num_ranks == 1:
         return importlib.import_module("realhf.worker").work(job)
-    return importlib.import_module("realhf.launch").launch(job)
+    return importlib.import_module("realhf.launch").launch([*argv, "--out", str(out)], num_ranks)
+
+
+def _profile(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+    is_worker, out = "TORCHELASTIC_RUN_ID" in os.environ, Path(options.out)
+    program, num_ranks = _compile(experiment, options, int(os.environ["WORLD_SIZE"]) if is_worker else None)
+    if out.is_dir() or not out.parent.is_dir():
+        raise UserError(f"--out {out}: it must be a file in a directory that exists")
+    if is_worker or num_ranks == 1:
+        return importlib.import_module("realhf.worker").profile(Job(program, out, _PROFILE_TIMEOUT))
+    return importlib.import_module("realhf.launch").launch(argv, num_ranks)
 
 
 def _check(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:

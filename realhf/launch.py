@@ -5,26 +5,23 @@ import os
 import signal
 import sys
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-if TYPE_CHECKING:
-    from realhf.cli import Job
 
-
-def launch(job: "Job") -> int:
-    """Runs the job on `num_ranks` local workers; the exit code is that of the first to fail."""
+def launch(argv: Sequence[str], num_ranks: int) -> int:
+    """Runs a command on `num_ranks` local workers; the exit code is that of the first to fail."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=job.num_ranks, run_id=uuid.uuid4().hex,
+        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "realhf", *job.argv, "--out", str(job.out))
+        elastic_launch(config, sys.executable)("-m", "realhf", *argv)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes

@@ -19,6 +19,7 @@ from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.planner import report
 from realhf.planner.make import Planned, make_plan
+from realhf.planner.profile import Profile, ProfiledRates
 from realhf.planner.rates import Rates
 from realhf.planner.search import Progress
 from realhf.planning import problem_of
@@ -31,6 +32,7 @@ _AUTO_ROUNDS = 100  # Of the search of --plan auto, which must end alike on ever
 def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--cluster", help="cluster file or shipped name such as h100-8x8; default: this machine")
+    add("--profile", help="what `realhf profile` measured; its machine is the default cluster")
     add("-o", "--output", metavar="PLAN.yaml", help="where to write the plan")
     text = "seconds of computing that the search may take; default: 2 up to 64 devices, 20 at 1024"
     add("--time-limit", type=float, metavar="S", help=text)
@@ -45,7 +47,9 @@ def add_options(parser: ArgumentParser) -> None:
 
 def plan(options: Namespace, experiment: Experiment) -> int:
     """Prints the plan and writes it where asked; the exit code."""
-    cluster = _cluster(options)
+    profile = None if options.profile is None else Profile.load(options.profile)
+    cluster = _cluster(options, profile)
+    rates = Rates(cluster) if profile is None else ProfiledRates(profile, cluster)
     if options.time_limit is not None and not options.time_limit > 0:
         raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
     if not 0 <= options.gap < 1:
@@ -58,7 +62,7 @@ def plan(options: Namespace, experiment: Experiment) -> int:
             experiment, cluster, pins=dict(map(_pin, options.pin)),
             together=[group.split(",") for group in options.together],
         )  # fmt: skip
-        planned = make_plan(problem, Rates(cluster), time_limit=limit, gap=options.gap, progress=progress)
+        planned = make_plan(problem, rates, time_limit=limit, gap=options.gap, progress=progress)
     if options.output:
         planned.plan.save(Path(options.output))
     if options.json:
@@ -140,8 +144,11 @@ def _pin(text: str) -> tuple[str, Layout]:
         raise ValueError(f"--pin {text}: {error}") from error
 
 
-def _cluster(options: Namespace) -> Cluster:
-    cluster = Cluster.load(options.cluster) if options.cluster else this_machine()
+def _cluster(options: Namespace, profile: Profile | None) -> Cluster:
+    if options.cluster:
+        cluster = Cluster.load(options.cluster)
+    else:
+        cluster = this_machine() if profile is None else profile.cluster
     if (number := options.devices) is None:
         return cluster
     per_host = cluster.devices_per_host

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 
 from realhf.dist.group import PeerError, World
 from realhf.errors import UserError
+from realhf.profiling.measure import measure
 from realhf.runtime.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -22,7 +24,31 @@ _GRACE_SECONDS = 3.0  # A worker that lost a peer waits so long, so that the pee
 
 
 def work(job: "Job") -> int:
-    """Runs the job; the exit code is 2 for what the user can mend, 1 for anything else that went wrong."""
+    """Trains; gives the exit code."""
+    return _serve(_train, job)
+
+
+def profile(job: "Job") -> int:
+    """Measures the machine; gives the exit code."""
+    return _serve(_measure, job)
+
+
+def _train(job: "Job", world: World) -> None:
+    out = job.out or Path("runs") / time.strftime("run-%Y%m%d-%H%M%S")
+    out = Path(world.control.all_gather_json(str(out))[0])  # As rank 0 has it.
+    out.mkdir(parents=True, exist_ok=True)
+    Trainer(job.program, world, out=out).run()
+
+
+def _measure(job: "Job", world: World) -> None:
+    measured = measure(world, job.program)
+    if world.rank == 0 and job.out is not None:
+        measured.save(job.out)
+        print(f"realhf: wrote {job.out}", file=sys.stderr)
+
+
+def _serve(task: Callable[["Job", World], None], job: "Job") -> int:
+    """Does the task; the exit code is 2 for what the user can mend, 1 for anything else that went wrong."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     numbers = [int(os.environ[name]) for name in names] if under_torchrun else [0, 1, 0, 1]
@@ -34,10 +60,7 @@ def work(job: "Job") -> int:
             rank=rank, size=size, local_rank=local, ranks_per_host=per_host,
             timeout_seconds=job.timeout_seconds,
         )  # fmt: skip
-        out = job.out or Path("runs") / time.strftime("run-%Y%m%d-%H%M%S")
-        out = Path(world.control.all_gather_json(str(out))[0])  # As rank 0 has it.
-        out.mkdir(parents=True, exist_ok=True)
-        Trainer(job.program, world, out=out).run()
+        task(job, world)
     except UserError as error:
         sentence, code = f"realhf: {error}", 2
     except PeerError as error:

@@ -21,7 +21,7 @@ LAYERS = {
     "engine": 4,
     "experiment": 5,
     **dict.fromkeys(("algorithms", "rewards", "runtime", "planning"), 6),
-    "plan_command": 6.5,
+    **dict.fromkeys(("plan_command", "profiling"), 6.5),
     **dict.fromkeys(("launch", "worker", "cli", "__main__"), 7),
 }
 """Layer of every module or subpackage directly under realhf."""

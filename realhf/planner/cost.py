@@ -81,7 +81,8 @@ def call_cost(
         cost = _train(rates, role, workload, strategy, groups, options, engine)
     else:
         cost = _forward(rates, role, workload, strategy, groups, options)
-    extra = {"host": rates.assume.call_seconds}
+    samples = math.ceil(workload.num_samples / strategy.dp)
+    extra = {"host": rates.call_seconds(call.kind, samples=samples)}
     if options.offload:
         weights = num_params(role.spec, strategy, 0) * role.itemsize
         extra["offload"] = rates.host_copy(weights)
@@ -161,11 +162,13 @@ def _train(
     hop = rates.send(_hidden_bytes(role, cut.tokens), within_host=groups.stages_meet_in_host)
     one = _pipelined(stages, cut.num_micro_batches, hop=hop if strategy.pp > 1 else 0.0, hops_per_slot=2)
     held = max(num_params(role.spec, strategy, stage) for stage in {0, strategy.pp - 1})
+    steps = work.minibatches * work.epochs
+    # Parameters are gathered between optimizer steps; behind the last, reallocation brings them around.
+    gathers = (steps - 1) / steps if strategy.dp > 1 else 0.0
     data = rates.reduce_scatter(held * wide_bytes(role), groups.dp)
-    data += rates.all_gather(held * role.itemsize, groups.dp)
+    data += gathers * rates.all_gather(held * role.itemsize, groups.dp)
     data = max(0.0, data - engine.overlap * one.seconds)
     update = rates.update(role, held=held, owned=held / strategy.dp)
-    steps = work.minibatches * work.epochs
     parts = {name: part * steps for name, part in one.parts.items()}
     parts |= {"data parallel": data * steps, "optimizer": update * steps}
     return CallCost(steps * (one.seconds + data + update), parts, one.num_micro_batches)

@@ -104,6 +104,10 @@ class Rates:
         self.cluster, self.assume = cluster, assumptions or Assumptions()
         self._memory = cluster.memory_bandwidth_bytes_per_second * self.assume.memory
 
+    def call_seconds(self, kind: str, *, samples: float) -> float:
+        """What a call of this kind takes on a rank besides its passes."""
+        return self.assume.call_seconds
+
     # Wires
 
     def all_reduce(self, num_bytes: float, span: Span) -> float:

@@ -48,12 +48,13 @@ class StepRecord:
 
     @contextmanager
     def timed(self, **event: Any) -> Iterator[dict[str, Any]]:
-        """Adds an event with its start and end."""
-        event["start"] = time.time()
+        """Adds an event with its start and end, and the CPU seconds that this process ran in between."""
+        event["start"], ran = time.time(), time.process_time()
         yield event
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # Not for a reallocation that goes on beside it.
-        self.events.append({**event, "end": time.time()})
+        ran = time.process_time() - ran
+        self.events.append({**event, "end": time.time(), "cpu_seconds": ran})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""Predict: seconds of a given plan - of each call, of moving parameters, of a step in the steady state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from realhf.graph import FunctionCall
+from realhf.plan import ExecutionPlan
+from realhf.planner.cost import CallCost, Options, call_cost
+from realhf.planner.period import periods
+from realhf.planner.problem import Problem
+from realhf.planner.rates import Rates
+from realhf.planner.space import _dependencies as dependencies
+from realhf.planner.transfer import Placed, transfer_seconds
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step in the steady state, and what it costs to run each call alone."""
+
+    step_seconds: float
+    calls: Mapping[str, CallCost]
+
+
+def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
+    """Of a plan whose layouts are on contiguous ranks."""
+    costs = {call.name: _cost(problem, rates, plan, call) for call in problem.model_calls}
+    seconds = {name: cost.seconds for name, cost in costs.items()}
+    return Prediction(step_seconds(problem, rates, plan, seconds), costs)
+
+
+def step_seconds(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
+) -> float:
+    """Of the plan's step in the steady state, when calls take so long."""
+    calls, needs = problem.model_calls, dependencies(problem, rates)
+    ranks = [set(plan[call.name].layout.ranks) for call in calls]
+    shares = np.array([[bool(here & there) for there in ranks] for here in ranks])
+    placed = [Placed((at := plan[call.name].layout).strategy, at.ranks[0]) for call in calls]
+    moving = []
+    for i, j, _ in needs.weights:
+        role = problem.role_of(calls[j])
+        moving.append(transfer_seconds(
+            problem.cluster, placed[j], placed[i], num_bytes=role.spec.numel * role.itemsize,
+            sharded=placed[j].strategy.dp > 1,
+        ))  # fmt: skip
+    seconds = np.array([[call_seconds[call.name] for call in calls]])
+    return float(periods(needs, seconds, shares[None], moving=np.array(moving).reshape(1, -1))[0])
+
+
+def _cost(problem: Problem, rates: Rates, plan: ExecutionPlan, call: FunctionCall) -> CallCost:
+    how = plan[call.name]
+    return call_cost(
+        rates, call, problem.role_of(call), problem.workloads[call.name], how.layout.strategy,
+        per_host=min(problem.cluster.devices_per_host, len(how.layout.ranks)),
+        options=Options(how.micro_batch_tokens, how.max_rows, how.recompute, how.offload),
+    )  # fmt: skip

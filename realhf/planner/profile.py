@@ -1,0 +1,311 @@
+"""Profile: what `realhf profile` measured on a machine, and the rates that answer from it.
+
+A profile is a YAML file: the machine as a cluster, tables of its wires and calls, and tables per model shape,
+dtype and tensor-parallel size. A table gives seconds at points of one or two quantities; what it is a table
+of, and by what, is in `WIRES`, `CALLS` and `OF_MODEL`. Any table may be missing.
+"""
+
+import textwrap
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from realhf.cluster import Cluster
+from realhf.model_config import ModelConfig
+from realhf.planner.problem import ITEMSIZE, ModelRole
+from realhf.planner.rates import Cost, Rates, Span
+from realhf.shipped import load_yaml
+
+SHAPE = (
+    "family", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
+    "tie_word_embeddings",
+)  # fmt: skip
+"""What of a ModelConfig tells shapes apart; not the number of layers: tables are of one block."""
+OUTPUTS = ("logprobs", "values", "scores")
+_COLLECTIVE = ("ranks", "bytes")
+WIRES = {
+    "all_reduce": _COLLECTIVE, "all_gather": _COLLECTIVE, "reduce_scatter": _COLLECTIVE, "send": ("bytes",),
+    "samples": ("bytes",),
+}  # fmt: skip
+"""Collectives and messages of tensors; `samples`: handing samples from call to call."""
+CALLS = dict.fromkeys(("generate", "forward", "train_step"), ("samples",))
+"""What a call takes besides its passes."""
+_PASS = ("sequence_tokens", "tokens")
+OF_MODEL = {
+    "block_forward": _PASS, "block_backward": _PASS,  # One block, forward without autograd; the rest of
+    # forward and backward with it, gradients added up.
+    **{f"{output}_{way}": ("tokens",) for output in OUTPUTS for way in ("forward", "backward")},
+    # What a micro-batch takes besides its blocks, by the number of positions that it is computed for.
+    "decode_block": ("context_tokens", "rows"), "decode_head": ("rows",),
+    "update": ("parameters",), "zero_gradients": ("parameters",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds at points of one or two quantities, `axes`, whose names and values are in rising order.
+
+    Between points it is linear; beyond them it goes on as in the last interval, at the end of the first of
+    two axes it stays as it is.
+    """
+
+    axes: Mapping[str, tuple[float, ...]]
+    seconds: Any  # Nested as the axes are.
+
+    def at(self, *point: Any) -> Any:
+        """Seconds at one point, a number per axis, or of arrays."""
+        *across, last = self.axes.values()
+        if not across:
+            return _line(last, self.seconds, point[0])
+        (first,), rows = across, self.seconds
+        lines = [_line(last, row, point[1]) for row in rows]
+        if len(first) == 1:
+            return lines[0]
+        x = point[0]
+        if isinstance(x, np.ndarray):
+            x = np.clip(x, first[0], first[-1])
+            places = np.clip(np.searchsorted(first, x, side="right") - 1, 0, len(first) - 2)
+            share = (x - np.take(first, places)) / np.take(np.diff(first), places)
+            low, high = (np.take_along_axis(np.array(lines), k[None], 0)[0] for k in (places, places + 1))
+            return low + share * (high - low)
+        x = min(max(float(x), first[0]), first[-1])
+        i = min(max(bisect_right(first, x) - 1, 0), len(first) - 2)
+        return lines[i] + (x - first[i]) / (first[i + 1] - first[i]) * (lines[i + 1] - lines[i])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: list(values) for name, values in self.axes.items()} | {"seconds": self.seconds}
+
+    @classmethod
+    def from_dict(cls, document: Any, axes: Sequence[str], where: str) -> "Table":
+        given = _mapping(document, where, (*axes, "seconds"), all_of_them=True)
+        points = {name: tuple(_numbers(given[name], f"{where}.{name}")) for name in axes}
+        for name, values in points.items():
+            if not values or list(values) != sorted(set(values)):
+                raise ValueError(f"{where}.{name} is {list(values)}: it must hold rising numbers")
+        seconds = _nested(given["seconds"], [len(v) for v in points.values()], f"{where}.seconds")
+        return cls(points, seconds)
+
+
+def _line(x: Sequence[float], y: Sequence[float], at: Any) -> Any:
+    """Piecewise linear, never below a quarter of the least value."""
+    least = min(y) / 4
+    if len(x) == 1:
+        return at * 0 + y[0]
+    if isinstance(at, np.ndarray):
+        places = np.clip(np.searchsorted(x, at, side="right") - 1, 0, len(x) - 2)
+        slopes = np.diff(y) / np.diff(x)
+        return np.maximum(least, np.take(y, places) + (at - np.take(x, places)) * slopes[places])
+    at = float(at)
+    i = min(max(bisect_right(x, at) - 1, 0), len(x) - 2)
+    return max(least, y[i] + (at - x[i]) * (y[i + 1] - y[i]) / (x[i + 1] - x[i]))
+
+
+@dataclass(frozen=True)
+class ModelTables:
+    """Tables of one model shape in one dtype under one tensor-parallel size."""
+
+    shape: Mapping[str, Any]
+    dtype: str
+    tp: int
+    tables: Mapping[str, Table]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (*(self.shape[name] for name in SHAPE), self.dtype, self.tp)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"shape": dict(self.shape), "dtype": self.dtype, "tp": self.tp, "tables": _plain(self.tables)}
+
+    @classmethod
+    def from_dict(cls, document: Any, where: str) -> "ModelTables":
+        given = _mapping(document, where, [f.name for f in fields(cls)], all_of_them=True)
+        shape = _mapping(given["shape"], f"{where}.shape", SHAPE, all_of_them=True)
+        if given["dtype"] not in ITEMSIZE:
+            raise ValueError(f"{where}.dtype is {given['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
+        if not isinstance(tp := given["tp"], int) or isinstance(tp, bool) or tp < 1:
+            raise ValueError(f"{where}.tp is {tp!r}: it must be a whole number of at least 1")
+        return cls(shape, given["dtype"], tp, _tables(given["tables"], OF_MODEL, f"{where}.tables"))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, when and where: `machine` says in words and numbers what the timings depend on."""
+
+    date: str
+    machine: Mapping[str, Any]
+    cluster: Cluster
+    cluster_document: Mapping[str, Any] = field(repr=False)
+    wires: Mapping[str, Table] = field(default_factory=dict)
+    calls: Mapping[str, Table] = field(default_factory=dict)
+    models: Sequence[ModelTables] = ()
+
+    @classmethod
+    def from_dict(cls, document: Any) -> "Profile":
+        legal = ("date", "machine", "cluster", "wires", "calls", "models")
+        given = _mapping(document, "", legal, all_of_them=True)
+        try:
+            cluster = Cluster.from_dict(given["cluster"])
+        except ValueError as error:
+            raise ValueError(f"cluster: {error}") from error
+        if not isinstance(given["models"], list):
+            raise ValueError("models must be a list of tables per model shape")
+        models = [ModelTables.from_dict(entry, f"models[{i}]") for i, entry in enumerate(given["models"])]
+        wires, calls = (_tables(given[name], of, name) for name, of in (("wires", WIRES), ("calls", CALLS)))
+        return cls(str(given["date"]), given["machine"], cluster, given["cluster"], wires, calls, models)
+
+    def to_dict(self) -> dict[str, Any]:
+        head = {"date": self.date, "machine": dict(self.machine), "cluster": dict(self.cluster_document)}
+        models = [model.to_dict() for model in self.models]
+        return {**head, "wires": _plain(self.wires), "calls": _plain(self.calls), "models": models}
+
+    @classmethod
+    def load(cls, name: str) -> "Profile":
+        """Reads a profile, or a shipped one by its short name. UserErrors name the file and the field."""
+        return load_yaml(name, cls.from_dict, kind="plans/profiles", what="profile")
+
+    def save(self, path: Path) -> None:
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=110))
+
+
+class ProfiledRates(Rates):
+    """Answers from a profile's tables; where the shape, dtype, tp or number of ranks was not measured, from
+    the roofline of `cluster`, which is the profile's own unless another is given.
+
+    A block's backward pass contains adding up its gradients, a head's the rest of a micro-batch.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
+        super().__init__(cluster or profile.cluster)
+        self._wires, self._calls = profile.wires, profile.calls
+        self._models = {tables.key: tables.tables for tables in profile.models}
+
+    def call_seconds(self, kind: str, *, samples: float) -> float:
+        table = self._calls.get(kind)
+        return super().call_seconds(kind, samples=samples) if table is None else table.at(samples)
+
+    def all_reduce(self, num_bytes: float, span: Span) -> float:
+        return self._collective("all_reduce", num_bytes, span)
+
+    def reduce_scatter(self, num_bytes: float, span: Span) -> float:
+        return self._collective("reduce_scatter", num_bytes, span)
+
+    def all_gather(self, num_bytes: float, span: Span) -> float:
+        return self._collective("all_gather", num_bytes, span)
+
+    def _collective(self, name: str, num_bytes: float, span: Span) -> float:
+        table = self._wires.get(name)
+        if table is None or span.hosts > 1 or span.size not in table.axes["ranks"]:
+            return getattr(super(), name)(num_bytes, span)
+        return table.at(span.size, num_bytes)
+
+    def send(self, num_bytes: float, *, within_host: bool) -> float:
+        if within_host and "send" in self._wires:
+            return self._wires["send"].at(num_bytes)
+        return super().send(num_bytes, within_host=within_host)
+
+    def samples(self, num_bytes: float) -> float:
+        table = self._wires.get("samples")
+        return super().samples(num_bytes) if table is None else table.at(num_bytes)
+
+    def block(
+        self, role: ModelRole, tp: Span, ep: Span, *, tokens: float, squared: float, backward: bool = False
+    ) -> Cost:
+        table = self._of(role, tp, "block_backward" if backward else "block_forward", ep)
+        if table is None:
+            return super().block(role, tp, ep, tokens=tokens, squared=squared, backward=backward)
+        seconds = table.at(squared / max(tokens, 1.0), tokens)
+        wires = 0.0
+        if tp.size > 1:
+            wires = 2 * self.all_reduce(tokens * role.config.hidden_size * role.itemsize, tp)
+        wires = min(wires, seconds / 2)
+        return Cost(seconds - wires, wires)
+
+    def head(
+        self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False
+    ) -> Cost:
+        table = self._of(role, tp, f"{output}_{'backward' if backward else 'forward'}")
+        if table is None:
+            return super().head(role, tp, tokens=tokens, output=output, backward=backward)
+        return Cost(table.at(tokens))
+
+    def decode_block(
+        self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        table = self._of(role, tp, "decode_block", ep)
+        if table is None:
+            return super().decode_block(role, tp, ep, rows=rows, context=context)
+        seconds = table.at(context, rows)
+        wires = np.zeros_like(seconds)
+        if tp.size > 1:
+            least = 2 * self.all_reduce(0.0, tp)
+            wires = np.minimum(least, seconds / 2)
+        return seconds - wires, wires
+
+    def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
+        table = self._of(role, tp, "decode_head")
+        return super().decode_head(role, tp, rows=rows) if table is None else table.at(rows)
+
+    def accumulate(self, role: ModelRole, params: float) -> float:
+        measured = self._of(role, Span(1, 1), "block_backward") is not None
+        return 0.0 if measured else super().accumulate(role, params)
+
+    def update(self, role: ModelRole, *, held: float, owned: float) -> float:
+        step, zero = (self._of(role, Span(1, 1), name) for name in ("update", "zero_gradients"))
+        if step is None or zero is None:
+            return super().update(role, held=held, owned=owned)
+        return step.at(owned) + (zero.at(held) - zero.at(owned))
+
+    def _of(self, role: ModelRole, tp: Span, name: str, ep: Span | None = None) -> Table | None:
+        if tp.hosts > 1 or (ep is not None and ep.size > 1):
+            return None
+        return self._models.get((*shape_of(role.config), role.dtype, tp.size), {}).get(name)
+
+
+@lru_cache(maxsize=256)
+def shape_of(config: ModelConfig) -> tuple[Any, ...]:
+    return tuple(getattr(config, name) for name in SHAPE)
+
+
+def _plain(tables: Mapping[str, Table]) -> dict[str, Any]:
+    return {name: table.to_dict() for name, table in tables.items()}
+
+
+def _tables(document: Any, legal: Mapping[str, Sequence[str]], where: str) -> dict[str, Table]:
+    given = _mapping(document, where, tuple(legal))
+    return {name: Table.from_dict(entry, legal[name], f"{where}.{name}") for name, entry in given.items()}
+
+
+def _mapping(document: Any, where: str, legal: Sequence[str], *, all_of_them: bool = False) -> dict[str, Any]:
+    prefix = where and f"{where}."
+    if not isinstance(document, dict):
+        shown = textwrap.shorten(repr(document), 60)
+        raise ValueError(f"{where or 'the profile'} is {shown}: it must give {', '.join(legal)}")
+    for name in [*document, *(legal if all_of_them else ())]:
+        if name not in legal:
+            raise ValueError(f"{prefix}{name} is not a field: legal are {', '.join(legal)}")
+        if name not in document:
+            raise ValueError(f"{prefix}{name} is missing")
+    return document
+
+
+def _numbers(values: Any, where: str) -> list[float]:
+    if not isinstance(values, list):
+        raise ValueError(f"{where} is {textwrap.shorten(repr(values), 60)}: it must be a list of numbers")
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{where}[{i}] is {value!r}: it must be a number of at least 0")
+    return values
+
+
+def _nested(values: Any, sizes: Sequence[int], where: str) -> list[Any]:
+    if not isinstance(values, list) or len(values) != sizes[0]:
+        raise ValueError(f"{where} must be a list of {sizes[0]}, one entry per point of its axis")
+    if len(sizes) == 1:
+        return _numbers(values, where)
+    return [_nested(row, sizes[1:], f"{where}[{i}]") for i, row in enumerate(values)]

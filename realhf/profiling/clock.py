@@ -1,0 +1,67 @@
+"""Clock: times what all ranks do at once, since they share the machine's memory in a run, too."""
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+import torch
+
+from realhf.dist.group import World
+
+Key = TypeVar("Key", bound=Hashable)
+
+_ROUNDS = (3, 12)  # At least and at most.
+_SHORT_SECONDS, _MOST_PER_ROUND = 0.02, 3  # What is over sooner is done several times in a round.
+
+
+class Clock:
+    """Everybody's times are the lower quartile over repetitions: what else happens on the machine adds to
+    some of them, and takes nothing from any.
+
+    What one thread does on a CPU without waiting for others is timed by the seconds that it really ran.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._runs_alone = world.device.type == "cpu" and torch.get_num_threads() == 1
+
+    def seconds(
+        self, work: Mapping[Key, Callable[[], object]], *, budget: float = 1.0, waits: bool = True
+    ) -> dict[Key, float]:
+        """By round over all of the work, for about `budget` seconds; mean over ranks, of which every one must
+        call this. `waits`: the work communicates."""
+        began = time.perf_counter()
+        once = {key: [self.once(function, waits=waits)] for key, function in work.items()}  # Also warms up.
+        (each,) = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}).values()
+        first = self._agreed(once)
+        counts = {
+            key: max(1, min(_MOST_PER_ROUND, round(_SHORT_SECONDS / max(seconds, 1e-9))))
+            for key, seconds in first.items()
+        }
+        least, most = _ROUNDS
+        rounds = round(budget / (each * sum(counts.values())))
+        taken: dict[Key, list[float]] = {key: [] for key in work}
+        for _ in range(min(most, max(least, rounds))):
+            for key, function in work.items():
+                taken[key] += [self.once(function, waits=waits) for _ in range(counts[key])]
+        return self._agreed(taken)
+
+    def once(self, function: Callable[[], object], *, waits: bool = True) -> float:
+        """Seconds on this rank, all ranks beginning together."""
+        now = time.process_time if self._runs_alone and not waits else time.perf_counter
+        self.world.control.barrier()
+        start = now()
+        function()
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return now() - start
+
+    def _agreed(self, taken: Mapping[Key, list[float]]) -> dict[Key, float]:
+        mine = [_lower_quartile(times) for times in taken.values()]
+        columns = zip(*self.world.control.all_gather_json(mine), strict=True)
+        return dict(zip(taken, map(statistics.fmean, columns), strict=True))
+
+
+def _lower_quartile(times: list[float]) -> float:
+    return times[0] if len(times) == 1 else statistics.quantiles(times, n=4, method="inclusive")[0]

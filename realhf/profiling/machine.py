@@ -1,0 +1,158 @@
+"""Times what belongs to no model: messages, samples on their way, reallocations, bare operations."""
+
+import os
+import platform
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import Group, Outbox, World
+from realhf.engine.native import DTYPES, NativeEngine
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from realhf.planner.profile import Table
+from realhf.profiling.clock import Clock
+from realhf.profiling.models import Model, Sizes
+from realhf.realloc.execute import Reallocator
+from realhf.runtime.exchange import Exchange, Routing, Source
+
+_MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
+_FLOATS_PER_TOKEN = 8  # Beside ids: with these, what samples carry is `space._SAMPLE_BYTES` per token.
+_TAG = 1 << 20  # Of the samples' messages; nobody else uses it.
+_GEMM, _COPY_BYTES = 1024, 1 << 27
+
+
+def measure_wires(clock: Clock, sizes: Sizes) -> dict[str, Table]:
+    """Nothing in a world of one."""
+    world = clock.world
+    if world.size == 1:
+        return {}
+    counts = sorted({2, world.ranks_per_host} if world.size % 2 == 0 else {world.ranks_per_host})
+    rows: dict[str, list[list[float]]] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
+    for count in counts:
+        first = world.rank - world.rank % count
+        group = world.group(range(first, first + count))
+        times = [_collectives(clock, group, num_bytes) for num_bytes in _MESSAGE_BYTES]
+        for name, row in zip(rows, zip(*times, strict=True), strict=True):
+            rows[name].append(list(row))
+    axes = {"ranks": tuple(map(float, counts)), "bytes": tuple(map(float, _MESSAGE_BYTES))}
+    wires = {name: Table(axes, values) for name, values in rows.items()}
+    # (a message there and one back, by turns)
+    everybody = world.group(range(world.size))
+    sends = clock.seconds({n: partial(_ping_pong, everybody, world, n) for n in _MESSAGE_BYTES})
+    wires["send"] = Table({"bytes": axes["bytes"]}, [there_and_back / 2 for there_and_back in sends.values()])
+    wires["samples"] = _samples(clock, sizes)
+    return wires
+
+
+def _collectives(clock: Clock, group: Group, num_bytes: int) -> list[float]:
+    """Seconds of an all-reduce, an all-gather and a reduce-scatter of so many bytes in all."""
+    tensor = torch.zeros(num_bytes // 4, device=clock.world.device)
+    chunks = list(tensor.tensor_split(group.size))
+    times = clock.seconds({
+        "all_reduce": partial(group.all_reduce, tensor),
+        "all_gather": partial(group.all_gather_chunks, chunks),
+        "reduce_scatter": partial(group.reduce_scatter_chunks, chunks),
+    })  # fmt: skip
+    return list(times.values())
+
+
+def _ping_pong(group: Group, world: World, num_bytes: int) -> None:
+    """There and back between neighbours in pairs."""
+    peer, tensor = world.rank ^ 1, torch.zeros(num_bytes // 4, device=world.device)
+    if peer >= world.size:
+        return
+    for sends in (world.rank < peer, world.rank > peer):
+        group.exchange(*(([(peer, tensor)], []) if sends else ([], [(peer, tensor)])))
+
+
+def _samples(clock: Clock, sizes: Sizes) -> Table:
+    """From the first rank to the second."""
+    world = clock.world
+    source, target = Layout.parse("d1@0"), Layout.parse("d1@1")
+    moves: dict[float, Callable[[], object]] = {}
+    for samples in sorted({1, max(2, sizes.samples)}):
+        tokens, lengths = samples * sizes.tokens, [sizes.tokens] * samples
+        columns = {
+            "ids": Packed(torch.zeros(tokens, dtype=torch.long), lengths),
+            "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
+        }
+        batch = Batch(list(range(samples)), columns) if world.rank == 0 else None
+        given = Source(source, tuple(columns), batch, tag=_TAG)
+        moves[float(tokens * (8 + 4 * _FLOATS_PER_TOKEN))] = partial(_move, world, given, target)
+    return Table({"bytes": tuple(moves)}, list(clock.seconds(moves).values()))
+
+
+def _move(world: World, source: Source, target: Layout) -> None:
+    outbox = Outbox()
+    exchange = Exchange(world, outbox)
+    if world.rank in source.layout:
+        exchange.send(source, target)
+    if world.rank in target:
+        exchange.receive([source], target, Routing(), tag=_TAG)
+    outbox.wait()
+
+
+def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dict[str, Any]:
+    """The machine as the fields of a Cluster; its links are those that reallocations take."""
+    world = clock.world
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = host_bytes / world.ranks_per_host
+    if world.device.type == "cuda":
+        memory = torch.cuda.mem_get_info()[1]
+    a = torch.zeros(_COPY_BYTES // 4, device=world.device)
+    b = torch.zeros_like(a)
+    squares = {name: torch.ones(_GEMM, _GEMM, dtype=DTYPES[name], device=world.device) for name in dtypes}
+    work: dict[str, Callable[[], object]] = {x: partial(torch.matmul, squares[x], squares[x]) for x in dtypes}
+    seconds = clock.seconds({"copy": partial(b.copy_, a), **work})
+    peaks = {name: 2 * _GEMM**3 / seconds[name] for name in dtypes}
+    link = _reallocation_link(clock, config, dtypes[0])
+    return {
+        "num_hosts": max(1, world.size // world.ranks_per_host), "devices_per_host": world.ranks_per_host,
+        "device_memory_bytes": memory, "host_memory_bytes": host_bytes,
+        "memory_bandwidth_bytes_per_second": 2 * _COPY_BYTES / seconds["copy"], "peak_flops": peaks,
+        "intra_host": dict(link), "inter_host": dict(link),
+    }  # fmt: skip
+
+
+def _reallocation_link(clock: Clock, config: ModelConfig, dtype: str) -> dict[str, float]:
+    """From reallocations of models of two sizes between two ranks."""
+    world = clock.world
+    if world.size == 1:
+        return {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 1e10}
+    source, target = Layout.parse("d1@0"), Layout.parse("d1@1")
+    runs: dict[int, Callable[[], object]] = {}
+    for count in (1, 8):
+        spec = model_spec(Model(config, dtype, ()).with_blocks(count, config.head))
+        mine = target if world.rank == 1 else source
+        engine = None if world.rank > 1 else NativeEngine(spec, mine, world, dtype=dtype)
+        reallocator = Reallocator(spec, source=source, target=target, world=world, dtype=DTYPES[dtype])
+        ends = [engine.shards() if engine and world.rank == rank else None for rank in (0, 1)]
+        runs[spec.numel * DTYPES[dtype].itemsize] = partial(reallocator.run, *ends)
+    (few_bytes, few), (many_bytes, many) = clock.seconds(runs).items()
+    bandwidth = (many_bytes - few_bytes) / max(many - few, 1e-9)
+    return {
+        "latency_seconds": max(1e-7, few - few_bytes / bandwidth), "bandwidth_bytes_per_second": bandwidth,
+    }  # fmt: skip
+
+
+def describe(world: World) -> dict[str, Any]:
+    """What timings depend on."""
+    cuda = torch.cuda.get_device_name() if world.device.type == "cuda" else None
+    return {
+        "platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count(),
+        "device": cuda or "cpu", "processes": world.size, "threads_per_process": torch.get_num_threads(),
+        "torch": str(torch.__version__), "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

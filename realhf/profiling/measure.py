@@ -1,0 +1,88 @@
+"""Measures what the planner wants to know of the machine that it runs on, for the models of an experiment."""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from realhf.data.batch import Packed
+from realhf.data.loader import Loader, load_tokenizer
+from realhf.dist.group import World
+from realhf.engine.work import Generate
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.planner.profile import SHAPE, ModelTables, Profile, Table, shape_of
+from realhf.profiling.clock import Clock
+from realhf.profiling.machine import describe, measure_cluster, measure_wires
+from realhf.profiling.models import Bench, Model, Sizes
+from realhf.runtime.check import Program
+
+
+def measure(world: World, program: Program) -> Profile:
+    """The profile; every rank must call this and gets the same."""
+    sizes, clock, shapes = _sizes(program, world), Clock(world), _models(program)
+    wires, calls = measure_wires(clock, sizes), dict[str, Table]()
+    models: list[ModelTables] = []
+    for number, model in enumerate(shapes, start=1):
+        for tp in _tensor_parallel_sizes(model.config, world):
+            _say(world, f"model shape {number} of {len(shapes)} in {model.dtype}, tp={tp}")
+            bench = Bench(clock, model, tp, sizes)
+            shape = dict(zip(SHAPE, shape_of(model.config), strict=True))
+            models.append(ModelTables(shape, model.dtype, tp, bench.tables()))
+            calls = {**bench.calls(), **calls}
+    _say(world, "the machine")
+    cluster = measure_cluster(clock, shapes[0].config, sorted({model.dtype for model in shapes}))
+    return Profile.from_dict({
+        "date": time.strftime("%Y-%m-%d %H:%M"), "machine": describe(world), "cluster": cluster,
+        "wires": _plain(wires), "calls": _plain(calls), "models": [tables.to_dict() for tables in models],
+    })  # fmt: skip
+
+
+def _say(world: World, what: str) -> None:
+    if world.rank == 0:
+        print(f"realhf: measuring {what}", file=sys.stderr, flush=True)
+
+
+def _plain(tables: dict[str, Table]) -> dict[str, Any]:
+    return {name: table.to_dict() for name, table in tables.items()}
+
+
+def _sizes(program: Program, world: World) -> Sizes:
+    """From the first step's batch of the dataset."""
+    experiment, answer = program.experiment, None
+    samples = experiment.batch_size * experiment.group_size
+    if world.rank == 0:
+        loader = Loader(
+            experiment.dataset, keys=program.graph.inputs, group_size=1, seed=experiment.seed,
+            tokenizer=load_tokenizer(experiment.tokenizer_dir()),
+        )  # fmt: skip
+        batch = loader.batch(first_prompt=0, num_prompts=experiment.batch_size)
+        columns = [column for column in batch.fields.values() if isinstance(column, Packed)]
+        answer = max((statistics.fmean(column.lengths) for column in columns), default=1.0)
+    prompt = round(world.control.all_gather_json(answer)[0])
+    works = [call.work for call in program.graph.calls]
+    new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
+    return Sizes(prompt, prompt + new, samples)
+
+
+def _models(program: Program) -> list[Model]:
+    found: dict[Any, Model] = {}
+    for name, role in program.roles.items():
+        key = (shape_of(role.config()), role.dtype)
+        known = found.get(key)
+        calls = (*(known.calls if known else ()), *program.graph.of_role(name))
+        found[key] = Model(known.config if known else role.config(), role.dtype, calls)
+    return list(found.values())
+
+
+def _tensor_parallel_sizes(config: ModelConfig, world: World) -> Iterator[int]:
+    tp = 1
+    while tp <= world.ranks_per_host:
+        try:
+            config.check_layout(Layout.parse(f"t{tp}@0-{tp - 1}"))
+        except ValueError:
+            return
+        if world.size % tp == 0:
+            yield tp
+        tp *= 2

@@ -1,0 +1,331 @@
+"""Times the parts of one model shape by the engine's own entry points.
+
+A block's seconds are the difference between models of three blocks and of one; what remains of the one
+belongs to the head, or to the call.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from realhf.data.batch import Batch, Packed
+from realhf.engine.native import NativeEngine
+from realhf.engine.optimizer import ShardedAdamW
+from realhf.engine.work import (
+    Generate,
+    LogProbs,
+    OptimizerConfig,
+    Scores,
+    TrainStep,
+    Values,
+    Work,
+)
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from realhf.planner.profile import CALLS, OF_MODEL, Table
+from realhf.profiling.clock import Clock
+
+_FEW, _MANY = 1, 3  # Blocks of the two models whose difference is measured.
+_LONG_ENOUGH = 0.4  # Seconds of a pass beyond which no larger one is measured: it goes on in proportion.
+_BUDGET = 15.0  # Seconds for all timings of a bench, if that is enough for the least number of rounds.
+_LARGEST_PASS = 1 << 14  # Tokens.
+_NUM_SIZES = 4
+_DECODE_STEPS = 16
+_ANY_SIZE = 1 << 30
+_TINY = 1e-7  # Seconds: differences of noisy measurements are never less.
+
+
+@dataclass(frozen=True)
+class Model:
+    """What to measure of a model shape; `calls` are the calls of the experiment that run it."""
+
+    config: ModelConfig
+    dtype: str
+    calls: tuple[FunctionCall, ...]
+
+    def with_blocks(self, count: int, head: str) -> ModelConfig:
+        """It never ends a response by itself."""
+        hf = {name: value for name, value in self.config.hf.items() if name != "eos_token_id"}
+        return dataclasses.replace(self.config, num_layers=count, head=head, hf=hf)
+
+    @property
+    def outputs(self) -> dict[str, bool]:
+        """Output that forward or train calls compute -> whether one of them goes backward."""
+        found: dict[str, bool] = {}
+        for call in self.calls:
+            if call.kind != "generate":
+                output, trains = _output(call.work), call.kind == "train_step"
+                found[output] = found.get(output, False) or trains
+        return found or {"logprobs": False}
+
+    @property
+    def generates(self) -> bool:
+        return any(call.kind == "generate" for call in self.calls)
+
+
+def _output(work: Work) -> str:
+    if isinstance(work, TrainStep):
+        return work.loss.output
+    return {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
+
+
+@dataclass(frozen=True)
+class _MeanLoss:
+    """The cheapest loss on an output."""
+
+    output: str
+    entropy: bool
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        return {}
+
+    def __call__(
+        self, outputs: Mapping[str, torch.Tensor], batch: Batch, totals: Mapping[str, float]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = sum((output.mean() for output in outputs.values()), torch.zeros(()))
+        return loss, {}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Means of one step of the experiment: tokens per prompt and per whole sequence, samples."""
+
+    prompt_tokens: int
+    tokens: int
+    samples: int
+
+    @property
+    def sequence_tokens(self) -> tuple[int, int]:
+        longest = max(8, self.tokens)
+        return max(4, longest // 4), longest
+
+    @property
+    def pass_tokens(self) -> list[int]:
+        longest = self.sequence_tokens[-1]
+        most = max(4, min(self.samples, _LARGEST_PASS // longest))
+        counts = {round(2 * (most / 2) ** (i / (_NUM_SIZES - 1))) for i in range(_NUM_SIZES)}
+        return [longest * count for count in sorted(counts)]
+
+    @property
+    def rows(self) -> list[int]:
+        return sorted({1, max(2, self.samples // 16), max(4, self.samples // 4), max(8, self.samples)})
+
+
+class Bench:
+    """One model shape under one tensor-parallel size, in turns on all ranks."""
+
+    def __init__(self, clock: Clock, model: Model, tp: int, sizes: Sizes) -> None:
+        self._clock, self._model, self._sizes = clock, model, sizes
+        first = clock.world.rank - clock.world.rank % tp
+        self._layout = Layout.parse(f"t{tp}@{first}-{first + tp - 1}" if tp > 1 else f"d1@{first}")
+        self._outputs, self._works = model.outputs, [call.work for call in model.calls]
+        self._trains = any(self._outputs.values())
+        is_lm = "logprobs" in self._outputs or model.generates
+        self._main = "logprobs" if is_lm else next(iter(self._outputs))
+        self._engines = {n: self._engine(n, self._main, trains=self._trains) for n in (_FEW, _MANY)}
+        self._tokens = self._pass_tokens()
+        work = {**self._passes(), **self._decoding(), **self._updates()}
+        self._seconds: dict[Any, float] = clock.seconds(work, budget=_BUDGET, waits=tp > 1)
+
+    def _engine(self, count: int, output: str, *, trains: bool) -> NativeEngine:
+        config = self._model.with_blocks(count, "lm" if output == "logprobs" else "score")
+        optimizer = OptimizerConfig(lr=0.0) if trains else None
+        engine = NativeEngine(
+            model_spec(config), self._layout, self._clock.world, dtype=self._model.dtype, optimizer=optimizer)
+        engine.load(None, seed=0)
+        return engine
+
+    # What is timed, by keys
+
+    def _pass_tokens(self) -> list[int]:
+        """Sizes of passes: as many as do not take too long."""
+        chosen: list[int] = []
+        way = self._train if self._trains else self._forward
+        for tokens in self._sizes.pass_tokens:
+            batch = self._sequences(tokens, self._sizes.sequence_tokens[-1])
+            run = way(self._engines[_MANY], self._main, batch)
+            chosen.append(tokens)
+            taken = [min(self._clock.once(run, waits=self._layout.tp > 1) for _ in range(2))]
+            if max(max(self._clock.world.control.all_gather_json(taken))) > _LONG_ENOUGH and len(chosen) > 1:
+                break
+        return chosen
+
+    def _passes(self) -> dict[Any, Callable[[], object]]:
+        work: dict[Any, Callable[[], object]] = {}
+        long = self._sizes.sequence_tokens[-1]
+        for length in self._sizes.sequence_tokens:
+            for tokens in self._tokens:
+                batch = self._sequences(tokens, length)
+                for blocks, engine in self._engines.items():
+                    work["forward", blocks, tokens, length] = self._forward(engine, self._main, batch)
+                    if self._trains:
+                        work["train", blocks, tokens, length] = self._train(engine, self._main, batch)
+        work["empty"] = self._forward(self._engines[_FEW], self._main, self._sequences(8, 4).select([]))
+        for output in (output for output in self._outputs if output != self._main):
+            engine = self._engine(_FEW, output, trains=self._outputs[output])
+            for tokens in self._tokens:
+                batch = self._sequences(tokens, long)
+                work[output, "forward", tokens] = self._forward(engine, output, batch)
+                if self._outputs[output]:
+                    work[output, "train", tokens] = self._train(engine, output, batch)
+        return work
+
+    def _decoding(self) -> dict[Any, Callable[[], object]]:
+        if not self._model.generates:
+            return {}
+        short = self._sizes.sequence_tokens[0]
+        work: dict[Any, Callable[[], object]] = {
+            ("prefill",): self._forward(self._engines[_FEW], self._main, self._sequences(short, short))
+        }
+        for rows in self._rows:
+            for prompt in self._prompts:
+                for (blocks, engine), new in product(self._engines.items(), (1, 1 + _DECODE_STEPS)):
+                    work["generate", blocks, rows, prompt, new] = self._generate(engine, rows, prompt, new)
+        return work
+
+    def _updates(self) -> dict[Any, Callable[[], object]]:
+        if not self._trains:
+            return {}
+        work: dict[Any, Callable[[], object]] = {}
+        for blocks in self._engines:
+            model = self._engine(blocks, self._main, trains=False).model
+            work["update", blocks] = ShardedAdamW(model, OptimizerConfig(lr=0.0)).step
+            work["zero", blocks] = model.zero_grad_buffer
+        return work
+
+    @property
+    def _rows(self) -> list[int]:
+        most = max((work.max_rows for work in self._works if isinstance(work, Generate)), default=1)
+        return sorted({min(rows, most) for rows in self._sizes.rows})
+
+    @property
+    def _prompts(self) -> tuple[int, int]:
+        short, longest = self._sizes.sequence_tokens
+        return short, max(longest - _DECODE_STEPS, short + 2 * _DECODE_STEPS)
+
+    # The tables
+
+    def tables(self) -> dict[str, Table]:
+        tables = self._pass_tables()
+        if self._model.generates:
+            times = [[self._decode(rows, prompt) for rows in self._rows] for prompt in self._prompts]
+            rows = tuple(map(float, self._rows))
+            contexts = tuple(prompt + (1 + _DECODE_STEPS) / 2 for prompt in self._prompts)
+            blocks = [[block for block, _ in row] for row in times]
+            tables["decode_block"] = Table({"context_tokens": contexts, "rows": rows}, blocks)
+            heads = [sum(head for _, head in column) / len(column) for column in zip(*times, strict=True)]
+            tables["decode_head"] = Table({"rows": rows}, heads)
+        if self._trains:
+            numels = tuple(float(engine.model.flat.numel()) for engine in self._engines.values())
+            for name, key in (("update", "update"), ("zero_gradients", "zero")):
+                times_of = [self._seconds[key, blocks] for blocks in self._engines]
+                tables[name] = Table({"parameters": numels}, times_of)
+        assert tables.keys() <= OF_MODEL.keys()
+        return tables
+
+    def _pass_tables(self) -> dict[str, Table]:
+        lengths, tokens = self._sizes.sequence_tokens, tuple(map(float, self._tokens))
+        axes = {"sequence_tokens": tuple(map(float, lengths)), "tokens": tokens}
+        blocks = [[self._block(number, length) for number in self._tokens] for length in lengths]
+        ways = ("forward", "backward") if self._trains else ("forward",)
+        tables = {
+            f"block_{way}": Table(axes, [[times[i] for times in row] for row in blocks])
+            for i, way in enumerate(ways)
+        }
+        for output, trains in self._outputs.items():
+            heads = [self._head(output, *sized) for sized in zip(self._tokens, blocks[-1], strict=True)]
+            tables[f"{output}_forward"] = Table({"tokens": tokens}, [forward for forward, _ in heads])
+            if trains:
+                tables[f"{output}_backward"] = Table({"tokens": tokens}, [rest for _, rest in heads])
+        return tables
+
+    def _block(self, tokens: int, length: int) -> tuple[float, float]:
+        """Forward, and the rest of forward and backward."""
+        forward = max(_TINY, self._of_a_block(lambda blocks: ("forward", blocks, tokens, length)))
+        if not self._trains:
+            return forward, 0.0
+        both = self._of_a_block(lambda blocks: ("train", blocks, tokens, length))
+        both -= self._of_a_block(lambda blocks: ("update", blocks))
+        return forward, max(_TINY, both - forward)
+
+    def _of_a_block(self, key: Callable[[int], Any]) -> float:
+        return (self._seconds[key(_MANY)] - self._seconds[key(_FEW)]) / (_MANY - _FEW)
+
+    def _head(self, output: str, tokens: int, block: tuple[float, float]) -> tuple[float, float]:
+        """Forward, and the rest of forward and backward, of a micro-batch without its blocks."""
+        is_main, long = output == self._main, self._sizes.sequence_tokens[-1]
+        keys: list[Any] = [("forward", _FEW, tokens, long), ("train", _FEW, tokens, long)]
+        if not is_main:
+            keys = [(output, "forward", tokens), (output, "train", tokens)]
+        extra = self._seconds["empty"] + _FEW * block[0]
+        forward = max(_TINY, self._seconds[keys[0]] - extra)
+        if not self._outputs[output]:
+            return forward, 0.0
+        extra += forward + _FEW * block[1] + self._seconds["update", _FEW]
+        return forward, max(_TINY, self._seconds[keys[1]] - extra)
+
+    def _decode(self, rows: int, prompt: int) -> tuple[float, float]:
+        """Seconds per step of a block, and of the rest."""
+        few, many = (
+            (self._seconds["generate", blocks, rows, prompt, 1 + _DECODE_STEPS]
+             - self._seconds["generate", blocks, rows, prompt, 1]) / _DECODE_STEPS
+            for blocks in self._engines
+        )  # fmt: skip
+        block = max(_TINY, (many - few) / (_MANY - _FEW))
+        return block, max(_TINY, few - block * _FEW)
+
+    def calls(self) -> dict[str, Table]:
+        """By samples, what calls take besides passes and decode steps."""
+        counts = [self._rows[0], self._rows[-1]]
+        axes = {"samples": tuple(map(float, counts))}
+        calls = {name: Table(axes, [self._seconds["empty"]] * 2) for name in ("forward", "train_step")}
+        if self._model.generates:
+            prompt, times = self._prompts[0], []
+            for rows in counts:
+                whole = self._seconds["generate", _FEW, rows, prompt, 1]
+                _, head = self._decode(rows, prompt)
+                times.append(max(_TINY, whole - self._seconds["prefill",] - head))
+            calls["generate"] = Table(axes, times)
+        assert calls.keys() <= CALLS.keys()
+        return calls
+
+    # What the engine is asked to do
+
+    def _forward(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
+        work = {"logprobs": LogProbs(), "values": Values(), "scores": Scores()}[output]
+        call = FunctionCall("profile", "forward", tuple(batch.fields), ("out",), role="role", work=work)
+        return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
+
+    def _train(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
+        losses = [work.loss for work in self._works if isinstance(work, TrainStep)]
+        entropy = any(loss.entropy for loss in losses if loss.output == output)
+        work = TrainStep(_MeanLoss(output, entropy))
+        call = FunctionCall("profile", "train_step", tuple(batch.fields), role="role", work=work)
+        return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
+
+    def _generate(self, engine: NativeEngine, rows: int, prompt: int, new: int) -> Callable[[], object]:
+        """All rows have the same prompt, so that it is prefilled but once."""
+        given = next(work for work in self._works if isinstance(work, Generate))
+        sampling = dataclasses.replace(given.sampling, max_new_tokens=new)
+        work = dataclasses.replace(given, sampling=sampling)
+        outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
+        call = FunctionCall("profile", "generate", ("prompt_ids",), outputs, role="role", work=work)
+        ids = torch.arange(prompt).repeat(rows) % self._model.config.vocab_size
+        batch = Batch(list(range(rows)), {"prompt_ids": Packed(ids, [prompt] * rows)})
+        return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
+
+    def _sequences(self, tokens: int, length: int) -> Batch:
+        """Sequences of about one length, of which neighbours differ; all of it responses."""
+        count = max(1, tokens // length)
+        lengths = [length + (1, -1)[i % 2] for i in range(count // 2 * 2)] + [length] * (count % 2)
+        ids = torch.arange(sum(lengths)) * 7919 % self._model.config.vocab_size
+        mask = torch.ones(len(ids))
+        fields = {"sequence_ids": Packed(ids, lengths), "response_mask": Packed(mask, lengths)}
+        return Batch(list(range(count)), fields)

@@ -1,0 +1,22 @@
+"""What is predicted of a given plan is what the planner says that it found."""
+
+import random
+
+import pytest
+
+from realhf.planner.make import make_plan
+from realhf.planner.predict import predict
+from realhf.planner.rates import Rates
+from tests.planner.problems import random_problem
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_planner_and_the_prediction_agree(seed: int):
+    problem = random_problem(random.Random(seed), num_calls=3)
+    rates = Rates(problem.cluster)
+    planned = make_plan(problem, rates, time_limit=5.0, gap=0.01)
+    predicted = predict(problem, rates, planned.plan)
+    assert predicted.step_seconds == pytest.approx(planned.found.step_seconds)
+    for call in problem.model_calls:
+        seconds = planned.plan[call.name].predicted["seconds"]
+        assert predicted.calls[call.name].seconds == pytest.approx(seconds, rel=1e-5)
