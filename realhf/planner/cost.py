@@ -118,12 +118,22 @@ def _forward(
     rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans, options: Options
 ) -> CallCost:
     cut = _cut(work, strategy, options)
-    block = rates.block(role, groups.tp, groups.ep, tokens=cut.tokens, squared=cut.squared)
+    block = _block(rates, role, groups, cut)
     head = rates.head(role, groups.tp, tokens=cut.chosen, output=work.output)
     stages = [block.times(layers) for layers in _stages(role, strategy)]
     stages[-1] = stages[-1].plus(head)
     hop = rates.send(_hidden_bytes(role, cut.tokens), within_host=groups.stages_meet_in_host)
     return _pipelined(stages, cut.num_micro_batches, hop=hop if strategy.pp > 1 else 0.0, hops_per_slot=1)
+
+
+def _block(rates: Rates, role: ModelRole, groups: Spans, cut: _Pass, *, backward: bool = False) -> Cost:
+    """Of one micro-batch; strategies that differ in dp and pp only ask for the same."""
+    key = (role.config, role.dtype, groups.tp, groups.ep, cut.tokens, cut.squared, backward)
+    if key not in rates.known_blocks:
+        rates.known_blocks[key] = rates.block(
+            role, groups.tp, groups.ep, tokens=cut.tokens, squared=cut.squared, backward=backward
+        )
+    return rates.known_blocks[key]
 
 
 def _hidden_bytes(role: ModelRole, tokens: float) -> float:
@@ -147,11 +157,9 @@ def _train(
     rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans,
     options: Options, engine: Engine,
 ) -> CallCost:  # fmt: skip
-    cut, tp, ep = _cut(work, strategy, options), groups.tp, groups.ep
-    block, back = (
-        rates.block(role, tp, ep, tokens=cut.tokens, squared=cut.squared, backward=b) for b in (False, True)
-    )
-    block = block.times(2 if options.recompute else 1).plus(back)
+    cut, tp = _cut(work, strategy, options), groups.tp
+    block = _block(rates, role, groups, cut).times(2 if options.recompute else 1)
+    block = block.plus(_block(rates, role, groups, cut, backward=True))
     head = rates.head(role, tp, tokens=cut.chosen, output=work.output)
     head = head.plus(rates.head(role, tp, tokens=cut.chosen, output=work.output, backward=True))
     stages = []

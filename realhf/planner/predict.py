@@ -11,7 +11,7 @@ from realhf.planner.cost import CallCost, Options, call_cost
 from realhf.planner.period import periods
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.space import _dependencies as dependencies
+from realhf.planner.space import dependencies
 from realhf.planner.transfer import Placed, transfer_seconds
 
 

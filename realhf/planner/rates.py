@@ -103,6 +103,7 @@ class Rates:
     def __init__(self, cluster: Cluster, assumptions: Assumptions | None = None) -> None:
         self.cluster, self.assume = cluster, assumptions or Assumptions()
         self._memory = cluster.memory_bandwidth_bytes_per_second * self.assume.memory
+        self.known_blocks: dict[tuple[object, ...], Cost] = {}
 
     def call_seconds(self, kind: str, *, samples: float) -> float:
         """What a call of this kind takes on a rank besides its passes."""

@@ -118,7 +118,7 @@ class Space:
     def __init__(self, problem: Problem, rates: Rates) -> None:
         self.problem, self.rates = problem, rates
         self.calls = problem.model_calls
-        self.needs = _dependencies(problem, rates)
+        self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
         self.units = _units(problem, rates)
         self._home_of = {role: u for u, unit in enumerate(self.units) for role in unit.homes}
@@ -312,7 +312,7 @@ def _candidates(
     return found
 
 
-def _dependencies(problem: Problem, rates: Rates) -> Dependencies:
+def dependencies(problem: Problem, rates: Rates) -> Dependencies:
     """Between model calls; what passes through host calls takes their time."""
     calls, graph = problem.model_calls, problem.graph
     index = {call.name: i for i, call in enumerate(calls)}
