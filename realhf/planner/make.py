@@ -16,7 +16,8 @@ from realhf.planner.proof import Proof, prove
 from realhf.planner.rates import Rates, wide_bytes
 from realhf.planner.search import Found, Progress, search
 from realhf.planner.simulate import Simulation, simulate
-from realhf.planner.space import Candidate, Space
+from realhf.planner.space import Space
+from realhf.planner.unit import Candidate
 from realhf.units import format_bytes
 
 

@@ -269,15 +269,26 @@ class _Tree:
 
     def _bound(self, plans: np.ndarray, bounds: np.ndarray, *, decided: int | None = None) -> np.ndarray:
         """Lower bounds of everything that unfinished plans can become; infinity where they cannot fit."""
-        area = np.zeros(len(plans))
-        for u, unit in enumerate(self._units):
-            area += np.where(plans[:, u] < 0, self._least_area[u], unit.area[plans[:, u]])
-        bounds = np.maximum(bounds, area / self._devices)
+        none = np.zeros((len(plans), len(self._space.calls)))
+        bounds = np.maximum(bounds, self._areas(plans, none) / self._devices)
         rest = np.flatnonzero(bounds < self._goal)
         fits = self._space.overflow(self._units, plans[rest]) <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
         if len(rest):
-            least = self._space.periods(self._units, plans[rest], exact=False)
-            bounds[rest] = np.maximum(bounds[rest], least)
+            kept = plans[rest]
+            least = self._space.least_seconds(self._units, kept)
+            periods = self._space.periods(self._units, kept, least=least, exact=False)
+            crowded = self._areas(kept, least) / self._devices
+            bounds[rest] = np.maximum.reduce([bounds[rest], periods, crowded])
         return bounds
+
+    def _areas(self, plans: np.ndarray, least: np.ndarray) -> np.ndarray:
+        """Device seconds of unfinished plans."""
+        area = np.zeros(len(plans))
+        for u, unit in enumerate(self._units):
+            pick = plans[:, u]
+            seconds = np.maximum(unit.seconds[pick], least[:, list(unit.calls)]).sum(axis=1)
+            here = seconds * (unit.stop[pick] - unit.first[pick])
+            area += np.where(pick < 0, self._least_area[u], here)
+        return area

@@ -1,115 +1,23 @@
 """Space: all plans of a problem, as arrays that many plans can be evaluated with at once.
 
 Calls that must share a layout (training of one role, what the user wants together) form a unit; a plan gives
-every unit one of its candidates. Shapes: K plans, U units, N calls, C candidates of a unit.
+every unit one of its candidates. Shapes: K plans, U units, N calls.
 """
 
-import copy
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from realhf.graph import FunctionCall
-from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planner.candidates import Mesh, Variant, find_meshes, find_variants
 from realhf.planner.memory import available_bytes
 from realhf.planner.period import NEVER, Dependencies, periods
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.transfer import Placed, transfer_seconds
+from realhf.planner.unit import Candidate, Unit, find_units
 
+Doubtful = tuple[int, str, np.ndarray, np.ndarray]
+"""A unit, a role of which it has a copy, that copy's bytes by candidate, and in which plans it is doubtful."""
 _SAMPLE_BYTES = 40  # Per token of what calls hand on: ids and a few float columns.
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One layout of a unit, and one variant per call of it."""
-
-    mesh: Mesh
-    strategy: ParallelStrategy
-    variants: tuple[Variant, ...]
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.strategy, DeviceMesh(tuple(range(self.mesh.first, self.mesh.stop))))
-
-    @property
-    def layout_key(self) -> tuple[Mesh, ParallelStrategy]:
-        return self.mesh, self.strategy
-
-    @property
-    def placed(self) -> Placed:
-        return Placed(self.strategy, self.mesh.first)
-
-
-class Unit:
-    """Calls that share a layout, and their candidates as arrays.
-
-    `homes` are the roles that it owns: their parameters, gradients and optimizer rest here; of the others
-    (`copies`) it holds a copy.
-    """
-
-    def __init__(
-        self, calls: Mapping[int, FunctionCall], candidates: Sequence[Candidate], *, homes: Sequence[str]
-    ) -> None:
-        self.calls = tuple(calls)
-        roles = {call.role: number for number, call in enumerate(calls.values()) if call.role is not None}
-        self.homes = tuple(role for role in roles if role in homes)
-        self.copies = tuple(role for role in roles if role not in homes)
-        self.candidates = sorted(candidates, key=lambda c: sum(v.cost.seconds for v in c.variants))
-        self.first = np.array([c.mesh.first for c in self.candidates])
-        self.stop = np.array([c.mesh.stop for c in self.candidates])
-        self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])
-        self.running = np.array([max(v.call_bytes for v in c.variants) for c in self.candidates])
-        self.resting = np.zeros(len(self.candidates))
-        for role in self.homes:
-            self.resting += [c.variants[roles[role]].home_bytes for c in self.candidates]
-        self.copied = [
-            np.array([c.variants[roles[role]].copy_bytes for c in self.candidates]) for role in self.copies
-        ]
-
-    @cached_property
-    def area(self) -> np.ndarray:
-        """Device seconds of each candidate."""
-        return self.seconds.sum(axis=1) * (self.stop - self.first)
-
-    @cached_property
-    def by_mesh(self) -> list[np.ndarray]:
-        """Candidates of each mesh that has any; meshes in the order of their fastest candidate."""
-        groups: dict[Mesh, list[int]] = {}
-        for i, candidate in enumerate(self.candidates):
-            groups.setdefault(candidate.mesh, []).append(i)
-        return [np.array(group) for group in groups.values()]
-
-    def varied(self) -> np.ndarray:
-        """A few candidates of each mesh: the fastest, and those that are slower but need less memory."""
-        picks = []
-        for group in self.by_mesh:
-            memory = self.resting[group] + self.running[group] + sum(array[group] for array in self.copied)
-            leaner, least = [], np.inf
-            for i in np.lexsort((memory, self.seconds[group].sum(axis=1))):
-                if memory[i] < least * 0.95:
-                    leaner.append(group[i])
-                    least = memory[i]
-            picks += leaner
-        return np.array(picks)
-
-    def with_meshes(self) -> "Unit":
-        """This unit with one more, wishful candidate per mesh behind the others, in the order of `by_mesh`:
-        the least time of each call and the least memory on that mesh."""
-        more, groups = copy.copy(self), self.by_mesh
-        more.__dict__.pop("area", None)
-
-        def extended(array: np.ndarray) -> np.ndarray:
-            return np.concatenate([array, [array[group].min(axis=0) for group in groups]])
-
-        for name in ("first", "stop", "seconds", "resting", "running"):
-            setattr(more, name, extended(getattr(self, name)))
-        more.copied = [extended(array) for array in self.copied]
-        return more
 
 
 class Space:
@@ -120,7 +28,7 @@ class Space:
         self.calls = problem.model_calls
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
-        self.units = _units(problem, rates)
+        self.units = find_units(problem, rates)
         self._home_of = {role: u for u, unit in enumerate(self.units) for role in unit.homes}
         self._moved: dict[tuple[int, Placed, Placed], float] = {}
         self._unit_of = {call: u for u, unit in enumerate(self.units) for call in unit.calls}
@@ -141,10 +49,12 @@ class Space:
 
     def periods(
         self, units: Sequence[Unit], chosen: np.ndarray, *, moving: np.ndarray | None = None,
-        exact: bool = True,
+        least: np.ndarray | float = 0.0, exact: bool = True,
     ) -> np.ndarray:  # fmt: skip
-        """Seconds per step of plans; a lower bound where not `exact` or where choices are open."""
+        """Seconds per step of plans whose calls take `least` or longer; a lower bound where not `exact` or
+        where choices are open."""
         seconds, first, stop = self.timed(units, chosen)
+        seconds = np.maximum(seconds, least)
         shares = (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
         return periods(self.needs, seconds, shares, moving=moving, exact=exact)
 
@@ -180,8 +90,50 @@ class Space:
         A lower bound where choices are open: copies count as soon as it is sure that they are not the same
         memory as their role's home.
         """
-        count = len(chosen)
-        first, stop, resting, running = (np.zeros((count, len(units))) for _ in range(4))
+        first, stop, resting, running, doubtful = self._loads(units, chosen)
+        most = _fullest(first, stop, resting, running)
+        if len(tight := np.flatnonzero(most > self.capacity)):
+            for u, role, values, might in doubtful:
+                rows = tight[might[tight]]
+                same = self._aliases(u, role, chosen[rows])
+                resting[rows, u] -= np.where(same, values[chosen[rows, u]], 0.0)
+            most[tight] = _fullest(first[tight], stop[tight], resting[tight], running[tight])
+        return most - self.capacity
+
+    def least_seconds(self, units: Sequence[Unit], chosen: np.ndarray) -> np.ndarray:
+        """Seconds (K, N) that calls take at least in plans where only their mesh is chosen, in the memory
+        that is left beside what others rest there; 0 for the other calls."""
+        first, stop, resting, _, doubtful = self._loads(units, chosen)
+        for u, _, values, might in doubtful:
+            resting[:, u] -= np.where(might, values[chosen[:, u]], 0.0)
+        least = np.zeros((len(chosen), len(self.calls)))
+        for u, unit in enumerate(units):
+            rows = np.flatnonzero(chosen[:, u] >= len(unit.candidates))
+            if not len(rows):
+                continue
+            pick = chosen[rows, u]
+            copies = resting[rows, u] - unit.resting[pick]
+            others = resting[rows].copy()
+            others[:, u] = 0.0
+            beside = np.zeros(len(rows))
+            for v in range(len(units)):  # The fullest of the unit's ranks is its first, or another's first.
+                at = np.maximum(first[rows, v], first[rows, u])
+                at = np.where(at < stop[rows, u], at, first[rows, u])[:, None]
+                covers = (first[rows] <= at) & (at < stop[rows])
+                beside = np.maximum(beside, (others * covers).sum(axis=1))
+            needs, seconds = unit.tiers
+            mesh = pick - len(unit.candidates)
+            left = self.capacity - copies - beside
+            tier = np.maximum((needs[mesh] <= left[:, None]).sum(axis=1) - 1, 0)
+            least[rows[:, None], list(unit.calls)] = seconds[mesh, tier]
+        return least
+
+    def _loads(
+        self, units: Sequence[Unit], chosen: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[Doubtful]]:
+        """First rank and stop of every unit, bytes that rest and that run there, shape (K, U) each; and which
+        copies are counted that might be the same memory as their role's home."""
+        first, stop, resting, running = (np.zeros(chosen.shape) for _ in range(4))
         for u, unit in enumerate(units):
             here, pick = chosen[:, u] >= 0, chosen[:, u]
             for array, values in ((first, unit.first), (stop, unit.stop)):
@@ -198,14 +150,7 @@ class Space:
                 known = (chosen[:, u] >= 0) & (chosen[:, home] >= 0) & (decided | ~inside)
                 resting[:, u] += np.where(known, values[chosen[:, u]], 0.0)
                 doubtful.append((u, role, values, known & inside))
-        most = _fullest(first, stop, resting, running)
-        if len(tight := np.flatnonzero(most > self.capacity)):
-            for u, role, values, might in doubtful:
-                rows = tight[might[tight]]
-                same = self._aliases(u, role, chosen[rows])
-                resting[rows, u] -= np.where(same, values[chosen[rows, u]], 0.0)
-            most[tight] = _fullest(first[tight], stop[tight], resting[tight], running[tight])
-        return most - self.capacity
+        return first, stop, resting, running, doubtful
 
     def _aliases(self, unit: int, role: str, chosen: np.ndarray) -> np.ndarray:
         """Whether a copy is the same memory as its role's home: every rank holds the same shard in both."""
@@ -234,82 +179,6 @@ def _same_shards(here: Candidate, home: Candidate) -> bool:
     (a, b), (mine, other) = (here.mesh, home.mesh), (here.strategy, home.strategy)
     inside = b.first <= a.first and a.stop <= b.stop and (a.first - b.first) % mine.tp == 0
     return inside and mine.tp == other.tp and mine.pp == other.pp == mine.ep == other.ep == 1
-
-
-def _units(problem: Problem, rates: Rates) -> list[Unit]:
-    """Calls joined by what must share a layout, in graph order."""
-    calls = problem.model_calls
-    groups = [{i} for i in range(len(calls))]
-    ties = [
-        {i for i, call in enumerate(calls) if call.role == role and call.kind == "train_step"}
-        for role in problem.roles
-    ]
-    ties += [{i for i, call in enumerate(calls) if call.name in names} for names in problem.together]
-    for tie in ties:
-        if touched := [group for group in groups if group & tie]:
-            groups = [group for group in groups if group not in touched] + [set().union(*touched)]
-    owners = {}
-    for role in problem.roles:
-        of_role = [i for i, call in enumerate(calls) if call.role == role]
-        training = [i for i in of_role if calls[i].kind == "train_step"]
-        owners[role] = (training or of_role)[0]
-    known: dict[tuple[str, int, str], list[Variant]] = {}
-    units = []
-    moved = {call.role for call in calls if call.kind == "train_step"}
-    moved |= {name for name, role in problem.roles.items() if role.follows in moved}
-    for group in sorted(map(sorted, groups)):
-        candidates = _candidates(problem, rates, [calls[i] for i in group], known)
-        homes = [role for role, owner in owners.items() if owner in group]
-        mine = calls[group[0]].role
-        if len(group) == 1 and mine not in moved and sum(call.role == mine for call in calls) == 1:
-            candidates = _undominated(candidates)
-        units.append(Unit({i: calls[i] for i in group}, candidates, homes=homes))
-    return units
-
-
-def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates of a call whose parameters never move: of equal meshes, those that none beats in time and
-    memory."""
-    kept: dict[Mesh, list[Candidate]] = {}
-    for candidate in sorted(candidates, key=lambda c: c.variants[0].cost.seconds):
-        (mine,) = candidate.variants
-        others = (other.variants[0] for other in kept.setdefault(candidate.mesh, []))
-        if not any(o.home_bytes <= mine.home_bytes and o.call_bytes <= mine.call_bytes for o in others):
-            kept[candidate.mesh].append(candidate)
-    return [candidate for group in kept.values() for candidate in group]
-
-
-def _candidates(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
-    known: dict[tuple[str, int, str], list[Variant]],
-) -> list[Candidate]:  # fmt: skip
-    pins = {problem.pins[call.name] for call in calls if call.name in problem.pins}
-    if len(pins) > 1:
-        raise ValueError(f"--pin: {' and '.join(c.name for c in calls)} must share a layout: pin them alike")
-    meshes = find_meshes(problem.cluster)
-    only = next((layout.strategy for layout in pins), None)
-    for layout in pins:
-        meshes = [Mesh(layout.ranks[0], len(layout.ranks))]
-        if layout.ranks != tuple(range(meshes[0].first, meshes[0].stop)):
-            raise ValueError(f"--pin {calls[0].name}={layout}: plans are made of contiguous ranks")
-    found = []
-    for mesh in meshes:
-        per_call: list[dict[ParallelStrategy, list[Variant]]] = []
-        for call in calls:
-            key = (call.name, mesh.size, str(only))
-            if key not in known:
-                per_host = problem.cluster.devices_per_host
-                known[key] = find_variants(
-                    problem, rates, call, size=mesh.size, per_host=per_host, only=only
-                )
-            by_strategy: dict[ParallelStrategy, list[Variant]] = {}
-            for variant in known[key]:
-                by_strategy.setdefault(variant.strategy, []).append(variant)
-            per_call.append(by_strategy)
-        for strategy in per_call[0]:
-            options = [of_call.get(strategy, []) for of_call in per_call]
-            found += [Candidate(mesh, strategy, combo) for combo in itertools.product(*options)]
-    return found
 
 
 def dependencies(problem: Problem, rates: Rates) -> Dependencies:

@@ -1,0 +1,195 @@
+"""Units: calls that share a layout, and all their candidates as arrays. U units, C candidates of a unit."""
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from realhf.graph import FunctionCall
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.planner.candidates import Mesh, Variant, find_meshes, find_variants
+from realhf.planner.problem import Problem
+from realhf.planner.rates import Rates
+from realhf.planner.transfer import Placed
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout of a unit, and one variant per call of it."""
+
+    mesh: Mesh
+    strategy: ParallelStrategy
+    variants: tuple[Variant, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.strategy, DeviceMesh(tuple(range(self.mesh.first, self.mesh.stop))))
+
+    @property
+    def layout_key(self) -> tuple[Mesh, ParallelStrategy]:
+        return self.mesh, self.strategy
+
+    @property
+    def placed(self) -> Placed:
+        return Placed(self.strategy, self.mesh.first)
+
+
+class Unit:
+    """Calls that share a layout, and their candidates as arrays.
+
+    `homes` are the roles that it owns: their parameters, gradients and optimizer rest here; of the others
+    (`copies`) it holds a copy.
+    """
+
+    def __init__(
+        self, calls: Mapping[int, FunctionCall], candidates: Sequence[Candidate], *, homes: Sequence[str]
+    ) -> None:
+        self.calls = tuple(calls)
+        roles = {call.role: number for number, call in enumerate(calls.values()) if call.role is not None}
+        self.homes = tuple(role for role in roles if role in homes)
+        self.copies = tuple(role for role in roles if role not in homes)
+        self.candidates = sorted(candidates, key=lambda c: sum(v.cost.seconds for v in c.variants))
+        self.first = np.array([c.mesh.first for c in self.candidates])
+        self.stop = np.array([c.mesh.stop for c in self.candidates])
+        self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])
+        self.running = np.array([max(v.call_bytes for v in c.variants) for c in self.candidates])
+        self.resting = np.zeros(len(self.candidates))
+        for role in self.homes:
+            self.resting += [c.variants[roles[role]].home_bytes for c in self.candidates]
+        self.copied = [
+            np.array([c.variants[roles[role]].copy_bytes for c in self.candidates]) for role in self.copies
+        ]
+
+    @cached_property
+    def area(self) -> np.ndarray:
+        """Device seconds of each candidate."""
+        return self.seconds.sum(axis=1) * (self.stop - self.first)
+
+    @cached_property
+    def by_mesh(self) -> list[np.ndarray]:
+        """Candidates of each mesh that has any; meshes in the order of their fastest candidate."""
+        groups: dict[Mesh, list[int]] = {}
+        for i, candidate in enumerate(self.candidates):
+            groups.setdefault(candidate.mesh, []).append(i)
+        return [np.array(group) for group in groups.values()]
+
+    def varied(self) -> np.ndarray:
+        """A few candidates of each mesh: the fastest, and those that are slower but need less memory."""
+        picks = []
+        for group in self.by_mesh:
+            memory = self.resting[group] + self.running[group] + sum(array[group] for array in self.copied)
+            leaner, least = [], np.inf
+            for i in np.lexsort((memory, self.seconds[group].sum(axis=1))):
+                if memory[i] < least * 0.95:
+                    leaner.append(group[i])
+                    least = memory[i]
+            picks += leaner
+        return np.array(picks)
+
+    @cached_property
+    def tiers(self) -> tuple[np.ndarray, np.ndarray]:
+        """By mesh: rising amounts of memory (resting and running) and the least seconds of each call that
+        candidates reach which need no more; shapes (meshes, tiers) and (meshes, tiers, calls)."""
+        steps = []
+        for group in self.by_mesh:
+            memory = self.resting[group] + self.running[group]
+            order = np.argsort(memory, kind="stable")
+            least = np.minimum.accumulate(self.seconds[group[order]], axis=0)
+            better = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
+            steps.append((memory[order][better], least[better]))
+        most = max(len(memory) for memory, _ in steps)
+        needs = np.stack([np.pad(m, (0, most - len(m)), constant_values=np.inf) for m, _ in steps])
+        return needs, np.stack([np.pad(x, ((0, most - len(x)), (0, 0)), mode="edge") for _, x in steps])
+
+    def with_meshes(self) -> "Unit":
+        """This unit with one more, wishful candidate per mesh behind the others, in the order of `by_mesh`:
+        the least time of each call and the least memory on that mesh."""
+        more, groups = copy.copy(self), self.by_mesh
+        more.__dict__.pop("area", None)
+
+        def extended(array: np.ndarray) -> np.ndarray:
+            return np.concatenate([array, [array[group].min(axis=0) for group in groups]])
+
+        for name in ("first", "stop", "seconds", "resting", "running"):
+            setattr(more, name, extended(getattr(self, name)))
+        more.copied = [extended(array) for array in self.copied]
+        return more
+
+
+def find_units(problem: Problem, rates: Rates) -> list[Unit]:
+    """Calls joined by what must share a layout, in graph order."""
+    calls = problem.model_calls
+    groups = [{i} for i in range(len(calls))]
+    ties = [
+        {i for i, call in enumerate(calls) if call.role == role and call.kind == "train_step"}
+        for role in problem.roles
+    ]
+    ties += [{i for i, call in enumerate(calls) if call.name in names} for names in problem.together]
+    for tie in ties:
+        if touched := [group for group in groups if group & tie]:
+            groups = [group for group in groups if group not in touched] + [set().union(*touched)]
+    owners = {}
+    for role in problem.roles:
+        of_role = [i for i, call in enumerate(calls) if call.role == role]
+        training = [i for i in of_role if calls[i].kind == "train_step"]
+        owners[role] = (training or of_role)[0]
+    known: dict[tuple[str, int, str], list[Variant]] = {}
+    units = []
+    moved = {call.role for call in calls if call.kind == "train_step"}
+    moved |= {name for name, role in problem.roles.items() if role.follows in moved}
+    for group in sorted(map(sorted, groups)):
+        candidates = _candidates(problem, rates, [calls[i] for i in group], known)
+        homes = [role for role, owner in owners.items() if owner in group]
+        mine = calls[group[0]].role
+        if len(group) == 1 and mine not in moved and sum(call.role == mine for call in calls) == 1:
+            candidates = _undominated(candidates)
+        units.append(Unit({i: calls[i] for i in group}, candidates, homes=homes))
+    return units
+
+
+def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates of a call whose parameters never move: of equal meshes, those that none beats in time and
+    memory."""
+    kept: dict[Mesh, list[Candidate]] = {}
+    for candidate in sorted(candidates, key=lambda c: c.variants[0].cost.seconds):
+        (mine,) = candidate.variants
+        others = (other.variants[0] for other in kept.setdefault(candidate.mesh, []))
+        if not any(o.home_bytes <= mine.home_bytes and o.call_bytes <= mine.call_bytes for o in others):
+            kept[candidate.mesh].append(candidate)
+    return [candidate for group in kept.values() for candidate in group]
+
+
+def _candidates(
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
+    known: dict[tuple[str, int, str], list[Variant]],
+) -> list[Candidate]:  # fmt: skip
+    pins = {problem.pins[call.name] for call in calls if call.name in problem.pins}
+    if len(pins) > 1:
+        raise ValueError(f"--pin: {' and '.join(c.name for c in calls)} must share a layout: pin them alike")
+    meshes = find_meshes(problem.cluster)
+    only = next((layout.strategy for layout in pins), None)
+    for layout in pins:
+        meshes = [Mesh(layout.ranks[0], len(layout.ranks))]
+        if layout.ranks != tuple(range(meshes[0].first, meshes[0].stop)):
+            raise ValueError(f"--pin {calls[0].name}={layout}: plans are made of contiguous ranks")
+    found = []
+    for mesh in meshes:
+        per_call: list[dict[ParallelStrategy, list[Variant]]] = []
+        for call in calls:
+            key = (call.name, mesh.size, str(only))
+            if key not in known:
+                per_host = problem.cluster.devices_per_host
+                known[key] = find_variants(
+                    problem, rates, call, size=mesh.size, per_host=per_host, only=only
+                )
+            by_strategy: dict[ParallelStrategy, list[Variant]] = {}
+            for variant in known[key]:
+                by_strategy.setdefault(variant.strategy, []).append(variant)
+            per_call.append(by_strategy)
+        for strategy in per_call[0]:
+            options = [of_call.get(strategy, []) for of_call in per_call]
+            found += [Candidate(mesh, strategy, combo) for combo in itertools.product(*options)]
+    return found
