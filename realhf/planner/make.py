@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,25 +15,36 @@ from realhf.planner.candidates import Mesh
 from realhf.planner.problem import Problem
 from realhf.planner.proof import Proof, prove
 from realhf.planner.rates import Rates, wide_bytes
-from realhf.planner.search import Found, Progress, search
+from realhf.planner.search import Found, LocalSearch, Progress, search
 from realhf.planner.simulate import Simulation, simulate
 from realhf.planner.space import Space
 from realhf.planner.unit import Candidate
 from realhf.units import format_bytes
 
+_SEARCHING = 0.9  # Of the time limit; the rest is for describing what was found.
+
+
+class Heuristic(NamedTuple):
+    """What people set up by hand, one candidate per unit; whether it `fits` in memory."""
+
+    chosen: list[int]
+    seconds: float
+    fits: bool
+
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and all that is to be said about it. `heuristic_seconds` is None where that does not fit."""
+    """A plan, and all that is to be said about it."""
 
     problem: Problem
+    space: Space
     plan: ExecutionPlan
     chosen: Mapping[str, Candidate]
     found: Found
     simulation: Simulation
     proof: Proof
     reasons: Mapping[str, str]
-    heuristic_seconds: float | None
+    heuristic: Heuristic | None
     search_seconds: float
 
 
@@ -50,9 +62,10 @@ def make_plan(
     space = Space(problem, rates)
     _require_candidates(space)
     rule = heuristic(space)
+    left = _SEARCHING * time_limit - (time.process_time() - began)
     found = search(
-        space, time_limit=max(0.1, time_limit - (time.process_time() - began)), gap=gap,
-        starts=[] if rule is None else [rule], max_rounds=max_rounds, progress=progress,
+        space, time_limit=max(0.1, left), gap=gap, starts=[] if rule is None else [rule.chosen],
+        max_rounds=max_rounds, progress=progress,
     )  # fmt: skip
     if found is None:
         raise ValueError(f"no plan fits: {_devices(space)}")
@@ -63,29 +76,32 @@ def make_plan(
         by_call |= {space.calls[i].name: unit.candidates[pick] for i in unit.calls}
     plan = _execution_plan(space, chosen, found)
     proof = prove(problem, plan)
-    rule_seconds = None
-    if rule is not None:
-        rule_seconds = float(space.exact_periods(np.array([rule]))[0])
+    reasons = _reasons(space, chosen, found)
     spent = time.process_time() - began
-    return Planned(
-        problem, plan, by_call, found, simulation, proof, _reasons(space, chosen, found), rule_seconds, spent
-    )
+    return Planned(problem, space, plan, by_call, found, simulation, proof, reasons, rule, spent)
 
 
-def heuristic(space: Space) -> list[int] | None:
-    """What people set up by hand (the baseline of ReaL, Mei et al. 2024): every call on all devices, tensor
-    parallelism inside hosts, pipelines across them. None where it is not possible."""
-    cluster, picks = space.problem.cluster, []
-    everywhere = Mesh(0, cluster.num_devices)
+def heuristic(space: Space) -> Heuristic | None:
+    """Every call on all devices, tensor parallelism inside hosts, a pipeline across them as deep as the model
+    allows (the baseline of ReaL, Mei et al. 2024), with the best options that fit together, else the fastest.
+
+    None where a call fits in no layout on all devices.
+    """
+    everywhere, ways = Mesh(0, space.problem.cluster.num_devices), []
     for unit in space.units:
-        fitting = [i for i, c in enumerate(unit.candidates) if c.mesh == everywhere]
-        if not fitting:
+        here = [i for i, candidate in enumerate(unit.candidates) if candidate.mesh == everywhere]
+        if not here:
             return None
-        # The deepest pipeline that the model allows; candidates are in order of time.
-        picks.append(max(fitting, key=lambda i: (
-            min(unit.candidates[i].strategy.tp, 8), -unit.candidates[i].strategy.dp, -i
-        )))  # fmt: skip
-    return picks
+        strategies = {unit.candidates[i].strategy for i in here}
+        chosen = max(strategies, key=lambda s: (min(s.tp, 8), -s.dp, -s.tp, -s.ep))
+        ways.append(np.array([i for i in here if unit.candidates[i].strategy == chosen]))
+    local = LocalSearch(space, ways)
+    pairs = zip(space.units, ways, strict=True)
+    local.improve(np.array([way[np.argmin((unit.resting + unit.running)[way])] for unit, way in pairs]))
+    if local.best is not None:
+        return Heuristic(local.best.tolist(), local.best_score, True)
+    fastest = [int(way[0]) for way in ways]  # Candidates are in order of time.
+    return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
 
 
 def _execution_plan(space: Space, chosen: np.ndarray, found: Found) -> ExecutionPlan:

@@ -38,7 +38,8 @@ def document(planned: Planned) -> dict[str, Any]:
         "lower_bound_seconds": planned.found.lower_bound_seconds,
         "gap": planned.found.gap,
         "search_seconds": planned.search_seconds,
-        "heuristic_step_seconds": planned.heuristic_seconds,
+        "heuristic_step_seconds": planned.heuristic and planned.heuristic.seconds,
+        "heuristic_fits": planned.heuristic is not None and planned.heuristic.fits,
         "calls": {name: calls[name] for name in planned.plan.calls},
         "memory": memory(planned.proof),
         "timeline": {
@@ -89,9 +90,10 @@ def _summary(planned: Planned) -> list[Text]:
     best = f"at most {found.gap:.2%} more than the best possible" if found.gap > 1e-6 else "the best possible"
     took = f"found in {format_seconds(planned.search_seconds)}"
     lines = [f"{format_seconds(found.step_seconds)} per step: {best} under this cost model, {took}"]
-    if planned.heuristic_seconds is not None:
-        times = planned.heuristic_seconds / found.step_seconds
-        lines.append(f"{times:.2f} x as fast as t8 inside hosts and a pipeline across them for all calls")
+    if (rule := planned.heuristic) is not None:
+        usual = "tensor parallelism inside hosts and a pipeline across them for all calls"
+        times = f"{rule.seconds / found.step_seconds:.2f} x as fast as {usual}"
+        lines.append(times if rule.fits else f"{usual} does not fit in memory")
     peak = proof.fullest
     has = f"{format_bytes(peak.num_bytes)} of {format_bytes(proof.available)} available"
     lines.append(f"fullest device: rank {peak.rank} during {peak.call}, {has}")

@@ -77,12 +77,13 @@ def search(
 class LocalSearch:
     """Improves plans by changing the candidate of one unit at a time, as long as that helps."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, ways: Sequence[np.ndarray] | None = None) -> None:
+        """`ways`: of each unit, the candidates that may be tried."""
         self._space = space
         self._num = len(space.units)
         self.best: np.ndarray | None = None
         self.best_score = np.inf
-        self._ways = [unit.varied() for unit in space.units]
+        self._ways = ways or [unit.varied() for unit in space.units]
 
     def starts(self) -> list[list[int]]:
         """Everything everywhere in its fastest way; in the leanest way; each call on a part of its own."""

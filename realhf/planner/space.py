@@ -16,7 +16,7 @@ from realhf.planner.transfer import Placed, transfer_seconds
 from realhf.planner.unit import Candidate, Unit, find_units
 
 Doubtful = tuple[int, str, np.ndarray, np.ndarray]
-"""A unit, a role of which it has a copy, that copy's bytes by candidate, and in which plans it is doubtful."""
+"""A unit, a role of which it has a copy, the copy's bytes by candidate, and in which plans it is doubtful."""
 _SAMPLE_BYTES = 40  # Per token of what calls hand on: ids and a few float columns.
 
 
