@@ -28,6 +28,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.planner import report
+from realhf.planner.problem import ITEMSIZE
 from realhf.planner.proof import require_fit
 from realhf.planning import problem_of
 from realhf.realloc import explain
@@ -38,7 +39,6 @@ from realhf.units import format_bytes
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
 _MAX_TIMEOUT, _PROFILE_TIMEOUT = 1e6, 600.0
-_ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _TYRO = (tyro.conf.AvoidSubcommands,)  # Optional parts that are set can be overridden like any other field.
 
 
@@ -114,7 +114,7 @@ def _add_realloc(commands: Any) -> None:
     add("--src", required=True, metavar="LAYOUT", help="where the parameters are, such as d2t4@0-7")
     add("--dst", required=True, metavar="LAYOUT", help="where they are to go")
     add("--cluster", help="cluster file or shipped name; default: one host with NVLink between all ranks")
-    add("--dtype", choices=_ITEMSIZE, help="of what travels; default: the config's, else bfloat16")
+    add("--dtype", choices=ITEMSIZE, help="of what travels; default: the config's, else bfloat16")
     add("--json", action="store_true", help="print one JSON document")
     add("--transfers", action="store_true", help="with --json: every transfer, and who holds what")
 
@@ -196,13 +196,13 @@ def _realloc(options: Namespace, unknown: Sequence[str]) -> int:
     with _naming("--model"):
         config = ModelConfig.load(options.model)
         dtype = options.dtype or config.hf.get("dtype") or config.hf.get("torch_dtype") or "bfloat16"
-        if dtype not in _ITEMSIZE:
-            raise ValueError(f"{options.model} has dtype {dtype!r}: legal are {', '.join(_ITEMSIZE)}")
+        if dtype not in ITEMSIZE:
+            raise ValueError(f"{options.model} has dtype {dtype!r}: legal are {', '.join(ITEMSIZE)}")
     with _naming("--cluster"):
         cluster = Cluster.load(options.cluster) if options.cluster else None
     source, target = (_layout(options, name, config, cluster) for name in ("src", "dst"))
     schedule = make_schedule(
-        model_spec(config), source=source, target=target, itemsize=_ITEMSIZE[dtype],
+        model_spec(config), source=source, target=target, itemsize=ITEMSIZE[dtype],
         wires=Wires.of_cluster(cluster) if cluster else None,
     )  # fmt: skip
     if options.json:

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from realhf.planning import problem_of
 from realhf.units import format_seconds
 
 _GAP = 0.001  # The search ends when the plan is proven to be so near the best one.
+_ROUNDED_BYTES = 4e9
 _AUTO_ROUNDS = 100  # Of the search of --plan auto, which must end alike on every rank.
 
 
@@ -59,7 +60,7 @@ def plan(options: Namespace, experiment: Experiment) -> int:
     limit = options.time_limit or 2.0 * max(1.0, (cluster.num_devices / 64) ** 0.83)
     with _reporting(options.experiment), _watched() as progress:
         problem = problem_of(
-            experiment, cluster, pins=dict(map(_pin, options.pin)),
+            experiment, cluster, pins=_pins(options.pin),
             together=[group.split(",") for group in options.together],
         )  # fmt: skip
         planned = make_plan(problem, rates, time_limit=limit, gap=options.gap, progress=progress)
@@ -92,6 +93,7 @@ def this_machine(num_devices: int | None = None) -> Cluster:
     if not found:
         number = num_devices or os.cpu_count() or 1
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        memory = memory // _ROUNDED_BYTES * _ROUNDED_BYTES or memory  # Alike on hosts that are nearly so.
         cluster = Cluster.load("cpu-laptop")
         return replace(
             cluster, devices_per_host=number, device_memory_bytes=memory / number, host_memory_bytes=memory,
@@ -132,6 +134,15 @@ def _watched() -> Iterator[Progress | None]:
 
     with status:
         yield show
+
+
+def _pins(texts: Sequence[str]) -> dict[str, Layout]:
+    pins: dict[str, Layout] = {}
+    for call, layout in map(_pin, texts):
+        if call in pins:
+            raise ValueError(f"--pin {call} is given twice: {pins[call]} and {layout}")
+        pins[call] = layout
+    return pins
 
 
 def _pin(text: str) -> tuple[str, Layout]:

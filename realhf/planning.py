@@ -46,17 +46,18 @@ def problem_of(
 
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:
     work, samples = call.work, experiment.batch_size * experiment.group_size
+    common = {**lengths, "samples_per_prompt": experiment.group_size}
     if isinstance(work, HostFunction):
-        return Workload(samples, **lengths, seconds=experiment.expected.host_seconds)
+        return Workload(samples, **common, seconds=experiment.expected.host_seconds)
     if isinstance(work, Generate):
-        return Workload(samples, **lengths, samples_per_prompt=experiment.group_size, max_rows=work.max_rows)
+        return Workload(samples, **common, max_rows=work.max_rows)
     if isinstance(work, TrainStep):
         return Workload(
-            samples, **lengths, minibatches=work.minibatches, epochs=work.epochs, output=work.loss.output,
+            samples, **common, minibatches=work.minibatches, epochs=work.epochs, output=work.loss.output,
             entropy=work.loss.entropy,
         )  # fmt: skip
     outputs = {Values: "values", Scores: "scores"}
-    return Workload(samples, **lengths, output=outputs.get(type(work), "logprobs"))
+    return Workload(samples, **common, output=outputs.get(type(work), "logprobs"))
 
 
 def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:

@@ -34,6 +34,10 @@ def profile(job: "Job") -> int:
 
 
 def _train(job: "Job", world: World) -> None:
+    plans = world.control.all_gather_json(job.program.plan.to_dict())
+    if different := [rank for rank, plan in enumerate(plans) if plan != plans[0]]:
+        hint = "write one with `realhf plan -o plan.yaml` and give it to all by --plan"
+        raise UserError(f"ranks 0 and {different[0]} have different plans: {hint}")
     out = job.out or Path("runs") / time.strftime("run-%Y%m%d-%H%M%S")
     out = Path(world.control.all_gather_json(str(out))[0])  # As rank 0 has it.
     out.mkdir(parents=True, exist_ok=True)

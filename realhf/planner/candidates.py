@@ -19,6 +19,7 @@ _RANGE_ENDS = 8  # Ranges of hosts begin and end at so many places; smaller ones
 _SMALLEST_PART = 4  # down to this part of the distance between those places.
 _HALVINGS = 5  # Of the rows that are generated at once.
 _LARGEST_MICRO_BATCH = 1 << 17
+_HOST_SHARE = 0.8  # Of a host's memory that offloaded weights may take.
 
 
 class Mesh(NamedTuple):
@@ -93,43 +94,38 @@ class Variant:
 
 
 def find_variants(
-    problem: Problem, rates: Rates, call: FunctionCall, *, size: int, per_host: int,
+    problem: Problem, rates: Rates, call: FunctionCall, *, size: int, in_host: int,
     only: ParallelStrategy | None = None,
 ) -> list[Variant]:  # fmt: skip
-    """All that fit a device by themselves; of those with equal strategies, which none of the others beats."""
+    """All on meshes of so many ranks, `in_host` of them on one host, that fit a device by themselves; of
+    those with equal strategies, which none of the others beats."""
     role, work = problem.role_of(call), problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
-    in_mesh = min(size, per_host)
+    per_host = problem.cluster.devices_per_host
     found: list[Variant] = []
-    strategies = find_strategies(role.config, size, per_host=per_host, max_dp=max_dp(call, work))
+    most = work.most_replicas(call.kind)
+    strategies = find_strategies(role.config, size, per_host=per_host, max_dp=most)
     for strategy in [only] if only is not None else strategies:
         variants = [
             variant
             for options in _options(problem, call, strategy)
-            if (variant := _variant(rates, call, role, work, strategy, options, in_mesh)) is not None
+            if (variant := _variant(rates, call, role, work, strategy, options, in_host)) is not None
             and variant.resting_bytes(call) + variant.call_bytes <= capacity
         ]
         found += [v for v in variants if not any(_beats(other, v) for other in variants if other is not v)]
     return found
 
 
-def max_dp(call: FunctionCall, work: Workload) -> int:
-    """Data-parallel replicas that all have something to do."""
-    groups = work.samples_per_prompt if call.kind == "generate" else work.minibatches
-    return max(1, work.num_samples // groups)
-
-
 def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> Iterator[Options]:
-    role, work = problem.role_of(call), problem.workloads[call.name]
+    work = problem.workloads[call.name]
     longest = max(1, math.ceil(work.tokens))
-    share = math.ceil(work.num_samples / work.minibatches / strategy.dp) * longest
+    samples = work.most_samples(call.kind, strategy.dp)
+    share = samples * longest
     largest = min(1 << (share - 1).bit_length(), _LARGEST_MICRO_BATCH)
     sizes = {largest, largest >> 2, largest >> 4, 2 * longest, longest}
-    frozen = not role.trainable and role.follows is None and problem.cluster.host_memory is not None
-    single = sum(other.role == call.role for other in problem.graph.calls) == 1
-    for offload in (False, True) if frozen and single else (False,):
+    for offload in (False, True) if _can_offload(problem, call, strategy) else (False,):
         if call.kind == "generate":
-            rows = min(work.max_rows, math.ceil(work.num_samples / strategy.dp))
+            rows = min(work.max_rows, samples)
             for count in sorted({max(1, rows >> i) for i in range(_HALVINGS)}):
                 yield Options(max_rows=count, offload=offload)
             continue
@@ -138,17 +134,36 @@ def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -
                 yield Options(tokens, None, recompute, offload)
 
 
+def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> bool:
+    """Whether the role's weights never change, it has no other call, and hosts have room for all of those."""
+    cluster, role = problem.cluster, problem.role_of(call)
+    if cluster.host_memory is None or role.trainable or role.follows is not None:
+        return False
+    num_frozen = sum(not other.trainable and other.follows is None for other in problem.roles.values())
+    in_host = weights_bytes(role, strategy, 0) * min(cluster.devices_per_host, strategy.num_ranks)
+    has_room = num_frozen * in_host <= _HOST_SHARE * cluster.host_memory_bytes
+    return has_room and sum(other.role == call.role for other in problem.graph.calls) == 1
+
+
+def _telling_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
+    """Among which the fullest is: the first stage of every number of blocks, and the last of all."""
+    first: dict[int, int] = {}
+    for stage in range(strategy.pp):
+        first.setdefault(len(role.spec.stage_layers(strategy, stage)), stage)
+    return sorted({*first.values(), 0, strategy.pp - 1})
+
+
 def _variant(
     rates: Rates, call: FunctionCall, role: ModelRole, work: Workload, strategy: ParallelStrategy,
     options: Options, per_host: int,
 ) -> Variant | None:  # fmt: skip
     cost = call_cost(rates, call, role, work, strategy, per_host=per_host, options=options)
     work = replace(work, max_rows=options.max_rows or work.max_rows)
-    ends = sorted({0, strategy.pp // 2, strategy.pp - 1})
-    weights = max(weights_bytes(role, strategy, stage) for stage in ends)
+    stages = _telling_stages(role, strategy)
+    weights = max(weights_bytes(role, strategy, stage) for stage in stages)
     home = weights
     if role.trainable:
-        home = max(weights_bytes(role, strategy, s) + training_bytes(role, strategy, s) for s in ends)
+        home = max(weights_bytes(role, strategy, s) + training_bytes(role, strategy, s) for s in stages)
     alive = max(
         sum(
             call_bytes(
@@ -157,7 +172,7 @@ def _variant(
                 fused=rates.cluster.device_type == "cuda",
             ).values()
         )
-        for stage in ends
+        for stage in stages
     )  # fmt: skip
     if options.offload:
         return Variant(strategy, options, cost, 0.0, 0.0, alive + weights)

@@ -2,7 +2,7 @@
 
 The pipeline is 1F1B (Narayanan et al. 2021): the first micro-batch passes all stages, then one leaves per
 slot of the slowest stage. Gradients are reduced and ZeRO-1's parameters gathered after the backward pass, as
-the engine does it; `Engine.overlap` is the share of that which an engine hides behind the backward pass.
+the engine does it; `Assumptions.overlap` is for engines that hide that behind the backward pass.
 """
 
 import math
@@ -20,13 +20,6 @@ from realhf.planner.rates import Cost, Rates, Span, wide_bytes
 
 _SPANS = 24  # Into which the steps of a generation are cut.
 _COMPACTION = 1.15  # The KV cache keeps finished rows until a quarter of them has ended.
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What the costs assume of the engine."""
-
-    overlap: float = 0.0  # Share of gradient reduction and gathering that the backward pass hides.
 
 
 class Options(NamedTuple):
@@ -70,7 +63,7 @@ class CallCost:
 
 def call_cost(
     rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, strategy: ParallelStrategy,
-    *, per_host: int, options: Options, engine: Engine = Engine(),
+    *, per_host: int, options: Options,
 ) -> CallCost:  # fmt: skip
     """Cost of a call on contiguous ranks, `per_host` of them on each host that the mesh touches."""
     groups = spans(strategy, per_host)
@@ -78,13 +71,13 @@ def call_cost(
         workload = replace(workload, max_rows=options.max_rows or workload.max_rows)
         cost = _generate(rates, role, workload, strategy, groups)
     elif call.kind == "train_step":
-        cost = _train(rates, role, workload, strategy, groups, options, engine)
+        cost = _train(rates, role, workload, strategy, groups, options)
     else:
         cost = _forward(rates, role, workload, strategy, groups, options)
     samples = math.ceil(workload.num_samples / strategy.dp)
     extra = {"host": rates.call_seconds(call.kind, samples=samples)}
     if options.offload:
-        weights = num_params(role.spec, strategy, 0) * role.itemsize
+        weights = max(num_params(role.spec, strategy, s) for s in {0, strategy.pp - 1}) * role.itemsize
         extra["offload"] = rates.host_copy(weights)
     parts = {name: value for name, value in {**cost.parts, **extra}.items() if value > 0}
     return CallCost(cost.seconds + sum(extra.values()), parts, cost.num_micro_batches)
@@ -100,7 +93,7 @@ class _Pass(NamedTuple):
 
 
 def _cut(work: Workload, strategy: ParallelStrategy, options: Options) -> _Pass:
-    samples = math.ceil(work.num_samples / work.minibatches / strategy.dp)
+    samples = work.most_samples("train_step", strategy.dp)
     per_micro = max(1, options.micro_batch_tokens // max(1, math.ceil(work.tokens)))
     count = min(samples, max(math.ceil(samples / per_micro), min(strategy.pp, samples)))
     each = samples / count
@@ -155,7 +148,7 @@ def _pipelined(stages: list[Cost], count: int, *, hop: float, hops_per_slot: int
 
 def _train(
     rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans,
-    options: Options, engine: Engine,
+    options: Options,
 ) -> CallCost:  # fmt: skip
     cut, tp = _cut(work, strategy, options), groups.tp
     block = _block(rates, role, groups, cut).times(2 if options.recompute else 1)
@@ -175,7 +168,7 @@ def _train(
     gathers = (steps - 1) / steps if strategy.dp > 1 else 0.0
     data = rates.reduce_scatter(held * wide_bytes(role), groups.dp)
     data += gathers * rates.all_gather(held * role.itemsize, groups.dp)
-    data = max(0.0, data - engine.overlap * one.seconds)
+    data = max(0.0, data - rates.assume.overlap * one.seconds)
     update = rates.update(role, held=held, owned=held / strategy.dp)
     parts = {name: part * steps for name, part in one.parts.items()}
     parts |= {"data parallel": data * steps, "optimizer": update * steps}
@@ -186,8 +179,7 @@ def _generate(
     rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans
 ) -> CallCost:
     """Waves of at most `max_rows` rows, cut into one cohort per stage: prefill, then one token per step."""
-    prompts = math.ceil(work.num_samples / work.samples_per_prompt / strategy.dp)
-    samples = prompts * work.samples_per_prompt
+    samples = work.most_samples("generate", strategy.dp)
     waves = math.ceil(samples / work.max_rows)
     rows = samples / waves
     cohorts = min(strategy.pp, math.ceil(rows))

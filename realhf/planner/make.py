@@ -1,6 +1,5 @@
 """Makes plans: searches, completes what was found, and says why it is so."""
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,18 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.graph import FunctionCall
-from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.plan import CallPlan, ExecutionPlan
+from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import Mesh
 from realhf.planner.problem import Problem
 from realhf.planner.proof import Proof, prove
-from realhf.planner.rates import Rates, wide_bytes
+from realhf.planner.rates import Rates
+from realhf.planner.refusals import nothing_fits, require_candidates, require_divisible
 from realhf.planner.search import Found, LocalSearch, Progress, search
 from realhf.planner.simulate import Simulation, simulate
 from realhf.planner.space import Space
 from realhf.planner.unit import Candidate
-from realhf.units import format_bytes
 
 _SEARCHING = 0.9  # Of the time limit; the rest is for describing what was found.
 
@@ -58,9 +55,9 @@ def make_plan(
     Raises ValueError when nothing fits.
     """
     began = time.process_time()
-    _require_divisible(problem)
+    require_divisible(problem)
     space = Space(problem, rates)
-    _require_candidates(space)
+    require_candidates(space)
     rule = heuristic(space)
     left = _SEARCHING * time_limit - (time.process_time() - began)
     found = search(
@@ -68,14 +65,15 @@ def make_plan(
         max_rounds=max_rounds, progress=progress,
     )  # fmt: skip
     if found is None:
-        raise ValueError(f"no plan fits: {_devices(space)}")
+        raise ValueError(nothing_fits(space))
     chosen = np.array(found.chosen)
     simulation = simulate(space, chosen)
     by_call: dict[str, Candidate] = {}
     for unit, pick in zip(space.units, found.chosen, strict=True):
         by_call |= {space.calls[i].name: unit.candidates[pick] for i in unit.calls}
-    plan = _execution_plan(space, chosen, found)
+    plan = _execution_plan(space, found)
     proof = prove(problem, plan)
+    assert proof.fits, f"the search counts less memory than the proof: {proof.fullest}"
     reasons = _reasons(space, chosen, found)
     spent = time.process_time() - began
     return Planned(problem, space, plan, by_call, found, simulation, proof, reasons, rule, spent)
@@ -104,43 +102,13 @@ def heuristic(space: Space) -> Heuristic | None:
     return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
 
 
-def _execution_plan(space: Space, chosen: np.ndarray, found: Found) -> ExecutionPlan:
-    calls: dict[str, CallPlan] = {}
-    for unit, pick in zip(space.units, chosen.tolist(), strict=True):
-        candidate = unit.candidates[pick]
-        for i, variant in zip(unit.calls, candidate.variants, strict=True):
-            options = variant.options
-            calls[space.calls[i].name] = CallPlan(
-                candidate.layout, options.micro_batch_tokens, options.max_rows, options.recompute,
-                options.offload, {"seconds": _rounded(variant.cost.seconds)},
-            )  # fmt: skip
-    graph = space.problem.graph
-    for call in graph.calls:
-        if call.role is None:
-            calls[call.name] = CallPlan(_host_layout(space.problem, call, calls))
-    order = {call.name: calls[call.name] for call in graph.order}
-    return ExecutionPlan(order, {
-        "step_seconds": _rounded(found.step_seconds),
-        "lower_bound_seconds": _rounded(found.lower_bound_seconds), "gap": _rounded(found.gap),
-    })  # fmt: skip
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.6g}")
-
-
-def _host_layout(problem: Problem, call: FunctionCall, calls: Mapping[str, CallPlan]) -> Layout:
-    """Plain Python runs where its data is: split over the heads of the call that it reads, if it can be; else
-    on the first rank of a call that waits for it."""
-    graph = problem.graph
-    producers = [graph.producer(key) for key in call.inputs]
-    before = [p.name for p in producers if p is not None and p.name in calls]
-    after = [c.name for c in graph.order if set(c.inputs) & set(call.outputs) and c.name in calls]
-    if before and getattr(call.work, "splittable", False):
-        heads = calls[before[0]].layout.heads
-        return Layout(ParallelStrategy(dp=len(heads)), DeviceMesh(heads))
-    near = [*after, *before]
-    return Layout.parse(f"d1@{calls[near[0]].layout.heads[0] if near else 0}")
+def _execution_plan(space: Space, found: Found) -> ExecutionPlan:
+    figures = {
+        "step_seconds": found.step_seconds, "lower_bound_seconds": found.lower_bound_seconds,
+        "gap": found.gap,
+    }  # fmt: skip
+    predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
+    return ExecutionPlan(space.call_plans(found.chosen), predicted)
 
 
 def _reasons(space: Space, chosen: np.ndarray, found: Found) -> dict[str, str]:
@@ -167,50 +135,3 @@ def _reasons(space: Space, chosen: np.ndarray, found: Found) -> dict[str, str]:
         for i, variant in zip(unit.calls, mine.variants, strict=True):
             reasons[space.calls[i].name] = f"limited by {variant.cost.limit}; {second}"
     return reasons
-
-
-# What cannot be planned
-
-
-def _require_divisible(problem: Problem) -> None:
-    for call in problem.model_calls:
-        work = problem.workloads[call.name]
-        prompts = work.num_samples // work.samples_per_prompt
-        if work.minibatches > prompts:
-            raise ValueError(
-                f"call {call.name} cuts a batch of {prompts} into {work.minibatches} mini-batches: give at "
-                "least one sample to each (minibatches, batch_size)"
-            )
-    for name, layout in problem.pins.items():
-        call = problem.graph[name]
-        problem.role_of(call).config.check_layout(layout)
-        work = problem.workloads[name]
-        most = work.num_samples // (work.samples_per_prompt if call.kind == "generate" else work.minibatches)
-        if layout.dp > most:
-            raise ValueError(f"--pin {name}={layout}: {most} samples cannot be split over dp={layout.dp}")
-
-
-def _require_candidates(space: Space) -> None:
-    """Raises ValueError about the first call that fits nowhere, even alone on all devices."""
-    for unit in space.units:
-        if unit.candidates:
-            continue
-        names = [space.calls[i].name for i in unit.calls]
-        pinned = [name for name in names if name in space.problem.pins]
-        where = f"as --pin {pinned[0]} says" if pinned else "in any layout, even alone"
-        raise ValueError(f"call {' and '.join(names)} does not fit {where}: {_devices(space)}")
-
-
-def _devices(space: Space) -> str:
-    """What there is, against the weights, gradients and optimizers of all roles."""
-    problem, total = space.problem, 0.0
-    num_devices = problem.cluster.num_devices
-    for role in problem.roles.values():
-        total += role.spec.numel * (role.itemsize + (4 * wide_bytes(role) if role.trainable else 0))
-    need, has = math.ceil(total / space.capacity), format_bytes(space.capacity)
-    there_are = f"the cluster has {num_devices} devices with {has} available on each"
-    takes = f"parameters, gradients and optimizers take {format_bytes(total)}"
-    if need > num_devices:
-        return f"{there_are}; {takes}: use at least {need} devices"
-    what = "activations and KV cache do not fit beside"
-    return f"{there_are}; {takes}, {what}: use more devices, smaller models or shorter sequences"

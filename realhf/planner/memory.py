@@ -112,7 +112,7 @@ class _Call:
     @property
     def _samples(self) -> int:
         """Of this dp rank in one mini-batch."""
-        return -(-self.workload.num_samples // (max(1, self.workload.minibatches) * self.strategy.dp))
+        return self.workload.most_samples("train_step", self.strategy.dp)
 
     @cached_property
     def _micro_batches(self) -> tuple[int, float, float]:
@@ -289,7 +289,7 @@ class _Call:
     def generate(self) -> list[Parts]:
         """The prefill of the last cohort, the copies of prompts' rows, decoding with sampling."""
         a, e, w = self._at, self.role.itemsize, self.workload
-        samples = -(-w.num_samples // self.strategy.dp)
+        samples = w.most_samples("generate", self.strategy.dp)
         rows = max(1, min(w.max_rows, samples))
         cohorts = min(self.strategy.pp, rows)
         cohort = -(-rows // cohorts)

@@ -34,7 +34,7 @@ def step_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> float:
     """Of the plan's step in the steady state, when calls take so long."""
-    calls, needs = problem.model_calls, dependencies(problem, rates)
+    calls, needs = problem.graph.order, dependencies(problem, rates)
     ranks = [set(plan[call.name].layout.ranks) for call in calls]
     shares = np.array([[bool(here & there) for there in ranks] for here in ranks])
     placed = [Placed((at := plan[call.name].layout).strategy, at.ranks[0]) for call in calls]
@@ -45,7 +45,11 @@ def step_seconds(
             problem.cluster, placed[j], placed[i], num_bytes=role.spec.numel * role.itemsize,
             sharded=placed[j].strategy.dp > 1,
         ))  # fmt: skip
-    seconds = np.array([[call_seconds[call.name] for call in calls]])
+    host = {
+        call.name: problem.workloads[call.name].seconds / plan[call.name].layout.dp
+        for call in calls if call.role is None
+    }  # fmt: skip
+    seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
     return float(periods(needs, seconds, shares[None], moving=np.array(moving).reshape(1, -1))[0])
 
 

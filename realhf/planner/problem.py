@@ -1,5 +1,6 @@
 """Problem: what is to be planned - the calls of a graph with their workloads, the roles, the cluster."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -27,7 +28,7 @@ class Workload:
     prompt_tokens: float = 0.0
     response_tokens: float = 0.0  # Of the whole sequence when it is not split into prompt and response.
     max_new_tokens: int = 0
-    samples_per_prompt: int = 1  # Generation: neighbours with the same prompt, which is prefilled once.
+    samples_per_prompt: int = 1  # Neighbours with one prompt; neither mini-batches nor generation cut them.
     max_rows: int = 512  # Generation: rows that a rank decodes at once.
     minibatches: int = 1
     epochs: int = 1
@@ -39,6 +40,22 @@ class Workload:
     def tokens(self) -> float:
         """Of one sequence."""
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def prompts(self) -> int:
+        return self.num_samples // self.samples_per_prompt
+
+    def most_samples(self, kind: str, dp: int) -> int:
+        """Of the data-parallel rank that has most, in one mini-batch of a call of this kind."""
+        if kind == "generate":
+            return math.ceil(self.prompts / dp) * self.samples_per_prompt
+        return math.ceil(math.ceil(self.prompts / self.minibatches) * self.samples_per_prompt / dp)
+
+    def most_replicas(self, kind: str) -> int:
+        """Data-parallel ranks that all have something to do."""
+        if kind == "generate":
+            return max(1, self.prompts)
+        return max(1, self.prompts // self.minibatches * self.samples_per_prompt)
 
     @property
     def survival(self) -> np.ndarray:

@@ -74,7 +74,7 @@ def require_fit(problem: Problem, plan: ExecutionPlan) -> Proof:
     raise ValueError(
         f"calls.{peak.call} needs {format_bytes(peak.num_bytes)} on rank {peak.rank} ({shown}), but "
         f"{format_bytes(proof.available)} of a device's {format_bytes(problem.cluster.device_memory_bytes)} "
-        f"are available; {_remedy(problem, plan, peak, proof.available)}"
+        f"are available; {_remedy(problem, plan)}"
     )
 
 
@@ -96,11 +96,11 @@ def _resting(
         home = homes[name]
         offloaded = any(plan[call.name].offload for call in problem.graph.of_role(name))
         layouts = dict.fromkeys([home, *(plan[call.name].layout for call in problem.graph.of_role(name))])
-        shards = {_shard(layout, rank) for layout in layouts if rank in layout}  # Equal ones are one memory.
-        for layout in layouts:
-            if rank not in layout or (shard := _shard(layout, rank)) not in shards or offloaded:
+        for layout in layouts if not offloaded else ():
+            if rank not in layout:
                 continue
-            shards.remove(shard)
+            if layout != home and rank in home and _shard(layout, rank) == _shard(home, rank):
+                continue  # The same memory.
             what = f"{name} weights" if layout == home else f"{name} copy"
             size = weights_bytes(role, layout.strategy, layout.coordinate(rank).pp)
             parts[what] = parts.get(what, 0.0) + size
@@ -137,11 +137,20 @@ def _running(
     return known[call.name, stage]
 
 
-def _remedy(problem: Problem, plan: ExecutionPlan, peak: Peak, available: float) -> str:
-    """The nearest change of the plan under which this rank has enough."""
-    for what, changed in _changes(problem, plan, peak):
-        if prove(problem, changed).peaks[peak.rank].num_bytes <= available:
-            return f"it fits with {what}"
+def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
+    """The nearest changes of the plan under which every rank has enough."""
+    made: list[str] = []
+    for _ in range(2 * len(problem.model_calls)):
+        proof = prove(problem, plan)
+        if proof.fits:
+            return f"it fits with {' and '.join(made)}"
+        peak = proof.fullest
+        for what, changed in _changes(problem, plan, peak):
+            if prove(problem, changed).peaks[peak.rank].num_bytes <= proof.available:
+                made, plan = [*made, what], changed
+                break
+        else:
+            break
     return "neither smaller micro-batches, recompute nor offload help: spread the calls over more ranks"
 
 
@@ -168,5 +177,6 @@ def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tupl
     for other in problem.model_calls:
         alone = sum(c.role == other.role for c in problem.graph.calls) == 1
         role = problem.role_of(other)
-        if alone and not role.trainable and role.follows is None and peak.rank in plan[other.name].layout:
+        rests = not role.trainable and role.follows is None and peak.rank in plan[other.name].layout
+        if alone and rests and problem.cluster.host_memory is not None:
             yield change(other.name, offload=True)

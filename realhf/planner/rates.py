@@ -28,6 +28,7 @@ class Assumptions:
     attention: float = 0.4
     memory: float = 0.8
     link: float = 0.8
+    overlap: float = 0.0  # Share of a backward pass behind which gradients are reduced: our engine does not.
     block_launch_seconds: float = 4e-5  # Host time to launch one block's kernels: no step takes less.
     call_seconds: float = 0.02  # Host time around a call: dealing out samples, packing columns.
 

@@ -68,8 +68,8 @@ def _variants(planned: Planned, name: str) -> list[tuple[Any, str]]:
 def render(planned: Planned) -> Group:
     """The same for people."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("call", "layout", "micro-batches", "seconds", "memory", "limited by"):
-        table.add_column(title, justify="right" if title in ("seconds", "memory") else "left")
+    for title in ("call", "layout", "micro-batches", "seconds", "fullest rank", "limited by"):
+        table.add_column(title, justify="right" if title in ("seconds", "fullest rank") else "left")
     for name in planned.chosen:
         how = planned.plan[name]
         cost = next(v.cost for v, i in _variants(planned, name) if i == name)
@@ -105,8 +105,8 @@ def timeline(planned: Planned) -> list[Text]:
     """One step of the steady state, a row per group of ranks that do the same; what runs over its end is
     drawn at its beginning, where the step before does the same."""
     simulation = planned.simulation
-    calls = [a for a in simulation.activities if a.kind != "realloc"]
-    letters = dict(zip((a.name for a in calls), string.ascii_uppercase, strict=False))
+    calls = [a for a in simulation.activities if a.kind != "realloc" and a.end > a.start]
+    letters = {a.name: string.ascii_uppercase[i % 26] for i, a in enumerate(calls)}
     borders = sorted({x for a in calls for x in (a.first_rank, a.first_rank + a.num_ranks)})
     borders = sorted({*borders, 0, planned.problem.cluster.num_devices})
     rows = list(zip(borders, borders[1:], strict=False))

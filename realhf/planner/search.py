@@ -67,11 +67,18 @@ def search(
             tree.dive()
     if local.best is None:
         return None
+    local.polish()
     local.tidy()
     return Found(
         tuple(local.best.tolist()), local.best_score, min(tree.bound, local.best_score),
         time.process_time() - began, tree.num_expanded,
     )  # fmt: skip
+
+
+def leanest(space: Space) -> np.ndarray:
+    """The plan that exceeds the devices' memory least, as far as local search finds."""
+    local = LocalSearch(space)
+    return min((local.improve(np.array(start)) for start in local.starts()), key=lambda found: found[1])[0]
 
 
 class LocalSearch:
@@ -98,7 +105,8 @@ class LocalSearch:
         if score < self.best_score * (1 - _SAME):
             self.best, self.best_score = chosen.copy(), score
 
-    def improve(self, chosen: np.ndarray) -> None:
+    def improve(self, chosen: np.ndarray) -> tuple[np.ndarray, float]:
+        """Where this plan leads to, and its score."""
         score = self._exact(chosen[None])[0]
         while True:
             before = score
@@ -108,6 +116,7 @@ class LocalSearch:
                 break
         if score < np.inf and self._space.overflow(self._space.units, chosen[None])[0] <= 0:
             self.offer(chosen, score)
+        return chosen, score
 
     def _best_of(self, chosen: np.ndarray, score: float, unit: int) -> tuple[np.ndarray, float]:
         """The best plan in which one unit has another candidate, if it is better than `chosen`."""
@@ -126,6 +135,12 @@ class LocalSearch:
         plans = np.repeat(chosen[None], len(ways), axis=0)
         plans[:, unit] = ways
         return plans
+
+    def polish(self) -> None:
+        """Improves the best plan once more, with all candidates to choose from."""
+        assert self.best is not None
+        self._ways = [np.arange(len(unit.candidates)) for unit in self._space.units]
+        self.improve(self.best)
 
     def tidy(self) -> None:
         """Gives every unit of the best plan the candidate with the least device time, of those that keep the
@@ -244,9 +259,6 @@ class _Tree:
         unit = int(self._order[depth % len(self._units)])
         if depth < len(self._units):
             ways = self._sizes[unit] + np.arange(len(self._space.units[unit].by_mesh))
-            if depth == 0:  # A cluster looks the same from its other end.
-                first, stop = self._units[unit].first[ways], self._units[unit].stop[ways]
-                ways = ways[first + stop <= self._devices]
             counts = np.full(len(plans), len(ways))
             picks = np.tile(ways, len(plans))
         else:

@@ -4,10 +4,13 @@ Calls that must share a layout (training of one role, what the user wants togeth
 every unit one of its candidates. Shapes: K plans, U units, N calls.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from realhf.graph import FunctionCall
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.plan import CallPlan
 from realhf.planner.memory import available_bytes
 from realhf.planner.period import NEVER, Dependencies, periods
 from realhf.planner.problem import Problem
@@ -25,13 +28,33 @@ class Space:
 
     def __init__(self, problem: Problem, rates: Rates) -> None:
         self.problem, self.rates = problem, rates
-        self.calls = problem.model_calls
+        self.calls = problem.graph.order
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
         self.units = find_units(problem, rates)
+        self._on_host = _host_calls(problem, self.units)
         self._home_of = {role: u for u, unit in enumerate(self.units) for role in unit.homes}
         self._moved: dict[tuple[int, Placed, Placed], float] = {}
         self._unit_of = {call: u for u, unit in enumerate(self.units) for call in unit.calls}
+
+    def call_plans(self, chosen: Sequence[int]) -> dict[str, CallPlan]:
+        """What a plan means for every call; plain Python runs as `host_anchor` says."""
+        plans: dict[str, CallPlan] = {}
+        for unit, pick in zip(self.units, chosen, strict=True):
+            candidate = unit.candidates[pick]
+            for i, variant in zip(unit.calls, candidate.variants, strict=True):
+                options, seconds = variant.options, float(f"{variant.cost.seconds:.6g}")
+                plans[self.calls[i].name] = CallPlan(
+                    candidate.layout, options.micro_batch_tokens, options.max_rows, options.recompute,
+                    options.offload, {"seconds": seconds},
+                )  # fmt: skip
+        for call in self.calls:
+            if call.role is None:
+                anchor, split = host_anchor(self.problem, call)
+                heads = plans[anchor].layout.heads if anchor is not None else (0,)
+                heads = heads if split else heads[:1]
+                plans[call.name] = CallPlan(Layout(ParallelStrategy(dp=len(heads)), DeviceMesh(heads)))
+        return {call.name: plans[call.name] for call in self.calls}
 
     def timed(
         self, units: Sequence[Unit], chosen: np.ndarray
@@ -45,6 +68,18 @@ class Space:
                 seconds[:, call] = np.where(open_, unit.seconds[:, i].min(), unit.seconds[pick, i])
                 first[:, call] = np.where(open_, -2 * u - 2, unit.first[pick])
                 stop[:, call] = np.where(open_, -2 * u - 1, unit.stop[pick])
+        for number, (call, anchor, split, amount) in enumerate(self._on_host, start=len(units)):
+            if anchor is None:
+                seconds[:, call], stop[:, call] = amount, 1  # (on rank 0)
+                continue
+            unit, pick = units[anchor], chosen[:, anchor]
+            open_ = (pick < 0) | (pick >= len(unit.candidates))
+            decided = np.where(open_, 0, pick)
+            head = unit.heads[decided]
+            shared = amount / unit.replicas[decided] if split else amount
+            seconds[:, call] = np.where(open_, 0.0 if split else amount, shared)
+            first[:, call] = np.where(open_, -2 * number - 2, head)
+            stop[:, call] = np.where(open_, -2 * number - 1, unit.stop[decided] if split else head + 1)
         return seconds, first, stop
 
     def periods(
@@ -78,7 +113,7 @@ class Space:
             self._moved[key] = transfer_seconds(
                 self.problem.cluster, *ends, num_bytes=role.spec.numel * role.itemsize,
                 sharded=ends[0].strategy.dp > 1,
-            )  # fmt: skip
+            ) / self.rates.assume.link  # fmt: skip
         return self._moved[key]
 
     def exact_periods(self, chosen: np.ndarray) -> np.ndarray:
@@ -144,20 +179,34 @@ class Space:
         for u, unit in enumerate(units):
             for role, values in zip(unit.copies, unit.copied, strict=True):
                 home = self._home_of[role]
-                inside = (first[:, home] <= first[:, u]) & (stop[:, u] <= stop[:, home])
-                sizes = len(unit.candidates), len(units[home].candidates)
-                decided = (chosen[:, u] < sizes[0]) & (chosen[:, home] < sizes[1])
-                known = (chosen[:, u] >= 0) & (chosen[:, home] >= 0) & (decided | ~inside)
+                equal = (first[:, home] <= first[:, u]) & (stop[:, u] <= stop[:, home])
+                known, decided = (chosen[:, [u, home]] >= 0).all(axis=1), np.ones(len(chosen), dtype=bool)
+                for v in (home, *self._twins(u, role)):
+                    if v != home:
+                        equal |= (first[:, v] == first[:, u]) & (stop[:, v] == stop[:, u])
+                    decided &= (chosen[:, v] < len(units[v].candidates)) & (chosen[:, v] >= 0)
+                decided &= chosen[:, u] < len(unit.candidates)
+                known &= decided | ~equal
                 resting[:, u] += np.where(known, values[chosen[:, u]], 0.0)
-                doubtful.append((u, role, values, known & inside))
+                doubtful.append((u, role, values, known & equal))
         return first, stop, resting, running, doubtful
 
     def _aliases(self, unit: int, role: str, chosen: np.ndarray) -> np.ndarray:
-        """Whether a copy is the same memory as its role's home: every rank holds the same shard in both."""
-        home = self._home_of[role]
+        """Whether a copy is the same memory as its role's home (every rank holds the same shard in both) or
+        as the copy of a unit before it, in the same layout."""
+        home, twins = self._home_of[role], self._twins(unit, role)
         here, there = self.units[unit].candidates, self.units[home].candidates
-        ends = chosen[:, [unit, home]].tolist()
-        return np.array([_same_shards(here[a], there[b]) for a, b in ends], dtype=bool)
+        same = np.zeros(len(chosen), dtype=bool)
+        for k, row in enumerate(chosen.tolist()):
+            mine = here[row[unit]]
+            same[k] = _same_shards(mine, there[row[home]]) or any(
+                self.units[v].candidates[row[v]].layout_key == mine.layout_key for v in twins
+            )
+        return same
+
+    def _twins(self, unit: int, role: str) -> list[int]:
+        """Units before this one with copies of the same role."""
+        return [v for v, other in enumerate(self.units[:unit]) if role in other.copies]
 
 
 def _fullest(first: np.ndarray, stop: np.ndarray, resting: np.ndarray, running: np.ndarray) -> np.ndarray:
@@ -181,32 +230,44 @@ def _same_shards(here: Candidate, home: Candidate) -> bool:
     return inside and mine.tp == other.tp and mine.pp == other.pp == mine.ep == other.ep == 1
 
 
+def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:
+    """Where a call in plain Python is put: the model call on whose heads it runs, and whether it is split
+    over all of them. Split it runs where its data is; else where a call waits for it; else on rank 0."""
+    graph = problem.graph
+    before = [p.name for key in call.inputs if (p := graph.producer(key)) is not None and p.role is not None]
+    after = [c.name for c in graph.order if c.role is not None and set(c.inputs) & set(call.outputs)]
+    if before and getattr(call.work, "splittable", False):
+        return before[0], True
+    return next(iter([*after, *before]), None), False
+
+
+def _host_calls(problem: Problem, units: Sequence[Unit]) -> list[tuple[int, int | None, bool, float]]:
+    """Of each call in plain Python: its number, the unit on whose heads it runs (None: on rank 0), whether it
+    is split over them, and its seconds in one piece."""
+    order = problem.graph.order
+    unit_of = {order[i].name: u for u, unit in enumerate(units) for i in unit.calls}
+    found = []
+    for number, call in enumerate(order):
+        if call.role is None:
+            name, split = host_anchor(problem, call)
+            found.append((number, unit_of.get(name or ""), split, problem.workloads[call.name].seconds))
+    return found
+
+
 def dependencies(problem: Problem, rates: Rates) -> Dependencies:
-    """Between model calls; what passes through host calls takes their time."""
-    calls, graph = problem.model_calls, problem.graph
+    """Of the calls in graph order."""
+    graph, calls = problem.graph, problem.graph.order
     index = {call.name: i for i, call in enumerate(calls)}
     data = np.full((len(calls), len(calls)), NEVER)
-    arrives: Mapping[str, dict[str, float]] = {call.name: {} for call in graph.calls}
-    for call in graph.order:
+    for i, call in enumerate(calls):
         work = problem.workloads[call.name]
-        hop = rates.samples(work.num_samples * work.tokens * _SAMPLE_BYTES)
-        for key in call.inputs:
-            producer = graph.producer(key)
-            if producer is None:
-                continue
-            sources = arrives[producer.name] if producer.role is None else {producer.name: 0.0}
-            own = problem.workloads[producer.name].seconds if producer.role is None else 0.0
-            for name, seconds in sources.items():
-                arrives[call.name][name] = max(arrives[call.name].get(name, 0.0), seconds + own + hop)
-        if call.role is not None:
-            for name, seconds in arrives[call.name].items():
-                data[index[call.name], index[name]] = seconds
+        for producer in filter(None, map(graph.producer, call.inputs)):
+            data[i, index[producer.name]] = rates.samples(work.num_samples * work.tokens * _SAMPLE_BYTES)
     weights = []
     for j, trainer in enumerate(calls):
-        if trainer.kind != "train_step":
-            continue
         for i, user in enumerate(calls):
-            follows = problem.role_of(user).follows == trainer.role
-            if (user.role == trainer.role or follows) and user.kind != "train_step":
+            if trainer.kind != "train_step" or user.role is None or user.kind == "train_step":
+                continue
+            if user.role == trainer.role or problem.role_of(user).follows == trainer.role:
                 weights.append((i, j, 0 if j < i else 1))
     return Dependencies(data, tuple(weights))

@@ -2,12 +2,14 @@
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planner.candidates import Mesh, Variant, find_meshes, find_variants
@@ -33,6 +35,11 @@ class Candidate:
         return self.mesh, self.strategy
 
     @property
+    def layout_heads(self) -> range:
+        """The ranks of the last stage, the first of which owns results."""
+        return range(self.mesh.stop - self.mesh.size // self.strategy.pp, self.mesh.stop)
+
+    @property
     def placed(self) -> Placed:
         return Placed(self.strategy, self.mesh.first)
 
@@ -56,6 +63,8 @@ class Unit:
         self.stop = np.array([c.mesh.stop for c in self.candidates])
         self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])
         self.running = np.array([max(v.call_bytes for v in c.variants) for c in self.candidates])
+        self.heads = np.array([c.layout_heads.start for c in self.candidates])  # The last stage's first rank.
+        self.replicas = np.array([c.strategy.dp for c in self.candidates])
         self.resting = np.zeros(len(self.candidates))
         for role in self.homes:
             self.resting += [c.variants[roles[role]].home_bytes for c in self.candidates]
@@ -121,8 +130,8 @@ class Unit:
 
 def find_units(problem: Problem, rates: Rates) -> list[Unit]:
     """Calls joined by what must share a layout, in graph order."""
-    calls = problem.model_calls
-    groups = [{i} for i in range(len(calls))]
+    calls = problem.graph.order
+    groups = [{i} for i, call in enumerate(calls) if call.role is not None]
     ties = [
         {i for i, call in enumerate(calls) if call.role == role and call.kind == "train_step"}
         for role in problem.roles
@@ -136,7 +145,7 @@ def find_units(problem: Problem, rates: Rates) -> list[Unit]:
         of_role = [i for i, call in enumerate(calls) if call.role == role]
         training = [i for i in of_role if calls[i].kind == "train_step"]
         owners[role] = (training or of_role)[0]
-    known: dict[tuple[str, int, str], list[Variant]] = {}
+    known: dict[tuple[object, ...], list[Variant]] = {}
     units = []
     moved = {call.role for call in calls if call.kind == "train_step"}
     moved |= {name for name, role in problem.roles.items() if role.follows in moved}
@@ -162,28 +171,60 @@ def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for group in kept.values() for candidate in group]
 
 
+def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
+    """The layout that the user has fixed for these calls. Raises ValueError if they cannot all have it."""
+    pins = {name: problem.pins[name] for call in calls if (name := call.name) in problem.pins}
+    if not pins:
+        return None
+    (name, layout), *others = pins.items()
+    if any(other != layout for _, other in others):
+        raise ValueError(f"--pin: {' and '.join(pins)} must share a layout: pin them alike")
+    if layout.ranks != tuple(range(layout.ranks[0], layout.ranks[0] + len(layout.ranks))):
+        raise ValueError(f"--pin {name}={layout}: plans are made of contiguous ranks")
+    for call in calls:
+        try:
+            problem.role_of(call).config.check_layout(layout)
+        except ValueError as error:
+            raise ValueError(f"--pin {name}={layout}: call {call.name}: {error}") from error
+        most = problem.workloads[call.name].most_replicas(call.kind)
+        if layout.dp > most:
+            what = f"the {most} samples of call {call.name} cannot be split over dp={layout.dp}"
+            raise ValueError(f"--pin {name}={layout}: {what}")
+    return layout
+
+
+def _in_host(cluster: Cluster, mesh: Mesh) -> int:
+    """Ranks of the mesh on the host that has fewest of them."""
+    return min(Counter(map(cluster.host_of, range(mesh.first, mesh.stop))).values())
+
+
 def _candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
-    known: dict[tuple[str, int, str], list[Variant]],
+    known: dict[tuple[object, ...], list[Variant]],
 ) -> list[Candidate]:  # fmt: skip
-    pins = {problem.pins[call.name] for call in calls if call.name in problem.pins}
-    if len(pins) > 1:
-        raise ValueError(f"--pin: {' and '.join(c.name for c in calls)} must share a layout: pin them alike")
-    meshes = find_meshes(problem.cluster)
-    only = next((layout.strategy for layout in pins), None)
-    for layout in pins:
-        meshes = [Mesh(layout.ranks[0], len(layout.ranks))]
-        if layout.ranks != tuple(range(meshes[0].first, meshes[0].stop)):
-            raise ValueError(f"--pin {calls[0].name}={layout}: plans are made of contiguous ranks")
+    """On all meshes of the cluster; where nothing can be split that far, inside the first host."""
+    meshes, only = find_meshes(problem.cluster), None
+    one_host = find_meshes(replace(problem.cluster, num_hosts=1))
+    if (layout := _pinned(problem, calls)) is not None:
+        meshes, only = [Mesh(layout.ranks[0], len(layout.ranks))], layout.strategy
+    return _on_meshes(problem, rates, calls, meshes, only, known) or (
+        [] if only is not None else _on_meshes(problem, rates, calls, one_host, only, known)
+    )
+
+
+def _on_meshes(
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], meshes: Sequence[Mesh],
+    only: ParallelStrategy | None, known: dict[tuple[object, ...], list[Variant]],
+) -> list[Candidate]:  # fmt: skip
     found = []
     for mesh in meshes:
+        in_host = _in_host(problem.cluster, mesh)
         per_call: list[dict[ParallelStrategy, list[Variant]]] = []
         for call in calls:
-            key = (call.name, mesh.size, str(only))
+            key = (call.name, mesh.size, in_host, str(only))
             if key not in known:
-                per_host = problem.cluster.devices_per_host
                 known[key] = find_variants(
-                    problem, rates, call, size=mesh.size, per_host=per_host, only=only
+                    problem, rates, call, size=mesh.size, in_host=in_host, only=only
                 )
             by_strategy: dict[ParallelStrategy, list[Variant]] = {}
             for variant in known[key]:

@@ -1,11 +1,16 @@
 """Random planning problems on small clusters."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 from realhf.cluster import Cluster, Link
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.layout import DeviceMesh, Layout
 from realhf.model_config import ModelConfig
+from realhf.planner.candidates import find_meshes
 from realhf.planner.problem import ModelRole, Problem, Workload
 
-SHAPES = ((1, 2), (2, 1), (1, 4), (2, 2), (1, 3), (1, 6), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1))
+SHAPES = ((1, 2), (2, 1), (1, 4), (2, 2), (1, 3), (1, 6), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1), (9, 1))
 
 
 def random_cluster(rng, *, memory):
@@ -23,11 +28,19 @@ def random_model(rng):
     return ModelConfig("llama", 1000, hidden, 3 * hidden, layers, heads, 2, 64, 1e-6, 1e4, False, False)
 
 
-def random_problem(rng, *, num_calls, memory=1e12):
-    """Calls that read what earlier ones write; roles with one to three calls, some of which train."""
+def random_problem(rng, *, num_calls, memory=1e12, pinned=False):
+    """Calls that read what earlier ones write, plain Python among them; roles with one to three calls, of
+    which some train or follow another. `pinned`: a layout is fixed, or two calls share one."""
     roles, calls, work, keys = {}, [], {}, ["prompts"]
     trained = {name: rng.random() < 0.5 for name in "abc"}
     for number in range(num_calls):
+        if number and rng.random() < 0.2:
+            host = SimpleNamespace(splittable=rng.random() < 0.5)
+            inputs = tuple(rng.sample(keys, min(2, len(keys))))
+            calls.append(FunctionCall(f"call{number}", "host", inputs, (f"key{number}",), work=host))
+            work[f"call{number}"] = Workload(seconds=rng.choice([0.0, 1e-3, 3e-2]))
+            keys.append(f"key{number}")
+            continue
         role = rng.choice("abc")
         kind = "train_step" if trained[role] and rng.random() < 0.5 else rng.choice(["generate", "forward"])
         outputs = () if kind == "train_step" else (f"key{number}",)
@@ -38,8 +51,27 @@ def random_problem(rng, *, num_calls, memory=1e12):
         work[f"call{number}"] = Workload(
             rng.choice([2, 8]), rng.choice([16, 200]), rng.choice([16, 100]), 100,
             minibatches=rng.choice([1, 2]) if kind == "train_step" else 1,
+            samples_per_prompt=rng.choice([1, 2]),
         )  # fmt: skip
+        if kind == "train_step":
+            work[f"call{number}"] = replace(work[f"call{number}"], samples_per_prompt=1)
     training = {call.role for call in calls if call.kind == "train_step"}
-    roles = {name: ModelRole(role.config, role.dtype, name in training) for name, role in roles.items()}
+    leader = next(iter(sorted(training)), None)
+    roles = {
+        name: ModelRole(
+            role.config, role.dtype, name in training,
+            leader if leader is not None and name not in training and rng.random() < 0.3 else None,
+        )
+        for name, role in roles.items()
+    }  # fmt: skip
     graph = DataflowGraph(tuple(calls), ("prompts",))
-    return Problem(graph, roles, work, random_cluster(rng, memory=memory))
+    cluster, pins, together = random_cluster(rng, memory=memory), {}, ()
+    named = [call.name for call in calls if call.role is not None]
+    if pinned and rng.random() < 0.5 and len(named) > 1:
+        together = (tuple(rng.sample(named, 2)),)
+    elif pinned:
+        name = rng.choice(named)
+        mesh = rng.choice([mesh for mesh in find_meshes(cluster) if mesh.size <= 2])
+        mesh = DeviceMesh(tuple(range(mesh.first, mesh.stop)))
+        pins[name] = Layout.parse(f"t{len(mesh.ranks)}@{mesh}")
+    return Problem(graph, roles, work, cluster, pins, together)

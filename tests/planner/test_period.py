@@ -8,7 +8,7 @@ import pytest
 from realhf.planner.period import first_starts
 from realhf.planner.rates import Rates
 from realhf.planner.simulate import simulate
-from realhf.planner.space import Space
+from realhf.planner.space import Space, host_anchor
 from tests.planner.problems import random_problem
 
 NUM_STEPS = 140
@@ -17,11 +17,19 @@ ALL_CYCLES = 60  # Steps that hold a whole number of repetitions of any pattern 
 
 def walk(space, chosen):
     """End of every step: each rank takes its calls in graph order and waits for inputs and weights."""
-    by_call = {}
+    by_call, plans = {}, space.call_plans(chosen)
     for unit, pick in zip(space.units, chosen, strict=True):
         candidate = unit.candidates[pick]
         for i, variant in zip(unit.calls, candidate.variants, strict=True):
-            by_call[i] = (range(candidate.mesh.first, candidate.mesh.stop), variant.cost.seconds)
+            by_call[i] = (candidate.layout.ranks, variant.cost.seconds)
+    for i, call in enumerate(space.calls):
+        layout = plans[call.name].layout
+        if call.role is None and not getattr(call.work, "splittable", False):
+            by_call[i] = (layout.ranks, space.problem.workloads[call.name].seconds)
+        elif call.role is None:  # It is taken to occupy the whole last stage.
+            anchor = plans[host_anchor(space.problem, call)[0]].layout
+            seconds = space.problem.workloads[call.name].seconds / len(layout.ranks)
+            by_call[i] = (anchor.grid[-1].ravel().tolist(), seconds)
     moving = space.moving(np.array([chosen]))[0]
     free, ends = {}, {}
     finished = []

@@ -31,8 +31,12 @@ def instances(seeds, *, at_most):
     for seed in seeds:
         rng = random.Random(seed)
         # From too little memory to plenty, behind what is set aside.
-        problem = random_problem(rng, num_calls=rng.randint(1, 4), memory=1.42e9 + 10 ** rng.uniform(6, 8.3))
-        space = Space(problem, Rates(problem.cluster))
+        memory = 1.42e9 + 10 ** rng.uniform(6, 8.3)
+        problem = random_problem(rng, num_calls=rng.randint(1, 4), memory=memory, pinned=rng.random() < 0.3)
+        try:
+            space = Space(problem, Rates(problem.cluster))
+        except ValueError:  # What is pinned cannot be.
+            continue
         if 0 < math.prod(len(unit.candidates) for unit in space.units) <= at_most:
             yield seed, space
 

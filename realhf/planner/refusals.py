@@ -1,0 +1,59 @@
+"""Refusals: why there is no plan, in one sentence that helps."""
+
+import math
+
+from realhf.plan import ExecutionPlan
+from realhf.planner.problem import Problem
+from realhf.planner.proof import require_fit
+from realhf.planner.rates import wide_bytes
+from realhf.planner.search import leanest
+from realhf.planner.space import Space
+from realhf.units import format_bytes
+
+
+def require_divisible(problem: Problem) -> None:
+    """Raises ValueError about the first call whose batch cannot be cut as it says."""
+    for call in problem.model_calls:
+        work = problem.workloads[call.name]
+        if work.minibatches > work.prompts:
+            cut = f"cuts a batch of {work.prompts} prompts into {work.minibatches} mini-batches"
+            hint = "give at least one prompt to each (minibatches, batch_size)"
+            raise ValueError(f"call {call.name} {cut}: {hint}")
+
+
+def require_candidates(space: Space) -> None:
+    """Raises ValueError about the first calls that can be run nowhere, even alone on all devices."""
+    problem = space.problem
+    for unit in space.units:
+        if unit.candidates:
+            continue
+        calls = [space.calls[i] for i in unit.calls]
+        names = " and ".join(call.name for call in calls)
+        pinned = [call.name for call in calls if call.name in problem.pins]
+        where = f"as --pin {pinned[0]} says" if pinned else "in any layout, even alone"
+        raise ValueError(f"call {names} does not fit {where}: {_devices(space)}")
+
+
+def nothing_fits(space: Space) -> str:
+    """The plan that needs least on its fullest rank, and what it lacks there."""
+    plan = ExecutionPlan(space.call_plans(leanest(space).tolist()))
+    try:
+        require_fit(space.problem, plan)
+    except ValueError as error:
+        return f"no plan fits: {_devices(space)}; in the leanest one {error}"
+    return f"no plan that fits was found in the time limit: {_devices(space)}"
+
+
+def _devices(space: Space) -> str:
+    """What there is, against the weights, gradients and optimizers of all roles."""
+    problem, total = space.problem, 0.0
+    num_devices = problem.cluster.num_devices
+    for role in problem.roles.values():
+        total += role.spec.numel * (role.itemsize + (4 * wide_bytes(role) if role.trainable else 0))
+    need, has = math.ceil(total / space.capacity), format_bytes(space.capacity)
+    there_are = f"the cluster has {num_devices} devices with {has} available on each"
+    takes = f"parameters, gradients and optimizers take {format_bytes(total)}"
+    if need > num_devices:
+        return f"{there_are}; {takes}: use at least {need} devices"
+    what = "activations and KV cache do not fit beside"
+    return f"{there_are}; {takes}, {what}: use more devices, smaller models or shorter sequences"
