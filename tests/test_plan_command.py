@@ -113,13 +113,14 @@ def test_a_planned_run_gives_what_one_process_gives(experiment, tmp_path):
 REFUSED = {
     "--cluster h100-1x8 --actor.model llama-70b --critic.model llama-70b": [
         "call actor_train does not fit", "8 devices with 74.7 GB available", "use at least"],
-    "--cluster h100-2x8 --minibatches 700": ["cuts a batch of 512 into 700 mini-batches", "batch_size"],
+    "--cluster h100-2x8 --minibatches 700": ["cuts a batch of 512 prompts into 700", "batch_size"],
     "--cluster h100-2x8 --pin actor_tain=d8@0-7": ["--pin actor_tain", "there is no such call"],
     "--cluster h100-2x8 --pin actor_train": ["--pin actor_train", "CALL=LAYOUT", "actor_train=d8t8@0-63"],
     "--cluster h100-2x8 --pin actor_train=d2@0-7": ["--pin actor_train=d2@0-7", "d2 needs 2 ranks"],
     "--cluster h100-2x8 --pin actor_train=t8@12-19": ["rank 19 does not exist", "16 devices"],
     "--cluster h100-2x8 --pin actor_train=t8@0,2-8": ["contiguous"],
-    "--cluster h100-2x8 --pin actor_generate=d8@0-7 --batch_size 6": ["6 samples cannot be split over dp=8"],
+    "--cluster h100-2x8 --pin actor_generate=d8@0-7 --batch_size 6": [
+        "the 6 samples of call actor_generate cannot be split over dp=8"],
     "--cluster h100-2x8 --pin actor_train=d1@0": ["call actor_train does not fit as --pin actor_train says"],
     "--cluster h100-2x8 --together actor_train,critic": ["--together critic", "there is no such call"],
     "--cluster h100-2x8 --devices 12": ["--devices 12", "whole hosts of 8 up to 16"],
