@@ -88,10 +88,6 @@ class Variant:
     copy_bytes: float
     call_bytes: float
 
-    def resting_bytes(self, call: FunctionCall) -> float:
-        """The least that this call needs to rest on its ranks: a train step's layout owns the role."""
-        return self.home_bytes if call.kind == "train_step" else self.copy_bytes
-
 
 def find_variants(
     problem: Problem, rates: Rates, call: FunctionCall, *, size: int, in_host: int,
@@ -106,12 +102,20 @@ def find_variants(
     most = work.most_replicas(call.kind)
     strategies = find_strategies(role.config, size, per_host=per_host, max_dp=most)
     for strategy in [only] if only is not None else strategies:
-        variants = [
-            variant
-            for options in _options(problem, call, strategy)
-            if (variant := _variant(rates, call, role, work, strategy, options, in_host)) is not None
-            and variant.resting_bytes(call) + variant.call_bytes <= capacity
-        ]
+        stages = _telling_stages(role, strategy)
+        weights = max(weights_bytes(role, strategy, stage) for stage in stages)
+        home = weights
+        if role.trainable:
+            home = max(weights_bytes(role, strategy, s) + training_bytes(role, strategy, s) for s in stages)
+        resting = home if call.kind == "train_step" else weights
+        variants = []
+        for options in _options(problem, call, strategy):
+            running = max(_call_bytes(rates, call, role, work, strategy, s, options) for s in stages)
+            if (0.0 if options.offload else resting) + running + options.offload * weights > capacity:
+                continue
+            cost = call_cost(rates, call, role, work, strategy, per_host=in_host, options=options)
+            rests = (0.0, 0.0, running + weights) if options.offload else (home, weights, running)
+            variants.append(Variant(strategy, options, cost, *rests))
         found += [v for v in variants if not any(_beats(other, v) for other in variants if other is not v)]
     return found
 
@@ -122,16 +126,19 @@ def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -
     samples = work.most_samples(call.kind, strategy.dp)
     share = samples * longest
     largest = min(1 << (share - 1).bit_length(), _LARGEST_MICRO_BATCH)
-    sizes = {largest, largest >> 2, largest >> 4, 2 * longest, longest}
+    sizes = {largest, largest >> 2, largest >> 4, longest}
+    if call.kind == "train_step":
+        sizes.add(2 * longest)
     for offload in (False, True) if _can_offload(problem, call, strategy) else (False,):
         if call.kind == "generate":
             rows = min(work.max_rows, samples)
             for count in sorted({max(1, rows >> i) for i in range(_HALVINGS)}):
                 yield Options(max_rows=count, offload=offload)
             continue
-        for tokens in sorted({min(max(size, longest), largest) for size in sizes}):
-            for recompute in (False, True) if call.kind == "train_step" else (False,):
-                yield Options(tokens, None, recompute, offload)
+        ordered = sorted({min(max(size, longest), largest) for size in sizes})
+        yield from (Options(tokens, None, False, offload) for tokens in ordered)
+        if call.kind == "train_step":  # To save memory; large micro-batches would spend it again.
+            yield from (Options(tokens, None, True, offload) for tokens in ordered[:3])
 
 
 def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> bool:
@@ -153,30 +160,17 @@ def _telling_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
     return sorted({*first.values(), 0, strategy.pp - 1})
 
 
-def _variant(
-    rates: Rates, call: FunctionCall, role: ModelRole, work: Workload, strategy: ParallelStrategy,
-    options: Options, per_host: int,
-) -> Variant | None:  # fmt: skip
-    cost = call_cost(rates, call, role, work, strategy, per_host=per_host, options=options)
-    work = replace(work, max_rows=options.max_rows or work.max_rows)
-    stages = _telling_stages(role, strategy)
-    weights = max(weights_bytes(role, strategy, stage) for stage in stages)
-    home = weights
-    if role.trainable:
-        home = max(weights_bytes(role, strategy, s) + training_bytes(role, strategy, s) for s in stages)
-    alive = max(
-        sum(
-            call_bytes(
-                role, call.kind, work, strategy, stage,
-                micro_batch_tokens=options.micro_batch_tokens, recompute=options.recompute,
-                fused=rates.cluster.device_type == "cuda",
-            ).values()
-        )
-        for stage in stages
+def _call_bytes(
+    rates: Rates, call: FunctionCall, role: ModelRole, work: Workload, strategy: ParallelStrategy, stage: int,
+    options: Options,
+) -> float:  # fmt: skip
+    if options.max_rows is not None:
+        work = replace(work, max_rows=options.max_rows)
+    parts = call_bytes(
+        role, call.kind, work, strategy, stage, micro_batch_tokens=options.micro_batch_tokens,
+        recompute=options.recompute, fused=rates.cluster.device_type == "cuda",
     )  # fmt: skip
-    if options.offload:
-        return Variant(strategy, options, cost, 0.0, 0.0, alive + weights)
-    return Variant(strategy, options, cost, home, weights, alive)
+    return sum(parts.values())
 
 
 def _beats(a: Variant, b: Variant) -> bool:

@@ -18,7 +18,7 @@ from realhf.planner.simulate import Simulation, simulate
 from realhf.planner.space import Space
 from realhf.planner.unit import Candidate
 
-_SEARCHING = 0.9  # Of the time limit; the rest is for describing what was found.
+_SEARCHING = 0.8  # Of the time limit; the rest is for describing what was found.
 
 
 class Heuristic(NamedTuple):
@@ -121,7 +121,7 @@ def _reasons(space: Space, chosen: np.ndarray, found: Found) -> dict[str, str]:
         if len(others):
             plans = np.repeat(chosen[None], len(others), axis=0)
             plans[:, u] = others
-            seconds = space.periods(space.units, plans)
+            seconds = space.periods(space.units, plans, exact=False)
             seconds[space.overflow(space.units, plans) > 0] = np.inf
             order = np.argsort(seconds, kind="stable")[:16]
             exact = np.where(np.isinf(seconds[order]), np.inf, space.exact_periods(plans[order]))

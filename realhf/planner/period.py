@@ -43,11 +43,12 @@ def periods(
     """
     same, before = _waits(needs, seconds, shares, moving)
     step = _one_step(same, before)
-    power, best = step, np.full(len(seconds), 0.0)
     diagonal = np.arange(needs.num_calls)
-    for length in range(1, (needs.num_calls if exact else 2) + 1):
-        if length > 1:
-            power = _product(power, step)
+    there_and_back = (step + step.transpose(0, 2, 1)).max(axis=(1, 2)) / 2
+    best = np.maximum(step[:, diagonal, diagonal].max(axis=1), there_and_back)
+    power = step
+    for length in range(2, needs.num_calls + 1 if exact else 0):
+        power = _product(power, step)
         best = np.maximum(best, power[:, diagonal, diagonal].max(axis=1) / length)
     return best
 

@@ -121,7 +121,7 @@ class LocalSearch:
     def _best_of(self, chosen: np.ndarray, score: float, unit: int) -> tuple[np.ndarray, float]:
         """The best plan in which one unit has another candidate, if it is better than `chosen`."""
         plans = self._changed(chosen, unit, self._ways[unit])
-        rough = self._scores(plans, self._space.periods(self._space.units, plans))
+        rough = self._rough(plans)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < score * (1 - _SAME)]
         if not len(promising):
@@ -149,13 +149,17 @@ class LocalSearch:
             return
         for u, unit in enumerate(self._space.units):
             plans = self._changed(self.best, u, np.arange(len(unit.candidates)))
-            rough = self._scores(plans, self._space.periods(self._space.units, plans))
+            rough = self._rough(plans)
             as_short = rough <= self.best_score * (1 + _SAME)
             leaner = np.flatnonzero(as_short & (unit.area < unit.area[self.best[u]]))
             leaner = leaner[np.argsort(unit.area[leaner], kind="stable")][:_EXACT]
             exact = self._exact(plans[leaner]) if len(leaner) else np.array([])
             if len(good := leaner[exact <= self.best_score * (1 + _SAME)]):
                 self.best = plans[good[0]]
+
+    def _rough(self, plans: np.ndarray) -> np.ndarray:
+        """Scores without reallocations, and without cycles of many steps: never more than the exact ones."""
+        return self._scores(plans, self._space.periods(self._space.units, plans, exact=False))
 
     def _exact(self, plans: np.ndarray) -> np.ndarray:
         return self._scores(plans, self._space.exact_periods(plans))
