@@ -12,7 +12,7 @@ from realhf.planner.candidates import Mesh
 from realhf.planner.problem import Problem
 from realhf.planner.proof import Proof, prove
 from realhf.planner.rates import Rates
-from realhf.planner.refusals import nothing_fits, require_candidates, require_divisible
+from realhf.planner.refusals import nothing_fits, require_candidates, require_known
 from realhf.planner.search import Found, LocalSearch, Progress, search
 from realhf.planner.simulate import Simulation, simulate
 from realhf.planner.space import Space
@@ -55,7 +55,7 @@ def make_plan(
     Raises ValueError when nothing fits.
     """
     began = time.process_time()
-    require_divisible(problem)
+    require_known(problem, rates)
     space = Space(problem, rates)
     require_candidates(space)
     rule = heuristic(space)

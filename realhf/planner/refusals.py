@@ -5,14 +5,17 @@ import math
 from realhf.plan import ExecutionPlan
 from realhf.planner.problem import Problem
 from realhf.planner.proof import require_fit
-from realhf.planner.rates import wide_bytes
+from realhf.planner.rates import Rates, wide_bytes
 from realhf.planner.search import leanest
 from realhf.planner.space import Space
 from realhf.units import format_bytes
 
 
-def require_divisible(problem: Problem) -> None:
-    """Raises ValueError about the first call whose batch cannot be cut as it says."""
+def require_known(problem: Problem, rates: Rates) -> None:
+    """Raises ValueError about a dtype that the cluster does not know, or a batch that cannot be cut as a call
+    says."""
+    for role in problem.roles.values():
+        rates.peak(role)
     for call in problem.model_calls:
         work = problem.workloads[call.name]
         if work.minibatches > work.prompts:
