@@ -70,7 +70,7 @@ def plan(options: Namespace, experiment: Experiment) -> int:
         print(json.dumps(report.document(planned)))
         return 0
     console = Console()
-    console.print(report.render(planned), soft_wrap=True)
+    console.print(report.render(planned, columns=console.width), soft_wrap=True)
     if options.output:
         console.print(f"\nwritten to {options.output}", highlight=False)
     return 0

@@ -1,11 +1,15 @@
 """Execution plans: YAML in and out, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
+
+SCENARIOS = sorted((Path(__file__).parent.parent / "plans/scenarios").glob("*.yaml"))
 
 GRAPH = DataflowGraph(
     (
@@ -127,3 +131,13 @@ def test_predictions_stay_out_of_minimal_files():
     document = plan().to_dict()
     assert "predicted" not in document and set(document["calls"]["train"]) == {"layout", "micro_batch_tokens"}
     assert ExecutionPlan.from_dict(yaml.safe_load(yaml.safe_dump(document))) == plan()
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_plans_of_scenarios_load_by_their_short_names(path):
+    plan = ExecutionPlan.load(f"scenarios/{path.stem}")
+    hosts, per_host = map(int, path.stem.split("-h100-")[1].split("-")[0].split("x"))
+    assert plan.num_ranks <= hosts * per_host
+    assert 0 < plan.predicted["lower_bound_seconds"] <= plan.predicted["step_seconds"]
+    for call in plan.calls.values():
+        assert "seconds" in call.predicted or call.layout.strategy.num_ranks == call.layout.dp  # plain Python

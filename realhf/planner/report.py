@@ -13,9 +13,9 @@ from realhf.planner.proof import Proof
 from realhf.planner.simulate import Activity
 from realhf.units import format_bytes, format_seconds
 
-_WIDTH = 72  # Columns of the timeline.
+_NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
 _MOST_ROWS = 16
-_IDLE, _STILL = ".", "-"
+_IDLE = "."
 
 
 def document(planned: Planned) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def _variants(planned: Planned, name: str) -> list[tuple[Any, str]]:
     return list(zip(candidate.variants, names, strict=True))
 
 
-def render(planned: Planned) -> Group:
-    """The same for people."""
+def render(planned: Planned, *, columns: int) -> Group:
+    """The same for people, on a terminal of so many columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("call", "layout", "micro-batches", "seconds", "fullest rank", "limited by"):
         table.add_column(title, justify="right" if title in ("seconds", "fullest rank") else "left")
@@ -80,7 +80,7 @@ def render(planned: Planned) -> Group:
         memory = format_bytes(max(peaks))
         table.add_row(name, str(how.layout), ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
-        table, Text(), *_summary(planned), Text(), *timeline(planned), Text(),
+        table, Text(), *_summary(planned), Text(), *timeline(planned, columns=columns), Text(),
         *(Text(f"{name}: {reason}") for name, reason in planned.reasons.items()),
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _summary(planned: Planned) -> list[Text]:
     return [Text(line) for line in lines]
 
 
-def timeline(planned: Planned) -> list[Text]:
+def timeline(planned: Planned, *, columns: int) -> list[Text]:
     """One step of the steady state, a row per group of ranks that do the same; what runs over its end is
     drawn at its beginning, where the step before does the same."""
     simulation = planned.simulation
@@ -111,16 +111,17 @@ def timeline(planned: Planned) -> list[Text]:
     borders = sorted({*borders, 0, planned.problem.cluster.num_devices})
     rows = list(zip(borders, borders[1:], strict=False))
     width = len(f"{borders[-1]}-{borders[-1]}")
+    cells = max(_NARROWEST, min(_WIDEST, columns - width - len("  100% idle")))
     lines = []
     for first, stop in rows[:_MOST_ROWS]:
-        bar = _bar([a for a in calls if a.first_rank <= first < a.first_rank + a.num_ranks], letters,
-                   simulation.step_seconds)  # fmt: skip
+        here = [a for a in calls if a.first_rank <= first < a.first_rank + a.num_ranks]
+        bar = _bar(here, letters, simulation.step_seconds, cells)
         name = f"{first}-{stop - 1}" if stop - first > 1 else f"{first}"
         idle = float(simulation.idle[first:stop].mean())
         lines.append(Text(f"{name:>{width}} {bar} {idle:4.0%} idle"))
     if len(rows) > _MOST_ROWS:
         lines.append(Text(f"({len(rows) - _MOST_ROWS} more groups of ranks)"))
-    lines.append(Text(f"{'':>{width}} 0 s{format_seconds(simulation.step_seconds):>{_WIDTH - 3}}"))
+    lines.append(Text(f"{'':>{width}} 0 s{format_seconds(simulation.step_seconds):>{cells - 3}}"))
     lines += [Text(f"  {letter} {name}") for name, letter in letters.items()]
     for move in (a for a in simulation.activities if a.kind == "realloc"):
         took = format_seconds(move.end - move.start)
@@ -128,12 +129,12 @@ def timeline(planned: Planned) -> list[Text]:
     return lines
 
 
-def _bar(activities: Sequence[Activity], letters: dict[str, str], step_seconds: float) -> str:
-    """A letter where a call begins, dashes while it goes on."""
-    cells = [_IDLE] * _WIDTH
+def _bar(activities: Sequence[Activity], letters: dict[str, str], step_seconds: float, width: int) -> str:
+    """A letter where a call begins, a small one while it goes on."""
+    cells = [_IDLE] * width
     for activity in sorted(activities, key=lambda a: a.start):
-        first = round(activity.start / step_seconds * _WIDTH)
-        last = max(first + 1, round(activity.end / step_seconds * _WIDTH))
+        first = round(activity.start / step_seconds * width)
+        last = max(first + 1, round(activity.end / step_seconds * width))
         for cell in range(first, last):
-            cells[cell % _WIDTH] = letters[activity.name] if cell == first else letters[activity.name].lower()
+            cells[cell % width] = letters[activity.name] if cell == first else letters[activity.name].lower()
     return "".join(cells)
