@@ -110,13 +110,16 @@ class Group:
         if not sends and not recvs:
             return Pending()
         assert self._backend is not None, "a group of one has nobody to talk to"
-        with _naming_peers(self.ranks):
-            if self._native:
-                self._backend._start_coalescing()
-            works: list[tuple[Any, tuple[int, ...]]] = []
-            works += [(self._backend.recv([tensor], peer, tag), (self.ranks[peer],)) for peer, tensor in recvs]
-            works += [(self._backend.send([tensor], peer, tag), (self.ranks[peer],)) for peer, tensor in sends]
-            if self._native:
+        if self._native:
+            self._backend._start_coalescing()
+        works: list[tuple[Any, tuple[int, ...]]] = []
+        for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
+            for peer, tensor in messages:
+                ranks = (self.ranks[peer],)
+                with _naming_peers(ranks):  # Of a connection that is closed gloo tells at once.
+                    works.append((post([tensor], peer, tag), ranks))
+        if self._native:
+            with _naming_peers(self.ranks):
                 works = [(self._backend._end_coalescing(), self.ranks)]
         return Pending(works, [*sends, *recvs])
 
