@@ -1,6 +1,7 @@
 """The command line. Free of torch; commands that need it are loaded when they are called."""
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import importlib.util
@@ -35,7 +36,7 @@ from realhf.realloc import explain
 from realhf.realloc.schedule import make_schedule
 from realhf.realloc.wires import Wires
 from realhf.runtime.check import Program, compile_program
-from realhf.units import format_bytes
+from realhf.units import format_bytes, format_seconds
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
 _MAX_TIMEOUT, _PROFILE_TIMEOUT = 1e6, 600.0
@@ -87,6 +88,7 @@ def _parser() -> ArgumentParser:
     run = _add_command(commands, "run", _run, text)
     run.add_argument("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     run.add_argument("--out", help="run directory; default: a new one below runs/")
+    run.add_argument("--profile", help="with --plan auto: what `realhf profile` measured on this machine")
     text = "seconds that a worker waits for another one before it stops; default: 600"
     run.add_argument("--timeout", type=float, default=600.0, metavar="S", help=text)
     text = "find what is wrong with an experiment and a plan, without running it"
@@ -96,7 +98,7 @@ def _parser() -> ArgumentParser:
     check.add_argument("--json", action="store_true", help="print one JSON document")
     text = "measure this machine for the models of an experiment, for the planner"
     profile = _add_command(commands, "profile", _profile, text)
-    profile.add_argument("--nproc", type=int, help="local workers that measure at once; default: as for run")
+    profile.add_argument("--nproc", type=int, help="local workers that measure at once; default: all devices")
     profile.add_argument("-o", "--out", default="profile.yaml", help="file to write; default: profile.yaml")
     text = "find the best plan for a cluster, and how near the best possible it is"
     plan = _add_command(commands, "plan", _plan, text, plan=False)
@@ -150,6 +152,8 @@ def _run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int
 
 def _profile(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     is_worker, out = "TORCHELASTIC_RUN_ID" in os.environ, Path(options.out)
+    if not is_worker and options.nproc is None and options.plan is None:
+        options.nproc = plan_command.this_machine().num_devices
     program, num_ranks = _compile(experiment, options, int(os.environ["WORLD_SIZE"]) if is_worker else None)
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"--out {out}: it must be a file in a directory that exists")
@@ -313,12 +317,13 @@ def _compile(experiment: Experiment, options: Namespace, num_ranks: int | None) 
         raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
     plan = None
     if options.plan == "auto":
-        per_host = int(os.environ["LOCAL_WORLD_SIZE"]) if num_ranks else options.nproc
-        hosts = num_ranks // per_host if num_ranks and per_host else 1
-        planned = plan_command.auto_plan(
-            experiment, options.experiment, num_hosts=hosts, devices_per_host=per_host
-        )
-        plan, num_ranks = planned.plan, num_ranks or planned.problem.cluster.num_devices
+        cluster, profile = _cluster_at_hand(options), getattr(options, "profile", None)
+        planned = plan_command.auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
+        plan, num_ranks = planned.plan, num_ranks or cluster.num_devices
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            step = format_seconds(planned.found.step_seconds)
+            took = f"planned in {format_seconds(planned.search_seconds)}, {step} per step predicted"
+            print(f"realhf: {took}", file=sys.stderr)
     elif options.plan is not None:
         plan = ExecutionPlan.load(options.plan)
     num_ranks = num_ranks or options.nproc or (plan.num_ranks if plan else 1)
@@ -327,6 +332,17 @@ def _compile(experiment: Experiment, options: Namespace, num_ranks: int | None) 
     except ValueError as error:
         about_plan = options.plan is not None and str(error).startswith("calls.")
         raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error
+
+
+def _cluster_at_hand(options: Namespace) -> Cluster:
+    """What --plan auto plans for: the cluster that is named, torchrun's hosts, or this machine."""
+    if getattr(options, "cluster", None) is not None:
+        return Cluster.load(options.cluster)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return plan_command.this_machine(options.nproc)
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    host = plan_command.this_machine(per_host)
+    return dataclasses.replace(host, num_hosts=int(os.environ["WORLD_SIZE"]) // per_host)
 
 
 def _run_directory(options: Namespace) -> Path:

@@ -27,8 +27,9 @@ class CallPlan:
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, num in (("micro_batch_tokens", self.micro_batch_tokens), ("max_rows", self.max_rows or 1)):
-            if not isinstance(num, int) or num < 1:
+        rows = 1 if self.max_rows is None else self.max_rows
+        for name, num in (("micro_batch_tokens", self.micro_batch_tokens), ("max_rows", rows)):
+            if isinstance(num, bool) or not isinstance(num, int) or num < 1:
                 raise ValueError(f"{name} is {num!r}: it must be a whole number of at least 1")
         for name in OPTIONS:
             if not isinstance(value := getattr(self, name), bool):

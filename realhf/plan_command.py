@@ -50,13 +50,15 @@ def plan(options: Namespace, experiment: Experiment) -> int:
     """Prints the plan and writes it where asked; the exit code."""
     profile = None if options.profile is None else Profile.load(options.profile)
     cluster = _cluster(options, profile)
-    rates = Rates(cluster) if profile is None else ProfiledRates(profile, cluster)
+    rates = _rates(cluster, profile)
     if options.time_limit is not None and not options.time_limit > 0:
         raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
     if not 0 <= options.gap < 1:
         raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
     if options.output and not Path(options.output).parent.is_dir():
         raise UserError(f"--output {options.output}: there is no directory {Path(options.output).parent}")
+    if options.output and Path(options.output).is_dir():
+        raise UserError(f"--output {options.output} is a directory: name the file to write")
     limit = options.time_limit or 2.0 * max(1.0, (cluster.num_devices / 64) ** 0.83)
     with _reporting(options.experiment), _watched() as progress:
         problem = problem_of(
@@ -76,15 +78,21 @@ def plan(options: Namespace, experiment: Experiment) -> int:
     return 0
 
 
-def auto_plan(experiment: Experiment, name: str, *, num_hosts: int, devices_per_host: int | None) -> Planned:
+def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> Planned:
     """A plan for the machines that this runs on; every rank that asks gets the same."""
-    cluster = this_machine(devices_per_host)
-    cluster = replace(cluster, num_hosts=num_hosts)
+    rates = _rates(cluster, None if profile is None else Profile.load(profile))
     with _reporting(name):
-        return make_plan(
-            problem_of(experiment, cluster), Rates(cluster), time_limit=float("inf"), gap=_GAP,
-            max_rounds=_AUTO_ROUNDS,
-        )  # fmt: skip
+        problem = problem_of(experiment, cluster)
+        return make_plan(problem, rates, time_limit=float("inf"), gap=_GAP, max_rounds=_AUTO_ROUNDS)
+
+
+def _rates(cluster: Cluster, profile: Profile | None) -> Rates:
+    if profile is None:
+        return Rates(cluster)
+    if (measured := profile.cluster.device_type) != cluster.device_type:
+        what = f"it was measured on {measured} devices, the cluster has {cluster.device_type} devices"
+        raise UserError(f"--profile: {what}")
+    return ProfiledRates(profile, cluster)
 
 
 def this_machine(num_devices: int | None = None) -> Cluster:

@@ -121,7 +121,10 @@ REFUSED = {
     "--cluster h100-2x8 --pin actor_train=t8@0,2-8": ["contiguous"],
     "--cluster h100-2x8 --pin actor_generate=d8@0-7 --batch_size 6": [
         "the 6 samples of call actor_generate cannot be split over dp=8"],
-    "--cluster h100-2x8 --pin actor_train=d1@0": ["call actor_train does not fit as --pin actor_train says"],
+    "--cluster h100-2x8 --pin actor_train=d1@0": ["does not fit there", "pin it to more ranks"],
+    "--cluster h100-2x8 --pin token_advantages=d1@0": ["--pin token_advantages: it is plain Python"],
+    "--cluster h100-2x8 --together actor_train": ["--together actor_train: name two calls or more"],
+    "--cluster h100-2x8 --pin actor_train=d8@0-7 --pin actor_train=d8@8-15": ["actor_train is given twice"],
     "--cluster h100-2x8 --together actor_train,critic": ["--together critic", "there is no such call"],
     "--cluster h100-2x8 --devices 12": ["--devices 12", "whole hosts of 8 up to 16"],
     "--cluster h100-2x8 --time-limit 0": ["--time-limit 0", "above 0"],

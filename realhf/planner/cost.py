@@ -39,6 +39,12 @@ class Spans(NamedTuple):
     ep: Span
     stages_meet_in_host: bool
 
+    @property
+    def within(self) -> str:
+        """What the messages inside a block are for."""
+        used = [name for name, span in (("tensor", self.tp), ("expert", self.ep)) if span.size > 1]
+        return f"{' and '.join(used) or 'tensor'} parallel"
+
 
 def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
     s = strategy
@@ -116,7 +122,8 @@ def _forward(
     stages = [block.times(layers) for layers in _stages(role, strategy)]
     stages[-1] = stages[-1].plus(head)
     hop = rates.send(_hidden_bytes(role, cut.tokens), within_host=groups.stages_meet_in_host)
-    return _pipelined(stages, cut.num_micro_batches, hop=hop if strategy.pp > 1 else 0.0, hops_per_slot=1)
+    hop = hop if strategy.pp > 1 else 0.0
+    return _pipelined(stages, cut.num_micro_batches, groups, hop=hop, hops_per_slot=1)
 
 
 def _block(rates: Rates, role: ModelRole, groups: Spans, cut: _Pass, *, backward: bool = False) -> Cost:
@@ -133,7 +140,7 @@ def _hidden_bytes(role: ModelRole, tokens: float) -> float:
     return tokens * role.config.hidden_size * role.itemsize
 
 
-def _pipelined(stages: list[Cost], count: int, *, hop: float, hops_per_slot: int) -> CallCost:
+def _pipelined(stages: list[Cost], count: int, groups: Spans, *, hop: float, hops_per_slot: int) -> CallCost:
     """`count` micro-batches through the stages; each crosses every border `hops_per_slot` times."""
     transit = hops_per_slot * (len(stages) - 1) * hop
     once = sum(stage.seconds for stage in stages) + transit
@@ -142,7 +149,7 @@ def _pipelined(stages: list[Cost], count: int, *, hop: float, hops_per_slot: int
     slot = max(slowest.seconds, once / len(stages), hop)
     seconds = once + (count - 1) * slot
     busy = slowest.times(count)
-    parts = {"compute": busy.compute, "tensor parallel": busy.wires, "pipeline": seconds - busy.seconds}
+    parts = {"compute": busy.compute, groups.within: busy.wires, "pipeline": seconds - busy.seconds}
     return CallCost(seconds, parts, count)
 
 
@@ -161,7 +168,8 @@ def _train(
         stages.append(block.times(layers).plus(Cost(gradients)))
     stages[-1] = stages[-1].plus(head)
     hop = rates.send(_hidden_bytes(role, cut.tokens), within_host=groups.stages_meet_in_host)
-    one = _pipelined(stages, cut.num_micro_batches, hop=hop if strategy.pp > 1 else 0.0, hops_per_slot=2)
+    hop = hop if strategy.pp > 1 else 0.0
+    one = _pipelined(stages, cut.num_micro_batches, groups, hop=hop, hops_per_slot=2)
     held = max(num_params(role.spec, strategy, stage) for stage in {0, strategy.pp - 1})
     steps = work.minibatches * work.epochs
     # Parameters are gathered between optimizer steps; behind the last, reallocation brings them around.
@@ -191,7 +199,7 @@ def _generate(
     hop = rates.send(_hidden_bytes(role, tokens), within_host=groups.stages_meet_in_host) if pp > 1 else 0.0
     block = rates.block(role, groups.tp, groups.ep, tokens=tokens, squared=squared)
     stages = [block.times(count) for count in layers]
-    prefill = _pipelined(stages, cohorts, hop=hop, hops_per_slot=1)
+    prefill = _pipelined(stages, cohorts, groups, hop=hop, hops_per_slot=1)
     # Decode, in spans of steps that grow: what changes from step to step is averaged over each.
     alive, steps = work.survival, np.arange(1, len(work.survival) + 1)
     spans_ = np.unique(np.geomspace(1, len(alive) + 1, _SPANS + 1).astype(int))[:-1] - 1
@@ -213,7 +221,7 @@ def _generate(
     parts = {
         "prefill": waves * prefill.seconds,
         "decode": waves * float(((compute * deepest + head) * cohorts * weights).sum()),
-        "tensor parallel": waves * float((wires * deepest * cohorts * weights).sum()),
+        groups.within: waves * float((wires * deepest * cohorts * weights).sum()),
     }
     seconds = waves * (prefill.seconds + float((step * weights).sum()))
     parts["pipeline"] = max(0.0, seconds - sum(parts.values()))

@@ -117,7 +117,10 @@ def _reasons(space: Space, chosen: np.ndarray, found: Found) -> dict[str, str]:
     for u, unit in enumerate(space.units):
         mine = unit.candidates[chosen[u]]
         others = np.array([i for i, c in enumerate(unit.candidates) if c.layout_key != mine.layout_key])
-        second = "no other layout fits"
+        if any(space.calls[i].name in space.problem.pins for i in unit.calls):
+            second = "pinned"
+        else:
+            second = "no other layout fits beside the rest of this plan" if len(others) else "the only layout"
         if len(others):
             plans = np.repeat(chosen[None], len(others), axis=0)
             plans[:, u] = others

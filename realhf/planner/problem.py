@@ -116,8 +116,14 @@ class Problem:
         names = [call.name for call in self.model_calls]
         chosen = [("--pin", name) for name in self.pins]
         chosen += [("--together", name) for group in self.together for name in group]
-        if unknown := [f"{option} {name}" for option, name in chosen if name not in names]:
-            raise ValueError(f"{unknown[0]}: there is no such call; there are {', '.join(names)}")
+        host = [call.name for call in self.graph.calls if call.role is None]
+        for option, name in chosen:
+            if name in host:
+                raise ValueError(f"{option} {name}: it is plain Python, which runs where its data is")
+            if name not in names:
+                raise ValueError(f"{option} {name}: there is no such call; there are {', '.join(names)}")
+        if alone := [group for group in self.together if len(set(group)) < 2]:
+            raise ValueError(f"--together {','.join(alone[0])}: name two calls or more, separated by commas")
         for name, layout in self.pins.items():
             if max(layout.ranks) >= self.cluster.num_devices:
                 has = f"the cluster has {self.cluster.num_devices} devices"

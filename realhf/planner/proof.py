@@ -31,9 +31,10 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Proof:
-    """The peak of every rank, and what a device has."""
+    """The peak of every rank, the most that a rank needs while each call runs, and what a device has."""
 
     peaks: Mapping[int, Peak]
+    calls: Mapping[str, float]
     available: float
 
     @property
@@ -49,18 +50,18 @@ def prove(problem: Problem, plan: ExecutionPlan) -> Proof:
     """Memory of every rank under a plan."""
     homes = _homes(problem, plan)
     known: dict[tuple[str, int], dict[str, float]] = {}
-    peaks: dict[int, Peak] = {}
+    peaks, calls = dict[int, Peak](), dict[str, float]()
     for rank in sorted({rank for call in problem.model_calls for rank in plan[call.name].layout.ranks}):
         resting = _resting(problem, plan, homes, rank)
-        peaks[rank] = max(
-            (
-                Peak(rank, call.name, {**resting, **_running(problem, plan, call, rank, known)})
-                for call in problem.model_calls
-                if rank in plan[call.name].layout
-            ),
-            key=lambda peak: peak.num_bytes,
-        )
-    return Proof(peaks, available_bytes(problem.cluster))
+        here = [
+            Peak(rank, call.name, {**resting, **_running(problem, plan, call, rank, known)})
+            for call in problem.model_calls
+            if rank in plan[call.name].layout
+        ]
+        peaks[rank] = max(here, key=lambda peak: peak.num_bytes)
+        for peak in here:
+            calls[peak.call] = max(calls.get(peak.call, 0.0), peak.num_bytes)
+    return Proof(peaks, calls, available_bytes(problem.cluster))
 
 
 def require_fit(problem: Problem, plan: ExecutionPlan) -> Proof:

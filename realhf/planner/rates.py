@@ -9,7 +9,7 @@ what was measured.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,14 @@ class Assumptions:
     memory: float = 0.8
     link: float = 0.8
     overlap: float = 0.0  # Share of a backward pass behind which gradients are reduced: our engine does not.
-    block_launch_seconds: float = 4e-5  # Host time to launch one block's kernels: no step takes less.
+    block_seconds: float = 4e-5  # Host time of one block: launching its kernels.
+    pass_seconds: float = 5e-4  # Host time of a micro-batch besides its blocks: cutting, head, loss.
     call_seconds: float = 0.02  # Host time around a call: dealing out samples, packing columns.
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "Assumptions":
+        """On CPU nothing is launched ahead: operators themselves cost host time (measured on two cores)."""
+        return cls(block_seconds=2e-4, pass_seconds=1.5e-3) if cluster.device_type == "cpu" else cls()
 
 
 class BlockShape(NamedTuple):
@@ -102,7 +108,7 @@ class Rates:
     lengths of its sequences, `rows` sequences of a decode step."""
 
     def __init__(self, cluster: Cluster, assumptions: Assumptions | None = None) -> None:
-        self.cluster, self.assume = cluster, assumptions or Assumptions()
+        self.cluster, self.assume = cluster, assumptions or Assumptions.of(cluster)
         self._memory = cluster.memory_bandwidth_bytes_per_second * self.assume.memory
         self.known_blocks: dict[tuple[object, ...], Cost] = {}
 
@@ -208,7 +214,7 @@ class Rates:
         compute *= 2 if backward else 1
         compute += (2.5 if backward else 1) * attention / (self.peak(role) * self.assume.attention)
         compute += (2 if backward else 1) * self.traffic(elementwise)
-        return Cost(max(compute, self.assume.block_launch_seconds), wires)
+        return Cost(float(self._launched(compute)), wires)
 
     def head(
         self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False
@@ -216,6 +222,7 @@ class Rates:
         """Embedding of a pass and its head at `tokens` positions: float32 logits that softmax goes over."""
         c, n = role.config, tp.size
         embedding = self.traffic(3 * tokens * c.hidden_size * role.itemsize)
+        embedding += 0.0 if backward else self.assume.pass_seconds
         if output != "logprobs" or c.head != "lm":
             return Cost(embedding)
         params = c.vocab_size * c.hidden_size / n
@@ -224,6 +231,12 @@ class Rates:
         compute += self.traffic(passes * tokens * c.vocab_size / n * _WIDE)
         wires = 0.0 if n == 1 else self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
         return Cost(embedding + compute, wires)
+
+    def _launched(self, compute: Any) -> Any:
+        """Seconds of a block: kernels are launched while earlier ones run, operators on CPU are not."""
+        if self.cluster.device_type == "cpu":
+            return compute + self.assume.block_seconds
+        return np.maximum(compute, self.assume.block_seconds)
 
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray
@@ -246,7 +259,7 @@ class Rates:
             sent = rows * shape.experts_per_token * c.hidden_size * role.itemsize
             least = self.all_to_all(0.0, ep)
             wires = wires + 2 * shape.moe_share * (least + sent * (self.all_to_all(1e9, ep) - least) / 1e9)
-        return np.maximum(compute, self.assume.block_launch_seconds), wires
+        return self._launched(compute), wires
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
         """Logits and sampling of one token per row."""
@@ -256,7 +269,7 @@ class Rates:
         compute = np.maximum(flops, params * role.itemsize / self._memory)
         sampling = 8 * rows * c.vocab_size / n * _WIDE / self._memory
         exchange = 3 * self.all_gather(1.0, tp)
-        return compute + sampling + exchange + 2 * self.assume.block_launch_seconds
+        return compute + sampling + exchange + 2 * self.assume.block_seconds
 
     def accumulate(self, role: ModelRole, params: float) -> float:
         """Adds one micro-batch's gradients to the float32 buffer: write and read one, read and write the

@@ -30,11 +30,14 @@ def require_candidates(space: Space) -> None:
     for unit in space.units:
         if unit.candidates:
             continue
-        calls = [space.calls[i] for i in unit.calls]
-        names = " and ".join(call.name for call in calls)
-        pinned = [call.name for call in calls if call.name in problem.pins]
-        where = f"as --pin {pinned[0]} says" if pinned else "in any layout, even alone"
-        raise ValueError(f"call {names} does not fit {where}: {_devices(space)}")
+        calls = [space.calls[i].name for i in unit.calls]
+        names = " and ".join(calls)
+        for name in calls:
+            if (layout := problem.pins.get(name)) is not None:
+                has = f"a device has {format_bytes(space.capacity)} available"
+                why = f"{has}: pin it to more ranks, or leave the pin out"
+                raise ValueError(f"--pin {name}={layout}: call {names} does not fit there, {why}")
+        raise ValueError(f"call {names} does not fit in any layout, even alone: {_devices(space)}")
 
 
 def nothing_fits(space: Space) -> str:
@@ -53,10 +56,15 @@ def _devices(space: Space) -> str:
     num_devices = problem.cluster.num_devices
     for role in problem.roles.values():
         total += role.spec.numel * (role.itemsize + (4 * wide_bytes(role) if role.trainable else 0))
-    need, has = math.ceil(total / space.capacity), format_bytes(space.capacity)
-    there_are = f"the cluster has {num_devices} devices with {has} available on each"
-    takes = f"parameters, gradients and optimizers take {format_bytes(total)}"
+    has, per_host = format_bytes(space.capacity), problem.cluster.devices_per_host
+    there_are = f"the cluster has {num_devices} device{'s' * (num_devices > 1)} with {has} available on each"
+    if space.capacity <= 0:
+        whole = format_bytes(problem.cluster.device_memory_bytes)
+        return f"{there_are} (of {whole}, less what is set aside): is a unit missing in device_memory_bytes?"
+    takes = f"parameters, gradients and optimizers of all roles take {format_bytes(total)}"
+    need = math.ceil(total / space.capacity)
     if need > num_devices:
+        need = need if need <= per_host else math.ceil(need / per_host) * per_host
         return f"{there_are}; {takes}: use at least {need} devices"
     what = "activations and KV cache do not fit beside"
     return f"{there_are}; {takes}, {what}: use more devices, smaller models or shorter sequences"

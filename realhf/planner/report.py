@@ -68,16 +68,18 @@ def _variants(planned: Planned, name: str) -> list[tuple[Any, str]]:
 def render(planned: Planned, *, columns: int) -> Group:
     """The same for people, on a terminal of so many columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("call", "layout", "micro-batches", "seconds", "fullest rank", "limited by"):
-        table.add_column(title, justify="right" if title in ("seconds", "fullest rank") else "left")
+    for title in ("call", "layout", "micro-batches", "seconds", "memory", "limited by"):
+        table.add_column(title, justify="right" if title in ("seconds", "memory") else "left")
     for name in planned.chosen:
         how = planned.plan[name]
         cost = next(v.cost for v, i in _variants(planned, name) if i == name)
-        peaks = [peak.num_bytes for rank, peak in planned.proof.peaks.items() if rank in how.layout]
-        options = [f"{cost.num_micro_batches} of {how.micro_batch_tokens} tokens", *how.options]
+        work = planned.problem.workloads[name]
+        steps = work.minibatches * work.epochs
+        times = f"{steps} x " if steps > 1 else ""
+        options = [f"{times}{cost.num_micro_batches} of {how.micro_batch_tokens} tokens", *how.options]
         if how.max_rows is not None:
             options = [f"{how.max_rows} rows at once", *how.options]
-        memory = format_bytes(max(peaks))
+        memory = format_bytes(planned.proof.calls[name])
         table.add_row(name, str(how.layout), ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
         table, Text(), *_summary(planned), Text(), *timeline(planned, columns=columns), Text(),
@@ -88,9 +90,11 @@ def render(planned: Planned, *, columns: int) -> Group:
 def _summary(planned: Planned) -> list[Text]:
     found, proof = planned.found, planned.proof
     best = f"at most {found.gap:.2%} more than the best possible" if found.gap > 1e-6 else "the best possible"
+    if planned.problem.pins or planned.problem.together:
+        best += " with what is pinned or kept together"
     took = f"found in {format_seconds(planned.search_seconds)}"
     lines = [f"{format_seconds(found.step_seconds)} per step: {best} under this cost model, {took}"]
-    if (rule := planned.heuristic) is not None:
+    if (rule := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:
         usual = "tensor parallelism inside hosts and a pipeline across them for all calls"
         times = f"{rule.seconds / found.step_seconds:.2f} x as fast as {usual}"
         lines.append(times if rule.fits else f"{usual} does not fit in memory")
@@ -122,6 +126,7 @@ def timeline(planned: Planned, *, columns: int) -> list[Text]:
     if len(rows) > _MOST_ROWS:
         lines.append(Text(f"({len(rows) - _MOST_ROWS} more groups of ranks)"))
     lines.append(Text(f"{'':>{width}} 0 s{format_seconds(simulation.step_seconds):>{cells - 3}}"))
+    lines.append(Text("(A: it begins; a: it goes on, over the end at the beginning, beside the next step)"))
     lines += [Text(f"  {letter} {name}") for name, letter in letters.items()]
     for move in (a for a in simulation.activities if a.kind == "realloc"):
         took = format_seconds(move.end - move.start)

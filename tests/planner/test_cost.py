@@ -14,7 +14,7 @@ from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Assumptions, Rates, Span
 
 FREE = 1e30
-PERFECT = Assumptions(1.0, 1.0, 1.0, 1.0, block_launch_seconds=0.0, call_seconds=0.0)
+PERFECT = Assumptions(1.0, 1.0, 1.0, 1.0, block_seconds=0.0, pass_seconds=0.0, call_seconds=0.0)
 LLAMA = ModelConfig.load("llama-7b")
 ROLE = ModelRole(LLAMA, trainable=True)
 WORK = Workload(64, 1024, 1024, 1024)
