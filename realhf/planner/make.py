@@ -9,6 +9,7 @@ import numpy as np
 
 from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import Mesh
+from realhf.planner.cost import CallCost
 from realhf.planner.problem import Problem
 from realhf.planner.proof import Proof, prove
 from realhf.planner.rates import Rates
@@ -16,7 +17,6 @@ from realhf.planner.refusals import nothing_fits, require_candidates, require_kn
 from realhf.planner.search import Found, LocalSearch, Progress, search
 from realhf.planner.simulate import Simulation, simulate
 from realhf.planner.space import Space
-from realhf.planner.unit import Candidate
 
 _SEARCHING = 0.8  # Of the time limit; the rest is for describing what was found.
 
@@ -36,7 +36,7 @@ class Planned:
     problem: Problem
     space: Space
     plan: ExecutionPlan
-    chosen: Mapping[str, Candidate]
+    costs: Mapping[str, CallCost]
     found: Found
     simulation: Simulation
     proof: Proof
@@ -68,15 +68,16 @@ def make_plan(
         raise ValueError(nothing_fits(space))
     chosen = np.array(found.chosen)
     simulation = simulate(space, chosen)
-    by_call: dict[str, Candidate] = {}
+    costs: dict[str, CallCost] = {}
     for unit, pick in zip(space.units, found.chosen, strict=True):
-        by_call |= {space.calls[i].name: unit.candidates[pick] for i in unit.calls}
+        variants = unit.candidates[pick].variants
+        costs |= {space.calls[i].name: v.cost for i, v in zip(unit.calls, variants, strict=True)}
     plan = _execution_plan(space, found)
     proof = prove(problem, plan)
     assert proof.fits, f"the search counts less memory than the proof: {proof.fullest}"
     reasons = _reasons(space, chosen, found)
     spent = time.process_time() - began
-    return Planned(problem, space, plan, by_call, found, simulation, proof, reasons, rule, spent)
+    return Planned(problem, space, plan, costs, found, simulation, proof, reasons, rule, spent)
 
 
 def heuristic(space: Space) -> Heuristic | None:

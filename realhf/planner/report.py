@@ -21,14 +21,13 @@ _IDLE = "."
 def document(planned: Planned) -> dict[str, Any]:
     """The answer of `realhf plan --json`, in seconds and bytes."""
     calls: dict[str, Any] = {}
-    for name, candidate in planned.chosen.items():
+    for name, cost in planned.costs.items():
         how = planned.plan[name]
-        cost = next(v.cost for v, i in _variants(planned, name) if i == name)
         calls[name] = {
             "layout": str(how.layout), "micro_batch_tokens": how.micro_batch_tokens,
             "max_rows": how.max_rows, "recompute": how.recompute, "offload": how.offload,
             "seconds": cost.seconds, "parts": dict(cost.parts), "limit": cost.limit,
-            "num_micro_batches": cost.num_micro_batches, "num_devices": candidate.mesh.size,
+            "num_micro_batches": cost.num_micro_batches, "num_devices": len(how.layout.ranks),
             "reason": planned.reasons[name],
         }  # fmt: skip
     for name, how in planned.plan.calls.items():
@@ -58,21 +57,13 @@ def memory(proof: Proof) -> dict[str, Any]:
     return {"available_bytes": proof.available, "peaks": peaks}
 
 
-def _variants(planned: Planned, name: str) -> list[tuple[Any, str]]:
-    """The variants of the candidate that runs a call, with the names of their calls."""
-    candidate = planned.chosen[name]
-    names = [call.name for call in planned.problem.model_calls if planned.chosen[call.name] is candidate]
-    return list(zip(candidate.variants, names, strict=True))
-
-
 def render(planned: Planned, *, columns: int) -> Group:
     """The same for people, on a terminal of so many columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("call", "layout", "micro-batches", "seconds", "memory", "limited by"):
         table.add_column(title, justify="right" if title in ("seconds", "memory") else "left")
-    for name in planned.chosen:
+    for name, cost in planned.costs.items():
         how = planned.plan[name]
-        cost = next(v.cost for v, i in _variants(planned, name) if i == name)
         work = planned.problem.workloads[name]
         steps = work.minibatches * work.epochs
         times = f"{steps} x " if steps > 1 else ""
