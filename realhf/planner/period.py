@@ -4,8 +4,9 @@ Ranks run their calls in graph order, step after step without a barrier. A call 
 and its inputs and weights have come. Such a system is linear in the max-plus algebra: its period is the
 largest mean weight of a cycle of constraints, weight over steps that it spans (Baccelli et al. 1992).
 
-Shapes: K plans, N calls in graph order. Constraints are matrices `wait[k, i, j]`: call i starts no earlier
-than that many seconds after call j starts, -inf for no constraint.
+Shapes: K plans, N calls in graph order. Constraints are matrices `wait[i, j, k]` (plans last, so that what is
+done to all of them is done in a row): call i starts no earlier than that many seconds after call j starts,
+-inf for no constraint.
 """
 
 from dataclasses import dataclass
@@ -41,16 +42,15 @@ def periods(
 
     Not `exact`: a lower bound, from cycles of at most two steps.
     """
-    same, before = _waits(needs, seconds, shares, moving)
-    step = _one_step(same, before)
+    step = _one_step(*_waits(needs, seconds, shares, moving))
     diagonal = np.arange(needs.num_calls)
-    there_and_back = (step + step.transpose(0, 2, 1)).max(axis=(1, 2)) / 2
-    best = np.maximum(step[:, diagonal, diagonal].max(axis=1), there_and_back)
+    there_and_back = (step + step.transpose(1, 0, 2)).max(axis=(0, 1)) / 2
+    best = np.maximum(step[diagonal, diagonal].max(axis=0), there_and_back)
     power = step
     for length in range(2, needs.num_calls + 1 if exact else 0):
         power = _product(power, step)
-        best = np.maximum(best, power[:, diagonal, diagonal].max(axis=1) / length)
-    return best
+        best = np.maximum(best, power[diagonal, diagonal].max(axis=0) / length)
+    return np.maximum(best, 0.0)
 
 
 def first_starts(
@@ -58,7 +58,7 @@ def first_starts(
 ) -> np.ndarray:
     """When each call of each step starts, from rest: shape (num_steps, N), of one plan."""
     same, before = _waits(needs, seconds[None], shares[None], moving[None])
-    step, closure = _one_step(same, before)[0], _closure(same)[0]
+    step, closure = _one_step(same, before)[..., 0], _closure(same)[..., 0]
     starts = [np.maximum(closure.max(axis=1), 0.0)]
     for _ in range(num_steps - 1):
         starts.append((step + starts[-1]).max(axis=1))
@@ -68,28 +68,30 @@ def first_starts(
 def _waits(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Constraints between calls of one step, and from the step before."""
-    num = needs.num_calls
-    after_j = np.broadcast_to(seconds[:, None, :], shares.shape)
-    earlier = np.tri(num, k=-1, dtype=bool)
-    same = np.where(shares & earlier, after_j, NEVER)
-    before = np.where(shares & ~earlier, after_j, NEVER)
-    same = np.maximum(same, after_j + needs.data)
+    """Constraints between calls of one step, and from the step before; shape (N, N, K) each."""
+    num, taken = needs.num_calls, np.ascontiguousarray(seconds.T)
+    same, before = (np.full((num, num, len(seconds)), NEVER) for _ in range(2))
+    shared = np.ascontiguousarray(shares.transpose(1, 2, 0))
+    for i in range(num):
+        for j in range(num):
+            matrix = same if j < i else before
+            matrix[i, j] = np.where(shared[i, j], taken[j], NEVER)
+            if np.isfinite(needs.data[i, j]):
+                np.maximum(same[i, j], taken[j] + needs.data[i, j], out=same[i, j])
     for number, (i, j, lag) in enumerate(needs.weights):
-        wait = seconds[:, j] + (0.0 if moving is None else moving[:, number])
+        wait = taken[j] + (0.0 if moving is None else moving[:, number])
         matrix = before if lag else same
-        matrix[:, i, j] = np.maximum(matrix[:, i, j], wait)
+        np.maximum(matrix[i, j], wait, out=matrix[i, j])
     return same, before
 
 
 def _closure(same: np.ndarray) -> np.ndarray:
     """Longest waits along chains inside a step; calls wait for earlier ones only."""
-    count, num, _ = same.shape
     closure = np.full_like(same, NEVER)
-    for i in range(num):
-        if i:
-            closure[:, i] = (same[:, i, :i, None] + closure[:, :i]).max(axis=1)
-        closure[:, i, i] = 0.0
+    for i in range(len(same)):
+        closure[i, i] = 0.0
+        for j in range(i):
+            np.maximum(closure[i], same[i, j] + closure[j], out=closure[i])
     return closure
 
 
@@ -100,7 +102,7 @@ def _one_step(same: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Max-plus matrix products."""
-    out = a[:, :, 0, None] + b[:, None, 0, :]
-    for k in range(1, a.shape[2]):
-        np.maximum(out, a[:, :, k, None] + b[:, None, k, :], out=out)
+    out = a[:, 0, None] + b[None, 0]
+    for k in range(1, a.shape[1]):
+        np.maximum(out, a[:, k, None] + b[None, k], out=out)
     return out

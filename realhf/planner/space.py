@@ -148,14 +148,14 @@ class Space:
                 continue
             pick = chosen[rows, u]
             copies = resting[rows, u] - unit.resting[pick]
-            others = resting[rows].copy()
-            others[:, u] = 0.0
+            others, starts, stops = (array[rows].T.copy() for array in (resting, first, stop))  # (U, rows)
+            others[u] = 0.0
             beside = np.zeros(len(rows))
             for v in range(len(units)):  # The fullest of the unit's ranks is its first, or another's first.
-                at = np.maximum(first[rows, v], first[rows, u])
-                at = np.where(at < stop[rows, u], at, first[rows, u])[:, None]
-                covers = (first[rows] <= at) & (at < stop[rows])
-                beside = np.maximum(beside, (others * covers).sum(axis=1))
+                at = np.maximum(starts[v], starts[u])
+                at = np.where(at < stops[u], at, starts[u])
+                covers = (starts <= at) & (at < stops)
+                beside = np.maximum(beside, (others * covers).sum(axis=0))
             needs, seconds = unit.tiers
             mesh = pick - len(unit.candidates)
             left = self.capacity - copies - beside
@@ -215,10 +215,10 @@ def _fullest(first: np.ndarray, stop: np.ndarray, resting: np.ndarray, running: 
     The fullest rank is the first of some mesh.
     """
     most = np.zeros(len(first))
-    for u in range(first.shape[1]):
-        at = first[:, u, None]
+    first, stop, resting, running = (array.T.copy() for array in (first, stop, resting, running))
+    for at in first:  # (U, K): sums over the first axis are quick.
         covers = (first <= at) & (at < stop)
-        most = np.maximum(most, (resting * covers).sum(axis=1) + (running * covers).max(axis=1))
+        most = np.maximum(most, (resting * covers).sum(axis=0) + (running * covers).max(axis=0))
     return most
 
 
