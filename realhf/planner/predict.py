@@ -6,13 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from realhf.graph import FunctionCall
-from realhf.plan import ExecutionPlan
+from realhf.layout import Layout
+from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, Options, call_cost
 from realhf.planner.period import periods
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.space import dependencies
 from realhf.planner.transfer import Placed, transfer_seconds
+
+_RANK_0 = Layout.parse("d1@0")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,10 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
 def step_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> float:
-    """Of the plan's step in the steady state, when calls take so long."""
+    """Of the plan's step in the steady state, when calls take so long. Plain Python that the plan leaves out
+    runs on rank 0, as in a run."""
+    left_out = {call.name: CallPlan(_RANK_0) for call in problem.graph.calls if call.role is None}
+    plan = ExecutionPlan({**left_out, **plan.calls})
     calls, needs = problem.graph.order, dependencies(problem, rates)
     ranks = [set(plan[call.name].layout.ranks) for call in calls]
     shares = np.array([[bool(here & there) for there in ranks] for here in ranks])

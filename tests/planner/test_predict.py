@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from realhf.layout import Layout
+from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.make import make_plan
 from realhf.planner.predict import predict
 from realhf.planner.rates import Rates
@@ -20,3 +22,14 @@ def test_the_planner_and_the_prediction_agree(seed: int):
     for call in problem.model_calls:
         seconds = planned.plan[call.name].predicted["seconds"]
         assert predicted.calls[call.name].seconds == pytest.approx(seconds, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_may_leave_out_plain_python(seed: int):
+    problem = random_problem(random.Random(seed), num_calls=4)
+    rates = Rates(problem.cluster)
+    planned = make_plan(problem, rates, time_limit=5.0, gap=0.1)
+    model_calls = {call.name: planned.plan[call.name] for call in problem.model_calls}
+    on_rank_0 = {call.name: CallPlan(Layout.parse("d1@0")) for call in problem.graph.calls} | model_calls
+    expected = predict(problem, rates, ExecutionPlan(on_rank_0))
+    assert predict(problem, rates, ExecutionPlan(model_calls)).step_seconds == expected.step_seconds
