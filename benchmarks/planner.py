@@ -33,6 +33,7 @@ from realhf import GRPO, PPO, Expected, OptimizerConfig, PolicyLossConfig, Role,
 from realhf.cluster import Cluster  # noqa: E402
 from realhf.experiment import Experiment  # noqa: E402
 from realhf.layout import ParallelStrategy  # noqa: E402
+from realhf.plan_command import default_time_limit  # noqa: E402
 from realhf.planner.candidates import Mesh  # noqa: E402
 from realhf.planner.make import Planned, make_plan  # noqa: E402
 from realhf.planner.rates import Rates  # noqa: E402
@@ -108,11 +109,6 @@ def experiment_of(case: Scenario) -> Experiment:
     return PPO(actor=actor, critic=critic, reward=reward, batch_size=case.sequences, **common)
 
 
-def time_limit(devices: int) -> float:
-    """Seconds, as `realhf plan` has them."""
-    return 2.0 * max(1.0, (devices / 64) ** 0.83)
-
-
 # One row
 
 
@@ -126,7 +122,7 @@ def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str,
     row = {"name": case.name, "devices": case.devices, "context": case.context, "fits": False}
     started, began = time.monotonic(), time.process_time()
     try:
-        planned = make_plan(problem, rates, time_limit=time_limit(case.devices), gap=GAP)
+        planned = make_plan(problem, rates, time_limit=default_time_limit(case.devices), gap=GAP)
     except ValueError as error:
         return {**row, "reason": str(error)}
     spent, wall = time.process_time() - began, time.monotonic() - started

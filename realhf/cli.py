@@ -97,7 +97,8 @@ def _parser() -> ArgumentParser:
     check.add_argument("--cluster", help="cluster file or shipped name: its devices are the ranks")
     check.add_argument("--json", action="store_true", help="print one JSON document")
     text = "measure this machine for the models of an experiment, for the planner"
-    profile = _add_command(commands, "profile", _profile, text)
+    profile = _add_command(commands, "profile", _profile, text, plan=False)
+    profile.set_defaults(plan=None)
     profile.add_argument("--nproc", type=int, help="local workers that measure at once; default: all devices")
     profile.add_argument("-o", "--out", default="profile.yaml", help="file to write; default: profile.yaml")
     text = "find the best plan for a cluster, and how near the best possible it is"
@@ -152,7 +153,7 @@ def _run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int
 
 def _profile(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     is_worker, out = "TORCHELASTIC_RUN_ID" in os.environ, Path(options.out)
-    if not is_worker and options.nproc is None and options.plan is None:
+    if not is_worker and options.nproc is None:
         options.nproc = plan_command.this_machine().num_devices
     program, num_ranks = _compile(experiment, options, int(os.environ["WORLD_SIZE"]) if is_worker else None)
     if out.is_dir() or not out.parent.is_dir():

@@ -59,7 +59,7 @@ def plan(options: Namespace, experiment: Experiment) -> int:
         raise UserError(f"--output {options.output}: there is no directory {Path(options.output).parent}")
     if options.output and Path(options.output).is_dir():
         raise UserError(f"--output {options.output} is a directory: name the file to write")
-    limit = options.time_limit or 2.0 * max(1.0, (cluster.num_devices / 64) ** 0.83)
+    limit = options.time_limit or default_time_limit(cluster.num_devices)
     with _reporting(options.experiment), _watched() as progress:
         problem = problem_of(
             experiment, cluster, pins=_pins(options.pin),
@@ -76,6 +76,11 @@ def plan(options: Namespace, experiment: Experiment) -> int:
     if options.output:
         console.print(f"\nwritten to {options.output}", highlight=False)
     return 0
+
+
+def default_time_limit(num_devices: int) -> float:
+    """Seconds of computing: 2 up to 64 devices, 20 at 1024."""
+    return 2.0 * max(1.0, (num_devices / 64) ** 0.83)
 
 
 def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> Planned:

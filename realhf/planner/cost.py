@@ -202,11 +202,11 @@ def _generate(
     prefill = _pipelined(stages, cohorts, groups, hop=hop, hops_per_slot=1)
     # Decode, in spans of steps that grow: what changes from step to step is averaged over each.
     alive, steps = work.survival, np.arange(1, len(work.survival) + 1)
-    spans_ = np.unique(np.geomspace(1, len(alive) + 1, _SPANS + 1).astype(int))[:-1] - 1
+    starts = np.unique(np.geomspace(1, len(alive) + 1, _SPANS + 1).astype(int))[:-1] - 1
     somebody = 1 - (1 - alive) ** rows  # Share of steps in which anybody is still writing.
-    weights = np.maximum(np.add.reduceat(somebody, spans_), 1e-30)
+    weights = np.maximum(np.add.reduceat(somebody, starts), 1e-30)
     running, context = (
-        np.add.reduceat(somebody * each, spans_) / weights
+        np.add.reduceat(somebody * each, starts) / weights
         for each in (np.clip(rows * alive * _COMPACTION, 1.0, rows), work.prompt_tokens + steps)
     )
     compute, wires = rates.decode_block(
