@@ -1,4 +1,4 @@
-"""The parameter table: sizes of known models, transformers' own names and shapes, who holds what."""
+"""The parameter table: transformers' own names and shapes, and who holds what."""
 
 import re
 
@@ -53,26 +53,6 @@ def small(*, heads=8, kv_heads=2, layers=5, tied=True, head="lm", family="Qwen2"
 
 def box(region):
     return tuple(slice(start, stop) for start, stop in region)
-
-
-@pytest.mark.parametrize(
-    ("name", "numel"),
-    [
-        ("llama-7b", 6_738_415_616),
-        ("llama-70b", 68_976_648_192),
-        ("llama-13b", 13_015_864_320),
-        ("codellama-34b", 33_743_970_304),
-        ("qwen2.5-0.5b", 494_032_768),
-        ("qwen2.5-7b", 7_615_616_512),
-        ("qwen3-30b-a3b", 30.53e9),
-        ("qwen3-235b-a22b", 235.09e9),
-        ("deepseek-v3", 671.0e9),
-    ],
-)
-def test_sizes_of_known_models(name, numel):
-    """Exact where the checkpoint's own count is published, else to the digits of the model card."""
-    digits = 0 if isinstance(numel, int) else -7 if numel < 500e9 else -8
-    assert round(model_spec(ModelConfig.load(name)).numel, digits) == numel
 
 
 @pytest.mark.parametrize(
