@@ -3,30 +3,29 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
+from realhf.families import COMMON, COMMON_DEFAULTS, FAMILIES, Family, Hf, Reader
 from realhf.layout import Layout
 from realhf.shipped import resolve
 
 HEADS = ("lm", "score")  # Logits over the vocabulary; one number per token (critics, reward models).
-RUNNABLE = ("llama", "qwen2")  # Families that `nn` computes; plans can be made for all.
-_CLASS_PREFIX = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "deepseek_v3": "DeepseekV3",
-}
-_CLASS_SUFFIX = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
-_ARCHITECTURES = {_CLASS_PREFIX[f] + _CLASS_SUFFIX[h]: (f, h) for f in _CLASS_PREFIX for h in HEADS}
-
-
-_SIZES = {
-    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ROPE_KEYS = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
 }  # fmt: skip
-"""Fields that count, and what config.json calls them."""
+"""Rotary embeddings that `nn` computes, and what config.json must say of them."""
+_HEAD_CLASSES = {"score": "ForSequenceClassification"}
+_ARCHITECTURES = {
+    family.prefix + suffix: (name, head)
+    for name, family in FAMILIES.items()
+    for head, suffix in {"lm": family.lm_class, **_HEAD_CLASSES}.items()
+}
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,20 +37,13 @@ class MoeConfig:
     expert_width: int
     shared_width: int = 0  # Of the shared experts, which form one MLP.
     num_dense_layers: int = 0
-    router_bias: bool = False  # DeepSeek's e_score_correction_bias.
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], family: str) -> "MoeConfig | None":
-        if family not in ("qwen3_moe", "deepseek_v3"):
-            return None
-        for name, legal in (("mlp_only_layers", []), ("decoder_sparse_step", 1), ("moe_layer_freq", 1)):
-            if (value := hf.get(name)) not in (None, legal):
-                raise ValueError(f"{name} is {value!r}; supported is {legal!r}")
-        width, per_token = hf["moe_intermediate_size"], hf["num_experts_per_tok"]
-        if family == "deepseek_v3":
-            shared_width, dense = hf["n_shared_experts"] * width, hf["first_k_dense_replace"]
-            return cls(hf["n_routed_experts"], per_token, width, shared_width, dense, router_bias=True)
-        return cls(hf.get("num_local_experts") or hf["num_experts"], per_token, width)
+    router_bias: bool = False  # DeepSeek's e_score_correction_bias: it takes part in the choice only.
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # Of the router's logits over all experts.
+    normalize: bool = True  # The chosen experts' scores are divided by their sum.
+    scale: float = 1.0  # Multiplies them.
+    num_groups: int = 1  # Experts are chosen out of the best `num_groups_per_token` of these groups.
+    num_groups_per_token: int = 1
+    shared_gate: bool = False  # The shared experts' output is multiplied by a sigmoid of its own.
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ class MlaConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder with RMSNorm, rotary embedding, SwiGLU and grouped-query or latent attention.
+    """A decoder of attention and MLP blocks; the defaults are Llama's.
 
     With `mla`, every query head has keys and values of its own and `head_dim` is that of queries and keys.
     """
@@ -80,62 +72,86 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    qkv_bias: bool
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool = False
     head: str = "lm"
-    qk_norm: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # Added to the norms' weights (Gemma stores them less one).
+    qk_norm: Literal["head", "all"] | None = None  # Queries and keys are normalised, by head or altogether.
+    qkv_bias: bool = False
+    out_bias: bool = False  # Of the attention's output.
+    mlp_bias: bool = False
+    activation: str = "silu"
+    gated: bool = True  # The MLP has a gate beside its up-projection.
+    positions: Literal["rope", "learned"] = "rope"
+    num_positions: int | None = None  # Learned ones; None: no limit.
+    rope_layers: tuple[bool, ...] = ()  # Which layers rotate queries and keys; empty: all.
+    rope_interleaved: bool = False  # Neighbouring dims turn together; else dim i and i + half.
+    windows: tuple[int | None, ...] = ()  # By layer: tokens that one sees, itself included.
+    attention_scale: float | None = None  # Of query times key; None: head_dim ** -0.5.
+    attention_softcap: float | None = None  # c * tanh(x / c) of the attention scores.
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # Of what attention and MLP add.
+    logit_scale: float = 1.0
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     hf: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config.json as read.
+    generation: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """generation_config.json as read."""
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
             raise ValueError(f"head is {self.head!r}: legal are {', '.join(HEADS)}")
         for name in _SIZES:
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"{_SIZES[name]} is {value!r}: it must be a whole number of at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                key, legal = _key(self.family, name), "it must be a whole number of at least 1"
+                raise ValueError(f"{key} is {value!r}: {legal}")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads}"
             raise ValueError(f"{heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
+        if self.activation not in ACTIVATIONS:
+            key = _key(self.family, "activation")
+            raise ValueError(f"{key} is {self.activation!r}; supported are {', '.join(ACTIVATIONS)}")
+        for name in ("windows", "rope_layers"):
+            if (by_layer := getattr(self, name)) and len(by_layer) != self.num_layers:
+                what = "layer_types" if name == "windows" else "no_rope_layers"
+                layers = f"the model has {self.num_layers} layers"
+                raise ValueError(f"{what} has {len(by_layer)} entries; {layers}")
 
     @classmethod
-    def from_hf(cls, hf: Mapping[str, Any], *, head: str | None = None) -> "ModelConfig":
+    def from_hf(cls, hf: Hf, *, head: str | None = None, generation: Hf | None = None) -> "ModelConfig":
         """Reads the fields of a config.json. `head` overrides what its `architectures` says."""
         if not isinstance(hf, Mapping):
             raise ValueError("it must be a JSON object")
         architecture = (hf.get("architectures") or ["(none)"])[0]
         if architecture not in _ARCHITECTURES:
-            raise ValueError(f"architectures is {architecture!r}: supported are {', '.join(_ARCHITECTURES)}")
-        family, own_head = _ARCHITECTURES[architecture]
+            known = ", ".join(family.prefix for family in FAMILIES.values())
+            raise ValueError(
+                f"architectures is {architecture!r}: supported are the causal and sequence classification "
+                f"models of {known}; docs/adding-a-model.md shows how to add one"
+            )
+        name, own_head = _ARCHITECTURES[architecture]
+        family = FAMILIES[name]
+        full = {**COMMON_DEFAULTS, **family.defaults, **hf}
+        for key, legal in family.only.items():
+            if (value := hf.get(key)) not in (None, legal):
+                raise ValueError(f"{key} is {_json(value)}; supported is {_json(legal)}")
+        _check_rope(hf)
+        mla = None
         try:
-            for name in _SIZES.values():
-                if not isinstance(hf.get(name) or 1, int):
-                    raise ValueError(f"{name} is {hf[name]!r}: it must be a whole number of at least 1")
-            heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
-            rope = {"rope_theta": hf.get("rope_theta", 10000.0), **(hf.get("rope_parameters") or {})}
-            head_dim = hf.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
-            kv_heads, mla = hf.get("num_key_value_heads") or heads, None
-            if family == "deepseek_v3":
-                mla = MlaConfig(**{part.name: hf[part.name] for part in fields(MlaConfig)})
-                kv_heads, head_dim = heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            config = cls(
-                family=family, head=head or own_head, hf=dict(hf), vocab_size=hf["vocab_size"],
-                hidden_size=hidden, intermediate_size=hf["intermediate_size"],
-                num_layers=hf["num_hidden_layers"], num_heads=heads,
-                num_kv_heads=kv_heads, head_dim=head_dim, qk_norm=family in ("qwen3", "qwen3_moe"),
-                moe=MoeConfig.from_hf(hf, family), mla=mla,
-                rms_norm_eps=hf.get("rms_norm_eps", 1e-6), rope_theta=float(rope["rope_theta"]),
-                qkv_bias=family == "qwen2", tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            if "kv_a" in family.names:
+                mla = MlaConfig(**{part.name: full[part.name] for part in fields(MlaConfig)})
+            return cls(
+                family=name, head=head or own_head, hf=dict(hf), generation=dict(generation or {}), mla=mla,
+                moe=MoeConfig(**_read(family.moe, full)) if family.moe else None,
+                **{**_read({**COMMON, **family.reads}, full), **family.sets},
             )
         except KeyError as error:
             raise ValueError(f"{error.args[0]} is missing") from error
-        if on := [name for name in ("mlp_bias", "attention_bias") if hf.get(name)]:
-            raise ValueError(f"{on[0]} is true; supported is false")
-        if config.runnable:
-            _check_computable(hf, rope)
-        return config
+        except TypeError as error:  # Arithmetic on what is no number.
+            raise ValueError(f"a field has the wrong type: {error}") from error
 
     @classmethod
     def load(cls, name: str, *, head: str | None = None) -> "ModelConfig":
@@ -144,34 +160,55 @@ class ModelConfig:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise ValueError(f"model {name}: there is no {path}")
+        beside, generation = path.parent / "generation_config.json", None
         try:
-            return cls.from_hf(json.loads(path.read_text()), head=head)
+            hf = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"model config {path}: {error}") from error
+        if path.name == "config.json" and beside.is_file():
+            try:
+                generation = json.loads(beside.read_text())
+                assert isinstance(generation, dict)
+            except (ValueError, AssertionError) as error:
+                raise ValueError(f"{beside} is not a JSON object: {error}") from error
+        try:
+            return cls.from_hf(hf, head=head, generation=generation)
         except ValueError as error:
             raise ValueError(f"model config {path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json of an exported model with this head."""
-        hf = dict(self.hf)
-        hf["architectures"] = [_CLASS_PREFIX[self.family] + _CLASS_SUFFIX[self.head]]
+        hf, family = dict(self.hf), self.describes
+        hf["architectures"] = [family.prefix + {"lm": family.lm_class, **_HEAD_CLASSES}[self.head]]
         if self.head == "score":
             hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
         return hf
 
     @property
+    def describes(self) -> Family:
+        """The family's entry in the table."""
+        return FAMILIES[self.family]
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
-        eos = self.hf.get("eos_token_id")
+        """Tokens that end a response: those of generation_config.json where it names any."""
+        eos = self.generation.get("eos_token_id")
+        eos = self.hf.get("eos_token_id") if eos is None else eos
         return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
     @property
     def runnable(self) -> bool:
         """Whether `nn` computes this family."""
-        return self.family in RUNNABLE
+        return self.moe is None and self.mla is None
 
     @property
     def tied(self) -> bool:
         """Whether the output head is the embedding itself."""
         return self.tie_word_embeddings and self.head == "lm"
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens one sees in this layer, itself included; None: all before it."""
+        return self.windows[layer] if self.windows else None
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ValueError when the model cannot be split this way."""
@@ -200,12 +237,32 @@ class ModelConfig:
         return tuple(filter(None, (dense, self.moe.expert_width, self.moe.shared_width)))
 
 
-def _check_computable(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """Raises ValueError about what changes no parameter and `nn` cannot compute."""
-    scaling = hf.get("rope_scaling") or rope
-    if (rope_type := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
-        raise ValueError(f"rope type {rope_type!r} is not supported; legal is 'default'")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {hf['hidden_act']!r}; supported is 'silu'")
-    if hf.get("use_sliding_window"):
-        raise ValueError("use_sliding_window is true; supported is false")
+def _read(readers: Mapping[str, Reader], hf: Hf) -> dict[str, Any]:
+    return {name: hf[reader] if isinstance(reader, str) else reader(hf) for name, reader in readers.items()}
+
+
+def _key(family: str, name: str) -> str:
+    """What config.json calls a field of ModelConfig."""
+    described = FAMILIES.get(family)
+    reader = {**COMMON, **(described.reads if described else {})}.get(name)
+    special = {"num_kv_heads": "num_key_value_heads"}
+    return reader if isinstance(reader, str) else special.get(name, name)
+
+
+def _json(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
+
+
+def _check_rope(hf: Hf) -> None:
+    """Raises ValueError about a rotary embedding that nobody can compute."""
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_parameters is {given!r}: it must be an object")
+    by_type = [rope for rope in given.values() if isinstance(rope, Mapping)]  # Gemma 3: one a layer type.
+    for rope in by_type or [given]:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = {"su": "longrope"}.get(kind, kind)
+        if kind not in ROPE_KEYS:
+            raise ValueError(f"rope type {kind!r} is not supported; legal are {', '.join(ROPE_KEYS)}")
+        if lacking := [key for key in ROPE_KEYS[kind] if key not in rope]:
+            raise ValueError(f"rope_scaling of type {kind!r} lacks {lacking[0]}")

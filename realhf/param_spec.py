@@ -1,7 +1,7 @@
 """The keystone: every parameter of a model with its global shape, pipeline stage and tensor-parallel split.
 
-Parameters go by their Hugging Face names and a rank holds a box (Region) of each. `nn` builds by this table,
-HF weights go in and out by it, `realloc` schedules by it. Nobody else knows how a tensor is split.
+Parameters go by their names in Hugging Face checkpoints and a rank holds a box (Region) of each. `nn` builds
+by this table, weights are read and written by it, `realloc` schedules by it. Nobody else knows about splits.
 """
 
 import itertools
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,6 +63,15 @@ def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[s
     return parts
 
 
+class InFile(NamedTuple):
+    """Where a parameter lies in a checkpoint: in tensor `name`, from row `start` on (from column `start` on
+    where the checkpoint has it `transposed`)."""
+
+    name: str
+    start: int = 0
+    transposed: bool = False
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """One parameter, of decoder layer `layer`: -1 for the embedding, None for what follows the last layer.
@@ -69,6 +79,7 @@ class ParamSpec:
     `split_dim` is cut over tp in `num_units` indivisible units (attention heads, or single rows or columns);
     with fewer units than tp ranks, neighbours hold the same unit and each computes a part of its gradient.
     A parameter of expert `expert` is only where that expert is; experts are split evenly over ep.
+    `name` is that in the checkpoint; where several parameters lie in one tensor there, with the part behind.
     """
 
     name: str
@@ -77,6 +88,9 @@ class ParamSpec:
     split_dim: int | None = None
     num_units: int = 1
     expert: int | None = None
+    part: str = ""  # What it is in its layer, in every family: "q.weight".
+    partial: bool = False  # Every tp rank holds the whole of it and computes a part of its gradient.
+    in_file: InFile = InFile("")
 
     @property
     def numel(self) -> int:
@@ -97,7 +111,7 @@ class ParamSpec:
 
     def has_partial_gradient(self, tp: int) -> bool:
         """Whether ranks that share a region must add their gradients (else each has the whole gradient)."""
-        return self.split_dim is not None and tp > self.num_units
+        return tp > 1 and (self.partial or (self.split_dim is not None and tp > self.num_units))
 
 
 @dataclass(frozen=True)
@@ -203,79 +217,144 @@ def _place(param: ParamSpec, layout: Layout, stage: int, owner: int) -> Placemen
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The parameter table of a model under the names in its Hugging Face checkpoint."""
-    c, vocabulary, hidden = config, config.vocab_size, config.hidden_size
-    params = [ParamSpec("model.embed_tokens.weight", (vocabulary, hidden), -1, 0, vocabulary)]
+    """The parameter table of a model: layer by layer, what belongs to experts behind all else.
+
+    Within a layer the experts' gates and up-projections lie side by side, then their down-projections.
+    """
+    c, table = config, _Table(config)
+    table.add("embedding.weight", (c.vocab_size, c.hidden_size), -1, 0, c.vocab_size)
+    if c.positions == "learned":
+        assert c.num_positions is not None
+        table.add("positions.weight", (c.num_positions, c.hidden_size), -1)
     for i in range(c.num_layers):
-        at = f"model.layers.{i}"
-        params.append(ParamSpec(f"{at}.input_layernorm.weight", (hidden,), i))
-        params += _latent_attention(c, i) if c.mla else _attention(c, i)
-        params.append(ParamSpec(f"{at}.post_attention_layernorm.weight", (hidden,), i))
-        routed = c.moe and i >= c.moe.num_dense_layers
-        params += _experts(c, i) if routed else _mlp(c, f"{at}.mlp", c.intermediate_size, layer=i)
-    params.append(ParamSpec("model.norm.weight", (hidden,), None))
+        table.norm("attn_norm", i)
+        (_latent_attention if c.mla else _attention)(table, i)
+        table.norm("attn_out_norm", i)
+        table.norm("mlp_norm", i)
+        if c.moe and i >= c.moe.num_dense_layers:
+            _routing(table, i)
+        else:
+            _mlp(table, "", c.intermediate_size, i)
+        table.norm("mlp_out_norm", i)
+    table.norm("final_norm", None)
     if c.head == "score":
-        params.append(ParamSpec("score.weight", (1, hidden), None))
+        table.add("score.weight", (1, c.hidden_size), None)
     elif not c.tied:
-        params.append(ParamSpec("lm_head.weight", (vocabulary, hidden), None, 0, vocabulary))
-    return ModelSpec(config, tuple(params))
+        table.add("lm_head.weight", (c.vocab_size, c.hidden_size), None, 0, c.vocab_size)
+    if c.moe:
+        for i in range(c.moe.num_dense_layers, c.num_layers):
+            for parts in (("gate", "up"), ("down",)):
+                for j in range(c.moe.num_experts):
+                    _mlp(table, "expert_", c.moe.expert_width, i, expert=j, parts=parts)
+    return ModelSpec(config, tuple(table.params))
 
 
-def _attention(c: ModelConfig, layer: int) -> list[ParamSpec]:
-    at, hidden = f"model.layers.{layer}.self_attn", c.hidden_size
-    q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    qkv = [("q", q_rows, c.num_heads), ("k", kv_rows, c.num_kv_heads), ("v", kv_rows, c.num_kv_heads)]
-    params = [ParamSpec(f"{at}.{x}_proj.weight", (rows, hidden), layer, 0, heads) for x, rows, heads in qkv]
+class _Table:
+    """The rows of a parameter table, added in its order."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config, self.params = config, list[ParamSpec]()
+        self._names = config.describes.names
+        modules = list(self._names.values())
+        self._fused = {module for module in modules if modules.count(module) > 1}
+        self._filled: dict[str, int] = {}  # Rows of fused tensors that have been given away.
+
+    def norm(self, part: str, layer: int | None) -> None:
+        """A norm over the hidden states, where the family has it."""
+        if part in self._names:
+            self.add(f"{part}.weight", (self.config.hidden_size,), layer)
+            if self.config.norm == "layer":
+                self.add(f"{part}.bias", (self.config.hidden_size,), layer)
+
+    def linear(
+        self, part: str, rows: int, columns: int, layer: int, split_dim: int | None = None,
+        num_units: int = 1, *, expert: int | None = None,
+    ) -> None:  # fmt: skip
+        """The weight (out, in) of a linear layer of a block."""
+        self.add(
+            f"{part}.weight", (rows, columns), layer, split_dim, num_units, expert=expert,
+            transposed=self.config.describes.transposed)
+
+    def add(
+        self, part: str, shape: tuple[int, ...], layer: int | None, split_dim: int | None = None,
+        num_units: int = 1, *, expert: int | None = None, partial: bool = False, transposed: bool = False,
+    ) -> None:  # fmt: skip
+        part_name, _, kind = part.rpartition(".")
+        module = self._names[part_name]
+        in_file = f"{module.format(layer=layer, expert=expert)}.{kind}"
+        name, start = in_file, 0
+        if module in self._fused:
+            name, start = f"{in_file}/{part_name}", self._filled.get(in_file, 0)
+            self._filled[in_file] = start + shape[0]
+        self.params.append(
+            ParamSpec(
+                name, shape, layer, split_dim, num_units, expert, part, partial,
+                InFile(in_file, start, transposed),
+            )
+        )  # fmt: skip
+
+
+def _attention(table: _Table, layer: int) -> None:
+    c = table.config
+    hidden, q_rows, kv_rows = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    qkv = (("q", q_rows, c.num_heads), ("k", kv_rows, c.num_kv_heads), ("v", kv_rows, c.num_kv_heads))
+    for part, rows, heads in qkv:
+        table.linear(part, rows, hidden, layer, 0, heads)
     if c.qkv_bias:
-        params += [ParamSpec(f"{at}.{x}_proj.bias", (rows,), layer, 0, heads) for x, rows, heads in qkv]
-    if c.qk_norm:
-        params += [ParamSpec(f"{at}.{x}_norm.weight", (c.head_dim,), layer) for x in "qk"]
-    return [*params, ParamSpec(f"{at}.o_proj.weight", (hidden, q_rows), layer, 1, c.num_heads)]
+        for part, rows, heads in qkv:
+            table.add(f"{part}.bias", (rows,), layer, 0, heads)
+    if c.qk_norm == "head":
+        for part in ("q_norm", "k_norm"):
+            table.add(f"{part}.weight", (c.head_dim,), layer, partial=True)
+    if c.qk_norm == "all":
+        table.add("q_norm.weight", (q_rows,), layer, 0, c.num_heads)
+        table.add("k_norm.weight", (kv_rows,), layer, 0, c.num_kv_heads)
+    table.linear("o", hidden, q_rows, layer, 1, c.num_heads)
+    if c.out_bias:
+        table.add("o.bias", (hidden,), layer)
 
 
-def _latent_attention(c: ModelConfig, layer: int) -> list[ParamSpec]:
+def _latent_attention(table: _Table, layer: int) -> None:
     """DeepSeek's: down-projections to the latents are on every tp rank, what makes heads of them is split."""
-    assert c.mla is not None
-    at, hidden, heads, mla = f"model.layers.{layer}.self_attn", c.hidden_size, c.num_heads, c.mla
-    q_rank, kv_rank = mla.q_lora_rank, mla.kv_lora_rank
-    q_rows, kv_rows = heads * c.head_dim, heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    c, mla = table.config, table.config.mla
+    assert mla is not None
+    hidden, heads, q_rank, kv_rank = c.hidden_size, c.num_heads, mla.q_lora_rank, mla.kv_lora_rank
     if q_rank is None:
-        params = [ParamSpec(f"{at}.q_proj.weight", (q_rows, hidden), layer, 0, heads)]
+        table.linear("q", heads * c.head_dim, hidden, layer, 0, heads)
     else:
-        params = [
-            ParamSpec(f"{at}.q_a_proj.weight", (q_rank, hidden), layer),
-            ParamSpec(f"{at}.q_a_layernorm.weight", (q_rank,), layer),
-            ParamSpec(f"{at}.q_b_proj.weight", (q_rows, q_rank), layer, 0, heads),
-        ]
-    return [
-        *params,
-        ParamSpec(f"{at}.kv_a_proj_with_mqa.weight", (kv_rank + mla.qk_rope_head_dim, hidden), layer),
-        ParamSpec(f"{at}.kv_a_layernorm.weight", (kv_rank,), layer),
-        ParamSpec(f"{at}.kv_b_proj.weight", (kv_rows, kv_rank), layer, 0, heads),
-        ParamSpec(f"{at}.o_proj.weight", (hidden, heads * mla.v_head_dim), layer, 1, heads),
-    ]
+        table.linear("q_a", q_rank, hidden, layer)
+        table.add("q_a_norm.weight", (q_rank,), layer)
+        table.linear("q_b", heads * c.head_dim, q_rank, layer, 0, heads)
+    table.linear("kv_a", kv_rank + mla.qk_rope_head_dim, hidden, layer)
+    table.add("kv_a_norm.weight", (kv_rank,), layer)
+    table.linear("kv_b", heads * (mla.qk_nope_head_dim + mla.v_head_dim), kv_rank, layer, 0, heads)
+    table.linear("o", hidden, heads * mla.v_head_dim, layer, 1, heads)
 
 
-def _experts(c: ModelConfig, layer: int) -> list[ParamSpec]:
-    """The router, the routed experts and the shared ones."""
-    assert c.moe is not None
-    at, moe = f"model.layers.{layer}.mlp", c.moe
-    params = [ParamSpec(f"{at}.gate.weight", (moe.num_experts, c.hidden_size), layer)]
+def _routing(table: _Table, layer: int) -> None:
+    """The router and the shared experts; the routed ones come at the end of the table."""
+    c, moe = table.config, table.config.moe
+    assert moe is not None
+    table.add("router.weight", (moe.num_experts, c.hidden_size), layer)
     if moe.router_bias:
-        params.append(ParamSpec(f"{at}.gate.e_score_correction_bias", (moe.num_experts,), layer))
-    for j in range(moe.num_experts):
-        params += _mlp(c, f"{at}.experts.{j}", moe.expert_width, layer=layer, expert=j)
+        table.add("router.e_score_correction_bias", (moe.num_experts,), layer)
     if moe.shared_width:
-        params += _mlp(c, f"{at}.shared_experts", moe.shared_width, layer=layer)
-    return params
+        _mlp(table, "shared_", moe.shared_width, layer)
+    if moe.shared_gate:
+        table.add("shared_router.weight", (1, c.hidden_size), layer)
 
 
 def _mlp(
-    c: ModelConfig, at: str, width: int, *, layer: int, expert: int | None = None
-) -> tuple[ParamSpec, ...]:
-    up, down = (width, c.hidden_size), (c.hidden_size, width)
-    return (
-        ParamSpec(f"{at}.gate_proj.weight", up, layer, 0, width, expert),
-        ParamSpec(f"{at}.up_proj.weight", up, layer, 0, width, expert),
-        ParamSpec(f"{at}.down_proj.weight", down, layer, 1, width, expert),
-    )
+    table: _Table, prefix: str, width: int, layer: int,
+    *, expert: int | None = None, parts: tuple[str, ...] = ("gate", "up", "down"),
+) -> None:  # fmt: skip
+    c = table.config
+    for part in parts:
+        if part == "down":
+            table.linear(f"{prefix}down", c.hidden_size, width, layer, 1, width, expert=expert)
+        elif part == "up" or c.gated:
+            table.linear(f"{prefix}{part}", width, c.hidden_size, layer, 0, width, expert=expert)
+    if c.mlp_bias and expert is None:
+        for part in ("gate", "up") if c.gated else ("up",):
+            table.add(f"{prefix}{part}.bias", (width,), layer, 0, width)
+        table.add(f"{prefix}down.bias", (c.hidden_size,), layer)

@@ -44,21 +44,21 @@ DEEPSEEK = {
 def test_reads_the_fields():
     config = ModelConfig.from_hf(LLAMA)
     assert (config.family, config.head, config.head_dim, config.num_layers) == ("llama", "lm", 4, 3)
-    assert (config.qkv_bias, config.tie_word_embeddings, config.rope_theta) == (False, False, 10000.0)
+    assert (config.qkv_bias, config.tie_word_embeddings, config.norm_eps) == (False, False, 1e-5)
     assert ModelConfig.from_hf({**LLAMA, "head_dim": 8}).head_dim == 8
     assert ModelConfig.from_hf({**LLAMA, "num_key_value_heads": None}).num_kv_heads == 12
     assert ModelConfig.from_hf({**LLAMA, "architectures": ["Qwen2ForCausalLM"]}).qkv_bias
-    # transformers 5 writes the rotary parameters into one field
-    nested = {**LLAMA, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
-    assert ModelConfig.from_hf(nested).rope_theta == 5e5
+    gemma = ModelConfig.from_hf({**LLAMA, "architectures": ["Gemma2ForCausalLM"], "sliding_window": 5})
+    assert gemma.windows == (5, None, 5) and gemma.attention_scale == 1 / 16 and gemma.tied
+    assert ModelConfig.from_hf({**LLAMA, "attention_bias": True}).out_bias
 
 
 def test_reads_qwen3_and_experts():
     dense = ModelConfig.from_hf({**LLAMA, "architectures": ["Qwen3ForCausalLM"]})
-    assert (dense.head_dim, dense.qk_norm, dense.qkv_bias, dense.moe) == (128, True, False, None)
+    assert (dense.head_dim, dense.qk_norm, dense.qkv_bias, dense.moe) == (128, "head", False, None)
     config = ModelConfig.from_hf(QWEN3_MOE)
-    assert (config.family, config.head_dim, config.qk_norm, config.mla) == ("qwen3_moe", 8, True, None)
-    assert config.moe == MoeConfig(num_experts=5, num_experts_per_token=2, expert_width=6)
+    assert (config.family, config.head_dim, config.qk_norm, config.mla) == ("qwen3_moe", 8, "head", None)
+    assert config.moe == MoeConfig(5, 2, expert_width=6, normalize=False)
     # transformers 5 writes the number of experts under another name
     renamed = {k: v for k, v in QWEN3_MOE.items() if k != "num_experts"} | {"num_local_experts": 5}
     assert ModelConfig.from_hf(renamed) == config
@@ -70,13 +70,8 @@ def test_reads_latent_attention_and_shared_experts():
     assert config.mla == MlaConfig(
         q_lora_rank=7, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3
     )
-    assert config.moe == MoeConfig(8, 2, 6, shared_width=12, num_dense_layers=1, router_bias=True)
-
-
-def test_families_that_cannot_run_may_have_rope_types_that_cannot():
-    assert ModelConfig.from_hf(LLAMA).runnable
-    config = ModelConfig.from_hf({**DEEPSEEK, "rope_scaling": {"type": "yarn", "factor": 40}})
-    assert not config.runnable
+    shared = {"shared_width": 12, "num_dense_layers": 1}
+    assert config.moe == MoeConfig(8, 2, 6, **shared, router_bias=True, scores="sigmoid", scale=2.5)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +113,16 @@ def test_loads_a_model_directory(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures is 'MambaForCausalLM': supported are Llama"),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures is 'MambaForCausalLM': supported are the causal and seq"),
         ({"architectures": None}, "architectures is '(none)'"),
         ({"num_key_value_heads": 5}, "num_attention_heads 12 is no multiple of num_key_value_heads 5"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
-        ({"attention_bias": True}, "attention_bias is true; supported is false"),
-        ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling of type 'linear' lacks factor"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported; legal are default"),
+        ({"hidden_act": "swish2"}, "hidden_act is 'swish2'; supported are silu, gelu"),
+        ({"intermediate_size": "20"}, "intermediate_size is '20': it must be a whole number of at least 1"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8}, "clip_qkv is 8; supported is not set"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4, "layer_types": ["full_attention"]},
+         "layer_types has 1 entries; the model has 3 layers"),
     ],
 )
 def test_refuses_what_it_cannot_compute(tmp_path, changes, sentence):

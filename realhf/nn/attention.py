@@ -1,43 +1,99 @@
 """Causal attention over packed sequences, by the fastest kernel that the device has.
 
-Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value heads, D head dim.
+Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value heads, D head dim; of
+sequences of equal length: S their number, L their length.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def packed_attention(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, seq_lens: list[int]) -> Tensor:
+@dataclass(frozen=True)
+class AttentionKind:
+    """What a layer's attention does besides being causal."""
+
+    scale: float  # Of query times key.
+    window: int | None = None  # A token sees so many, itself included.
+    softcap: float | None = None  # c * tanh(x / c) of the scores.
+
+
+def packed_attention(
+    q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, seq_lens: list[int], kind: AttentionKind
+) -> Tensor:
     """Causal grouped-query attention inside each sequence: out_TND."""
     if q_TND.is_cuda and q_TND.dtype in (torch.float16, torch.bfloat16):
-        starts, longest = _cumulative(tuple(seq_lens), q_TND.device), max(seq_lens, default=0)
-        return _varlen_kernel()(q_TND, k_TKD, v_TKD, starts, starts, longest, longest)
-    # One call per run of neighbours of equal length. On CPU, `enable_gqa` beats expanded keys by 5 to 15 %;
-    # `split` is used because its backward is one `cat`.
+        kernel = _varlen_kernel(kind)
+        if kernel is not None:
+            starts, longest = _cumulative(tuple(seq_lens), q_TND.device), max(seq_lens, default=0)
+            return kernel(q_TND, k_TKD, v_TKD, starts, starts, longest, longest)
+    # One call per run of neighbours of equal length. `split` is used because its backward is one `cat`.
     runs = [(length, len(list(run))) for length, run in groupby(n for n in seq_lens if n)]
     sizes = [length * count for length, count in runs]
     outs = []
     for (length, count), *qkv in zip(runs, *(x.split(sizes) for x in (q_TND, k_TKD, v_TKD)), strict=True):
         q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs) if outs else torch.zeros_like(q_TND)
+        outs.append(_equal_lengths(q, k, v, kind).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs) if outs else torch.zeros_like(q_TND[..., :1]) * v_TKD.new_zeros(v_TKD.shape[-1])
 
 
-@lru_cache(maxsize=1)
-def _varlen_kernel() -> Callable[..., Tensor]:
-    """flash-attn's kernel, if that optional package is installed, else torch's own."""
+def _equal_lengths(q_SNLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, kind: AttentionKind) -> Tensor:
+    length = q_SNLD.shape[2]
+    windowed = kind.window is not None and kind.window < length
+    if kind.softcap is None and not windowed:
+        # On CPU, `enable_gqa` beats expanded keys by 5 to 15 %.
+        grouped = q_SNLD.shape[1] != k_SKLD.shape[1]
+        return F.scaled_dot_product_attention(
+            q_SNLD, k_SKLD, v_SKLD, is_causal=True, scale=kind.scale, enable_gqa=grouped)
+    at = torch.arange(length, device=q_SNLD.device)
+    behind = at[:, None] - at
+    return masked_attention(
+        q_SNLD, k_SKLD, v_SKLD, (behind >= 0) & (behind < (kind.window or length)), kind)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kind: AttentionKind) -> Tensor:
+    """Grouped-query attention where `visible` is true; (sequences, heads, positions, dim) each."""
+    grouped = q.shape[1] != k.shape[1]
+    if kind.softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=kind.scale, enable_gqa=grouped)
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * kind.scale
+    scores = (kind.softcap * torch.tanh(scores / kind.softcap)).masked_fill(~visible, -torch.inf)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide).to(q.dtype) @ v
+
+
+@lru_cache(maxsize=16)
+def _varlen_kernel(kind: AttentionKind) -> Callable[..., Tensor] | None:
+    """flash-attn's kernel, if that optional package is installed, else torch's own, which has no softcap."""
+    left = -1 if kind.window is None else kind.window - 1
     if find_spec("flash_attn"):
-        return partial(import_module("flash_attn").flash_attn_varlen_func, causal=True)
+        flash = import_module("flash_attn").flash_attn_varlen_func
+
+        def by_flash(*args: Any) -> Tensor:
+            return flash(
+                *args, causal=True, softmax_scale=kind.scale, window_size=(left, 0 if left >= 0 else -1),
+                softcap=kind.softcap or 0.0)
+
+        return by_flash
+    if kind.softcap is not None:
+        return None
     varlen = import_module("torch.nn.attention.varlen")  # here, as only CUDA needs it and it takes a second
-    return partial(varlen.varlen_attn, window_size=(-1, 0), enable_gqa=True)
+
+    def by_torch(*args: Any) -> Tensor:
+        return varlen.varlen_attn(*args, scale=kind.scale, window_size=(left, 0), enable_gqa=True)
+
+    return by_torch
 
 
 @lru_cache(maxsize=8)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -10,12 +11,26 @@ from safetensors.torch import save_file
 
 from realhf.layout import Layout
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import region_slices
+from realhf.param_spec import ParamSpec, region_slices
 from realhf.realloc.execute import Reallocator
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _HEADS = ("lm_head.weight", "score.weight")
+
+
+def _boxes(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
+    """Tensor of a checkpoint -> the parameters in it."""
+    found: dict[str, list[ParamSpec]] = {}
+    for param in params:
+        found.setdefault(param.in_file.name, []).append(param)
+    return found
+
+
+def _file_shape(params: list[ParamSpec]) -> tuple[int, ...]:
+    rows, *rest = params[0].shape
+    shape = (sum(param.shape[0] for param in params), *rest)
+    return shape[::-1] if params[0].in_file.transposed else shape
 
 
 def load_weights(directory: str | Path, model: Transformer) -> list[str]:
@@ -25,7 +40,8 @@ def load_weights(directory: str | Path, model: Transformer) -> list[str]:
     language model; its values stay as they were. Raises ValueError that names the file and the parameter.
     """
     directory, shards = Path(directory), model.shards()
-    shapes = {param.name: param.shape for param in model.spec.params}
+    boxes = _boxes(model.spec.params)
+    shapes = {name: _file_shape(params) for name, params in boxes.items()}
     missing = set(shapes)
     for path, listed in _weight_files(directory).items():
         try:
@@ -39,8 +55,14 @@ def load_weights(directory: str | Path, model: Transformer) -> list[str]:
                             raise ValueError(
                                 f"{path}: parameter {name} has shape {found}; the config says {shapes[name]}"
                             )
-                        if name in shards:
-                            shards[name].copy_(part[region_slices(model.regions[name])])
+                        for param in boxes[name]:
+                            if param.name in shards:
+                                (low, high), *rest = model.regions[param.name]
+                                low, high = low + param.in_file.start, high + param.in_file.start
+                                at = region_slices(((low, high), *rest))
+                                transposed = param.in_file.transposed
+                                value = part[at[::-1]].T if transposed else part[at]
+                                shards[param.name].copy_(value)
                     elif name not in _HEADS and not name.endswith("rotary_emb.inv_freq"):
                         raise ValueError(f"{path}: a {model.config.family} model has no parameter {name}")
         except (SafetensorError, OSError) as error:
@@ -88,7 +110,11 @@ def save_weights(directory: str | Path, model: Transformer) -> None:
     if whole is not None:
         directory.mkdir(parents=True, exist_ok=True)
         part = directory / f"{_SINGLE}.part"
-        save_file(whole, part, metadata={"format": "pt"})
+        tensors = {}
+        for name, params in _boxes(model.spec.params).items():
+            tensor = torch.cat([whole[param.name] for param in params])
+            tensors[name] = tensor.T.contiguous() if params[0].in_file.transposed else tensor
+        save_file(tensors, part, metadata={"format": "pt"})
         os.replace(part, directory / _SINGLE)
         config = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)

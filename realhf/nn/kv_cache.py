@@ -5,8 +5,9 @@ L filled positions of the longest row.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from realhf.nn.attention import AttentionKind, masked_attention
 
 
 class KVCache:
@@ -38,12 +39,15 @@ class KVCache:
         for cached, new in zip(self._kv[layer].transpose(2, 3), (k_TKD, v_TKD), strict=True):
             cached[row_T, position_T] = new
 
-    def attention(self, layer: int, q_BND: Tensor) -> Tensor:
+    def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind) -> Tensor:
         """Grouped-query attention of each row's newest token over its cached positions: out_BND."""
+        visible_BL = self._visible_BL
+        if kind.window is not None and kind.window < self._longest:
+            at = torch.arange(self._longest, device=self.lens.device)
+            visible_BL = visible_BL & (at >= self.lens[:, None] - kind.window)
         k, v = self._kv[layer][..., : self._longest, :]
         q = q_BND.unflatten(1, (k.shape[1], -1))  # the query heads of a group in the place of positions
-        mask = self._visible_BL[:, None, None]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)
+        return masked_attention(q, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
 
     def keep(self, rows: Tensor) -> None:
         """Row i becomes what row rows[i] was: drops finished rows, reorders, or copies a row."""

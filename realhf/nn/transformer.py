@@ -1,11 +1,10 @@
-"""Transformer: one rank's shard of a Llama- or Qwen2-style decoder, built from the parameter table.
+"""Transformer: one rank's shard of a decoder of any family, built from the parameter table.
 
-Shape suffixes: T tokens of all sequences end to end, B rows of a decoding step, H hidden; of this rank: F MLP
-width, N query heads, K key-value heads, V part of the vocabulary; D head dim.
+Shape suffixes: T tokens of all sequences end to end, B rows of a decoding step, H hidden; of this rank: N
+query heads, K key-value heads, V part of the vocabulary; D head dim.
 """
 
 import hashlib
-import re
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -16,20 +15,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from realhf.dist.autograd import copy_to_group, sum_over_group
-from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
-from realhf.model_config import ModelConfig
-from realhf.nn.attention import packed_attention
+from realhf.nn.attention import AttentionKind, packed_attention
+from realhf.nn.block import Block, Norm
 from realhf.nn.kv_cache import KVCache
-from realhf.param_spec import ModelSpec, region_size, region_slices
+from realhf.nn.rope import Rotary
+from realhf.param_spec import ModelSpec, ParamSpec, region_size, region_slices
 from realhf.realloc.bind import shards_of
 
-_EMBEDDING = "model.embed_tokens.weight"
-
-Rope = tuple[Tensor, Tensor]
-"""cos and sin of every token's angles, each of shape (T, 1, D / 2)."""
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q_TND, k_TKD, v_TKD) -> out_TND."""
+_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+"""Parts that lie side by side and are computed with as one."""
 
 
 class Transformer(torch.nn.Module):
@@ -57,24 +52,50 @@ class Transformer(torch.nn.Module):
         self._shards = shards_of(self.flat, self.regions)
         self.grad_buffer: Tensor | None = None
         """Gradients in the places of `flat`; every backward pass adds to it."""
-        starts: dict[str, int] = {}
-        self._weights: dict[str, torch.nn.Parameter] = {}
-        for name, (start, stop) in self._offsets.items():
-            fused = re.sub("[qkv]_proj", "qkv_proj", re.sub("(gate|up)_proj", "gate_up_proj", name))
-            rows = self.flat[starts.setdefault(fused, start) : stop]
-            rows = rows.view(-1, *(hi - lo for lo, hi in self.regions[name][1:]))
-            self._weights[fused] = torch.nn.Parameter(rows, requires_grad=False)
-        for name, weight in self._weights.items():
-            if not name.startswith("model.layers."):
-                self.register_parameter(name.replace(".", "_"), weight)
+        self._by_layer = self._fuse_weights()
+        """Layer (as in ParamSpec) -> part -> weight."""
         layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
-        self.blocks = torch.nn.ModuleList(Block(self.config, self._weights, i, groups.tp) for i in layers)
+        self._layers = layers
+        self.blocks = torch.nn.ModuleList(Block(self.config, self._by_layer[i], i, groups) for i in layers)
+        self._ends = torch.nn.ParameterDict(
+            {part.replace(".", "_"): w for i in (-1, None) for part, w in self._by_layer.get(i, {}).items()})
+        self._final_norm = Norm(self.config, self._by_layer.get(None, {}), "final_norm")
+        self._rope = None
+        if self.config.positions == "rope":
+            self._rope = Rotary(self.config, dtype=dtype, device=self.flat.device)
         tp, index = groups.layout.tp, groups.at.tp
-        self.vocab_range = next(p for p in spec.params if p.name == _EMBEDDING).region(tp, index)[0]
+        self._embedding = next(p for p in spec.params if p.part == "embedding.weight")
+        self.vocab_range = self._embedding.region(tp, index)[0]
         """Global token ids of this rank's logits: [start, stop)."""
-        shared = [p for p in spec.params if p.name in self.regions and p.has_partial_gradient(tp)]
-        self._shared = [p.name for p in shared]
-        self._sharers = groups.tp_subgroup(shared[0].sharers(tp, index)) if shared else None
+        self._partial: dict[tuple[int, ...], list[str]] = {}
+        """Members of the tp group that add their gradients -> of these parameters."""
+        for p in spec.params:
+            if p.name in self.regions and p.has_partial_gradient(tp):
+                self._partial.setdefault(p.sharers(tp, index), []).append(p.name)
+        self._sharers = {members: groups.tp_subgroup(members) for members in self._partial}
+
+    def _fuse_weights(self) -> dict[int | None, dict[str, torch.nn.Parameter]]:
+        starts: dict[tuple[int | None, str], int] = {}
+        weights: dict[int | None, dict[str, torch.nn.Parameter]] = {}
+        for p in self.spec.params:
+            if p.name not in self.regions:
+                continue
+            start, stop = self._offsets[p.name]
+            part = self._fused_part(p)
+            rows = self.flat[starts.setdefault((p.layer, part), start) : stop]
+            rows = rows.view(-1, *(hi - lo for lo, hi in self.regions[p.name][1:]))
+            weights.setdefault(p.layer, {})[part] = torch.nn.Parameter(rows, requires_grad=False)
+        return weights
+
+    def _fused_part(self, param: ParamSpec) -> str:
+        module, _, kind = param.part.rpartition(".")
+        prefix, _, last = module.rpartition("_")
+        is_mlp = last in ("gate", "up")
+        if is_mlp and self.config.gated:
+            return f"{prefix}_gate_up.{kind}".lstrip("_")
+        if module in _FUSED and not is_mlp and self.config.mla is None:
+            return f"{_FUSED[module]}.{kind}"
+        return param.part
 
     # Parameters and gradients
 
@@ -96,9 +117,10 @@ class Transformer(torch.nn.Module):
         """Normal weights, norms 1, biases 0; same in every layout: each parameter has its own generator."""
         std = self.config.hf.get("initializer_range", 0.02)
         shapes = {param.name: param.shape for param in self.spec.params}
+        parts = {param.name: param.part for param in self.spec.params}
         for name, shard in self.shards().items():
-            if name.endswith(("norm.weight", ".bias")):
-                shard.fill_(name.endswith("norm.weight"))
+            if parts[name].endswith(("norm.weight", "bias")):
+                shard.fill_(1 - self.config.norm_offset if parts[name].endswith("norm.weight") else 0)
                 continue
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
@@ -108,7 +130,7 @@ class Transformer(torch.nn.Module):
     def enable_grad(self) -> None:
         """Makes the model trainable; call it once."""
         self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
-        for weight in self._weights.values():
+        for weight in (w for weights in self._by_layer.values() for w in weights.values()):
             view = self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight)
             weight.requires_grad_(True).register_post_accumulate_grad_hook(partial(_move_grad, view))
 
@@ -119,16 +141,17 @@ class Transformer(torch.nn.Module):
     def finish_grads(self) -> None:
         """Completes gradients after the last backward pass of a step, within one dp replica.
 
-        Adds up what tp ranks with the same key-value heads and what both holders of a tied embedding have.
+        Adds up what tp ranks have of a parameter that they share and use each for itself (key-value heads,
+        norms of heads), and what both holders of a tied embedding have.
         """
         grads = self.grad_shards()
-        if self._sharers is not None:
-            parts = [grads[name].view(-1) for name in self._shared]
-            total = self._sharers.all_reduce(torch.cat(parts))
+        for members, names in self._partial.items():
+            parts = [grads[name].view(-1) for name in names]
+            total = self._sharers[members].all_reduce(torch.cat(parts))
             for part, value in zip(parts, total.split([len(p) for p in parts]), strict=True):
                 part.copy_(value)
         if self.config.tied and self.groups.ends is not None:
-            self.groups.ends.all_reduce(grads[_EMBEDDING])
+            self.groups.ends.all_reduce(grads[self._embedding.name])
 
     # Computation
 
@@ -143,16 +166,17 @@ class Transformer(torch.nn.Module):
         counts = torch.tensor(seq_lens, dtype=torch.long)
         row_T = torch.repeat_interleave(counts)
         position_T = (torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]).to(x.device)
+        length_T = counts[row_T].to(x.device)
         row_T = row_T.to(x.device)
         if cache is not None:
             cache.start(counts)
 
-        def attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        def attend(index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
             if cache is not None:
-                cache.write(layer, k_TKD, v_TKD, row_T=row_T, position_T=position_T)
-            return packed_attention(q_TND, k_TKD, v_TKD, seq_lens)
+                cache.write(index, k_TKD, v_TKD, row_T=row_T, position_T=position_T)
+            return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
 
-        return self._stage(x, position_T, attend, recompute=recompute)
+        return self._stage(x, position_T, length_T, attend, recompute=recompute)
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
         """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH."""
@@ -160,102 +184,61 @@ class Transformer(torch.nn.Module):
         row_B = torch.arange(len(position_B), device=x.device)
         cache.advance()
 
-        def attend(layer: int, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
-            cache.write(layer, k_BKD, v_BKD, row_T=row_B, position_T=position_B)
-            return cache.attention(layer, q_BND)
+        def attend(index: int, kind: AttentionKind, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
+            cache.write(index, k_BKD, v_BKD, row_T=row_B, position_T=position_B)
+            return cache.attention(index, q_BND, kind)
 
-        return self._stage(x, position_B, attend)
+        return self._stage(x, position_B, cache.lens, attend)
 
     def _stage(
-        self, x: Tensor, position_T: Tensor, attend: Callable[..., Tensor], *, recompute: bool = False
-    ) -> Tensor:
-        x_TH = self._embed(x) if self.groups.is_first_stage else x
-        rope = self._rope(position_T)
-        for layer, block in enumerate(self.blocks):
+        self, x: Tensor, position_T: Tensor, length_T: Tensor, attend: Callable[..., Tensor],
+        *, recompute: bool = False,
+    ) -> Tensor:  # fmt: skip
+        x_TH = self._embed(x, position_T) if self.groups.is_first_stage else x
+        angles = None if self._rope is None else self._rope(position_T, length_T)
+        for index, (layer, block) in enumerate(zip(self._layers, self.blocks, strict=True)):
             # The ranks of a tp group compute it again at the same place of their backward passes and stop
             # behind the same last saved tensor: their collectives stay in step.
             again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
             run = again if recompute else block
-            x_TH = run(x_TH, rope, partial(attend, layer))
-        if self.groups.is_last_stage:
-            x_TH = _rms_norm(x_TH, self._weights["model.norm.weight"], self.config)
-        return x_TH
+            x_TH = run(x_TH, None if angles is None else angles(layer), partial(attend, index))
+        return self._final_norm(x_TH) if self.groups.is_last_stage else x_TH
 
-    def _embed(self, ids_T: Tensor) -> Tensor:
-        weight, (start, stop) = self._weights[_EMBEDDING], self.vocab_range
+    def _embed(self, ids_T: Tensor, position_T: Tensor) -> Tensor:
+        weights, (start, stop) = self._by_layer[-1], self.vocab_range
         if self.groups.tp.size == 1:
-            return F.embedding(ids_T, weight)
-        here_T = (ids_T >= start) & (ids_T < stop)
-        x_TH = F.embedding(torch.where(here_T, ids_T - start, 0), weight) * here_T[:, None]
-        return sum_over_group(x_TH, self.groups.tp)
-
-    def _rope(self, position_T: Tensor) -> Rope:
-        dim = self.config.head_dim
-        exponent = torch.arange(0, dim, 2, dtype=self.wide, device=self.flat.device) / dim
-        angles = position_T[:, None, None].to(self.wide) * (1.0 / self.config.rope_theta**exponent)
-        return angles.cos().to(self.flat.dtype), angles.sin().to(self.flat.dtype)
+            x_TH = F.embedding(ids_T, weights["embedding.weight"])
+        else:
+            here_T = (ids_T >= start) & (ids_T < stop)
+            x_TH = F.embedding(torch.where(here_T, ids_T - start, 0), weights["embedding.weight"])
+            x_TH = sum_over_group(x_TH * here_T[:, None], self.groups.tp)
+        if (scale := self.config.embedding_scale) != 1:
+            x_TH = x_TH * float(torch.tensor(scale, dtype=x_TH.dtype))  # Rounded first, as transformers does.
+        if "positions.weight" in weights:
+            x_TH = x_TH + F.embedding(position_T, weights["positions.weight"])
+        return x_TH
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Last stage: logits_TV over `vocab_range`, in `wide`."""
-        weight = self._weights[_EMBEDDING if self.config.tied else "lm_head.weight"]
-        return F.linear(copy_to_group(hidden_TH, self.groups.tp), weight).to(self.wide)
+        c, ends = self.config, self._by_layer
+        weight = ends[-1]["embedding.weight"] if c.tied else ends[None]["lm_head.weight"]
+        logits_TV = F.linear(copy_to_group(hidden_TH, self.groups.tp), weight).to(self.wide)
+        if c.logit_scale != 1:
+            logits_TV = logits_TV * c.logit_scale
+        if (cap := c.logit_softcap) is not None:
+            logits_TV = cap * torch.tanh(logits_TV / cap)
+        return logits_TV
 
     def scores(self, hidden_TH: Tensor) -> Tensor:
         """Last stage of a model with a score head: scores_T, in `wide`."""
-        return F.linear(hidden_TH, self._weights["score.weight"])[:, 0].to(self.wide)
+        return F.linear(hidden_TH, self._by_layer[None]["score.weight"])[:, 0].to(self.wide)
 
     def new_cache(self, rows: int, max_len: int) -> KVCache:
         """An empty cache for this stage's layers."""
         block = self.blocks[0]
         assert isinstance(block, Block)
-        shape = (rows, block.num_kv_heads, max_len, self.config.head_dim)
+        shape = (rows, block.attention.num_kv_heads, max_len, self.config.head_dim)
         return KVCache(len(self.blocks), shape, dtype=self.flat.dtype, device=self.flat.device)
-
-
-class Block(torch.nn.Module):
-    """One decoder layer's tensor-parallel part: attention and SwiGLU MLP, each behind an RMSNorm."""
-
-    def __init__(
-        self, config: ModelConfig, weights: dict[str, torch.nn.Parameter], layer: int, tp: Group
-    ) -> None:
-        super().__init__()
-        self.config, self.tp = config, tp
-        at = f"model.layers.{layer}"
-        self.input_norm = weights[f"{at}.input_layernorm.weight"]
-        self.qkv = weights[f"{at}.self_attn.qkv_proj.weight"]
-        self.qkv_bias = weights.get(f"{at}.self_attn.qkv_proj.bias")
-        self.attn_out = weights[f"{at}.self_attn.o_proj.weight"]
-        self.mlp_norm = weights[f"{at}.post_attention_layernorm.weight"]
-        self.gate_up = weights[f"{at}.mlp.gate_up_proj.weight"]
-        self.down = weights[f"{at}.mlp.down_proj.weight"]
-        self.num_heads = self.attn_out.shape[1] // config.head_dim
-        self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
-
-    def forward(self, x_TH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        x_TH = x_TH + self._attention(_rms_norm(x_TH, self.input_norm, self.config), rope, attend)
-        return x_TH + self._mlp(_rms_norm(x_TH, self.mlp_norm, self.config))
-
-    def _attention(self, x_TH: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        N, K = self.num_heads, self.num_kv_heads
-        qkv = F.linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias)
-        qk, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).split((N + K, K), dim=1)
-        q_TND, k_TKD = _rotate(qk, rope).split((N, K), dim=1)
-        return sum_over_group(F.linear(attend(q_TND, k_TKD, v_TKD).flatten(1), self.attn_out), self.tp)
-
-    def _mlp(self, x_TH: Tensor) -> Tensor:
-        gate_TF, up_TF = F.linear(copy_to_group(x_TH, self.tp), self.gate_up).chunk(2, dim=1)
-        return sum_over_group(F.linear(F.silu(gate_TF) * up_TF, self.down), self.tp)
-
-
-def _rms_norm(x_TH: Tensor, weight_H: Tensor, config: ModelConfig) -> Tensor:
-    return F.rms_norm(x_TH, weight_H.shape, weight_H, config.rms_norm_eps)
-
-
-def _rotate(x_TND: Tensor, rope: Rope) -> Tensor:
-    """Rotary position embedding in Hugging Face's convention: dim i turns together with dim i + D/2."""
-    cos, sin = rope
-    a, b = x_TND.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def _move_grad(view: Tensor, weight: Tensor) -> None:

@@ -63,11 +63,11 @@ def block_shape(config: ModelConfig) -> BlockShape:
         attention = q + kv + c.num_heads * mla.v_head_dim * h
     else:
         attention = h * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    dense = (3 if c.gated else 2) * h * c.intermediate_size
     if moe is None:
-        return BlockShape(attention, 3 * h * c.intermediate_size, 0, 0, 0, c.intermediate_size, 0.0)
+        return BlockShape(attention, dense, 0, 0, 0, c.intermediate_size, 0.0)
     share = 1 - moe.num_dense_layers / c.num_layers
     routed = 3 * h * moe.shared_width + h * moe.num_experts
-    dense = 3 * h * c.intermediate_size
     width = share * (moe.shared_width + moe.num_experts_per_token * moe.expert_width)
     width += (1 - share) * c.intermediate_size
     mlp = share * routed + (1 - share) * dense

@@ -95,22 +95,21 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     rows: dict[str, int] = {}
     for param in table:
         if param.layer == last and param.split_dim == 0 and not param.expert:
-            key = param.name.removeprefix(f"model.layers.{last}.").removesuffix(".weight")
             spans = (param.region(tp, index)[0] for index in range(tp))
-            rows[key] = max(stop - start for start, stop in spans)
+            rows[param.part.removesuffix(".weight")] = max(stop - start for start, stop in spans)
     heads = c.num_heads // tp
     if c.mla is None:
-        q, k = rows["self_attn.q_proj"], rows["self_attn.k_proj"]
+        q, k = rows["q"], rows["k"]
         qkv, latents, rotated, attention, cached = q + 2 * k, 0, q + k, q, 2 * k
     else:
         mla = c.mla
-        q = rows["self_attn.q_proj" if mla.q_lora_rank is None else "self_attn.q_b_proj"]
-        qkv, rotated = q + rows["self_attn.kv_b_proj"], 2 * q
+        q = rows["q" if mla.q_lora_rank is None else "q_b"]
+        qkv, rotated = q + rows["kv_b"], 2 * q
         cached = mla.kv_lora_rank + mla.qk_rope_head_dim  # The latent is cached, on every tp rank.
         latents, attention = 2 * ((mla.q_lora_rank or 0) + cached), heads * mla.v_head_dim
-    mlp, routed, widest = rows.get("mlp.gate_proj", 0), 0, 2 * rows.get("mlp.gate_proj", 0)
+    mlp, routed, widest = rows.get("up", 0), 0, 2 * rows.get("up", 0)
     if c.moe:
-        shared, expert = rows.get("mlp.shared_experts.gate_proj", 0), rows["mlp.experts.0.gate_proj"]
+        shared, expert = rows.get("shared_up", 0), rows["expert_up"]
         mlp = shared + c.moe.num_experts_per_token * expert
         routed = 2 * c.moe.num_experts_per_token * c.hidden_size + 2 * c.moe.num_experts
         widest = 2 * max(shared, expert * -(-c.moe.num_experts // ep))  # Taken to be one grouped weight.

@@ -10,7 +10,6 @@ from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainSt
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.model_config import RUNNABLE
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import (
@@ -144,8 +143,7 @@ def _check_models(roles: Mapping[str, Role]) -> None:
         except ValueError as error:
             raise ValueError(f"{name}.model: {error}") from error
         if not config.runnable:
-            why = f"family {config.family} can be planned but not run yet; runnable are {', '.join(RUNNABLE)}"
-            raise ValueError(f"{name}.model: {why}")
+            raise ValueError(f"{name}.model: family {config.family} can be planned but not run yet")
         if not role.random_init and not _has_weights(Path(role.model)):
             raise ValueError(
                 f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model "

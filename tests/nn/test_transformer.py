@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from realhf.nn.attention import packed_attention
+from realhf.nn.attention import AttentionKind, packed_attention
 from realhf.nn.hf import load_weights
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 
@@ -149,8 +149,8 @@ def test_decoding_with_the_cache_is_the_full_forward(dtype, tolerance):
 
 def test_empty_sequences_take_no_part_in_attention():
     q, k, v = (torch.randn(6, heads, 8) for heads in (4, 2, 2))
-    out = packed_attention(q, k, v, [0, 2, 0, 4, 0])
-    assert torch.equal(out, packed_attention(q, k, v, [2, 4]))
+    out = packed_attention(q, k, v, [0, 2, 0, 4, 0], AttentionKind(8**-0.5))
+    assert torch.equal(out, packed_attention(q, k, v, [2, 4], AttentionKind(8**-0.5)))
     for at in (slice(0, 2), slice(2, 6)):
         scores = torch.einsum("tnd,snd->nts", q[at], k[at].repeat_interleave(2, 1)) / 8**0.5
         probs = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf).softmax(-1)

@@ -25,7 +25,7 @@ def random_cluster(rng, *, memory):
 def random_model(rng):
     layers, heads = rng.choice([1, 2, 3]), rng.choice([2, 4])
     hidden = 64 * heads
-    return ModelConfig("llama", 1000, hidden, 3 * hidden, layers, heads, 2, 64, 1e-6, 1e4, False, False)
+    return ModelConfig("llama", 1000, hidden, 3 * hidden, layers, heads, 2, 64)
 
 
 def random_problem(rng, *, num_calls, memory=1e12, pinned=False):

@@ -18,7 +18,7 @@ from tests.realloc.test_memory import Storages
 
 
 def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm", kv=4, hidden=128):
-    config = ModelConfig("llama", vocab, hidden, 352, 4, 8, kv, hidden // 8, 1e-6, 1e4, False, tied, head)
+    config = ModelConfig("llama", vocab, hidden, 352, 4, 8, kv, hidden // 8, tied, head)
     return ModelRole(config, dtype, trainable)
 
 
@@ -191,7 +191,7 @@ def test_activations_of_a_layer_against_megatron(tp):
 
     def activations(num_layers, recompute=False):
         shape = (51200, h, 4 * h, num_layers, heads, heads, h // heads)
-        role = ModelRole(ModelConfig("llama", *shape, 1e-6, 1e4, False, False, "score"), trainable=True)
+        role = ModelRole(ModelConfig("llama", *shape, False, "score"), trainable=True)
         workload = Workload(num_samples=b, response_tokens=s, output="values")
         options = {"micro_batch_tokens": s * b, "recompute": recompute, "fused": True}
         return call_bytes(role, "train_step", workload, ParallelStrategy(tp=tp), 0, **options)["activations"]

@@ -19,7 +19,7 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 def _spec(num_layers=3, num_heads=12, num_kv_heads=2, tied=False, head="lm") -> ModelSpec:
     sizes = {"vocab_size": 37, "hidden_size": 10, "intermediate_size": 23, "head_dim": 2}
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head": head}
-    flags = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "qkv_bias": True, "tie_word_embeddings": tied}
+    flags = {"qkv_bias": True, "tie_word_embeddings": tied}
     return model_spec(ModelConfig("qwen2", num_layers=num_layers, **sizes, **heads, **flags))
 
 

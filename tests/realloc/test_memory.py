@@ -19,7 +19,7 @@ SLACK_BYTES = 4096  # Words between ranks and other tensors of a few elements.
 AVERAGE_BYTES = 4 << 18  # Products of a moving average are computed in parts of this size.
 
 
-SPEC = model_spec(ModelConfig("llama", 2000, 64, 256, 8, 4, 4, 16, 1e-6, 1e4, False, False))
+SPEC = model_spec(ModelConfig("llama", 2000, 64, 256, 8, 4, 4, 16))
 
 
 class Storages(TorchDispatchMode):

@@ -27,10 +27,8 @@ def _random_spec(rng: np.random.Generator) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=heads if mla else kv_heads,
         head_dim=2,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
         qkv_bias=family == "qwen2" and bool(rng.integers(2)),
-        qk_norm=family == "qwen3_moe",
+        qk_norm="head" if family == "qwen3_moe" else None,
         tie_word_embeddings=bool(rng.integers(2)),
         head=str(rng.choice(["lm", "score"])),
         moe=None if family == "qwen2" else _random_moe(rng, num_layers, shared=family == "deepseek_v3"),
@@ -193,7 +191,7 @@ def test_random_models_layouts_and_clusters(seed):
 
 def _llama(num_layers: int) -> ModelSpec:
     return model_spec(
-        ModelConfig("llama", 32000, 8192, 28672, num_layers, 64, 8, 128, 1e-5, 1e4, False, False)
+        ModelConfig("llama", 32000, 8192, 28672, num_layers, 64, 8, 128)
     )
 
 

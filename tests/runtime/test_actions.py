@@ -38,7 +38,7 @@ ROLES = {
     "ref": Role(""),
     "average": Role("", follows="actor"),
 }
-SPECS = dict.fromkeys(ROLES, model_spec(ModelConfig("llama", 8, 4, 6, 2, 2, 2, 2, 1e-6, 1e4, False, False)))
+SPECS = dict.fromkeys(ROLES, model_spec(ModelConfig("llama", 8, 4, 6, 2, 2, 2, 2)))
 
 
 def _random_layout(rng, *, host=False):

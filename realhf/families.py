@@ -1,0 +1,299 @@
+"""The model families: how each one's config.json is read, and what its parameters are called. Data only.
+
+A new decoder whose parts exist already needs one entry here and one line in the tests' table; see
+docs/adding-a-model.md.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Hf = Mapping[str, Any]
+Reader = str | Callable[[Hf], Any]
+"""A key of config.json, or what is computed from several."""
+
+LLAMA = {
+    "embedding": "model.embed_tokens",
+    "attn_norm": "model.layers.{layer}.input_layernorm",
+    "q": "model.layers.{layer}.self_attn.q_proj",
+    "k": "model.layers.{layer}.self_attn.k_proj",
+    "v": "model.layers.{layer}.self_attn.v_proj",
+    "o": "model.layers.{layer}.self_attn.o_proj",
+    "mlp_norm": "model.layers.{layer}.post_attention_layernorm",
+    "gate": "model.layers.{layer}.mlp.gate_proj",
+    "up": "model.layers.{layer}.mlp.up_proj",
+    "down": "model.layers.{layer}.mlp.down_proj",
+    "final_norm": "model.norm",
+    "lm_head": "lm_head",
+    "score": "score",
+}
+"""Part -> its module in a checkpoint. Norms that are not named do not exist; parts that share a module lie in
+one tensor, in this order."""
+QK_NORM = {
+    "q_norm": "model.layers.{layer}.self_attn.q_norm",
+    "k_norm": "model.layers.{layer}.self_attn.k_norm",
+}
+SANDWICH = {
+    "attn_out_norm": "model.layers.{layer}.post_attention_layernorm",
+    "mlp_norm": "model.layers.{layer}.pre_feedforward_layernorm",
+    "mlp_out_norm": "model.layers.{layer}.post_feedforward_layernorm",
+}
+POST_NORM = {
+    **{part: name for part, name in LLAMA.items() if part not in ("attn_norm", "mlp_norm")},
+    **{part: name for part, name in SANDWICH.items() if part != "mlp_norm"},
+}
+ONE_GATE_UP = dict.fromkeys(("gate", "up"), "model.layers.{layer}.mlp.gate_up_proj")
+EXPERTS = {
+    "router": "model.layers.{layer}.mlp.gate",
+    "expert_gate": "model.layers.{layer}.mlp.experts.{expert}.gate_proj",
+    "expert_up": "model.layers.{layer}.mlp.experts.{expert}.up_proj",
+    "expert_down": "model.layers.{layer}.mlp.experts.{expert}.down_proj",
+}
+
+
+def _shared_experts(name: str) -> dict[str, str]:
+    at = f"model.layers.{{layer}}.mlp.{name}"
+    return {f"shared_{part}": f"{at}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+MIXTRAL_EXPERTS = {
+    "router": "model.layers.{layer}.block_sparse_moe.gate",
+    "expert_gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1",
+    "expert_up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3",
+    "expert_down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2",
+}
+LATENT_ATTENTION = {
+    "q_a": "model.layers.{layer}.self_attn.q_a_proj",
+    "q_a_norm": "model.layers.{layer}.self_attn.q_a_layernorm",
+    "q_b": "model.layers.{layer}.self_attn.q_b_proj",
+    "kv_a": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": "model.layers.{layer}.self_attn.kv_a_layernorm",
+    "kv_b": "model.layers.{layer}.self_attn.kv_b_proj",
+}
+GPT2 = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "attn_norm": "transformer.h.{layer}.ln_1",
+    **dict.fromkeys("qkv", "transformer.h.{layer}.attn.c_attn"),
+    "o": "transformer.h.{layer}.attn.c_proj",
+    "mlp_norm": "transformer.h.{layer}.ln_2",
+    "up": "transformer.h.{layer}.mlp.c_fc",
+    "down": "transformer.h.{layer}.mlp.c_proj",
+    "final_norm": "transformer.ln_f",
+    "lm_head": "lm_head",
+    "score": "score",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of decoder, by the `model_type` of its config.json.
+
+    `reads` (added to COMMON) and `sets` give fields of ModelConfig, `moe` those of MoeConfig. `defaults` has
+    what config.json may leave out, as in transformers; `only` has keys with one legal value.
+    """
+
+    prefix: str  # Of its classes in transformers, before ForCausalLM and ForSequenceClassification.
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA)
+    reads: Mapping[str, Reader] = field(default_factory=dict)
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    moe: Mapping[str, Reader] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    lm_class: str = "ForCausalLM"
+    transposed: bool = False  # Checkpoints hold the weights of its linear layers as (in, out).
+
+
+def _types(hf: Hf, default: Callable[[int], bool]) -> list[str]:
+    """`layer_types`, where `default` tells which layers slide if config.json does not say."""
+    given = hf.get("layer_types")
+    layers = range(hf["num_hidden_layers"])
+    return given or ["sliding_attention" if default(i) else "full_attention" for i in layers]
+
+
+def _windows(hf: Hf, default: Callable[[int], bool] = lambda _: True) -> tuple[int | None, ...]:
+    """The window of every layer; empty when none has one."""
+    window = hf.get("sliding_window")
+    if not window:
+        return ()
+    types = _types(hf, default)
+    return tuple(window if t == "sliding_attention" else None for t in types)
+
+
+def _qwen_windows(hf: Hf) -> tuple[int | None, ...]:
+    if not hf.get("use_sliding_window"):
+        return ()
+    return _windows(hf, lambda i: i >= hf.get("max_window_layers", 28))
+
+
+def _gemma3_windows(hf: Hf) -> tuple[int | None, ...]:
+    return _windows(hf, lambda i: (i + 1) % (hf.get("sliding_window_pattern") or 6) != 0)
+
+
+def _no_rope_layers(hf: Hf) -> tuple[bool, ...]:
+    interval = hf["no_rope_layer_interval"]
+    given = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(hf["num_hidden_layers"])]
+    return () if all(given) else tuple(map(bool, given))
+
+
+def _heads(hf: Hf) -> int:
+    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
+
+
+COMMON: Mapping[str, Reader] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": _heads,
+    "head_dim": lambda hf: hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+COMMON_DEFAULTS = {
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+    "mlp_bias": False,
+}  # fmt: skip
+_ATTENTION_BIAS: Mapping[str, Reader] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+_GEMMA: dict[str, Any] = {
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+_GEMMA_READS: Mapping[str, Reader] = {
+    **_ATTENTION_BIAS,
+    "activation": "hidden_activation",
+    "attention_scale": lambda hf: hf["query_pre_attn_scalar"] ** -0.5,
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+    "embedding_scale": lambda hf: hf["hidden_size"] ** 0.5,
+}
+_QWEN_MOE: Mapping[str, Reader] = {
+    "num_experts": lambda hf: hf.get("num_local_experts") or hf["num_experts"],
+    "num_experts_per_token": "num_experts_per_tok",
+    "expert_width": "moe_intermediate_size",
+    "normalize": "norm_topk_prob",
+}
+_EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("Llama", reads={**_ATTENTION_BIAS, "mlp_bias": "mlp_bias"}),
+    "mistral": Family("Mistral", reads={"windows": _windows}, defaults={"sliding_window": 4096}),
+    "qwen2": Family("Qwen2", sets={"qkv_bias": True}, reads={"windows": _qwen_windows},
+                    defaults={"sliding_window": 4096}),
+    "qwen3": Family(
+        "Qwen3", LLAMA | QK_NORM, sets={"qk_norm": "head"},
+        reads={**_ATTENTION_BIAS, "windows": _qwen_windows},
+        defaults={"head_dim": 128, "sliding_window": 4096},
+    ),
+    "gemma2": Family(
+        "Gemma2", LLAMA | SANDWICH, sets={"norm_offset": 1.0},
+        reads={**_GEMMA_READS, "windows": lambda hf: _windows(hf, lambda i: i % 2 == 0)},
+        defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": Family(
+        "Gemma3", LLAMA | SANDWICH | QK_NORM, sets={"norm_offset": 1.0, "qk_norm": "head"},
+        reads={**_GEMMA_READS, "windows": _gemma3_windows},
+        defaults={**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        only={"use_bidirectional_attention": False},
+    ),
+    "phi3": Family(
+        "Phi3", LLAMA | dict.fromkeys("qkv", "model.layers.{layer}.self_attn.qkv_proj") | ONE_GATE_UP,
+        reads={"windows": _windows}, defaults={"rms_norm_eps": 1e-5},
+    ),
+    "olmo2": Family(
+        "Olmo2", POST_NORM | QK_NORM, sets={"qk_norm": "all"}, reads=_ATTENTION_BIAS,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "gpt2": Family(
+        "GPT2", GPT2, lm_class="LMHeadModel", transposed=True,
+        sets={
+            "norm": "layer", "gated": False, "positions": "learned", "qkv_bias": True, "out_bias": True,
+            "mlp_bias": True,
+        },
+        reads={
+            "hidden_size": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "num_kv_heads": "n_head",
+            "head_dim": lambda hf: hf["n_embd"] // hf["n_head"], "num_positions": "n_positions",
+            "intermediate_size": lambda hf: hf.get("n_inner") or 4 * hf["n_embd"],
+            "norm_eps": "layer_norm_epsilon", "activation": "activation_function",
+        },
+        defaults={
+            "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+            "n_positions": 1024,
+        },
+        only={
+            "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        reads={
+            **_ATTENTION_BIAS, "mlp_bias": "mlp_bias", "rope_layers": _no_rope_layers,
+            "windows": lambda hf: _windows(hf, lambda _: False) if hf.get("use_sliding_window") else (),
+        },
+        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    ),
+    "glm4": Family(
+        "Glm4",
+        LLAMA | ONE_GATE_UP | {
+            "attn_out_norm": "model.layers.{layer}.post_self_attn_layernorm",
+            "mlp_out_norm": "model.layers.{layer}.post_mlp_layernorm",
+        },
+        sets={"rope_interleaved": True}, reads={"qkv_bias": "attention_bias"},
+        defaults={"attention_bias": True, "rms_norm_eps": 1.5625e-7, "head_dim": 128},
+    ),
+    "granite": Family(
+        "Granite",
+        reads={
+            **_ATTENTION_BIAS, "mlp_bias": "mlp_bias", "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier", "attention_scale": "attention_multiplier",
+            "logit_scale": lambda hf: 1 / hf["logits_scaling"],
+        },
+        defaults=dict.fromkeys(
+            ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
+    ),
+    "mixtral": Family(
+        "Mixtral", LLAMA | MIXTRAL_EXPERTS, reads={"windows": _windows}, defaults={"rms_norm_eps": 1e-5},
+        moe={
+            "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
+            "expert_width": "intermediate_size", "normalize": lambda _: True,
+        },
+    ),
+    "qwen2_moe": Family(
+        "Qwen2Moe", LLAMA | EXPERTS | _shared_experts("shared_expert")
+        | {"shared_router": "model.layers.{layer}.mlp.shared_expert_gate"},
+        sets={"qkv_bias": True}, only=_EVERY_LAYER | {"use_sliding_window": False},
+        moe={**_QWEN_MOE, "shared_width": "shared_expert_intermediate_size", "shared_gate": lambda _: True},
+        defaults={"norm_topk_prob": False},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3Moe", LLAMA | EXPERTS | QK_NORM, sets={"qk_norm": "head"}, reads=_ATTENTION_BIAS,
+        only=_EVERY_LAYER | {"use_sliding_window": False}, moe=_QWEN_MOE, defaults={"norm_topk_prob": False},
+    ),
+    "olmoe": Family(
+        "Olmoe", LLAMA | EXPERTS | QK_NORM, sets={"qk_norm": "all"}, reads=_ATTENTION_BIAS,
+        only={"clip_qkv": None}, moe={**_QWEN_MOE, "expert_width": "intermediate_size"},
+        defaults={"norm_topk_prob": False, "rms_norm_eps": 1e-5},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3", LLAMA | EXPERTS | _shared_experts("shared_experts") | LATENT_ATTENTION,
+        reads={
+            "num_kv_heads": "num_attention_heads", "rope_interleaved": "rope_interleave",
+            "head_dim": lambda hf: hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
+        },
+        only=_EVERY_LAYER | {"attention_bias": False},
+        moe={
+            "num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok",
+            "expert_width": "moe_intermediate_size", "num_dense_layers": "first_k_dense_replace",
+            "shared_width": lambda hf: hf["n_shared_experts"] * hf["moe_intermediate_size"],
+            "router_bias": lambda _: True, "scores": lambda _: "sigmoid", "normalize": "norm_topk_prob",
+            "scale": "routed_scaling_factor", "num_groups": "n_group", "num_groups_per_token": "topk_group",
+        },
+        defaults={
+            "rope_interleave": True, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}  # fmt: skip

@@ -1,0 +1,141 @@
+"""Block: one decoder layer's tensor-parallel part, for every family.
+
+Shape suffixes: T tokens of all sequences end to end, H hidden; of this rank: F MLP width, N query heads, K
+key-value heads; D head dim.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.dist.autograd import copy_to_group, sum_over_group
+from realhf.dist.group import Group
+from realhf.dist.parallel import ParallelGroups
+from realhf.model_config import ModelConfig
+from realhf.nn.attention import AttentionKind
+from realhf.nn.rope import Angles, rotate
+
+Weights = Mapping[str, torch.nn.Parameter]
+"""A layer's weights by part ("o.weight"); q, k and v are one ("qkv.weight"), gate and up another."""
+Attend = Callable[[AttentionKind, Tensor, Tensor, Tensor], Tensor]
+"""(kind, q_TND, k_TKD, v_TKD) -> out_TND."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm or LayerNorm over the last dim, or nothing where the family has no such norm."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, part: str) -> None:
+        super().__init__()
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.weight, self.bias = weights.get(f"{part}.weight"), weights.get(f"{part}.bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            return x
+        if self.bias is not None:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        if self.offset == 0:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # A weight near -1 or 0 would lose its digits in the sum: Gemma adds in float32.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(wide) + self.offset
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+
+
+class Block(torch.nn.Module):
+    """Attention and MLP, each between the norms that the family has."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups) -> None:
+        super().__init__()
+        self.config = config
+        self.attn_norm = Norm(config, weights, "attn_norm")
+        self.attn_out_norm = Norm(config, weights, "attn_out_norm")
+        self.attention = Attention(config, weights, layer, groups.tp)
+        self.mlp_norm = Norm(config, weights, "mlp_norm")
+        self.mlp_out_norm = Norm(config, weights, "mlp_out_norm")
+        self.mlp = Mlp(config, weights, groups.tp)
+
+    def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        # Nothing has a name that it would outlive its use by: without gradients that would be the peak.
+        x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attend)))
+        return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH))))
+
+    def _add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor:
+        scale = self.config.residual_scale
+        return x_TH + (y_TH if scale == 1 else y_TH * scale)
+
+
+class Attention(torch.nn.Module):
+    """Grouped-query attention over this rank's heads."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, tp: Group) -> None:
+        super().__init__()
+        self.config, self.tp = config, tp
+        self.qkv, self.qkv_bias = weights["qkv.weight"], weights.get("qkv.bias")
+        self.out, self.out_bias = weights["o.weight"], weights.get("o.bias")
+        self.q_norm, self.k_norm = Norm(config, weights, "q_norm"), Norm(config, weights, "k_norm")
+        self.num_heads = self.out.shape[1] // config.head_dim
+        self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
+        scale = config.attention_scale
+        self.kind = AttentionKind(
+            config.head_dim**-0.5 if scale is None else scale, config.window(layer), config.attention_softcap)
+
+    def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        N, K = self.num_heads, self.num_kv_heads
+        qkv = F.linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias)
+        qk, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).split((N + K, K), dim=1)
+        if self.config.qk_norm is not None:
+            qk = torch.cat([self._normed(x, norm) for x, norm in zip(
+                qk.split((N, K), dim=1), (self.q_norm, self.k_norm), strict=True)], dim=1)
+        if angles is not None:
+            qk = rotate(qk, angles, interleaved=self.config.rope_interleaved)
+        q_TND, k_TKD = qk.split((N, K), dim=1)
+        y_TH = sum_over_group(F.linear(attend(self.kind, q_TND, k_TKD, v_TKD).flatten(1), self.out), self.tp)
+        return y_TH if self.out_bias is None else y_TH + self.out_bias
+
+    def _normed(self, x_TND: Tensor, norm: Norm) -> Tensor:
+        """Queries or keys by head, or all heads' together, those of other ranks included."""
+        if self.config.qk_norm == "head":
+            return norm(x_TND)
+        if self.tp.size == 1:
+            return norm(x_TND.flatten(1)).view_as(x_TND)
+        assert norm.weight is not None
+        whole = (self.config.num_heads if norm is self.q_norm else self.config.num_kv_heads) * x_TND.shape[2]
+        copies = self.tp.size * x_TND.shape[1] * x_TND.shape[2] // whole  # Ranks that have the same heads.
+        x = x_TND.to(torch.promote_types(x_TND.dtype, torch.float32))
+        squares_T = sum_over_group(x.square().sum((1, 2)) / (copies * whole), self.tp)
+        squares_T = copy_to_group(squares_T, self.tp)  # Every rank's outputs depend on the sum.
+        x = x * (squares_T + norm.eps).rsqrt()[:, None, None]
+        return x.to(x_TND.dtype) * norm.weight.view(x_TND.shape[1:])
+
+
+class Mlp(torch.nn.Module):
+    """Gated or plain MLP, split by width; `prefix` names which one of the layer's."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, tp: Group, *, prefix: str = "") -> None:
+        super().__init__()
+        self.tp, self.gated, self.act = tp, config.gated, ACTIVATIONS[config.activation]
+        up = f"{prefix}{'gate_up' if config.gated else 'up'}"
+        self.up, self.up_bias = weights[f"{up}.weight"], weights.get(f"{up}.bias")
+        self.down, self.down_bias = weights[f"{prefix}down.weight"], weights.get(f"{prefix}down.bias")
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        up_TF = F.linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias)
+        y_TH = sum_over_group(F.linear(self._activate(up_TF), self.down), self.tp)
+        return y_TH if self.down_bias is None else y_TH + self.down_bias
+
+    def _activate(self, up_TF: Tensor) -> Tensor:
+        if not self.gated:
+            return self.act(up_TF)
+        gate_TF, up_TF = up_TF.chunk(2, dim=1)
+        return self.act(gate_TF) * up_TF

@@ -1,0 +1,93 @@
+"""Rotary position embeddings of all kinds that config.json can ask for, for packed sequences.
+
+Scaled frequencies come from transformers' own functions. Those of `dynamic` and `longrope` depend on the
+length of a sequence: each packed sequence goes by its own length, as if it were alone in its batch.
+
+Shape suffixes: T tokens, N heads, D head dim, R rotated dims (the first of each head).
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realhf.model_config import ModelConfig
+
+Angles = tuple[Tensor, Tensor]
+"""cos and sin of every token's angles, each of shape (T, 1, R / 2)."""
+
+
+class Rotary:
+    """The angles of a model's tokens. Layers of different types can turn at different speeds (Gemma 3)."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        self._wide = torch.promote_types(dtype, torch.float32)
+        self._hf = _hf_config(config)
+        given: dict[str, Any] = self._hf.rope_parameters
+        nested = any(isinstance(value, dict) for value in given.values())
+        self._kinds: dict[str, dict[str, Any]] = given if nested else {"": given}
+        self._frequencies = lru_cache(maxsize=64)(self._compute_frequencies)
+
+    def __call__(self, position_T: Tensor, length_T: Tensor) -> Callable[[int], Angles | None]:
+        """Layer -> angles at these positions of sequences of these lengths; None where it has no rotation."""
+        angles = {kind: self._angles(kind, position_T, length_T) for kind in self._kinds}
+
+        def of_layer(layer: int) -> Angles | None:
+            if self._config.rope_layers and not self._config.rope_layers[layer]:
+                return None
+            if "" in angles:
+                return angles[""]
+            return angles["full_attention" if self._config.window(layer) is None else "sliding_attention"]
+
+        return of_layer
+
+    def _angles(self, kind: str, position_T: Tensor, length_T: Tensor) -> Angles:
+        rope_type = self._kinds[kind]["rope_type"]
+        if rope_type in ("dynamic", "longrope"):
+            if rope_type == "longrope":  # Only the side of the boundary counts.
+                limit = self._kinds[kind]["original_max_position_embeddings"]
+                length_T = torch.where(length_T > limit, limit + 1, limit)
+            else:
+                length_T = length_T.clamp(min=self._hf.max_position_embeddings)
+            lengths, index_T = length_T.unique(return_inverse=True)
+            found = [self._frequencies(kind, length) for length in lengths.tolist()]
+            frequencies, factor = torch.stack([f for f, _ in found])[index_T][:, None], found[0][1]
+        else:
+            frequencies, factor = self._frequencies(kind, None)
+        angles = position_T[:, None, None].to(self._wide) * frequencies
+        return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+
+    def _compute_frequencies(self, kind: str, length: int | None) -> tuple[Tensor, float]:
+        """Radians per position, shape (R / 2,), and the factor of cos and sin."""
+        rope = self._kinds[kind]
+        if rope["rope_type"] == "default":
+            head_dim = self._hf.head_dim if self._config.mla else self._config.head_dim
+            dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+            exponent = torch.arange(0, dim, 2, dtype=self._wide, device=self._device) / dim
+            return 1.0 / rope["rope_theta"] ** exponent, 1.0
+        functions = import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+        compute = functions[rope["rope_type"]]
+        frequencies, factor = compute(self._hf, self._device, length, layer_type=kind or None)
+        return frequencies.to(self._wide), factor
+
+
+def _hf_config(config: ModelConfig) -> Any:
+    """transformers' config object, which knows all the ways in which rotary parameters are written."""
+    auto = import_module("transformers").AutoConfig  # (Importing it takes a second.)
+    fields = {name: value for name, value in config.hf.items() if name != "model_type"}
+    return auto.for_model(config.family, **fields)
+
+
+def rotate(x_TND: Tensor, angles: Angles, *, interleaved: bool) -> Tensor:
+    """Turns the first R dims of each head: dim i with dim i + R/2, or neighbours where `interleaved`."""
+    cos, sin = angles
+    rotated = 2 * cos.shape[-1]
+    x_TNR, rest = x_TND[..., :rotated], x_TND[..., rotated:]
+    a, b = (x_TNR[..., ::2], x_TNR[..., 1::2]) if interleaved else x_TNR.chunk(2, dim=-1)
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    y_TNR = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return y_TNR if rest.shape[-1] == 0 else torch.cat((y_TNR, rest), dim=-1)
