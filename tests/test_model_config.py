@@ -113,7 +113,7 @@ def test_loads_a_model_directory(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures is 'MambaForCausalLM': supported are the causal"),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures is 'MambaForCausalLM': supported are"),
         ({"architectures": None}, "architectures is '(none)'"),
         ({"num_key_value_heads": 5}, "num_attention_heads 12 is no multiple of num_key_value_heads 5"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling of type 'linear' lacks factor"),
