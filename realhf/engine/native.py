@@ -51,7 +51,7 @@ class NativeEngine:
         return self.model.shards()
 
     def optimizer_shards(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> the rows of the optimizer's copy that this dp replica owns."""
+        """Parameter name -> the rows of the optimizer's copy that this replica owns."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
         return self._optimizer.shards
 
@@ -74,7 +74,7 @@ class NativeEngine:
         """Does the call's work on this rank's share of the samples, one Batch per mini-batch.
 
         With `recompute` a train step keeps only every block's input for the backward pass. After one on
-        several dp replicas without `gather` only `optimizer_shards` are up to date.
+        several replicas without `gather` only `optimizer_shards` are up to date.
         """
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
