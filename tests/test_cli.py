@@ -60,7 +60,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], str, list[str]]] = {
         ["tp=6 neither divides nor is a multiple of the 4 kv heads"],
     ),
     "vocabulary": ({"vocab_size": 3}, "t4@0-3", ["tp=4 exceeds the vocabulary 3"]),
-    "an axis that the family lacks": ({}, "c2@0-1", ["cp=2 is not supported", "use cp=1"]),
+    "an axis that the family lacks": ({}, "e2@0-1", ["ep=2 is not supported", "use ep=1"]),
+    "heads over two axes": ({}, "c4t2@0-7", ["tp*cp=8 does not divide the model's 4 attention heads"]),
     "ranks and strategy": (
         {},
         "d2t2@0-2",

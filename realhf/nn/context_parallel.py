@@ -1,8 +1,8 @@
 """Context parallelism: ranks share out the tokens, and around attention the heads (arXiv:2309.14509).
 
-Token-wise work is done for a rank's own part of the packed tokens; sequences may be cut anywhere. Before
-attention an all-to-all turns all heads of a part of the tokens into a part of the heads of all tokens, after it
-another one turns that back, so attention itself knows nothing of it (DeepSpeed-Ulysses).
+Token-wise work is done for a rank's own part of the packed tokens; sequences may be cut anywhere. An
+all-to-all before attention turns all heads of a part of the tokens into a part of the heads of all tokens,
+another one behind it turns that back; attention itself knows nothing of it (DeepSpeed-Ulysses).
 
 Shape suffixes: T tokens of all sequences end to end, t this rank's part of them, C ranks of the group; heads
 before the exchange: N of queries, K of keys and values, after it: n and k; D dim of queries and keys, E of
@@ -39,15 +39,15 @@ def attend_over_group(
     share = math.gcd(N // C, N // K)
     k_tKD, v_tKE = (x.repeat_interleave(N // K // share, dim=1) for x in (k_tKD, v_tKE))
     n, k = N // C, N // C // share
-    sent_tCW = torch.cat([
-        x.reshape(t, C, heads * dim)
-        for x, heads, dim in ((q_tND, n, D), (k_tKD, k, D), (v_tKE, k, E))
-    ], dim=2)
-    got_TW = _Exchange.apply(sent_tCW.transpose(0, 1), group, num_tokens, True)
+    shapes = ((n, D), (k, D), (k, E))
+    widths = [heads * dim for heads, dim in shapes]
+    parts = zip((q_tND, k_tKD, v_tKE), widths, strict=True)
+    got_TW = _Exchange.apply(
+        torch.cat([x.reshape(t, C, width).transpose(0, 1) for x, width in parts], dim=2),
+        group, num_tokens, True,
+    )  # fmt: skip
     q_TnD, k_TkD, v_TkE = (
-        x.unflatten(1, (heads, dim))
-        for x, heads, dim in zip(got_TW.split((n * D, k * D, k * E), dim=1), (n, k, k), (D, D, E), strict=True)
-    )
+        x.unflatten(1, shape) for x, shape in zip(got_TW.split(widths, dim=1), shapes, strict=True))
     out_CtW = _Exchange.apply(attention(q_TnD, k_TkD, v_TkE).flatten(1), group, num_tokens, False)
     return out_CtW.transpose(0, 1).reshape(t, N, E)
 

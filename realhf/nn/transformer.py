@@ -162,8 +162,8 @@ class Transformer(torch.nn.Module):
         """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
 
         With a cache it is the prefill: sequence i goes to row i of the emptied cache. Without one, ranks over
-        cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every block keeps
-        only its input and is computed again in the backward pass (Chen et al. 2016).
+        cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every block
+        keeps only its input and is computed again in the backward pass (Chen et al. 2016).
         """
         counts = torch.tensor(seq_lens, dtype=torch.long)
         row_T = torch.repeat_interleave(counts)
