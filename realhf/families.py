@@ -154,7 +154,7 @@ COMMON: Mapping[str, Reader] = {
 }
 COMMON_DEFAULTS = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-    "mlp_bias": False,
+    "mlp_bias": False, "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 _ATTENTION_BIAS: Mapping[str, Reader] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 _GEMMA: dict[str, Any] = {
@@ -195,7 +195,10 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(
         "Gemma3", LLAMA | SANDWICH | QK_NORM, sets={"norm_offset": 1.0, "qk_norm": "head"},
         reads={**_GEMMA_READS, "windows": _gemma3_windows},
-        defaults={**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        defaults={
+            **_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+            "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
+        },
         only={"use_bidirectional_attention": False},
     ),
     "phi3": Family(
@@ -233,7 +236,7 @@ FAMILIES: Mapping[str, Family] = {
             **_ATTENTION_BIAS, "mlp_bias": "mlp_bias", "rope_layers": _no_rope_layers,
             "windows": lambda hf: _windows(hf, lambda _: False) if hf.get("use_sliding_window") else (),
         },
-        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4},
+        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4, "rope_theta": 2e6},
     ),
     "glm4": Family(
         "Glm4",
@@ -242,7 +245,9 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_out_norm": "model.layers.{layer}.post_mlp_layernorm",
         },
         sets={"rope_interleaved": True}, reads={"qkv_bias": "attention_bias"},
-        defaults={"attention_bias": True, "rms_norm_eps": 1.5625e-7, "head_dim": 128},
+        defaults={
+            "attention_bias": True, "rms_norm_eps": 1.5625e-7, "head_dim": 128, "partial_rotary_factor": 0.5,
+        },
     ),
     "granite": Family(
         "Granite",
@@ -255,7 +260,8 @@ FAMILIES: Mapping[str, Family] = {
             ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
     ),
     "mixtral": Family(
-        "Mixtral", LLAMA | MIXTRAL_EXPERTS, reads={"windows": _windows}, defaults={"rms_norm_eps": 1e-5},
+        "Mixtral", LLAMA | MIXTRAL_EXPERTS, reads={"windows": _windows},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         moe={
             "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
             "expert_width": "intermediate_size", "normalize": lambda _: True,
