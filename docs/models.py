@@ -1,13 +1,16 @@
 """Writes docs/models.md from the tables that the code and the tests use: `python docs/models.py`."""
 
 import sys
+from functools import partial
 from pathlib import Path
+
+import transformers
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from realhf.families import FAMILIES  # noqa: E402
-from realhf.model_config import ROPE_KEYS, ModelConfig  # noqa: E402
+from realhf.model_config import HEADS, ROPE_KEYS, ModelConfig  # noqa: E402
 from realhf.param_spec import model_spec  # noqa: E402
 from realhf.shipped import shipped_dir  # noqa: E402
 from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS  # noqa: E402
@@ -17,20 +20,21 @@ HEAD = """\
 
 <!-- Written by `python docs/models.py` from realhf/families.py, tests/families.py and models/. -->
 
-A model is a Hugging Face directory, in and out: causal language models, and the sequence classification models of
-the same families with one label (reward models, critics). Of each row a tiny random model, made by transformers' own
-class, is compared in float32 under all of its layouts (tests/test_families.py): logits within 1e-5, gradients within
-1e-4 of each tensor's largest, 64 tokens of greedy generation identical, and the tensors of a directory that was read
-and written again byte for byte the same. To add a family, see [adding-a-model.md](adding-a-model.md).
+A model is a Hugging Face directory, in and out: causal language models, and the sequence classification
+models of the same families with one label (reward models, critics). Of each row a tiny random model, made
+by transformers' own class, is compared in float32 under all of its layouts (tests/test_families.py): logits
+within 1e-5, gradients within 1e-4 of each tensor's largest, 64 tokens of greedy generation identical, and
+the tensors of a directory that was read and written again byte for byte the same. To add a family, see
+[adding-a-model.md](adding-a-model.md).
 
 """
 NOTES = """\
 
-Rotary embeddings: {ropes}. `dynamic` and `longrope` depend on the length of a sequence; each sequence of a packed
-batch goes by its own.
+Rotary embeddings: {ropes}. `dynamic` and `longrope` depend on the length of
+a sequence; each sequence of a packed batch goes by its own.
 
-What a config.json says of dropout is ignored: reinforcement learning needs the probabilities that sampling had.
-Quantised checkpoints are refused. DeepSeek-V3's layer for predicting a second token is left out.
+What a config.json says of dropout is ignored: reinforcement learning needs the probabilities that sampling
+had. Quantised checkpoints are refused. DeepSeek-V3's layer for predicting a second token is left out.
 
 ## Shipped configs
 
@@ -45,7 +49,7 @@ def families() -> list[str]:
     for cases, layouts in ((CASES, LAYOUTS), (MOE_CASES, (*LAYOUTS, *MOE_LAYOUTS))):
         for case in cases.values():
             family = FAMILIES[case.family]
-            classes = f"{family.prefix}{family.lm_class}, {family.prefix}ForSequenceClassification"
+            classes = ", ".join(filter(partial(hasattr, transformers), map(family.architecture, HEADS)))
             rows.append(f"| {case.about} | {classes} | {' '.join(layouts)} |")
     return rows
 

@@ -93,15 +93,20 @@ class Family:
     what config.json may leave out, as in transformers; `only` has keys with one legal value.
     """
 
-    prefix: str  # Of its classes in transformers, before ForCausalLM and ForSequenceClassification.
+    prefix: str  # Of its classes in transformers.
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA)
     reads: Mapping[str, Reader] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
     moe: Mapping[str, Reader] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
-    lm_class: str = "ForCausalLM"
+    lm_class: str = "ForCausalLM"  # What follows the prefix in the name of the class, by head.
+    score_class: str = "ForSequenceClassification"
     transposed: bool = False  # Checkpoints hold the weights of its linear layers as (in, out).
+
+    def architecture(self, head: str) -> str:
+        """The class in transformers of models with this head, "lm" or "score"."""
+        return self.prefix + {"lm": self.lm_class, "score": self.score_class}[head]
 
 
 def _types(hf: Hf, default: Callable[[int], bool]) -> list[str]:
@@ -193,7 +198,8 @@ FAMILIES: Mapping[str, Family] = {
         defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": Family(
-        "Gemma3", LLAMA | SANDWICH | QK_NORM, sets={"norm_offset": 1.0, "qk_norm": "head"},
+        "Gemma3", LLAMA | SANDWICH | QK_NORM, score_class="TextForSequenceClassification",
+        sets={"norm_offset": 1.0, "qk_norm": "head"},
         reads={**_GEMMA_READS, "windows": _gemma3_windows},
         defaults={
             **_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None,

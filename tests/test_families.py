@@ -10,9 +10,11 @@ import transformers
 from safetensors.torch import load_file
 
 from realhf.data.batch import Batch, Packed
+from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.pipeline import run_pipeline
 from realhf.engine.work import Generate, SamplingConfig
+from realhf.families import FAMILIES
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy, even_split
 from realhf.model_config import ModelConfig
@@ -119,6 +121,35 @@ def _reference(name, directory):
     mask = torch.ones_like(prompts)
     tokens = fresh.generate(prompts, attention_mask=mask, do_sample=False, max_new_tokens=NUM_NEW)
     return logits.detach(), load_file(directory / "gradients" / "model.safetensors"), tokens
+
+
+ONE_OF_EACH = {case.family: name for name, case in reversed(ALL.items())}
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+def test_reward_model(tmp_path, name):
+    """A sequence classification model with one label: its scores, and the way back."""
+    torch.manual_seed(0)
+    architecture = FAMILIES[ALL[name].family].architecture("score")
+    reference_class = getattr(transformers, architecture, None)
+    if reference_class is None:
+        pytest.skip(f"transformers has no {architecture}")
+    hf = ALL[name].hf(num_labels=1)
+    reference = reference_class(transformers.AutoConfig.for_model(**hf)).eval()
+    reference.save_pretrained(tmp_path / "theirs")
+    spec = model_spec(ModelConfig.load(str(tmp_path / "theirs")))
+    engine = NativeEngine(spec, Layout.parse("d1@0"), World(), dtype="float32")
+    engine.load(tmp_path / "theirs", seed=0)
+    scores = engine.model.scores(engine.model(_tokens(sum(LENGTHS)), LENGTHS)).split(LENGTHS)
+    with torch.no_grad():
+        for part, score in zip(_tokens(sum(LENGTHS)).split(LENGTHS), scores, strict=True):
+            torch.testing.assert_close(score[-1:], reference(part[None]).logits[0], rtol=1e-5, atol=1e-5)
+    engine.save(tmp_path / "ours")
+    again, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    theirs = reference.state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in again.state_dict().items())
 
 
 CELLS = [(name, layout) for name in ALL for layout in (*LAYOUTS, *(MOE_LAYOUTS if name in MOE_CASES else ()))]
