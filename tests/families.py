@@ -35,7 +35,8 @@ LONGROPE = {
 CASES = {
     "llama": Case("llama", "Llama 2, CodeLlama", {}),
     "llama-3.1": Case("llama", "Llama 3.x: llama3 rope", {"rope_parameters": LLAMA3_ROPE, "head_dim": 6}),
-    "llama-bias": Case("llama", "Llama with biases on every linear layer", {"attention_bias": True, "mlp_bias": True}),
+    "llama-bias": Case("llama", "Llama with biases on every linear layer", {
+        "attention_bias": True, "mlp_bias": True}),
     "llama-linear": Case("llama", "Llama with linear rope", {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
     "llama-dynamic": Case("llama", "Llama with dynamic rope", {
