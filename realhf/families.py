@@ -141,6 +141,12 @@ def _no_rope_layers(hf: Hf) -> tuple[bool, ...]:
     return () if all(given) else tuple(map(bool, given))
 
 
+def _smollm3_windows(hf: Hf) -> tuple[int | None, ...]:
+    """Windows are in layers without positions."""
+    rope = _no_rope_layers(hf)
+    return _windows(hf, lambda i: bool(rope) and not rope[i]) if hf.get("use_sliding_window") else ()
+
+
 def _heads(hf: Hf) -> int:
     return hf.get("num_key_value_heads") or hf["num_attention_heads"]
 
@@ -240,7 +246,7 @@ FAMILIES: Mapping[str, Family] = {
         "SmolLM3",
         reads={
             **_ATTENTION_BIAS, "mlp_bias": "mlp_bias", "rope_layers": _no_rope_layers,
-            "windows": lambda hf: _windows(hf, lambda _: False) if hf.get("use_sliding_window") else (),
+            "windows": _smollm3_windows,
         },
         defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4, "rope_theta": 2e6},
     ),
