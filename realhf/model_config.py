@@ -242,7 +242,8 @@ class ModelConfig:
              f"tp={s.tp} neither divides nor is a multiple of the {kv_heads} kv heads"),
             (s.tp > vocabulary, f"tp={s.tp} exceeds the vocabulary {vocabulary}"),
             (s.tp > width, f"tp={s.tp} exceeds the MLP width {width}"),
-            (s.cp > 1, f"cp={s.cp} {lacks} {self.family} models; use cp=1"),
+            (heads % (s.tp * s.cp),
+             f"tp*cp={s.tp * s.cp} does not divide the model's {heads} attention heads"),
             (s.ep > 1 and not self.moe, f"ep={s.ep} {lacks} {self.family} models; use ep=1"),
             (s.ep > num_experts, f"ep={s.ep} exceeds the model's {num_experts} experts"),
         ):

@@ -51,7 +51,8 @@ class Rotary:
             else:
                 length_T = length_T.clamp(min=self._scaled_config.max_position_embeddings)
             lengths, index_T = length_T.unique(return_inverse=True)
-            found = [self._frequencies(kind, length) for length in lengths.tolist()]
+            # (There may be no tokens, of which the frequencies must have a shape all the same.)
+            found = [self._frequencies(kind, length) for length in lengths.tolist() or [None]]
             frequencies, factor = torch.stack([f for f, _ in found])[index_T][:, None], found[0][1]
         else:
             frequencies, factor = self._frequencies(kind, None)
