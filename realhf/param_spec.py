@@ -76,7 +76,7 @@ class InFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter, of decoder layer `layer`: -1 for the embedding, None for what follows the last layer.
+    """One parameter, of decoder layer `layer`: -1 for embeddings, None for what follows the last layer.
 
     `split_dim` is cut over tp in `num_units` indivisible units (attention heads, or single rows or columns);
     with fewer units than tp ranks, neighbours hold the same unit and each computes a part of its gradient.
@@ -209,12 +209,18 @@ class ModelSpec:
         rows = [
             (
                 kinds.setdefault((p.shape, p.split_dim, p.num_units), len(kinds)),
-                self.config.num_layers if p.layer is None else p.layer,
+                self._place_of(p),
                 -1 if p.expert is None else p.expert,
             )
             for p in self.params
         ]
         return np.array(rows).T
+
+    def _place_of(self, param: ParamSpec) -> int:
+        """Layer; num_layers for what follows the last one, -1 for the token embedding, 0 for positions."""
+        if param.layer is None:
+            return self.config.num_layers
+        return 0 if param.part == "positions.weight" else param.layer
 
     def _places(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What decides placements. Per parameter: shape and split, stage, ep index (-1: at each)."""
