@@ -1,4 +1,4 @@
-"""Attention over a cp group against attention in one process, and whole models of every family."""
+"""Attention over a cp group, and models with special attention or positions, against one process."""
 
 import random
 
@@ -87,7 +87,7 @@ def _family(name):
     case = CASES[name]
     family = FAMILIES[case.family]
     config = transformers.AutoConfig.for_model(**case.hf())
-    return {**config.to_dict(), "architectures": [family.prefix + family.lm_class]}
+    return {**config.to_dict(), "architectures": [family.architecture("lm")]}
 
 
 def _logits_and_gradients(world, hf, text, seq_lens):
@@ -110,10 +110,10 @@ def _logits_and_gradients(world, hf, text, seq_lens):
         name: (region_slices(region), grads[name]) for name, region in model.regions.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_family_has_the_numbers_of_one_process(pool, name):
+@pytest.mark.parametrize("name", ["llama-dynamic", "phi-3", "gemma-2", "olmo-2"])
+def test_logits_and_gradients_are_those_of_one_process(pool, name):
     hf = _family(name)
-    for layout, seq_lens in (("c4@0-3", SEQ_LENS), ("c2t2@0-3", SEQ_LENS), ("c4@0-3", [2])):
+    for layout, seq_lens in (("c2t2@0-3", SEQ_LENS), ("c4@0-3", [2])):
         _, expected, whole = _logits_and_gradients(World(), hf, "d1@0", seq_lens)
         for at, logits, grads in pool.run(_logits_and_gradients, hf, layout, seq_lens):
             torch.testing.assert_close(logits, expected[at], rtol=1e-9, atol=1e-9)
