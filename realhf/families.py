@@ -93,7 +93,7 @@ class Family:
     what config.json may leave out, as in transformers; `only` has keys with one legal value.
     """
 
-    prefix: str  # Of its classes in transformers, before ForCausalLM and ForSequenceClassification.
+    prefix: str  # Of its classes in transformers, before `lm_class` and `score_class`.
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA)
     reads: Mapping[str, Reader] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
@@ -101,6 +101,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     lm_class: str = "ForCausalLM"
+    score_class: str = "ForSequenceClassification"
+    more_layers: bool = False  # Checkpoints have layers past num_hidden_layers, for multi-token prediction.
     transposed: bool = False  # Checkpoints hold the weights of its linear layers as (in, out).
 
 
@@ -196,7 +198,7 @@ FAMILIES: Mapping[str, Family] = {
         "Gemma3", LLAMA | SANDWICH | QK_NORM, sets={"norm_offset": 1.0, "qk_norm": "head"},
         reads={**_GEMMA_READS, "windows": _gemma3_windows},
         defaults={**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
-        only={"use_bidirectional_attention": False},
+        only={"use_bidirectional_attention": False}, score_class="TextForSequenceClassification",
     ),
     "phi3": Family(
         "Phi3", LLAMA | dict.fromkeys("qkv", "model.layers.{layer}.self_attn.qkv_proj") | ONE_GATE_UP,
@@ -283,7 +285,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_kv_heads": "num_attention_heads", "rope_interleaved": "rope_interleave",
             "head_dim": lambda hf: hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
         },
-        only=_EVERY_LAYER | {"attention_bias": False},
+        only=_EVERY_LAYER | {"attention_bias": False}, more_layers=True,
         moe={
             "num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok",
             "expert_width": "moe_intermediate_size", "num_dense_layers": "first_k_dense_replace",

@@ -17,11 +17,10 @@ ROPE_KEYS = {
     "longrope": ("short_factor", "long_factor"),
 }  # fmt: skip
 """Rotary embeddings that `nn` computes, and what config.json must say of them."""
-_HEAD_CLASSES = {"score": "ForSequenceClassification"}
 _ARCHITECTURES = {
     family.prefix + suffix: (name, head)
     for name, family in FAMILIES.items()
-    for head, suffix in {"lm": family.lm_class, **_HEAD_CLASSES}.items()
+    for head, suffix in {"lm": family.lm_class, "score": family.score_class}.items()
 }
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
@@ -179,9 +178,11 @@ class ModelConfig:
     def to_hf(self) -> dict[str, Any]:
         """The config.json of an exported model with this head."""
         hf, family = dict(self.hf), self.describes
-        hf["architectures"] = [family.prefix + {"lm": family.lm_class, **_HEAD_CLASSES}[self.head]]
+        suffix = family.lm_class if self.head == "lm" else family.score_class
+        hf["architectures"] = [family.prefix + suffix]
         if self.head == "score":
             hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+            hf.pop("num_labels", None)
         return hf
 
     @property
