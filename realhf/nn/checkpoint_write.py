@@ -118,7 +118,7 @@ class CheckpointWriter:
                     out.truncate(file.starts[""])
         self._group.barrier()
         for part in self._local_parts():
-            for row, block in _blocks(_as_in_file(part.param, shards[part.param.name])):
+            for row, block in _blocks(in_file_order(part.param, shards[part.param.name])):
                 self._write(directory, part, row, block.cpu().contiguous())
         for part in self._parts:
             if part.sender != part.writer and self._rank in (part.sender, part.writer):
@@ -143,7 +143,7 @@ class CheckpointWriter:
         """This rank's end of a part that its holder sends to its writer."""
         peers = self._group.ranks
         if self._rank == part.sender:
-            for _, block in _blocks(_as_in_file(part.param, shards[part.param.name])):
+            for _, block in _blocks(in_file_order(part.param, shards[part.param.name])):
                 self._group.exchange([(peers.index(part.writer), block.cpu().contiguous())], [])
             return
         box = box_in_tensor(part.param, part.region)
@@ -185,7 +185,8 @@ class CheckpointWriter:
         _put(directory / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def _as_in_file(param: ParamSpec, shard: Tensor) -> Tensor:
+def in_file_order(param: ParamSpec, shard: Tensor) -> Tensor:
+    """A view of a region with the dims as in a checkpoint."""
     return shard.T if param.in_file.transposed else shard
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from realhf.nn.checkpoint import LM_HEAD, box_in_tensor, open_checkpoint, params_by_tensor
-from realhf.nn.checkpoint_write import MAX_SHARD_BYTES, Beside, CheckpointWriter
+from realhf.nn.checkpoint import LM_HEAD, box_in_tensor, open_checkpoint
+from realhf.nn.checkpoint_write import MAX_SHARD_BYTES, Beside, CheckpointWriter, in_file_order
 from realhf.nn.tensor_files import DTYPES, StoredTensor
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import Region
+from realhf.param_spec import ModelSpec, Region
 
 _BLOCK_BYTES = 8 << 20
 """What cannot be read into its place as it is (other dtype, columns) goes through this much memory."""
@@ -24,29 +24,39 @@ def load_weights(directory: str | Path, model: Transformer) -> list[str]:
     Gives the names that the files lack: score.weight at most, when a critic or reward model starts from a
     language model; its values stay as they were. Raises ValueError that names the file and the tensor.
     """
-    checkpoint, shards, reader = open_checkpoint(Path(directory), model.spec), model.shards(), _Reader()
-    if checkpoint.further_layers and model.groups.rank == model.groups.layout.ranks[0]:
+    groups = model.groups
+    is_first = groups.rank == groups.layout.ranks[0]
+    return read_shards(Path(directory), model.spec, model.shards(), model.regions, announce=is_first)
+
+
+@torch.no_grad()
+def read_shards(
+    directory: Path, spec: ModelSpec, shards: Mapping[str, Tensor], regions: Mapping[str, Region],
+    *, announce: bool = True,
+) -> list[str]:  # fmt: skip
+    """Like `load_weights`, into any tensors with the regions of these parameters.
+
+    `announce` what is left out of the files, on standard error.
+    """
+    checkpoint, reader = open_checkpoint(directory, spec), _Reader()
+    if checkpoint.further_layers and announce:
         layers = ", ".join(map(str, checkpoint.further_layers))
-        past = f"past num_hidden_layers {model.config.num_layers}"
-        print(f"realhf: {directory}: layer {layers} is {past} and is left out", file=sys.stderr)
+        past = f"layers past num_hidden_layers {spec.config.num_layers} are left out: {layers}"
+        print(f"realhf: {directory}: {past}", file=sys.stderr)
     reads: list[tuple[StoredTensor, Region, Tensor]] = []
-    for name, params in params_by_tensor(model.spec.params).items():
-        for param in params:
-            if param.name in shards and name in checkpoint.tensors:
-                box = box_in_tensor(param, model.regions[param.name])
-                shard = shards[param.name].T if param.in_file.transposed else shards[param.name]
-                reads.append((checkpoint.tensors[name], box, shard))
-    with torch.no_grad():
-        for tensor, box, shard in sorted(reads, key=lambda r: (r[0].path, r[0].start, r[1])):
-            reader.read(tensor, box, shard)
-        embedding = next(param for param in model.spec.params if param.part == "embedding.weight")
-        if checkpoint.head_copy is not None and embedding.name in shards:
-            box, shard = model.regions[embedding.name], shards[embedding.name]
-            if not reader.equals(checkpoint.head_copy, box, shard):
-                raise ValueError(
-                    f"{checkpoint.head_copy.path}: {LM_HEAD} differs from the embedding, but config.json has "
-                    "tie_word_embeddings true; set it to false, or remove the tensor"
-                )
+    for param in spec.params:
+        if param.name in shards and param.in_file.name in checkpoint.tensors:
+            box, tensor = box_in_tensor(param, regions[param.name]), checkpoint.tensors[param.in_file.name]
+            reads.append((tensor, box, in_file_order(param, shards[param.name])))
+    for tensor, box, shard in sorted(reads, key=lambda read: (read[0].path, read[0].start, read[1])):
+        reader.read(tensor, box, shard)
+    embedding = next(param for param in spec.params if param.part == "embedding.weight").name
+    copy = checkpoint.head_copy if embedding in shards else None
+    if copy is not None and not reader.equals(copy, regions[embedding], shards[embedding]):
+        raise ValueError(
+            f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has tie_word_embeddings true; "
+            "set it to false, or remove the tensor"
+        )
     return list(checkpoint.missing)
 
 
