@@ -54,8 +54,8 @@ def read_shards(
     copy = checkpoint.head_copy if embedding in shards else None
     if copy is not None and not reader.equals(copy, regions[embedding], shards[embedding]):
         raise ValueError(
-            f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has tie_word_embeddings true; "
-            "set it to false, or remove the tensor"
+            f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has tie_word_embeddings "
+            "true; set it to false, or remove the tensor"
         )
     return list(checkpoint.missing)
 
