@@ -281,7 +281,8 @@ def test_check_finds_weights(tmp_path, refused, fault, command):
     weights = _weights(tmp_path, fault)
     words = ["--actor.model", weights, "--actor.no-random-init"]
     words += ["--out", tmp_path / "run"] if command == "run" else []
-    refused(command, write_experiment(tmp_path), *words, says=["actor.model: ", str(weights), *WEIGHTS[fault]])
+    says = ["actor.model: ", str(weights), *WEIGHTS[fault]]
+    refused(command, write_experiment(tmp_path), *words, says=says)
     assert not (tmp_path / "run").exists()
 
 

@@ -78,6 +78,7 @@ SHRINK = """
 import os
 
 path, find = Path({path!r}), experiment.tokenizer_dir
+experiment.actor = replace(experiment.actor, model=str(path.parent), random_init=False)
 calls = []
 
 def tokenizer_dir():
@@ -99,8 +100,7 @@ def test_weights_that_break_behind_the_check(tmp_path):
     body = SHRINK.format(path=str(weights / "model.safetensors"), ranks=("0", "1"))
     experiment, out = write_experiment(tmp_path, body=body), tmp_path / "second"
     plan = write_plan(tmp_path, {**dict.fromkeys(GRPO_LAYOUTS, "d2t2@0-3"), "ref_forward": "t2@2-3"})
-    words = ["--plan", plan, "--out", out, "--actor.model", weights, "--actor.no-random-init"]
-    with Command(*REALHF, "run", experiment, *words) as command:
+    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out) as command:
         code, _, err = command.finish()
         assert wait_until(lambda: not command.processes(), seconds=MAX_SECONDS)
     assert code == 2, err
