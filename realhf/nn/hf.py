@@ -14,8 +14,10 @@ from realhf.nn.tensor_files import DTYPES, StoredTensor
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec, Region
 
-_BLOCK_BYTES = 8 << 20
-"""What cannot be read into its place as it is (other dtype, columns) goes through this much memory."""
+_BLOCK_BYTES = 1 << 20
+"""What cannot be read into its place as it is goes through this much memory, which stays in the cache."""
+_LONG_ROW_BYTES = 1 << 13
+"""Of rows at least so long, columns are read piece by piece; of shorter ones it is quicker to read all."""
 
 
 def load_weights(directory: str | Path, model: Transformer) -> list[str]:
@@ -38,7 +40,7 @@ def read_shards(
 
     `announce` what is left out of the files, on standard error.
     """
-    checkpoint, reader = open_checkpoint(directory, spec), _Reader()
+    checkpoint = open_checkpoint(directory, spec)
     if checkpoint.further_layers and announce:
         layers = ", ".join(map(str, checkpoint.further_layers))
         past = f"layers past num_hidden_layers {spec.config.num_layers} are left out: {layers}"
@@ -48,15 +50,16 @@ def read_shards(
         if param.name in shards and param.in_file.name in checkpoint.tensors:
             box, tensor = box_in_tensor(param, regions[param.name]), checkpoint.tensors[param.in_file.name]
             reads.append((tensor, box, in_file_order(param, shards[param.name])))
-    for tensor, box, shard in sorted(reads, key=lambda read: (read[0].path, read[0].start, read[1])):
-        reader.read(tensor, box, shard)
     embedding = next(param for param in spec.params if param.part == "embedding.weight").name
     copy = checkpoint.head_copy if embedding in shards else None
-    if copy is not None and not reader.equals(copy, regions[embedding], shards[embedding]):
-        raise ValueError(
-            f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has tie_word_embeddings "
-            "true; set it to false, or remove the tensor"
-        )
+    with _Reader() as reader:
+        for tensor, box, shard in sorted(reads, key=lambda read: (read[0].path, read[0].start, read[1])):
+            reader.read(tensor, box, shard)
+        if copy is not None and not reader.equals(copy, regions[embedding], shards[embedding]):
+            raise ValueError(
+                f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has "
+                "tie_word_embeddings true; set it to false, or remove the tensor"
+            )
     return list(checkpoint.missing)
 
 
@@ -77,18 +80,35 @@ def save_weights(
 
 
 class _Reader:
-    """Reads boxes of tensors out of files, through a block of memory that it keeps."""
+    """Reads boxes of tensors out of files, of which it keeps the last one open."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._path, self._file = Path(), -1
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def read(self, tensor: StoredTensor, box: Region, target: Tensor) -> None:
         """Reads into `target`, cast to its dtype."""
-        is_whole_rows = all(part == (0, size) for part, size in zip(box[1:], tensor.shape[1:], strict=True))
-        dtype = getattr(torch, DTYPES[tensor.dtype])
-        if is_whole_rows and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-            _fill(tensor, target.view(-1).view(torch.uint8), row=box[0][0])
-            return
+        as_stored = target.dtype == getattr(torch, DTYPES[tensor.dtype])
+        if as_stored and target.device.type == "cpu" and target.is_contiguous():
+            memory = _bytes(target)
+            row_bytes, itemsize = tensor.num_bytes // tensor.shape[0], target.dtype.itemsize
+            start = box[0][0] * row_bytes
+            if len(memory) == len(target) * row_bytes:
+                self._fill(memory, tensor, start)
+                return
+            if row_bytes >= _LONG_ROW_BYTES:
+                first, length = start + box[1][0] * itemsize, len(memory) // len(target)
+                for i in range(len(target)):
+                    self._fill(memory[i * length : (i + 1) * length], tensor, first + i * row_bytes)
+                return
         for rows, values in self._blocks(tensor, box):
             target[rows].copy_(values)
 
@@ -107,22 +127,27 @@ class _Reader:
         for first in range(low, high, step):
             last = min(high, first + step)
             block = self._block[: (last - first) * row_bytes]
-            _fill(tensor, block, row=first)
+            self._fill(_bytes(block), tensor, first * row_bytes)
             values = block.view(getattr(torch, DTYPES[tensor.dtype])).view(last - first, *tensor.shape[1:])
             yield slice(first - low, last - low), values[:, slice(*columns[0])] if columns else values
 
-
-def _fill(tensor: StoredTensor, memory: Tensor, *, row: int) -> None:
-    """Reads as many bytes as `memory` (uint8) has, from a row of the tensor on."""
-    view = memoryview(memory.numpy().data)
-    position = tensor.start + row * (tensor.num_bytes // tensor.shape[0])
-    try:
-        with open(tensor.path, "rb", buffering=0) as file:
-            while len(view):
-                count = os.preadv(file.fileno(), [view], position)
+    def _fill(self, memory: memoryview, tensor: StoredTensor, start: int) -> None:
+        """Reads as many bytes as `memory` has, from byte `start` of the tensor on."""
+        position = tensor.start + start
+        try:
+            if self._file < 0 or self._path != tensor.path:
+                self.__exit__()
+                self._path, self._file = tensor.path, os.open(tensor.path, os.O_RDONLY)
+            while len(memory):
+                count = os.preadv(self._file, [memory], position)
                 if not count:
-                    end = position + len(view)
+                    end = position + len(memory)
                     raise ValueError(f"{tensor.path} is truncated: it ends before byte {end}")
-                view, position = view[count:], position + count
-    except OSError as error:
-        raise ValueError(f"{tensor.path} cannot be read: {error.strerror}") from error
+                memory, position = memory[count:], position + count
+        except OSError as error:
+            raise ValueError(f"{tensor.path} cannot be read: {error.strerror}") from error
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)

@@ -112,6 +112,14 @@ def test_only_the_leaders_host_writes(pool, tmp_path, layout):
     assert not (target / "1").exists()
 
 
+def test_long_rows_are_read_piece_by_piece(pool, tmp_path):
+    config = transformers.AutoConfig.for_model(**EVERY["llama"].hf(intermediate_size=5000, vocab_size=8))
+    source, target = tmp_path / "source", tmp_path / "target"
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(source)
+    pool.run(_copy, source, target, torch.bfloat16, "t4@0-3")
+    _assert_same(*(load_file(d / "model.safetensors") for d in (source, target)))
+
+
 def test_replicas_share_the_writing_evenly():
     spec = model_spec(ModelConfig.from_hf(hf_config()))
     parts = assign_parts(spec, Layout.parse("d4@0-3"), range(4))
