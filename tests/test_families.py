@@ -144,7 +144,7 @@ def test_reward_model(tmp_path, name):
     with torch.no_grad():
         for part, score in zip(_tokens(sum(LENGTHS)).split(LENGTHS), scores, strict=True):
             torch.testing.assert_close(score[-1:], reference(part[None]).logits[0], rtol=1e-5, atol=1e-5)
-    engine.save(tmp_path / "ours")
+    save_weights(tmp_path / "ours", engine.model)
     again, report = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()), report

@@ -17,6 +17,7 @@ from realhf.engine.work import OptimizerConfig, TrainStep
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
+from realhf.nn.hf import save_weights
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import model_spec, region_size, region_slices
 from realhf.realloc.bind import shards_of
@@ -75,7 +76,7 @@ def _train(world, text, source, target, steps):
     for rows in steps:
         batch = _batch(rows, dp=layout.dp, index=layout.coordinate(world.rank).dp)
         metrics.append(engine.run(CALL, [batch], micro_batch_tokens=20).metrics)
-    engine.save(target)
+    save_weights(target, engine.model)
     return [(m["loss"], m["grad_norm"]) for m in metrics] if world.rank == layout.heads[0] else None
 
 
