@@ -104,9 +104,12 @@ class Group:
     def post(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> Pending:
         """Like `exchange`, but returns at once; the tensors must stay untouched until `Pending.wait`.
 
+        Tensors without elements are not sent.
+
         On gloo posts never wait for one another. On NCCL the messages of one post move together, but posts of
         one group run one after the other: two ranks that send to each other must do it in one post each.
         """
+        sends, recvs = ([(i, t) for i, t in side if t.numel()] for side in (sends, recvs))
         if not sends and not recvs:
             return Pending()
         assert self._backend is not None, "a group of one has nobody to talk to"

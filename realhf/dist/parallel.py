@@ -12,7 +12,8 @@ class ParallelGroups:
     """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
 
     `all` is every rank of the layout, `ends` the first and the last stage (None between them or if there is
-    but one). `pp_back` has the ranks of `pp` for what flows backward, `dp_control` those of `dp` over gloo.
+    but one), `ep` the dp replicas that share one set of experts. `pp_back` has the ranks of `pp` for what flows
+    backward, `dp_control` and `ep_control` those of `dp` and `ep` over gloo.
     """
 
     layout: Layout
@@ -23,6 +24,8 @@ class ParallelGroups:
     pp: Group
     pp_back: Group
     dp_control: Group
+    ep: Group
+    ep_control: Group
     all: Group
     ends: Group | None
     world: World
@@ -32,6 +35,8 @@ class ParallelGroups:
         """Every rank of the layout must call this, in the same order as its other group requests."""
         rank, at = world.rank, layout.coordinate(world.rank)
         line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "dp", "pp")}
+        first = at.dp - at.dp % layout.ep
+        line["ep"] = line["dp"][first : first + layout.ep]
         is_end = layout.pp > 1 and at.pp in (0, layout.pp - 1)
         ends = world.group((line["pp"][0], line["pp"][-1])) if is_end else None
         return cls(
@@ -39,6 +44,7 @@ class ParallelGroups:
             **{axis: world.group(ranks) for axis, ranks in line.items()},
             pp_back=world.group(line["pp"], purpose="backward"),
             dp_control=world.group(line["dp"], purpose="control"),
+            ep_control=world.group(line["ep"], purpose="control"),
             all=world.group(layout.ranks),
         )
 

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.parallel import ParallelGroups
-from realhf.nn.attention import AttentionKind, packed_attention
+from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.kv_cache import KVCache
+from realhf.nn.moe import RouterLosses
 from realhf.nn.rope import Rotary
 from realhf.param_spec import ModelSpec, ParamSpec, region_size, region_slices
 from realhf.realloc.bind import shards_of
@@ -156,12 +157,14 @@ class Transformer(torch.nn.Module):
     # Computation
 
     def forward(
-        self, x: Tensor, seq_lens: list[int], cache: KVCache | None = None, *, recompute: bool = False
-    ) -> Tensor:
+        self, x: Tensor, seq_lens: list[int], cache: KVCache | None = None, *, recompute: bool = False,
+        router_losses: RouterLosses | None = None,
+    ) -> Tensor:  # fmt: skip
         """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
 
         With a cache it is the prefill: sequence i goes to row i of the emptied cache. With `recompute`, every
-        block keeps only its input and is computed again in the backward pass (Chen et al. 2016).
+        block keeps only its input and is computed again in the backward pass (Chen et al. 2016). Routers add
+        what they find to `router_losses`.
         """
         counts = torch.tensor(seq_lens, dtype=torch.long)
         row_T = torch.repeat_interleave(counts)
@@ -170,13 +173,18 @@ class Transformer(torch.nn.Module):
         row_T = row_T.to(x.device)
         if cache is not None:
             cache.start(counts)
+        if router_losses is not None:
+            router_losses.start(row_T, length_T, num_sequences=len(seq_lens))
 
-        def attend(index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        def attend(
+            index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *cached: Tensor
+        ) -> Tensor:
             if cache is not None:
-                cache.write(index, k_TKD, v_TKD, row_T=row_T, position_T=position_T)
+                cache.write(index, *cached, row_T=row_T, position_T=position_T)
             return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
 
-        return self._stage(x, position_T, length_T, attend, recompute=recompute)
+        attends = partial(Attend, compute=attend, decoding=False)
+        return self._stage(x, position_T, length_T, attends, recompute=recompute, router_losses=router_losses)
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
         """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH."""
@@ -184,15 +192,17 @@ class Transformer(torch.nn.Module):
         row_B = torch.arange(len(position_B), device=x.device)
         cache.advance()
 
-        def attend(index: int, kind: AttentionKind, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
+        def attend(
+            index: int, kind: AttentionKind, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor, *_: Tensor
+        ) -> Tensor:
             cache.write(index, k_BKD, v_BKD, row_T=row_B, position_T=position_B)
             return cache.attention(index, q_BND, kind)
 
-        return self._stage(x, position_B, cache.lens, attend)
+        return self._stage(x, position_B, cache.lens, partial(Attend, compute=attend, decoding=True))
 
     def _stage(
-        self, x: Tensor, position_T: Tensor, length_T: Tensor, attend: Callable[..., Tensor],
-        *, recompute: bool = False,
+        self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Attend],
+        *, recompute: bool = False, router_losses: RouterLosses | None = None,
     ) -> Tensor:  # fmt: skip
         x_TH = self._embed(x, position_T) if self.groups.is_first_stage else x
         angles = None if self._rope is None else self._rope(position_T, length_T)
@@ -201,7 +211,7 @@ class Transformer(torch.nn.Module):
             # behind the same last saved tensor: their collectives stay in step.
             again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
             run = again if recompute else block
-            x_TH = run(x_TH, None if angles is None else angles(layer), partial(attend, index))
+            x_TH = run(x_TH, None if angles is None else angles(layer), attends(index), router_losses)
         return self._final_norm(x_TH) if self.groups.is_last_stage else x_TH
 
     def _embed(self, ids_T: Tensor, position_T: Tensor) -> Tensor:
@@ -237,8 +247,10 @@ class Transformer(torch.nn.Module):
         """An empty cache for this stage's layers."""
         block = self.blocks[0]
         assert isinstance(block, Block)
-        shape = (rows, block.attention.num_kv_heads, max_len, self.config.head_dim)
-        return KVCache(len(self.blocks), shape, dtype=self.flat.dtype, device=self.flat.device)
+        heads, dim, value_dim = block.attention.cache_heads
+        return KVCache(
+            len(self.blocks), (rows, heads, max_len, dim), value_dim=value_dim, dtype=self.flat.dtype,
+            device=self.flat.device)
 
 
 def _move_grad(view: Tensor, weight: Tensor) -> None:
