@@ -35,13 +35,14 @@ class Routers:
         return self._passes[-1]
 
     def metrics(self) -> dict[str, float]:
-        """This replica's part of both losses; every stage must ask, after the backward passes."""
+        """This replica's part of both losses; every stage and cp rank must ask, after the backward passes."""
         if not self._exist:
             return {}
         sums = torch.zeros(2, dtype=torch.float64, device=self._model.flat.device)
         for found in self._passes:
             sums += found.sums().to(sums.device)
-        if self._model.groups.pp.size > 1:
-            self._model.groups.pp.all_reduce(sums)
+        for group in (self._model.groups.pp, self._model.groups.cp):
+            if group.size > 1:
+                group.all_reduce(sums)
         balance, z = sums.tolist()
         return {"router_aux_loss": balance * self._per_sequence, "router_z_loss": z * self._per_token}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.dist.autograd import copy_to_group, exchange_rows, sum_over_group
+from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.layout import even_split
 from realhf.model_config import ModelConfig, MoeConfig
@@ -31,9 +32,10 @@ class RouterLosses:
         self._balance_scale, self._z_scale = balance_scale, z_scale
         self._sums: dict[int, Tensor] = {}  # By layer: one that is recomputed counts once.
 
-    def start(self, row_T: Tensor, length_T: Tensor, *, num_sequences: int) -> None:
-        """The pass is over these tokens: of which sequence, and how long that is."""
+    def start(self, row_T: Tensor, length_T: Tensor, *, num_sequences: int, group: Group) -> None:
+        """The pass is over these tokens: of which sequence, and how long that is; `group` has the others."""
         self._row_T, self._length_T, self._num_sequences = row_T, length_T, num_sequences
+        self._group = group
 
     def add(self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, *, layer: int) -> Tensor:
         """Counts one router's losses; gives `weights_TK`, whose backward pass adds their gradient."""
@@ -43,12 +45,14 @@ class RouterLosses:
         chosen_TE = chosen_TE * (num_experts / top_k / self._length_T[:, None])
         empty_SE = share_TE.new_zeros(self._num_sequences, num_experts)
         chosen_SE, share_SE = (empty_SE.index_add(0, self._row_T, x) for x in (chosen_TE, share_TE))
+        if self._group.size > 1:
+            self._group.all_reduce(chosen_SE)
         balance, z = (chosen_SE * share_SE).sum(), logits_TE.to(share_TE.dtype).logsumexp(-1).square().sum()
         self._sums[layer] = torch.stack((balance, z)).detach()
         return _WithLoss.apply(weights_TK, self._balance_scale * balance + self._z_scale * z)
 
     def sums(self) -> Tensor:
-        """Sums over this rank's layers of the balance loss of all sequences and the z-loss of all tokens."""
+        """Balance loss over sequences and layers, and z-loss over tokens and layers: this rank's part."""
         return torch.stack([x.double() for x in self._sums.values()]).sum(0) if self._sums else torch.zeros(2)
 
 

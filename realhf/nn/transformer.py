@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
+from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.kv_cache import KVCache
 from realhf.nn.moe import RouterLosses
 from realhf.nn.rope import Rotary
@@ -162,9 +164,10 @@ class Transformer(torch.nn.Module):
     ) -> Tensor:  # fmt: skip
         """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
 
-        With a cache it is the prefill: sequence i goes to row i of the emptied cache. With `recompute`, every
-        block keeps only its input and is computed again in the backward pass (Chen et al. 2016). Routers add
-        what they find to `router_losses`.
+        With a cache it is the prefill: sequence i goes to row i of the emptied cache. Without one, ranks
+        over cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every block
+        keeps only its input and is computed again in the backward pass (Chen et al. 2016). Routers add what
+        they find to `router_losses`.
         """
         counts = torch.tensor(seq_lens, dtype=torch.long)
         row_T = torch.repeat_interleave(counts)
@@ -173,8 +176,14 @@ class Transformer(torch.nn.Module):
         row_T = row_T.to(x.device)
         if cache is not None:
             cache.start(counts)
+        cp, more = self.groups.cp, dict[str, Any](recompute=recompute, router_losses=router_losses)
+        mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
-            router_losses.start(row_T, length_T, num_sequences=len(seq_lens))
+            router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
+        if cache is None and cp.size > 1:
+            x = x[mine] if self.groups.is_first_stage else x
+            attends = partial(Attend, compute=partial(self._attend_part, seq_lens), decoding=False)
+            return self._stage(x, position_T[mine], length_T[mine], attends, **more)
 
         def attend(
             index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *cached: Tensor
@@ -184,7 +193,16 @@ class Transformer(torch.nn.Module):
             return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
 
         attends = partial(Attend, compute=attend, decoding=False)
-        return self._stage(x, position_T, length_T, attends, recompute=recompute, router_losses=router_losses)
+        return self._stage(x, position_T, length_T, attends, **more)
+
+    def _attend_part(
+        self, seq_lens: list[int], _: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        *__: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Attention of this rank's tokens, by exchanging them with the other ranks over cp."""
+        attention = partial(packed_attention, seq_lens=seq_lens, kind=kind)
+        return attend_over_group(
+            attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(seq_lens))
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
         """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH."""

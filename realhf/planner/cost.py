@@ -17,6 +17,7 @@ from realhf.layout import ParallelStrategy, even_split
 from realhf.planner.memory import num_params
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, Span, wide_bytes
+from realhf.planner.sizes import held_params
 
 _SPANS = 24  # Into which the steps of a generation are cut.
 _COMPACTION = 1.15  # The KV cache keeps finished rows until a quarter of them has ended.
@@ -35,7 +36,8 @@ class Spans(NamedTuple):
     """The groups of a strategy on contiguous ranks, `per_host` of them on each host."""
 
     tp: Span
-    dp: Span
+    replicas: Span
+    expert_replicas: Span
     ep: Span
     stages_meet_in_host: bool
 
@@ -48,9 +50,13 @@ class Spans(NamedTuple):
 
 def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
     s = strategy
-    near = max(1, per_host // s.tp)  # dp neighbours on one host
-    dp, ep = Span(s.dp, min(s.dp, near)), Span(s.ep, min(s.ep, near))
-    return Spans(Span(s.tp, min(s.tp, per_host)), dp, ep, s.num_ranks <= per_host)
+    near = max(1, per_host // s.tp)  # Neighbours over dp and cp on one host.
+    replicas, experts = s.num_replicas, s.num_expert_replicas
+    return Spans(
+        Span(s.tp, min(s.tp, per_host)), Span(replicas, min(replicas, near)),
+        Span(experts, max(1, min(experts, near // s.ep))), Span(s.ep, max(1, min(s.ep, near // s.cp))),
+        s.num_ranks <= per_host,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,14 +176,18 @@ def _train(
     hop = rates.send(_hidden_bytes(role, cut.tokens), within_host=groups.stages_meet_in_host)
     hop = hop if strategy.pp > 1 else 0.0
     one = _pipelined(stages, cut.num_micro_batches, groups, hop=hop, hops_per_slot=2)
-    held = max(num_params(role.spec, strategy, stage) for stage in {0, strategy.pp - 1})
+    held = max((held_params(role.config, strategy, stage) for stage in {0, strategy.pp - 1}), key=sum)
     steps = work.minibatches * work.epochs
     # Parameters are gathered between optimizer steps; behind the last, reallocation brings them around.
-    gathers = (steps - 1) / steps if strategy.dp > 1 else 0.0
-    data = rates.reduce_scatter(held * wide_bytes(role), groups.dp)
-    data += gathers * rates.all_gather(held * role.itemsize, groups.dp)
+    gathers = (steps - 1) / steps if strategy.num_replicas > 1 else 0.0
+    data = owned = 0.0
+    for part, span in zip(held, (groups.replicas, groups.expert_replicas), strict=True):
+        if part:
+            data += rates.reduce_scatter(part * wide_bytes(role), span)
+            data += gathers * rates.all_gather(part * role.itemsize, span)
+            owned += part / span.size
     data = max(0.0, data - rates.assume.overlap * one.seconds)
-    update = rates.update(role, held=held, owned=held / strategy.dp)
+    update = rates.update(role, held=sum(held), owned=owned)
     parts = {name: part * steps for name, part in one.parts.items()}
     parts |= {"data parallel": data * steps, "optimizer": update * steps}
     return CallCost(steps * (one.seconds + data + update), parts, one.num_micro_batches)

@@ -44,13 +44,14 @@ def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> in
 
 
 def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """What training holds all the time besides the weights: gradients, and 1/dp of master copy and moments.
+    """What training holds all the time besides the weights: gradients, and a replica's share of master copy
+    and moments.
 
     ZeRO stage 1 (Rajbhandari et al. 2020) with all four in float32. Shards end at whole rows of a parameter,
-    hence one row on top. Experts have only dp/ep replicas to share their optimizer.
+    hence one row on top. Of experts there are 1/ep as many replicas to share their optimizer.
     """
     shared, experts = held_params(role.config, strategy, stage)
-    replicas, expert_replicas = strategy.dp, max(1, strategy.dp // strategy.ep)
+    replicas, expert_replicas = strategy.num_replicas, strategy.num_expert_replicas
     row = max(role.config.hidden_size, role.config.intermediate_size // strategy.tp) if replicas > 1 else 0
     sharded = -(-shared // replicas) + -(-experts // expert_replicas) + row
     return (shared + experts + 3 * sharded) * _wide(role)
@@ -281,7 +282,10 @@ class _Call:
             weights = self._layers * 2 * config.head_dim * (config.hidden_size + config.qkv_bias)
             shared = w * weights * self._reduced_copies(sharers)
         if not self.fused:
-            received = w * num_params(self.role.spec, s, self.stage) * (s.dp - 1) / s.dp
+            held = held_params(config, s, self.stage)
+            received = max(
+                w * part * (1 - 1 / n)
+                for part, n in zip(held, (s.num_replicas, s.num_expert_replicas), strict=True))
             if config.tied and s.pp > 1 and (self._is_first or self._is_last):
                 received = max(received, 2.0 * w * self._at.vocabulary * self._at.hidden)
         return max(shared, received)

@@ -68,6 +68,7 @@ def _kinds(config: ModelConfig) -> dict[tuple[ParamSpec, bool], np.ndarray]:
     counts: Counter[tuple[tuple[int, ...], int | None, int, bool, int]] = Counter()
     for p in _table(config).params:
         layer = config.num_layers if p.layer is None else p.layer
+        layer = 0 if p.part == "positions.weight" else layer  # Not at both ends.
         counts[p.shape, p.split_dim, p.num_units, p.expert is not None, layer + 1] += 1
     kinds: dict[tuple[ParamSpec, bool], np.ndarray] = {}
     for (shape, split_dim, num_units, is_expert, layer), count in counts.items():
