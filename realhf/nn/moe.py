@@ -98,10 +98,11 @@ class Moe(torch.nn.Module):
         # The outputs that they multiply are parts of sums over tp.
         weights_TK = copy_to_group(weights_TK, self.tp).to(x_TH.dtype)
         order_R = expert_TK.flatten().argsort(stable=True)
-        rows_RH = copy_to_group(x_TH, self.tp)[order_R // expert_TK.shape[1]]
+        back_R = _inverse(order_R)
+        rows_RH = _Take.apply(copy_to_group(x_TH, self.tp), order_R, back_R, expert_TK.shape[1])
         rows_RH = self._dispatch(rows_RH, expert_TK)
-        y_TKH = rows_RH[_inverse(order_R)].unflatten(0, expert_TK.shape)
-        y_TH = sum_over_group(torch.linalg.vecdot(weights_TK[..., None], y_TKH, dim=1), self.tp)
+        y_TKH = _Take.apply(rows_RH, back_R, order_R, 1).unflatten(0, expert_TK.shape)
+        y_TH = sum_over_group((weights_TK[:, None] @ y_TKH)[:, 0], self.tp)
         if self.shared is None:
             return y_TH
         shared_TH = self.shared(x_TH)
@@ -142,8 +143,10 @@ class Moe(torch.nn.Module):
         expert_R = torch.arange(self.num_local).repeat(self.ep.size).repeat_interleave(
             counts[:, first:stop].flatten())
         order_R = expert_R.argsort(stable=True).to(rows_RH.device)
-        y_RH = self._compute(rows_RH[order_R], counts[:, first:stop].sum(0).to(rows_RH.device))
-        return exchange_rows(y_RH[_inverse(order_R)], self.ep, recvs, sends)
+        back_R = _inverse(order_R)
+        rows_RH = _Take.apply(rows_RH, order_R, back_R, 1)
+        y_RH = self._compute(rows_RH, counts[:, first:stop].sum(0).to(rows_RH.device))
+        return exchange_rows(_Take.apply(y_RH, back_R, order_R, 1), self.ep, recvs, sends)
 
     def _compute(self, rows_RH: Tensor, counts_L: Tensor) -> Tensor:
         """This rank's experts, each on its own rows: `counts_L` of them end to end."""
@@ -164,6 +167,27 @@ def _choose(scores_TE: Tensor, bias_E: Tensor | None, moe: MoeConfig) -> Tensor:
         barred = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
         scores_TE = grouped.masked_fill(barred[..., None], -torch.inf).flatten(1)
     return scores_TE.topk(moe.num_experts_per_token).indices
+
+
+class _Take(torch.autograd.Function):
+    """Reorders rows, of which each is there `copies` times: row i becomes row order[i] // copies of `x`.
+
+    Indexing would do, but its backward pass is several times slower on CPU, and that of index_select adds
+    copies up in any order on CUDA.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x.index_select(0, order if copies == 1 else order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grad.index_select(0, ctx.saved_tensors[0])
+        if ctx.copies > 1:
+            grad = grad.view(len(grad) // ctx.copies, ctx.copies, grad.shape[1]).sum(1)
+        return grad, None, None, None
 
 
 def _inverse(order: Tensor) -> Tensor:
