@@ -4,6 +4,7 @@ A new decoder whose parts exist already needs one entry here and one line in the
 docs/adding-a-model.md.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,6 +151,15 @@ def _smollm3_windows(hf: Hf) -> tuple[int | None, ...]:
 
 def _heads(hf: Hf) -> int:
     return hf.get("num_key_value_heads") or hf["num_attention_heads"]
+
+
+def _latent_scale(hf: Hf) -> float:
+    """Of query times key in latent attention: yarn's magnitude counts twice where it is for all dims."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    magnitude = 1.0
+    if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
+        magnitude += 0.1 * rope["mscale_all_dim"] * math.log(max(1.0, rope["factor"]))
+    return (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]) ** -0.5 * magnitude**2
 
 
 COMMON: Mapping[str, Reader] = {
@@ -301,6 +311,7 @@ FAMILIES: Mapping[str, Family] = {
         reads={
             "num_kv_heads": "num_attention_heads", "rope_interleaved": "rope_interleave",
             "head_dim": lambda hf: hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
+            "attention_scale": _latent_scale,
         },
         only=_EVERY_LAYER | {"attention_bias": False}, more_layers=True,
         moe={

@@ -200,10 +200,9 @@ class ModelConfig:
         eos = self.hf.get("eos_token_id") if eos is None else eos
         return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
-    @property
-    def runnable(self) -> bool:
-        """Whether `nn` computes this family."""
-        return self.moe is None and self.mla is None
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has routed experts in place of an MLP."""
+        return self.moe is not None and layer >= self.moe.num_dense_layers
 
     @property
     def tied(self) -> bool:

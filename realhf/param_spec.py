@@ -93,6 +93,7 @@ class ParamSpec:
     part: str = ""  # What it is in its layer, in every family: "q.weight".
     partial: bool = False  # Every tp rank holds the whole of it and computes a part of its gradient.
     in_file: InFile = InFile("")
+    trainable: bool = True  # The optimizer changes it.
 
     @property
     def numel(self) -> int:
@@ -304,6 +305,7 @@ class _Table:
     def add(
         self, part: str, shape: tuple[int, ...], layer: int | None, split_dim: int | None = None,
         num_units: int = 1, *, expert: int | None = None, partial: bool = False, transposed: bool = False,
+        trainable: bool = True,
     ) -> None:  # fmt: skip
         part_name, _, kind = part.rpartition(".")
         module = self._names[part_name]
@@ -315,7 +317,7 @@ class _Table:
         self.params.append(
             ParamSpec(
                 name, shape, layer, split_dim, num_units, expert, part, partial,
-                InFile(in_file, start, transposed),
+                InFile(in_file, start, transposed), trainable,
             )
         )  # fmt: skip
 
@@ -363,7 +365,7 @@ def _routing(table: _Table, layer: int) -> None:
     assert moe is not None
     table.add("router.weight", (moe.num_experts, c.hidden_size), layer)
     if moe.router_bias:
-        table.add("router.e_score_correction_bias", (moe.num_experts,), layer)
+        table.add("router.e_score_correction_bias", (moe.num_experts,), layer, trainable=False)
     if moe.shared_width:
         _mlp(table, "shared_", moe.shared_width, layer)
     if moe.shared_gate:

@@ -81,9 +81,6 @@ LAYOUTS: dict[str, tuple[dict[str, int], str, list[str]]] = {
 WORDS: dict[str, list[str]] = {
     "--actor.model /nowhere": ["actor.model", "'/nowhere' is neither a path nor a shipped name", "llama-7b"],
     "--actor.model {here}": ["actor.model", "there is no {here}/config.json"],
-    "--actor.model deepseek-v3": [
-        "actor.model: family deepseek_v3 can be planned but not run yet; runnable are llama, qwen2"
-    ],
     "--actor.no-random-init": ["actor.model", "holds no safetensors weights", "actor.random_init"],
     "--tokenizer /nowhere": ["tokenizer '/nowhere'", "tokenizer.json"],
     "--dataset.path nowhere.jsonl": ["dataset.path 'nowhere.jsonl'", "no such file"],

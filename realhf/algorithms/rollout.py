@@ -46,6 +46,9 @@ class Rollout(Experiment):
     epochs: int = 1
     max_rows: int = 512
     """Sequences that a rank decodes at once."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the routers' load-balancing loss, for an actor with experts."""
+    router_z_loss_coef: float = 0.0
 
     def shared_roles(self, *, with_ref: bool) -> dict[str, Role]:
         if (self.reward is None) == (self.reward_function is None):
@@ -76,7 +79,9 @@ class Rollout(Experiment):
         return FunctionCall("reward_forward", "host", inputs, ("score", "completion"), work=work)
 
     def actor_train(self) -> FunctionCall:
-        work = TrainStep(PolicyLoss(self.loss), self.minibatches, self.epochs, self.temperature)
+        work = TrainStep(
+            PolicyLoss(self.loss), self.minibatches, self.epochs, self.temperature,
+            self.router_aux_loss_coef, self.router_z_loss_coef)
         inputs = (*SEQUENCE, "gen_logprobs", "advantages", *(("ref_logprobs",) if self.loss.kl_coef else ()))
         return FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)
 

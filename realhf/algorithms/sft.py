@@ -44,13 +44,19 @@ class SFT(Experiment):
     """Scores greedy answers to `eval_dataset`, if given."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Token limit of those answers."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the routers' load-balancing loss, for an actor with experts."""
+    router_z_loss_coef: float = 0.0
 
     def roles(self) -> dict[str, Role]:
         return {"actor": self.actor}
 
     def graph(self) -> DataflowGraph:
         keys = ("sequence_ids", "response_mask")
-        call = FunctionCall("actor_train", "train_step", keys, role="actor", work=TrainStep(CrossEntropy()))
+        work = TrainStep(
+            CrossEntropy(), router_aux_loss_coef=self.router_aux_loss_coef,
+            router_z_loss_coef=self.router_z_loss_coef)
+        call = FunctionCall("actor_train", "train_step", keys, role="actor", work=work)
         return DataflowGraph((call,), keys)
 
     def eval_graph(self) -> DataflowGraph | None:

@@ -12,8 +12,8 @@ class ParallelGroups:
     """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
 
     `all` is every rank of the layout, `ends` the first and the last stage (None between them or if there is
-    but one). `pp_back` has the ranks of `pp` for what flows backward; `dp_control` and `cp_control` are over
-    gloo.
+    but one), `ep` the dp replicas that share one set of experts. `pp_back` has the ranks of `pp` for what flows
+    backward; `dp_control`, `cp_control` and `ep_control` are over gloo.
     """
 
     layout: Layout
@@ -25,6 +25,8 @@ class ParallelGroups:
     pp_back: Group
     cp_control: Group
     dp_control: Group
+    ep: Group
+    ep_control: Group
     all: Group
     ends: Group | None
     world: World
@@ -34,14 +36,17 @@ class ParallelGroups:
         """Every rank of the layout must call this, in the same order as its other group requests."""
         rank, at = world.rank, layout.coordinate(world.rank)
         line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "cp", "dp", "pp")}
+        first = at.dp - at.dp % layout.ep
+        line["ep"] = line["dp"][first : first + layout.ep]
         is_end = layout.pp > 1 and at.pp in (0, layout.pp - 1)
         ends = world.group((line["pp"][0], line["pp"][-1])) if is_end else None
         return cls(
             layout=layout, rank=rank, at=at, world=world, ends=ends,
-            **{axis: world.group(line[axis]) for axis in ("tp", "cp", "pp")},
+            **{axis: world.group(line[axis]) for axis in ("tp", "cp", "pp", "ep")},
             pp_back=world.group(line["pp"], purpose="backward"),
             cp_control=world.group(line["cp"], purpose="control"),
             dp_control=world.group(line["dp"], purpose="control"),
+            ep_control=world.group(line["ep"], purpose="control"),
             all=world.group(layout.ranks),
         )
 

@@ -2,6 +2,9 @@
 
 Under pipeline parallelism the rows form one cohort per stage, so that all stages work at the same time;
 hidden states flow to later stages, tokens back to earlier ones. All ranks of a data shard follow all cohorts.
+
+Under expert parallelism the ranks of an ep group pass through the experts together: those that have no rows
+(left) take part in the steps of the others with none.
 """
 
 import zlib
@@ -28,10 +31,13 @@ def generate(model: Transformer, batch: Batch, work: Generate, *, prompt_key: st
     samples = list(zip(prompts, batch.ids, strict=True))
     seed = (work.seed << 32) | zlib.crc32(stream.encode())
     cohorts: list[_Cohort] = []
+    num_rounds, pp = -(-len(samples) // work.max_rows), model.groups.layout.pp
+    if model.groups.ep.size > 1:
+        num_rounds = max(model.groups.ep_control.all_gather_json(num_rounds))
     with torch.no_grad():
-        for start in range(0, len(samples), work.max_rows):
+        for start in range(0, num_rounds * work.max_rows, work.max_rows):
             rows = samples[start : start + work.max_rows]
-            num_cohorts = min(model.groups.layout.pp, len(rows))
+            num_cohorts = pp if model.groups.ep.size > 1 else min(pp, len(rows))
             parts = [rows[slice(*even_split(len(rows), num_cohorts, i))] for i in range(num_cohorts)]
             now = [_Cohort(model, work.sampling, seed, part) for part in parts]
             for _, cohort in product(range(work.sampling.max_new_tokens + 1), now):
@@ -56,6 +62,8 @@ class _Cohort:
         self.logprobs = torch.zeros_like(self.tokens, dtype=torch.float64)
         self._rows, self._last, self._step = integers(range(len(rows))), integers([]), 0
         self._cache: KVCache | None = None
+        self._has_company = self._groups.ep.size > 1
+        """Some rank of the ep group still has rows of its cohort of this number."""
         self._sent = Pending()
 
     def advance(self) -> None:
@@ -63,8 +71,14 @@ class _Cohort:
         self._sent.wait()
         if self._cache is not None and self._num_running > 0:
             self._receive_tokens()
-        if self._step < self._sampling.max_new_tokens and self._num_running > 0:
+        wants = self._step < self._sampling.max_new_tokens and self._num_running > 0
+        if wants or self._has_company:
+            self._has_company = self._groups.ep.size > 1 and any(
+                self._groups.ep_control.all_gather_json(wants))
+        if wants:
             self._compute()
+        elif self._has_company:
+            self._model(self._nothing(), [])
 
     def _compute(self) -> None:
         """This stage's part of one step: prefill or decode, and on the last stage the sampling."""
@@ -113,6 +127,11 @@ class _Cohort:
         if not self._groups.is_last_stage:
             return hidden
         return hidden[(self._integers(lengths).cumsum(0) - 1).repeat_interleave(repeats)]
+
+    def _nothing(self) -> torch.Tensor:
+        """This stage's input for no token at all."""
+        width, first = self._model.config.hidden_size, self._groups.is_first_stage
+        return self._integers([]) if first else self._model.flat.new_empty(0, width)
 
     def _input(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens on the first stage, the previous stage's hidden states of them on others."""

@@ -15,6 +15,7 @@ from realhf.engine.micro_batch import micro_batches
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.outputs import compute_outputs
 from realhf.engine.pipeline import run_pipeline
+from realhf.engine.routers import Routers
 from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
@@ -133,7 +134,9 @@ class NativeEngine:
     ) -> Metrics:
         """Gradients of a mini-batch; its loss and metrics on the last stage."""
         loss, control = work.loss, self.groups.dp_control
-        totals = _sum_dicts(control.all_gather_json({"samples": len(batch), **loss.totals(batch)}))
+        num_tokens = len(batch[call.inputs[0]].values)
+        counts = {"samples": len(batch), "routed_tokens": num_tokens, **loss.totals(batch)}
+        totals = _sum_dicts(control.all_gather_json(counts))
         assert totals["samples"] > 0, f"call {call.name} has a mini-batch without samples"
         sums: list[dict[str, torch.Tensor]] = []
 
@@ -144,25 +147,35 @@ class NativeEngine:
             return value
 
         settings = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
-        self._pipeline(batch, call, settings, finish, **passes)
+        routers = Routers(
+            self.model, work, num_sequences=totals["samples"], num_tokens=totals["routed_tokens"])
+        self._pipeline(batch, call, settings, finish, routers=routers, **passes)
+        router_metrics = routers.metrics()
         if not self.groups.is_last_stage:
             return {}
         local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in sums])
-        return _sum_dicts(control.all_gather_json(local))
+        return _sum_dicts(control.all_gather_json(local | router_metrics))
 
     def _pipeline(
         self, batch: Batch, call: FunctionCall, settings: dict[str, Any],
         finish: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor],
-        *, max_tokens: int, recompute: bool = False,
+        *, max_tokens: int, recompute: bool = False, routers: Routers | None = None,
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """Indices of the samples in order of micro-batches, and `finish` of each micro-batch's outputs."""
+        """Indices of the samples in order of micro-batches, and `finish` of each micro-batch's outputs.
+
+        The ranks of an ep group pass through the experts together: the last micro-batches of some are empty.
+        """
         groups, model, key = self.groups, self.model, call.inputs[0]
         parts = micro_batches(batch[key].lengths, max_tokens=max_tokens, at_least=groups.layout.pp)
+        if groups.ep.size > 1:
+            parts += [[]] * (max(groups.ep_control.all_gather_json(len(parts))) - len(parts))
         micro = [batch.select(part) for part in parts]
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
             tokens, mask = micro[i][key], micro[i].fields.get("response_mask")
-            x = model(tokens.values if hidden is None else hidden, tokens.lengths, recompute=recompute)
+            x = model(
+                tokens.values if hidden is None else hidden, tokens.lengths, recompute=recompute,
+                router_losses=None if routers is None else routers.next_pass())
             if not groups.is_last_stage:
                 return x
             return finish(compute_outputs(model, x, tokens, mask=mask, **settings), micro[i])

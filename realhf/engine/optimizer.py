@@ -66,6 +66,8 @@ class ShardedAdamW:
         owned = {name: region for section in self._sections for name, region in section.shards.items()}
         self.shards = shards_of(self._master, owned)
         """HF name -> this replica's rows of the master copy."""
+        fixed = {param.name for param in model.spec.params if not param.trainable}
+        self._fixed = [shard for name, shard in self.shards.items() if name in fixed]
         self._adamw = torch.optim.AdamW(
             self._slices, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
 
@@ -106,7 +108,10 @@ class ShardedAdamW:
             if grad_norm > self.config.max_grad_norm:
                 grad.mul_(self.config.max_grad_norm / (grad_norm + 1e-6))
             master.grad = grad
+        fixed = [shard.clone() for shard in self._fixed]
         self._adamw.step()
+        for shard, value in zip(self._fixed, fixed, strict=True):
+            shard.copy_(value)
         for master, mine in zip(self._slices, self._mine, strict=True):
             master.grad = None
             mine.copy_(master.detach())

@@ -100,14 +100,22 @@ class Scores(Work):
 
 @dataclass(frozen=True)
 class TrainStep(Work):
-    """One optimizer step per mini-batch; the first input holds the packed sequences."""
+    """One optimizer step per mini-batch; the first input holds the packed sequences.
+
+    The router losses of models with experts (see `nn.moe.RouterLosses`) are averaged over layers and over the
+    mini-batch's sequences or tokens.
+    """
 
     loss: Loss
     minibatches: int = 1
     epochs: int = 1
     temperature: float = 1.0
+    router_aux_loss_coef: float = 0.0  # Weight of the load-balancing loss.
+    router_z_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
         _require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
         _require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
 

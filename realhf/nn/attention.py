@@ -26,6 +26,25 @@ class AttentionKind:
     softcap: float | None = None  # c * tanh(x / c) of the scores.
 
 
+@dataclass(frozen=True)
+class Attend:
+    """The attention of one layer in one pass: (kind, q_TND, k_TKD, v_TKD) -> out_TND.
+
+    With `cached`, keys and values that the cache is to hold in place of these. In decoding there is one token
+    a sequence, and keys and values are as cached.
+    """
+
+    layer: int  # Its number on this stage.
+    compute: Callable[..., Tensor]
+    decoding: bool
+
+    def __call__(
+        self, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        *, cached: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self.compute(self.layer, kind, q_TND, k_TKD, v_TKD, *(cached or (k_TKD, v_TKD)))
+
+
 def packed_attention(
     q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, seq_lens: list[int], kind: AttentionKind
 ) -> Tensor:
@@ -34,7 +53,9 @@ def packed_attention(
         kernel = _varlen_kernel(kind)
         if kernel is not None:
             starts, longest = _cumulative(tuple(seq_lens), q_TND.device), max(seq_lens, default=0)
-            return kernel(q_TND, k_TKD, v_TKD, starts, starts, longest, longest)
+            dim = v_TKD.shape[-1]  # The kernels want it to be that of the keys.
+            v_TKD = F.pad(v_TKD, (0, k_TKD.shape[-1] - dim))
+            return kernel(q_TND, k_TKD, v_TKD, starts, starts, longest, longest)[..., :dim]
     # One call per run of neighbours of equal length. `split` is used because its backward is one `cat`.
     runs = [(length, len(list(run))) for length, run in groupby(n for n in seq_lens if n)]
     sizes = [length * count for length, count in runs]

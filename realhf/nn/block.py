@@ -4,8 +4,7 @@ Shape suffixes: T tokens of all sequences end to end, H hidden; of this rank: F 
 key-value heads; D head dim.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +14,14 @@ from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.model_config import ModelConfig
-from realhf.nn.attention import AttentionKind
+from realhf.nn.activation import activation
+from realhf.nn.attention import Attend, AttentionKind
+from realhf.nn.latent_attention import LatentAttention
+from realhf.nn.moe import Moe, RouterLosses
 from realhf.nn.rope import Angles, rotate
 
 Weights = Mapping[str, torch.nn.Parameter]
 """A layer's weights by part ("o.weight"); q, k and v are one ("qkv.weight"), gate and up another."""
-Attend = Callable[[AttentionKind, Tensor, Tensor, Tensor], Tensor]
-"""(kind, q_TND, k_TKD, v_TKD) -> out_TND."""
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 class Norm(torch.nn.Module):
@@ -53,22 +46,33 @@ class Norm(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """Attention and MLP, each between the norms that the family has."""
+    """Attention and MLP or experts, each between the norms that the family has."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups) -> None:
         super().__init__()
         self.config = config
         self.attn_norm = Norm(config, weights, "attn_norm")
         self.attn_out_norm = Norm(config, weights, "attn_out_norm")
-        self.attention = Attention(config, weights, layer, groups.tp)
+        attention = Attention if config.mla is None else LatentAttention
+        self.attention = attention(config, weights, layer, groups.tp)
         self.mlp_norm = Norm(config, weights, "mlp_norm")
         self.mlp_out_norm = Norm(config, weights, "mlp_out_norm")
-        self.mlp = Mlp(config, weights, groups.tp)
+        self.mlp = self._moe(weights, layer, groups) if config.has_experts(layer) else Mlp(
+            config, weights, groups.tp)
 
-    def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+    def _moe(self, weights: Weights, layer: int, groups: ParallelGroups) -> Moe:
+        shared = "shared_down.weight" in weights
+        return Moe(
+            self.config, weights, layer, groups, activation=activation(self.config),
+            shared=Mlp(self.config, weights, groups.tp, prefix="shared_") if shared else None)
+
+    def forward(
+        self, x_TH: Tensor, angles: Angles | None, attend: Attend, losses: RouterLosses | None = None
+    ) -> Tensor:
+        more = (losses,) if isinstance(self.mlp, Moe) else ()
         # Nothing has a name that it would outlive its use by: without gradients that would be the peak.
         x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attend)))
-        return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH))))
+        return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), *more)))
 
     def _add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor:
         scale = self.config.residual_scale
@@ -89,6 +93,11 @@ class Attention(torch.nn.Module):
         scale = config.attention_scale
         self.kind = AttentionKind(
             config.head_dim**-0.5 if scale is None else scale, config.window(layer), config.attention_softcap)
+
+    @property
+    def cache_heads(self) -> tuple[int, int, int | None]:
+        """As KVCache wants them: heads, their dim; values are not part of the keys."""
+        return self.num_kv_heads, self.config.head_dim, None
 
     def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
@@ -124,18 +133,12 @@ class Mlp(torch.nn.Module):
 
     def __init__(self, config: ModelConfig, weights: Weights, tp: Group, *, prefix: str = "") -> None:
         super().__init__()
-        self.tp, self.gated, self.act = tp, config.gated, ACTIVATIONS[config.activation]
+        self.tp, self.activation = tp, activation(config)
         up = f"{prefix}{'gate_up' if config.gated else 'up'}"
         self.up, self.up_bias = weights[f"{up}.weight"], weights.get(f"{up}.bias")
         self.down, self.down_bias = weights[f"{prefix}down.weight"], weights.get(f"{prefix}down.bias")
 
     def forward(self, x_TH: Tensor) -> Tensor:
         up_TF = F.linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias)
-        y_TH = sum_over_group(F.linear(self._activate(up_TF), self.down), self.tp)
+        y_TH = sum_over_group(F.linear(self.activation(up_TF), self.down), self.tp)
         return y_TH if self.down_bias is None else y_TH + self.down_bias
-
-    def _activate(self, up_TF: Tensor) -> Tensor:
-        if not self.gated:
-            return self.act(up_TF)
-        gate_TF, up_TF = up_TF.chunk(2, dim=1)
-        return self.act(gate_TF) * up_TF

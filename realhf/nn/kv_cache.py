@@ -13,15 +13,19 @@ from realhf.nn.attention import AttentionKind, masked_attention
 class KVCache:
     """K and V of `shape` (rows, kv heads, max_len, head_dim) per local layer; `lens` has the rows' lengths.
 
+    With `value_dim`, values are the first dims of the keys and not held a second time.
     Prompts come by one `start` and a `write` in every layer; a decoding step is an `advance`, then a `write`
     and an `attention` in every layer.
     """
 
     def __init__(
-        self, num_layers: int, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, num_layers: int, shape: tuple[int, int, int, int], *, value_dim: int | None = None,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
         # Zeros: what lies behind a row's end is multiplied by probability zero and must be finite.
-        self._kv = [torch.zeros(2, *shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        parts = 2 if value_dim is None else 1
+        self._kv = [torch.zeros(parts, *shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._value_dim = value_dim
         self._longest = 0
         self.lens = torch.zeros(shape[0], dtype=torch.long, device=device)
 
@@ -36,7 +40,8 @@ class KVCache:
         self._visible_BL = torch.arange(self._longest, device=self.lens.device) < self.lens[:, None]
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, *, row_T: Tensor, position_T: Tensor) -> None:
-        for cached, new in zip(self._kv[layer].transpose(2, 3), (k_TKD, v_TKD), strict=True):
+        news = (k_TKD, v_TKD) if self._value_dim is None else (k_TKD,)
+        for cached, new in zip(self._kv[layer].transpose(2, 3), news, strict=True):
             cached[row_T, position_T] = new
 
     def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind) -> Tensor:
@@ -45,7 +50,8 @@ class KVCache:
         if kind.window is not None and kind.window < self._longest:
             at = torch.arange(self._longest, device=self.lens.device)
             visible_BL = visible_BL & (at >= self.lens[:, None] - kind.window)
-        k, v = self._kv[layer][..., : self._longest, :]
+        k, *others = self._kv[layer][..., : self._longest, :]
+        v = others[0] if others else k[..., : self._value_dim]
         q = q_BND.unflatten(1, (k.shape[1], -1))  # the query heads of a group in the place of positions
         return masked_attention(q, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
 

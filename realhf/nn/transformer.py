@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.parallel import ParallelGroups
-from realhf.nn.attention import AttentionKind, packed_attention
+from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.kv_cache import KVCache
+from realhf.nn.moe import RouterLosses
 from realhf.nn.rope import Rotary
 from realhf.param_spec import ModelSpec, ParamSpec, region_size, region_slices
 from realhf.realloc.bind import shards_of
@@ -162,13 +164,15 @@ class Transformer(torch.nn.Module):
     # Computation
 
     def forward(
-        self, x: Tensor, seq_lens: list[int], cache: KVCache | None = None, *, recompute: bool = False
-    ) -> Tensor:
+        self, x: Tensor, seq_lens: list[int], cache: KVCache | None = None, *, recompute: bool = False,
+        router_losses: RouterLosses | None = None,
+    ) -> Tensor:  # fmt: skip
         """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
 
-        With a cache it is the prefill: sequence i goes to row i of the emptied cache. Without one, ranks over
-        cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every block
-        keeps only its input and is computed again in the backward pass (Chen et al. 2016).
+        With a cache it is the prefill: sequence i goes to row i of the emptied cache. Without one, ranks
+        over cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every block
+        keeps only its input and is computed again in the backward pass (Chen et al. 2016). Routers add what
+        they find to `router_losses`.
         """
         counts = torch.tensor(seq_lens, dtype=torch.long)
         row_T = torch.repeat_interleave(counts)
@@ -177,29 +181,33 @@ class Transformer(torch.nn.Module):
         row_T = row_T.to(x.device)
         if cache is not None:
             cache.start(counts)
-        elif self.groups.cp.size > 1:
-            return self._forward_part(x, seq_lens, position_T, length_T, recompute=recompute)
+        cp, more = self.groups.cp, dict[str, Any](recompute=recompute, router_losses=router_losses)
+        mine = slice(*token_range(len(row_T), cp))
+        if router_losses is not None:
+            router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
+        if cache is None and cp.size > 1:
+            x = x[mine] if self.groups.is_first_stage else x
+            attends = partial(Attend, compute=partial(self._attend_part, seq_lens), decoding=False)
+            return self._stage(x, position_T[mine], length_T[mine], attends, **more)
 
-        def attend(index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        def attend(
+            index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *cached: Tensor
+        ) -> Tensor:
             if cache is not None:
-                cache.write(index, k_TKD, v_TKD, row_T=row_T, position_T=position_T)
+                cache.write(index, *cached, row_T=row_T, position_T=position_T)
             return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
 
-        return self._stage(x, position_T, length_T, attend, recompute=recompute)
+        attends = partial(Attend, compute=attend, decoding=False)
+        return self._stage(x, position_T, length_T, attends, **more)
 
-    def _forward_part(
-        self, x: Tensor, seq_lens: list[int], position_T: Tensor, length_T: Tensor, *, recompute: bool
-    ) -> Tensor:
-        """What `forward` does for this rank's tokens, by exchanging them with the other ranks over cp."""
-        cp, num_tokens = self.groups.cp, len(position_T)
-        mine = slice(*token_range(num_tokens, cp))
-
-        def attend(index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            attention = partial(packed_attention, seq_lens=seq_lens, kind=kind)
-            return attend_over_group(attention, q_TND, k_TKD, v_TKD, group=cp, num_tokens=num_tokens)
-
-        x = x[mine] if self.groups.is_first_stage else x
-        return self._stage(x, position_T[mine], length_T[mine], attend, recompute=recompute)
+    def _attend_part(
+        self, seq_lens: list[int], _: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        *__: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Attention of this rank's tokens, by exchanging them with the other ranks over cp."""
+        attention = partial(packed_attention, seq_lens=seq_lens, kind=kind)
+        return attend_over_group(
+            attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(seq_lens))
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
         """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH."""
@@ -207,15 +215,17 @@ class Transformer(torch.nn.Module):
         row_B = torch.arange(len(position_B), device=x.device)
         cache.advance()
 
-        def attend(index: int, kind: AttentionKind, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
+        def attend(
+            index: int, kind: AttentionKind, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor, *_: Tensor
+        ) -> Tensor:
             cache.write(index, k_BKD, v_BKD, row_T=row_B, position_T=position_B)
             return cache.attention(index, q_BND, kind)
 
-        return self._stage(x, position_B, cache.lens, attend)
+        return self._stage(x, position_B, cache.lens, partial(Attend, compute=attend, decoding=True))
 
     def _stage(
-        self, x: Tensor, position_T: Tensor, length_T: Tensor, attend: Callable[..., Tensor],
-        *, recompute: bool = False,
+        self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Attend],
+        *, recompute: bool = False, router_losses: RouterLosses | None = None,
     ) -> Tensor:  # fmt: skip
         x_TH = self._embed(x, position_T) if self.groups.is_first_stage else x
         angles = None if self._rope is None else self._rope(position_T, length_T)
@@ -224,7 +234,7 @@ class Transformer(torch.nn.Module):
             # behind the same last saved tensor: their collectives stay in step.
             again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
             run = again if recompute else block
-            x_TH = run(x_TH, None if angles is None else angles(layer), partial(attend, index))
+            x_TH = run(x_TH, None if angles is None else angles(layer), attends(index), router_losses)
         return self._final_norm(x_TH) if self.groups.is_last_stage else x_TH
 
     def _embed(self, ids_T: Tensor, position_T: Tensor) -> Tensor:
@@ -260,8 +270,10 @@ class Transformer(torch.nn.Module):
         """An empty cache for this stage's layers."""
         block = self.blocks[0]
         assert isinstance(block, Block)
-        shape = (rows, block.attention.num_kv_heads, max_len, self.config.head_dim)
-        return KVCache(len(self.blocks), shape, dtype=self.flat.dtype, device=self.flat.device)
+        heads, dim, value_dim = block.attention.cache_heads
+        return KVCache(
+            len(self.blocks), (rows, heads, max_len, dim), value_dim=value_dim, dtype=self.flat.dtype,
+            device=self.flat.device)
 
 
 def _move_grad(view: Tensor, weight: Tensor) -> None:

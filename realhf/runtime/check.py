@@ -143,8 +143,6 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             config = role.config()
         except ValueError as error:
             raise ValueError(f"{name}.model: {error}") from error
-        if not config.runnable:
-            raise ValueError(f"{name}.model: family {config.family} can be planned but not run yet")
         if not role.random_init and not _has_weights(Path(role.model)):
             raise ValueError(
                 f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model "

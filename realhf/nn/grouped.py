@@ -1,0 +1,53 @@
+"""grouped_linear: rows in groups, each group times its own weight.
+
+Shape suffixes: R rows, L groups (experts), I and O input and output dims.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grouped_linear(x_RI: Tensor, weight_LOI: Tensor, ends_L: Tensor) -> Tensor:
+    """y_RO: rows up to ends_L[0] times the first weight, those up to ends_L[1] times the second, and so on.
+
+    By torch's grouped kernel where that takes the operands, else by one product a group. On a CPU core the
+    kernel needs 0.3 to 0.9 of the time of those (forward and backward; 8 or 64 groups, 16 to 4096 rows).
+    """
+    aligned = weight_LOI.shape[1] * weight_LOI.element_size() % 16 == 0  # Rows of y's gradient.
+    if aligned and _kernel_takes(x_RI) and _kernel_takes(weight_LOI):
+        return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=ends_L)
+    return _ByGroup.apply(x_RI, weight_LOI, ends_L.diff(prepend=ends_L.new_zeros(1)).tolist())
+
+
+def _kernel_takes(x: Tensor) -> bool:
+    """Rows and base must be aligned to 16 bytes. (On CUDA other dtypes wait for the ends on the host.)"""
+    dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    return x.dtype in dtypes and x.shape[-1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+class _ByGroup(torch.autograd.Function):
+    """Products into slices of one result: a split's own gradients would each be as large as the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, weight_LOI: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x_RI, weight_LOI)
+        ctx.counts = counts
+        y_RO = x_RI.new_empty(len(x_RI), weight_LOI.shape[1])
+        for x, weight, y in zip(x_RI.split(counts), weight_LOI, y_RO.split(counts), strict=True):
+            torch.mm(x, weight.T, out=y)
+        return y_RO
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_RI, weight_LOI = ctx.saved_tensors
+        grad_x_RI, grad_weight_LOI = torch.empty_like(x_RI), torch.zeros_like(weight_LOI)
+        parts = zip(
+            grad_RO.split(ctx.counts), x_RI.split(ctx.counts), weight_LOI,
+            grad_x_RI.split(ctx.counts), grad_weight_LOI, strict=True)
+        for grad, x, weight, grad_x, grad_weight in parts:
+            torch.mm(grad, weight, out=grad_x)
+            torch.mm(grad.T, x, out=grad_weight)
+        return grad_x_RI, grad_weight_LOI, None

@@ -1,0 +1,80 @@
+"""LatentAttention: DeepSeek's multi-head latent attention (arXiv:2405.04434, section 2.1).
+
+Shape suffixes: T tokens, H hidden, N this rank's heads, C latent dims; per head: P dims of queries and keys
+without position, R rotated ones, D = P + R, V value dims.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.dist.autograd import copy_to_group, sum_over_group
+from realhf.dist.group import Group
+from realhf.model_config import ModelConfig
+from realhf.nn.attention import Attend, AttentionKind
+from realhf.nn.rope import Angles, rotate
+
+_NORM_EPS = 1e-6  # Of the latents' norms: transformers gives them none from config.json.
+
+
+class LatentAttention(torch.nn.Module):
+    """Attention over this rank's heads, whose keys and values are made from one latent a token.
+
+    The cache holds that latent with the key's rotated dims, which all heads share. Decoding is multi-query
+    attention over it: what would expand keys and values is applied to queries and outputs.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, tp: Group) -> None:
+        super().__init__()
+        assert config.mla is not None
+        self.config, self.mla, self.tp = config, config.mla, tp
+        self.q, self.q_a, self.q_b = (weights.get(f"{part}.weight") for part in ("q", "q_a", "q_b"))
+        self.q_a_norm, self.kv_a_norm = weights.get("q_a_norm.weight"), weights["kv_a_norm.weight"]
+        self.kv_a, self.kv_b, self.out = (weights[f"{part}.weight"] for part in ("kv_a", "kv_b", "o"))
+        self.num_heads = self.out.shape[1] // config.mla.v_head_dim
+        scale = config.attention_scale
+        self.kind = AttentionKind(config.head_dim**-0.5 if scale is None else scale, config.window(layer))
+
+    @property
+    def cache_heads(self) -> tuple[int, int, int | None]:
+        """As KVCache wants them: heads, their dim, and how many of its dims are the values."""
+        return 1, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim, self.mla.kv_lora_rank
+
+    def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        mla, interleaved = self.mla, self.config.rope_interleaved
+        q_TNP, q_TNR = self._queries(x_TH).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
+        latent_TC, k_TR = F.linear(x_TH, self.kv_a).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
+        latent_TC = F.rms_norm(latent_TC, self.kv_a_norm.shape, self.kv_a_norm, _NORM_EPS)
+        latent_TC, k_T1R = (copy_to_group(x, self.tp) for x in (latent_TC, k_TR[:, None]))
+        if angles is not None:
+            q_TNR, k_T1R = (rotate(x, angles, interleaved=interleaved) for x in (q_TNR, k_T1R))
+        cached_T1L = torch.cat((latent_TC[:, None], k_T1R), dim=2)
+        if attend.decoding:
+            up_NPC, up_NVC = self._up()
+            q_TNL = torch.cat((torch.einsum("tnp,npc->tnc", q_TNP, up_NPC), q_TNR), dim=2)
+            out_TNC = attend(self.kind, q_TNL, cached_T1L, latent_TC[:, None])
+            out_TNV = torch.einsum("tnc,nvc->tnv", out_TNC, up_NVC)
+        else:
+            kv = F.linear(latent_TC, self.kv_b).unflatten(1, (self.num_heads, -1))
+            k_TNP, v_TNV = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=2)
+            k_TND = torch.cat((k_TNP, k_T1R.expand(-1, self.num_heads, -1)), dim=2)
+            q_TND = torch.cat((q_TNP, q_TNR), dim=2)
+            out_TNV = attend(self.kind, q_TND, k_TND, v_TNV, cached=(cached_T1L, latent_TC[:, None]))
+        return sum_over_group(F.linear(out_TNV.flatten(1), self.out), self.tp)
+
+    def _queries(self, x_TH: Tensor) -> Tensor:
+        if self.q is not None:
+            q = F.linear(copy_to_group(x_TH, self.tp), self.q)
+        else:
+            assert self.q_a is not None and self.q_b is not None and self.q_a_norm is not None
+            latent = F.rms_norm(F.linear(x_TH, self.q_a), self.q_a_norm.shape, self.q_a_norm, _NORM_EPS)
+            q = F.linear(copy_to_group(latent, self.tp), self.q_b)
+        return q.unflatten(1, (self.num_heads, -1))
+
+    def _up(self) -> tuple[Tensor, Tensor]:
+        """What makes keys (without position) and values of the latent."""
+        per_head = self.kv_b.unflatten(0, (self.num_heads, -1))
+        key, value = per_head.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=1)
+        return key, value

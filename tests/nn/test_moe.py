@@ -1,0 +1,242 @@
+"""Mixture of experts and latent attention: against transformers, and every layout against one process."""
+
+import pytest
+import torch
+import transformers
+
+from realhf.dist.group import World
+from realhf.engine.pipeline import run_pipeline
+from realhf.layout import Layout
+from realhf.nn.context_parallel import token_range
+from realhf.nn.grouped import grouped_linear
+from realhf.nn.hf import load_weights
+from realhf.nn.moe import RouterLosses
+from tests.families import MOE_CASES, YARN
+from tests.nn.tiny import SEQ_LENS, build
+
+YARN_MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}
+VARIANTS = {
+    **{name: (case, {}) for name, case in MOE_CASES.items()},
+    "deepseek-v3-yarn": (MOE_CASES["deepseek-v3"], {
+        "q_lora_rank": None, "rope_parameters": YARN_MSCALE, "n_group": 1, "first_k_dense_replace": 2}),
+    "deepseek-v3-halves": (MOE_CASES["deepseek-v3"], {"rope_interleave": False, "norm_topk_prob": False}),
+}  # fmt: skip
+
+
+def hf_config(name):
+    """config.json as transformers would write it."""
+    case, changes = VARIANTS[name]
+    config = transformers.AutoConfig.for_model(**case.hf(**changes))
+    prefix = type(config).__name__.removesuffix("Config")
+    return {**config.to_dict(), "architectures": [f"{prefix}ForCausalLM"]}
+
+
+def tokens(seq_lens=tuple(SEQ_LENS)):
+    """No padding token: transformers gives its embedding no gradient."""
+    return torch.randint(1, 67, (sum(seq_lens),), generator=torch.Generator().manual_seed(1))
+
+
+def _reference(name, directory):
+    case, changes = VARIANTS[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**case.hf(**changes), attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, value in [*model.named_parameters(), *model.named_buffers()]:
+            if key.endswith(("bias", "norm.weight", "gate.weight")):
+                value.normal_()
+    model.save_pretrained(directory)
+    return model
+
+
+def _by_expert(grads, spec):
+    """transformers' gradients by the names of checkpoints: it holds the experts of a layer as one tensor."""
+    found = {}
+    for p in spec.params:
+        if p.expert is None:
+            found[p.name] = grads.get(p.name.replace("block_sparse_moe", "mlp"))
+            continue
+        fused = "down_proj" if p.part == "expert_down.weight" else "gate_up_proj"
+        whole = grads[f"model.layers.{p.layer}.mlp.experts.{fused}"][p.expert]
+        half = {"expert_gate.weight": 0, "expert_up.weight": 1}.get(p.part)
+        found[p.name] = whole if half is None else whole.chunk(2)[half]
+    return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_gradients_are_those_of_transformers(tmp_path, name):
+    reference = _reference(name, tmp_path)
+    model = build(hf_config(name), dtype=torch.float32)
+    assert load_weights(tmp_path, model) == []
+    model.enable_grad()
+    ids = tokens()
+    logits = model.logits(model(ids, SEQ_LENS))
+    expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(logits.shape)
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    grads = _by_expert({key: value.grad for key, value in reference.named_parameters()}, model.spec)
+    for key, grad in model.grad_shards().items():
+        if key.endswith("e_score_correction_bias"):
+            assert not grad.any() and model.shards()[key].any()
+            continue
+        scale = grads[key].abs().max()
+        assert scale > 0 or ".experts." in key, key
+        torch.testing.assert_close(grad / (scale or 1), grads[key] / (scale or 1), rtol=0, atol=1e-4, msg=key)
+
+
+MESHES = ("t2@0,1", "p2@0,1", "d2@0,1", "e2@0,1", "d4e2@0-3", "p2e2@0-3", "e4@0-3", "e2c2@0-3")
+LAYOUTS = [
+    *(("e2t2@0-3", name) for name in MOE_CASES),
+    *((layout, name) for name in ("qwen2-moe", "deepseek-v3") for layout in MESHES),
+]
+HIDDEN = 32
+
+
+def _micro_batches(layout, rank):
+    """Numbers of the sequences in each of this dp replica's micro-batches; some of an ep group have fewer."""
+    at = layout.coordinate(rank)
+    mine = [list(range(i, len(SEQ_LENS), layout.dp)) for i in range(layout.dp)][at.dp]
+    parts = [mine[i : i + 1] for i in range(len(mine))]
+    most = -(-len(SEQ_LENS) // layout.dp)
+    return parts + [[]] * (most - len(parts)) if layout.ep > 1 else parts
+
+
+def _train(world, hf, text, recompute):
+    """Gradients of sum(logits * weights) and the router losses: (name, region, gradient) of every shard."""
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return None
+    model = build(hf, world=world, layout=text)
+    _spread_choice(model)
+    model.enable_grad()
+    parts = _micro_batches(layout, world.rank)
+    ids, cp = tokens().split(SEQ_LENS), model.groups.cp
+    start, stop = model.vocab_range
+    losses = [RouterLosses(balance_scale=3.0, z_scale=0.1) for _ in parts]
+    outputs = {}
+
+    def forward(i, hidden):
+        lens = [SEQ_LENS[j] for j in parts[i]]
+        x = torch.cat([ids[0][:0], *(ids[j] for j in parts[i])]) if hidden is None else hidden
+        x = model(x, lens, recompute=recompute, router_losses=losses[i])
+        if not model.groups.is_last_stage:
+            return x
+        logits = model.logits(x)
+        mine = slice(*token_range(sum(lens), cp))
+        at = [(j, t) for j in parts[i] for t in range(SEQ_LENS[j])][mine]
+        outputs.update(zip(at, logits.detach(), strict=True))
+        weights = [_weights(SEQ_LENS[j], seed=j)[:, start:stop] for j in parts[i]]
+        return (logits * torch.cat([logits.new_zeros(0, stop - start), *weights])[mine]).sum()
+
+    ranges = [token_range(sum(SEQ_LENS[j] for j in part), cp) for part in parts]
+    shapes = [(last - first, HIDDEN) for first, last in ranges]
+    run_pipeline(forward, model.groups, hidden_shapes=shapes, dtype=torch.float64)
+    model.finish_grads()
+    grads = model.grad_shards()
+    pieces = [(name, region, grads[name]) for name, region in model.regions.items()]
+    return (start, stop), outputs, pieces, sum(found.sums() for found in losses)
+
+
+def _weights(length, seed):
+    return torch.randn(length, 67, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _spread_choice(model):
+    """Gives DeepSeek's choice of experts its bias, which a new model lacks."""
+    for name, shard in model.shards().items():
+        if name.endswith("e_score_correction_bias"):
+            shard.copy_(torch.linspace(-0.2, 0.2, len(shard)))
+
+
+@pytest.mark.parametrize("layout, name", LAYOUTS)
+def test_logits_gradients_and_router_losses_are_those_of_one_process(pool, layout, name):
+    hf, parsed = hf_config(name), Layout.parse(layout)
+    _, expected, whole, expected_losses = _train(World(), hf, "d1@0", False)
+    recompute = layout in ("p2@0,1", "e2t2@0-3")
+    results = {r: result for r, result in enumerate(pool.run(_train, hf, layout, recompute)) if result}
+    sums = {key: torch.zeros_like(grad) for key, _, grad in whole}
+    counts = {key: torch.zeros_like(grad) for key, _, grad in whole}
+    losses, seen = torch.zeros(2, dtype=torch.float64), set()
+    for rank, ((start, stop), outputs, pieces, found) in results.items():
+        at = parsed.coordinate(rank)
+        for token, logits in outputs.items():
+            seen.add(token)
+            torch.testing.assert_close(logits, expected[token][start:stop], rtol=1e-10, atol=1e-10)
+        for key, region, grad in pieces:
+            box = tuple(slice(*extent) for extent in region)
+            sums[key][box] += grad
+            counts[key][box] += 1
+        losses += found if at.tp == 0 else 0
+    assert seen == expected.keys()
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-10, atol=1e-10)
+    for key, _, grad in whole:  # Replicas over dp and cp are to be added, equal copies on tp ranks are not.
+        replicas = parsed.dp * parsed.strategy.cp // (parsed.ep if ".experts." in key else 1)
+        copies = counts[key] / replicas
+        assert (copies >= 1).all(), key
+        torch.testing.assert_close(sums[key] / copies, grad, rtol=1e-9, atol=1e-9, msg=f"{layout} {key}")
+
+
+def test_balance_loss_is_that_of_transformers_on_one_sequence_and_layer():
+    """Theirs lacks the division by experts per token (equation 18)."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # (It takes seconds.)
+
+    hf = {**hf_config("olmoe"), "num_hidden_layers": 1}
+    model = build(hf)
+    model.enable_grad()
+    logits = []
+    losses = RouterLosses(balance_scale=1.0, z_scale=0.5)
+    moe = model.blocks[0].mlp
+    moe.register_forward_pre_hook(lambda _, args: logits.append(args[0] @ moe.router.T))
+    hidden = model(tokens()[:9], [9], router_losses=losses)
+    (hidden * 0).sum().backward()
+    expected = load_balancing_loss_func((logits[0],), 6, 2) / 2
+    z = logits[0].exp().sum(-1).log().square().sum()
+    torch.testing.assert_close(losses.sums(), torch.stack((expected.double(), z)).detach(), rtol=1e-6, atol=0)
+    (grad,) = torch.autograd.grad(expected + 0.5 * z, moe.router)
+    name = "model.layers.0.mlp.gate.weight"
+    torch.testing.assert_close(model.grad_shards()[name], grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3-yarn", "deepseek-v3-halves", "qwen3-moe"])
+def test_decoding_with_the_cache_is_the_full_forward(name):
+    model = build(hf_config(name))
+    prompts = list(tokens().split(SEQ_LENS))
+    cache = model.new_cache(len(prompts), max_len=12)
+    with torch.no_grad():
+        full = model(tokens(), SEQ_LENS)
+        torch.testing.assert_close(model(tokens(), SEQ_LENS, cache=cache), full, rtol=1e-12, atol=1e-12)
+        cache.keep(torch.tensor([2, 0, 0, 4]))
+        sequences = [prompts[i] for i in (2, 0, 0, 4)]
+        for step in range(3):
+            new = torch.randint(1, 67, (4,), generator=torch.Generator().manual_seed(step))
+            sequences = [torch.cat((s, t[None])) for s, t in zip(sequences, new, strict=True)]
+            lens = [len(s) for s in sequences]
+            full = model(torch.cat(sequences), lens)[torch.tensor(lens).cumsum(0) - 1]
+            torch.testing.assert_close(model.decode(new, cache), full, rtol=1e-11, atol=1e-11)
+
+
+def test_the_cache_of_latent_attention_holds_latents():
+    model = build(hf_config("deepseek-v3"))
+    assert [kv.shape for kv in model.new_cache(3, max_len=7)._kv] == [(1, 3, 1, 7, 10 + 4)] * 4
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0], [0, 5, 0]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(8, 16), (7, 5)])
+def test_grouped_products_and_their_gradients(counts, dtype, sizes):
+    x = torch.randn(sum(counts), sizes[0]).to(dtype).requires_grad_()
+    weight = torch.randn(3, sizes[1], sizes[0]).to(dtype).requires_grad_()
+    grad = torch.randn(sum(counts), sizes[1]).to(dtype)
+    outs = [
+        grouped_linear(x, weight, torch.tensor(counts).cumsum(0).int()),
+        torch.cat([part.double() @ w.double().T for part, w in zip(x.split(counts), weight, strict=True)]),
+    ]
+    (ours, *our_grads), (expected, *grads) = (
+        (out, *torch.autograd.grad(out, (x, weight), grad.to(out.dtype))) for out in outs)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(our_grads, grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
