@@ -103,6 +103,7 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     lm_class: str = "ForCausalLM"  # What follows the prefix in the name of the class, by head.
     score_class: str = "ForSequenceClassification"
+    more_layers: bool = False  # Checkpoints have layers past num_hidden_layers, for multi-token prediction.
     transposed: bool = False  # Checkpoints hold the weights of its linear layers as (in, out).
 
     def architecture(self, head: str) -> str:
@@ -312,7 +313,7 @@ FAMILIES: Mapping[str, Family] = {
             "head_dim": lambda hf: hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
             "attention_scale": _latent_scale,
         },
-        only=_EVERY_LAYER | {"attention_bias": False},
+        only=_EVERY_LAYER | {"attention_bias": False}, more_layers=True,
         moe={
             "num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok",
             "expert_width": "moe_intermediate_size", "num_dense_layers": "first_k_dense_replace",

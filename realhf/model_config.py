@@ -185,6 +185,7 @@ class ModelConfig:
         hf["architectures"] = [self.describes.architecture(self.head)]
         if self.head == "score":
             hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+            hf.pop("num_labels", None)
         return hf
 
     @property

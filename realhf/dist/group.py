@@ -275,11 +275,11 @@ class World:
     def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
         """The group of these ranks, this one among them; made on first use, which waits for all members.
 
-        Groups of different purpose never mix their messages; those for `control` always run over gloo.
+        Groups of different purpose never mix their messages; those for `control` and `export` are over gloo.
         """
         key = (tuple(ranks), purpose)
         if key not in self._groups:
-            native = self.device.type == "cuda" and purpose != "control"
+            native = self.device.type == "cuda" and purpose not in ("control", "export")
             index = key[0].index(self.rank)
             backend = self._connect(key, index, native=native) if len(ranks) > 1 else None
             self._groups[key] = Group(key[0], index, backend, native=native)

@@ -20,7 +20,7 @@ from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, Trai
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
 from realhf.nn.context_parallel import token_range
-from realhf.nn.hf import load_weights, save_weights
+from realhf.nn.hf import load_weights
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
 
@@ -59,15 +59,9 @@ class NativeEngine:
 
     def load(self, directory: Path | None, *, seed: int) -> None:
         """Weights from a Hugging Face directory; what it lacks, or everything, is drawn from `seed`."""
-        self.model.init_random(seed)
-        if directory is not None:
-            load_weights(directory, self.model)
+        self.model.init_random(seed, names=None if directory is None else load_weights(directory, self.model))
         if self._optimizer is not None:
             self._optimizer.reload()
-
-    def save(self, directory: Path) -> None:
-        """Writes a Hugging Face directory; every rank of the layout must call this."""
-        save_weights(directory, self.model)
 
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],

@@ -5,7 +5,7 @@ query heads, K key-value heads, V part of the vocabulary; D head dim.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -116,12 +116,17 @@ class Transformer(torch.nn.Module):
         return shards_of(self.grad_buffer, self.regions)
 
     @torch.no_grad()
-    def init_random(self, seed: int) -> None:
-        """Normal weights, norms 1, biases 0; same in every layout: each parameter has its own generator."""
+    def init_random(self, seed: int, *, names: Collection[str] | None = None) -> None:
+        """Normal weights, norms 1, biases 0; same in every layout: each parameter has its own generator.
+
+        With `names` of these parameters only.
+        """
         std = self.config.hf.get("initializer_range", 0.02)
         shapes = {param.name: param.shape for param in self.spec.params}
         parts = {param.name: param.part for param in self.spec.params}
         for name, shard in self.shards().items():
+            if names is not None and name not in names:
+                continue
             if parts[name].endswith(("norm.weight", "bias")):
                 shard.fill_(1 - self.config.norm_offset if parts[name].endswith("norm.weight") else 0)
                 continue

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch
 
-from realhf.dist.group import World
+from realhf.dist.group import PeerError, World
 from realhf.engine.native import DTYPES, NativeEngine
 from realhf.engine.work import OptimizerConfig
+from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.layout import Layout
+from realhf.nn.checkpoint_write import Beside, CheckpointWriter
 from realhf.param_spec import is_sharded, model_spec, region_size
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats
@@ -56,12 +58,17 @@ class ModelStore:
         self._failure: Exception | None = None
         self._updates = dict.fromkeys(roles, 0)
         self._versions = {(role, home): 0 for role, home in homes.items()}
+        fault = ""
         for name, role in roles.items():
             self._create(name, homes[name], optimizer=role.optimizer)
             if world.rank in homes[name]:
                 directory, home = None if role.random_init else Path(role.model), (name, homes[name])
                 with self._in_use(home, written=home):
-                    self.engine(*home).load(directory, seed=seed)
+                    try:
+                        self.engine(*home).load(directory, seed=seed)
+                    except ValueError as error:
+                        fault = fault or f"{name}.model: {error}"
+        self._agree(fault)
         for action in actions:
             if isinstance(action, Run) and action.call.role is not None:
                 self._create(action.call.role, action.layout, optimizer=None)
@@ -71,6 +78,15 @@ class ModelStore:
         for name in roles:
             if self._is_sharded(name):
                 self._reallocator(self._gathering(name))
+
+    def _agree(self, fault: str) -> None:
+        """Ends the run on every rank where one has a fault; the first that has one says it."""
+        faults = self._world.control.all_gather_json(fault)
+        if any(faults):
+            first = next(rank for rank, fault in enumerate(faults) if fault)
+            if self._world.rank == first:
+                raise UserError(fault)
+            raise PeerError(f"rank {first} cannot read its weights")
 
     def _start_thread(self) -> None:
         if self._on_cuda:
@@ -195,15 +211,30 @@ class ModelStore:
                 moved.append(self._running.pop(target).result())
         return moved
 
-    def export(self, role: str, directory: Path) -> None:
-        """Writes the role's home copy as a Hugging Face directory. Ranks outside its home do nothing."""
+    def export(self, role: str, directory: Path, *, beside: Mapping[str, Beside]) -> None:
+        """Writes the role's home copy as a Hugging Face directory on rank 0's host, and files `beside`, which
+        rank 0 gives. Every rank calls this; those that are neither rank 0 nor in the home do nothing."""
         if self._is_sharded(role):
             self.start(self._gathering(role))
         home = (role, self.homes[role])
-        if home in self._engines:
+        if home in self._engines or self._world.rank == 0:
             # It moves parameters too, so it takes its turn among the reallocations.
-            self._thread.submit(self._save, home, directory).result()
+            ready = torch.cuda.current_stream().record_event() if self._on_cuda else None
+            self._thread.submit(self._save, home, directory, beside, ready).result()
 
-    def _save(self, copy: tuple[str, Layout], directory: Path) -> None:
+    def _save(
+        self, copy: tuple[str, Layout], directory: Path, beside: Mapping[str, Beside],
+        ready: torch.cuda.Event | None,
+    ) -> None:  # fmt: skip
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
+        role, layout = copy
+        writer = CheckpointWriter(
+            self._specs[role], layout, self._world, dtype=DTYPES[self._roles[role].dtype], leader=0)
         with self._in_use(copy):
-            self.engine(*copy).save(directory)
+            shards = self._engines[copy].shards() if copy in self._engines else {}
+            try:
+                writer.write(directory, shards, beside=beside)
+            except OSError as error:
+                what = f"{error.filename or directory} cannot be written: {error.strerror}"
+                raise UserError(what) from error

@@ -91,7 +91,13 @@ def plain(request, tmp_path_factory):
     return directory, steps, history, model.state_dict()
 
 
-@pytest.mark.parametrize("layout", ["d1@0", "d2@0-1", "d4@0-3", "t2@0-1", "t4@0-3", "p2@0-1", "d2p2@3,1,0,2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("d1@0", "d2@0-1", "d4@0-3", "t2@0-1", "t4@0-3", "p2@0-1", "d2p2@3,1,0,2"),
+        *("c2@0-1", "c2t2@0-3", "d2c2@0-3"),
+    ],
+)
 def test_training_is_that_of_torch_on_the_plain_model(pool, plain, tmp_path, layout):
     directory, steps, history, weights = plain
     results = pool.run(_train, layout, directory, tmp_path / "out", steps)

@@ -1,12 +1,19 @@
-"""Attention over a cp group against attention in one process."""
+"""Attention over a cp group, and models with special attention or positions, against one process."""
 
 import random
 
 import pytest
 import torch
+import transformers
 
+from realhf.dist.group import World
+from realhf.families import FAMILIES
+from realhf.layout import Layout
 from realhf.nn.attention import AttentionKind, packed_attention
 from realhf.nn.context_parallel import attend_over_group, token_range
+from realhf.param_spec import region_slices
+from tests.families import CASES
+from tests.nn.tiny import SEQ_LENS, build
 
 KINDS = [
     AttentionKind(0.5),
@@ -73,3 +80,43 @@ def test_attention_is_that_of_one_process(pool, seed, cp):
     for here, tensors in results:
         for ours, whole in zip(tensors, expected, strict=True):
             torch.testing.assert_close(ours, whole[here], rtol=1e-9, atol=1e-12)
+
+
+def _family(name):
+    """config.json, as transformers writes it."""
+    case = CASES[name]
+    family = FAMILIES[case.family]
+    config = transformers.AutoConfig.for_model(**case.hf())
+    return {**config.to_dict(), "architectures": [family.architecture("lm")]}
+
+
+def _logits_and_gradients(world, hf, text, seq_lens):
+    """Of this rank: (token range, logits of its tokens), and name -> (region, gradient) after all sums."""
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return None
+    model = build(hf, world=world, layout=text)
+    model.enable_grad()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(67, (sum(seq_lens),), generator=generator)
+    weights = torch.randn(len(ids), 67, dtype=torch.float64, generator=generator)
+    here = slice(*token_range(len(ids), model.groups.cp))
+    logits = model.logits(model(ids, seq_lens))
+    (logits * weights[here, slice(*model.vocab_range)]).sum().backward()
+    model.finish_grads()
+    model.groups.cp.all_reduce(model.grad_buffer)
+    grads = model.grad_shards()
+    return (here, slice(*model.vocab_range)), logits.detach(), {
+        name: (region_slices(region), grads[name]) for name, region in model.regions.items()}
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "phi-3", "gemma-2", "olmo-2"])
+def test_logits_and_gradients_are_those_of_one_process(pool, name):
+    hf = _family(name)
+    for layout, seq_lens in (("c2t2@0-3", SEQ_LENS), ("c4@0-3", [2])):
+        _, expected, whole = _logits_and_gradients(World(), hf, "d1@0", seq_lens)
+        for at, logits, grads in pool.run(_logits_and_gradients, hf, layout, seq_lens):
+            torch.testing.assert_close(logits, expected[at], rtol=1e-9, atol=1e-9)
+            for key, (region, grad) in grads.items():
+                theirs = whole[key][1][region]
+                torch.testing.assert_close(grad, theirs, rtol=1e-9, atol=1e-9, msg=f"{layout} {key}")

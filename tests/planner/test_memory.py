@@ -47,12 +47,16 @@ TRAIN = [
     Case("t2p2@0-3", "train_step", _role("bfloat16"), FULL, 144),
     Case("p4@0-3", "train_step", _role(**NARROW), FULL, 96),
     Case("d2p2@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 96),
+    Case("c2@0-1", "train_step", _role("bfloat16", **NARROW), FULL),
+    Case("c4@0-3", "train_step", _role(), FULL, 240),
+    Case("c2t2@0-3", "train_step", _role(kv=2, **NARROW), FULL),
 ]
 RECOMPUTE = [
     Case("d1@0", "train_step", _role("bfloat16", **NARROW), FULL, 384, recompute=True),
     Case("d2t2@0-3", "train_step", _role(**NARROW), FULL, recompute=True),
     Case("t2p2@0-3", "train_step", _role("bfloat16"), FULL, 144, recompute=True),
     Case("p4@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 96, recompute=True),
+    Case("c2p2@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 96, recompute=True),
 ]
 FORWARD = [
     Case("d1@0", "forward", _role("bfloat16", trainable=False), FULL),
@@ -62,6 +66,8 @@ FORWARD = [
     Case("d2p2@0-3", "forward", _role("bfloat16", trainable=False), FULL, 96),
     Case("p2@0-1", "forward", _role(trainable=False, head="score"), VALUES, 144),
     Case("d2t2@0-3", "forward", _role("bfloat16", trainable=False, head="score"), SCORES),
+    Case("c2@0-1", "forward", _role("bfloat16", trainable=False, **NARROW), FULL),
+    Case("c4@0-3", "forward", _role(trainable=False), FULL, 240),
 ]
 GENERATION = [
     Case("d1@0", "generate", _role("bfloat16", trainable=False, vocab=500), GENERATE),
@@ -71,6 +77,7 @@ GENERATION = [
     Case("p2@0-1", "generate", _role(trainable=False, vocab=500), GENERATE),
     Case("t2p2@0-3", "generate", _role("bfloat16", trainable=False), GENERATE),
     Case("d2t2@0-3", "generate", _role(trainable=False), GENERATE),
+    Case("c2@0-1", "generate", _role(trainable=False), GENERATE),
 ]
 CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION
 
