@@ -49,6 +49,8 @@ def packed_attention(
     q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, seq_lens: list[int], kind: AttentionKind
 ) -> Tensor:
     """Causal grouped-query attention inside each sequence: out_TND."""
+    if not len(q_TND):  # A part of the graph all the same: ranks of an ep group go backward together.
+        return q_TND[..., :1] * v_TKD.new_zeros(v_TKD.shape[-1]) + k_TKD.sum() + v_TKD.sum()
     if q_TND.is_cuda and q_TND.dtype in (torch.float16, torch.bfloat16):
         kernel = _varlen_kernel(kind)
         if kernel is not None:
@@ -63,7 +65,7 @@ def packed_attention(
     for (length, count), *qkv in zip(runs, *(x.split(sizes) for x in (q_TND, k_TKD, v_TKD)), strict=True):
         q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
         outs.append(_equal_lengths(q, k, v, kind).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs) if outs else torch.zeros_like(q_TND[..., :1]) * v_TKD.new_zeros(v_TKD.shape[-1])
+    return torch.cat(outs)
 
 
 def _equal_lengths(q_SNLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, kind: AttentionKind) -> Tensor:

@@ -41,13 +41,15 @@ class _ByGroup(torch.autograd.Function):
         return y_RO
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_RI, weight_LOI = ctx.saved_tensors
-        grad_x_RI, grad_weight_LOI = torch.empty_like(x_RI), torch.zeros_like(weight_LOI)
-        parts = zip(
-            grad_RO.split(ctx.counts), x_RI.split(ctx.counts), weight_LOI,
-            grad_x_RI.split(ctx.counts), grad_weight_LOI, strict=True)
-        for grad, x, weight, grad_x, grad_weight in parts:
-            torch.mm(grad, weight, out=grad_x)
-            torch.mm(grad.T, x, out=grad_weight)
+        grads, grad_x_RI, grad_weight_LOI = grad_RO.split(ctx.counts), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x_RI = torch.empty_like(x_RI)
+            for grad, weight, grad_x in zip(grads, weight_LOI, grad_x_RI.split(ctx.counts), strict=True):
+                torch.mm(grad, weight, out=grad_x)
+        if ctx.needs_input_grad[1]:
+            grad_weight_LOI = torch.zeros_like(weight_LOI)
+            for grad, x, grad_weight in zip(grads, x_RI.split(ctx.counts), grad_weight_LOI, strict=True):
+                torch.mm(grad.T, x, out=grad_weight)
         return grad_x_RI, grad_weight_LOI, None

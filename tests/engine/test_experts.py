@@ -83,6 +83,7 @@ def _run(world, name, text, max_rows):
         ("qwen2-moe", "e2t2@0-3"),
         ("qwen2-moe", "e2p2@0-3"),
         ("qwen2-moe", "e4@0-3"),
+        ("qwen2-moe", "e2c2@0-3"),
         ("deepseek-v3", "d4e2@0-3"),
     ],
 )

@@ -240,3 +240,15 @@ def test_grouped_products_and_their_gradients(counts, dtype, sizes):
     torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
     for mine, theirs in zip(our_grads, grads, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3"])
+def test_no_tokens_go_backward_through_all_weights(name):
+    """Whatever is frozen, an empty micro-batch has the same backward pass as a full one."""
+    model = build(hf_config(name))
+    found = []
+    for ids, lens in ((tokens(), SEQ_LENS), (tokens()[:0], [])):
+        weights = [w.requires_grad_() for w in model.parameters()]
+        x = model.logits(model(ids, lens)).sum()
+        found.append([g is not None for g in torch.autograd.grad(x, weights, allow_unused=True)])
+    assert found[0] == found[1] and sum(found[0]) > len(found[0]) / 2
