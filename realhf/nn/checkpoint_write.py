@@ -1,5 +1,6 @@
 """Writes Hugging Face model directories: every rank its own part of the files, side by side."""
 
+import ctypes
 import json
 import math
 import os
@@ -159,7 +160,7 @@ class CheckpointWriter:
         file, shape = self._file_of[name], self._shapes[name]
         stride = self._dtype.itemsize * math.prod(shape[1:])
         start = file.starts[name] + (box[0][0] + row) * stride
-        data = memoryview(block.view(-1).view(torch.uint8).numpy().data)
+        data = memory_of(block)
         with open(directory / _unfinished(file.name), "r+b", buffering=0) as out:
             if box[1:] == tuple((0, size) for size in shape[1:]):
                 _write_all(out.fileno(), data, start)
@@ -183,6 +184,15 @@ class CheckpointWriter:
         config = self._spec.config.to_hf() | {"dtype": str(self._dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
         _put(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, which must outlive this view of them.
+
+    (After `Tensor.numpy` torch would never again free or resize its storage.)
+    """
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def in_file_order(param: ParamSpec, shard: Tensor) -> Tensor:
