@@ -1,6 +1,7 @@
 """NativeEngine: one role's shard on this rank, under one layout, and the calls that it can run."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ from realhf.engine.pipeline import run_pipeline
 from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.lora import LoraConfig
 from realhf.nn.hf import load_weights, save_weights
+from realhf.nn.lora import Adapters
+from realhf.nn.parameters import ShardedParameters
+from realhf.nn.peft import load_adapters, save_adapters
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
 
@@ -36,19 +41,30 @@ class CallResult:
 
 class NativeEngine:
     """A shard of a model, in `memory` where that is given. With an optimizer it can be trained; without, it
-    is frozen."""
+    is frozen. With `lora` it has adapters (in `adapter_memory`), and they are what is trained."""
 
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
-    ) -> None:
-        self.groups = ParallelGroups.create(world, layout)
-        self.model = Transformer(spec, self.groups, dtype=DTYPES[dtype], memory=memory)
-        self._optimizer = None if optimizer is None else ShardedAdamW(self.model, optimizer)
+        lora: LoraConfig | None = None, adapter_memory: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.groups, self.adapters = ParallelGroups.create(world, layout), None
+        if lora is not None:
+            self.adapters = Adapters(
+                spec.config, lora, self.groups, dtype=DTYPES[dtype], memory=adapter_memory)
+        self.model = Transformer(
+            spec, self.groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters)
+        self._trained: ShardedParameters = self.model if self.adapters is None else self.adapters
+        self._optimizer = None if optimizer is None else ShardedAdamW(self._trained, optimizer)
 
     def shards(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> this rank's region, for reallocation."""
+        """Parameter name -> this rank's region, for reallocation; without the adapters."""
         return self.model.shards()
+
+    def adapter_shards(self) -> dict[str, torch.Tensor]:
+        """The same of the adapters."""
+        assert self.adapters is not None, "a model without LoRA has no adapters"
+        return self.adapters.shards()
 
     def optimizer_shards(self) -> dict[str, torch.Tensor]:
         """Parameter name -> the rows of the optimizer's copy that this dp replica owns."""
@@ -60,12 +76,31 @@ class NativeEngine:
         self.model.init_random(seed)
         if directory is not None:
             load_weights(directory, self.model)
+        self.load_adapters(seed=seed)
+
+    def load_adapters(self, *, seed: int) -> None:
+        """The adapters' first values, when the weights beneath are there; with the optimizer's copy of what
+        is trained."""
+        if self.adapters is not None:
+            self.adapters.init_random(seed)
+            for name, weight in self.adapters.of_layer(None).items():  # The head that is trained beside them.
+                weight.data.copy_(self.model.of_layer(None)[name])
+            if self.adapters.lora.adapter is not None:
+                load_adapters(self.adapters.lora.adapter, self.adapters)
         if self._optimizer is not None:
             self._optimizer.reload()
 
-    def save(self, directory: Path) -> None:
-        """Writes a Hugging Face directory; every rank of the layout must call this."""
-        save_weights(directory, self.model)
+    def save(self, directory: Path, *, base: str = "") -> None:
+        """Writes a Hugging Face directory, or a PEFT directory of adapters of the model `base`.
+
+        Every rank of the layout must call this.
+        """
+        if self.adapters is None:
+            save_weights(directory, self.model)
+        elif self.adapters.lora.export_merged:
+            save_weights(directory, self.model.merged_model())
+        else:
+            save_adapters(directory, self.adapters, base=base)
 
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],
@@ -83,7 +118,9 @@ class NativeEngine:
             return CallResult(Batch([]), self._train(call, work, minibatches, passes, gather=gather))
         (batch,) = minibatches
         if isinstance(work, Generate):
-            columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
+            merges = self.adapters is not None and self.adapters.lora.merge
+            with self.model.merged() if merges else nullcontext():
+                columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
         else:
             columns = self._forward(call, work, batch, micro_batch_tokens)
         fields = dict(zip(call.outputs, columns, strict=False))
@@ -112,14 +149,14 @@ class NativeEngine:
     ) -> Metrics:  # fmt: skip
         """`passes`: how forward and backward passes are to be done, for `_pipeline`."""
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
-        self.model.requires_grad_(True)
+        self._trained.requires_grad_(True)
         history = []
         batches = batches * work.epochs
         for number, batch in enumerate(batches, start=1):
             metrics = self._compute_grads(call, work, batch, passes)
             last = number == len(batches)
             history.append(metrics | self._optimizer.step(gather=gather or not last))
-        self.model.requires_grad_(False)
+        self._trained.requires_grad_(False)
         return {name: x / len(history) for name, x in _sum_dicts(history).items()}
 
     def _compute_grads(

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 from realhf.engine.work import OptimizerConfig
-from realhf.nn.transformer import Transformer
+from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import region_size, shards_of_rows
 from realhf.realloc.bind import shards_of
 
@@ -25,7 +25,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 class ShardedAdamW:
     """Owns the master copy of this rank's slice; `step` turns gradients into new parameters everywhere."""
 
-    def __init__(self, model: Transformer, config: OptimizerConfig) -> None:
+    def __init__(self, model: ShardedParameters, config: OptimizerConfig) -> None:
         self.config, self.num_steps = config, 0
         self._model, self._groups = model, model.groups
         model.enable_grad()
@@ -40,7 +40,7 @@ class ShardedAdamW:
         master = model.groups.world.zeros(len(self._mine), grads.dtype)
         self._master = torch.nn.Parameter(master.copy_(self._mine))
         self.shards = shards_of(master, parts[dp.index])
-        """HF name -> this dp replica's rows of the master copy."""
+        """Parameter name -> this dp replica's rows of the master copy."""
         start, stop = slices[dp.index]
         by_name = {param.name: param for param in model.spec.params}
         # Gradients of this rank's slice that it counts in the norm: what several ranks share counts once.

@@ -16,10 +16,12 @@ from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.model_config import ModelConfig
 from realhf.nn.attention import AttentionKind
+from realhf.nn.lora import Adapter
+from realhf.nn.parameters import Weights
 from realhf.nn.rope import Angles, rotate
 
-Weights = Mapping[str, torch.nn.Parameter]
-"""A layer's weights by part ("o.weight"); q, k and v are one ("qkv.weight"), gate and up another."""
+Adapted = Mapping[str, Adapter]
+"""Adapters by the part whose weight they are of; empty without LoRA."""
 Attend = Callable[[AttentionKind, Tensor, Tensor, Tensor], Tensor]
 """(kind, q_TND, k_TKD, v_TKD) -> out_TND."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,6 +31,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, adapter: Adapter | None = None
+) -> Tensor:
+    """A linear layer, with its adapter if it has one."""
+    return F.linear(x, weight, bias) if adapter is None else adapter(x, bias)
 
 
 class Norm(torch.nn.Module):
@@ -55,15 +64,17 @@ class Norm(torch.nn.Module):
 class Block(torch.nn.Module):
     """Attention and MLP, each between the norms that the family has."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups, adapters: Adapted
+    ) -> None:
         super().__init__()
         self.config = config
         self.attn_norm = Norm(config, weights, "attn_norm")
         self.attn_out_norm = Norm(config, weights, "attn_out_norm")
-        self.attention = Attention(config, weights, layer, groups.tp)
+        self.attention = Attention(config, weights, layer, groups.tp, adapters)
         self.mlp_norm = Norm(config, weights, "mlp_norm")
         self.mlp_out_norm = Norm(config, weights, "mlp_out_norm")
-        self.mlp = Mlp(config, weights, groups.tp)
+        self.mlp = Mlp(config, weights, groups.tp, adapters)
 
     def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         # Nothing has a name that it would outlive its use by: without gradients that would be the peak.
@@ -78,9 +89,11 @@ class Block(torch.nn.Module):
 class Attention(torch.nn.Module):
     """Grouped-query attention over this rank's heads."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, tp: Group) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, layer: int, tp: Group, adapters: Adapted
+    ) -> None:
         super().__init__()
-        self.config, self.tp = config, tp
+        self.config, self.tp, self.adapters = config, tp, adapters
         self.qkv, self.qkv_bias = weights["qkv.weight"], weights.get("qkv.bias")
         self.out, self.out_bias = weights["o.weight"], weights.get("o.bias")
         self.q_norm, self.k_norm = Norm(config, weights, "q_norm"), Norm(config, weights, "k_norm")
@@ -92,7 +105,8 @@ class Attention(torch.nn.Module):
 
     def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
-        qkv = F.linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias)
+        adapters = self.adapters
+        qkv = linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias, adapters.get("qkv.weight"))
         qk, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).split((N + K, K), dim=1)
         if self.config.qk_norm is not None:
             qk = torch.cat([self._normed(x, norm) for x, norm in zip(
@@ -100,7 +114,9 @@ class Attention(torch.nn.Module):
         if angles is not None:
             qk = rotate(qk, angles, interleaved=self.config.rope_interleaved)
         q_TND, k_TKD = qk.split((N, K), dim=1)
-        y_TH = sum_over_group(F.linear(attend(self.kind, q_TND, k_TKD, v_TKD).flatten(1), self.out), self.tp)
+        y_TH = linear(
+            attend(self.kind, q_TND, k_TKD, v_TKD).flatten(1), self.out, adapter=adapters.get("o.weight"))
+        y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.out_bias is None else y_TH + self.out_bias
 
     def _normed(self, x_TND: Tensor, norm: Norm) -> Tensor:
@@ -122,16 +138,21 @@ class Attention(torch.nn.Module):
 class Mlp(torch.nn.Module):
     """Gated or plain MLP, split by width; `prefix` names which one of the layer's."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, tp: Group, *, prefix: str = "") -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, tp: Group, adapters: Adapted, *, prefix: str = ""
+    ) -> None:
         super().__init__()
         self.tp, self.gated, self.act = tp, config.gated, ACTIVATIONS[config.activation]
         up = f"{prefix}{'gate_up' if config.gated else 'up'}"
         self.up, self.up_bias = weights[f"{up}.weight"], weights.get(f"{up}.bias")
         self.down, self.down_bias = weights[f"{prefix}down.weight"], weights.get(f"{prefix}down.bias")
+        self.up_adapter = adapters.get(f"{up}.weight")
+        self.down_adapter = adapters.get(f"{prefix}down.weight")
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        up_TF = F.linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias)
-        y_TH = sum_over_group(F.linear(self._activate(up_TF), self.down), self.tp)
+        up_TF = linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
+        y_TH = linear(self._activate(up_TF), self.down, adapter=self.down_adapter)
+        y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.down_bias is None else y_TH + self.down_bias
 
     def _activate(self, up_TF: Tensor) -> Tensor:

@@ -1,0 +1,91 @@
+"""Adapters: what LoRA adds to the linear layers of a Transformer's blocks.
+
+Shape suffixes: T tokens; I and O inputs and outputs of a layer on this rank, R rank.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.dist.parallel import ParallelGroups
+from realhf.lora import LoraConfig, adapter_spec
+from realhf.model_config import ModelConfig
+from realhf.nn.parameters import ShardedParameters
+
+
+class Adapter:
+    """The adapters of one weight, in which several linear layers may lie side by side.
+
+    `down` has their A one below the other, or the one A that they have in common; `ups` have their B, None
+    where a layer has no adapter, and their numbers of outputs. Where rows are split over tp, x A^T is whole
+    on every rank; where columns are split, it is a part of a sum, as the layer's output is.
+    """
+
+    def __init__(
+        self, weight: Tensor, down: Tensor, ups: list[tuple[Tensor | None, int]], *, scale: float
+    ) -> None:
+        self.weight, self._down, self._scale = weight, down, scale
+        self._parts: list[tuple[slice, Tensor | None, int]] = []
+        start = 0
+        for up, num_outputs in ups:
+            stop = start if up is None else start + up.shape[1]
+            self._parts.append((slice(start, stop), up, num_outputs))
+            start = stop
+        assert start == len(down)
+        self._merged: Tensor | None = None
+
+    def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
+        if self._merged is not None:
+            return F.linear(x_TI, self._merged, bias)
+        x_TR = F.linear(x_TI, self._down)
+        added = [
+            x_TR.new_zeros(len(x_TR), num_outputs) if up_OR is None else F.linear(x_TR[:, ranks], up_OR)
+            for ranks, up_OR, num_outputs in self._parts
+        ]
+        added_TO = added[0] if len(added) == 1 else torch.cat(added, dim=1)
+        return torch.add(F.linear(x_TI, self.weight, bias), added_TO, alpha=self._scale)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """W + scale B A, computed in at least float32."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        sum_OI, start = self.weight.to(wide, copy=True), 0
+        for ranks, up_OR, num_outputs in self._parts:
+            if up_OR is not None:
+                rows = sum_OI[start : start + num_outputs]
+                rows.addmm_(up_OR.to(wide), self._down[ranks].to(wide), alpha=self._scale)
+            start += num_outputs
+        return sum_OI.to(self.weight.dtype)
+
+    def merge(self) -> None:
+        """Computes with a merged copy of the weight until `unmerge`."""
+        self._merged = self.merged()
+
+    def unmerge(self) -> None:
+        self._merged = None
+
+
+class Adapters(ShardedParameters):
+    """The adapters of a model, sharded like the layers that they are of, and the head that is trained with
+    them."""
+
+    def __init__(
+        self, config: ModelConfig, lora: LoraConfig, groups: ParallelGroups, *, dtype: torch.dtype,
+        memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(adapter_spec(config, lora), groups, dtype=dtype, memory=memory)
+        self.lora = lora
+
+    def of_weights(self, base: ShardedParameters, layer: int) -> dict[str, Adapter]:
+        """The adapters of a layer's weights by their parts, such as "qkv.weight"."""
+        mine, found = self.of_layer(layer), {}
+        for part, weight in base.of_layer(layer).items():
+            module, _, kind = part.rpartition(".")
+            if kind != "weight" or f"{module}.lora_A" not in mine:
+                continue
+            ups = [(mine.get(f"{module}.lora_B"), len(weight))]
+            if ups[0][0] is None:
+                parts = base.fused(layer, part).items()
+                ups = [(mine.get(name.replace(".weight", ".lora_B")), rows) for name, rows in parts]
+            found[part] = Adapter(weight, mine[f"{module}.lora_A"], list(ups), scale=self.lora.scale)
+        return found
