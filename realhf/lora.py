@@ -12,7 +12,7 @@ from realhf.param_spec import InFile, ModelSpec, ParamSpec, model_spec
 
 PREFIX = "base_model.model."
 """What PEFT writes before the names of parameters."""
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 SAVED_MODULES = ("score", "classifier")
 """Heads that PEFT trains as a whole beside the adapters; `classifier` stands for other models' heads."""
 _MLP = ("gate", "up", "down")

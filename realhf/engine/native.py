@@ -66,6 +66,12 @@ class NativeEngine:
         assert self.adapters is not None, "a model without LoRA has no adapters"
         return self.adapters.shards()
 
+    @property
+    def adapter_flat(self) -> torch.Tensor:
+        """The memory of the adapters."""
+        assert self.adapters is not None, "a model without LoRA has no adapters"
+        return self.adapters.flat
+
     def optimizer_shards(self) -> dict[str, torch.Tensor]:
         """Parameter name -> the rows of the optimizer's copy that this dp replica owns."""
         assert self._optimizer is not None, "a frozen model has no optimizer"

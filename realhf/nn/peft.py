@@ -9,12 +9,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from realhf.layout import Layout
-from realhf.lora import CONFIG_FILE, SAVED_MODULES, legal_targets
+from realhf.lora import CONFIG_FILE, SAVED_MODULES, WEIGHTS_FILE, legal_targets
 from realhf.nn.lora import Adapters
 from realhf.param_spec import ModelSpec, ParamSpec, region_slices
 from realhf.realloc.execute import Reallocator
-
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def load_adapters(directory: str | Path, adapters: Adapters) -> None:
