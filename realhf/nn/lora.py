@@ -25,36 +25,33 @@ class Adapter:
         self, weight: Tensor, down: Tensor, ups: list[tuple[Tensor | None, int]], *, scale: float
     ) -> None:
         self.weight, self._down, self._scale = weight, down, scale
-        self._parts: list[tuple[slice, Tensor | None, int]] = []
-        start = 0
+        self._parts: list[tuple[slice, slice, Tensor]] = []
+        rank, output = 0, 0
         for up, num_outputs in ups:
-            stop = start if up is None else start + up.shape[1]
-            self._parts.append((slice(start, stop), up, num_outputs))
-            start = stop
-        assert start == len(down)
+            if up is not None:
+                self._parts.append((slice(rank, rank + up.shape[1]), slice(output, output + num_outputs), up))
+                rank += up.shape[1]
+            output += num_outputs
+        assert (rank, output) == (len(down), len(weight))
         self._merged: Tensor | None = None
 
     def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
         if self._merged is not None:
             return F.linear(x_TI, self._merged, bias)
-        x_TR = F.linear(x_TI, self._down)
-        added = [
-            x_TR.new_zeros(len(x_TR), num_outputs) if up_OR is None else F.linear(x_TR[:, ranks], up_OR)
-            for ranks, up_OR, num_outputs in self._parts
-        ]
-        added_TO = added[0] if len(added) == 1 else torch.cat(added, dim=1)
-        return torch.add(F.linear(x_TI, self.weight, bias), added_TO, alpha=self._scale)
+        y_TO, x_TR = F.linear(x_TI, self.weight, bias), F.linear(x_TI, self._down)
+        if len(self._parts) == 1 and len(self._parts[0][2]) == len(self.weight):
+            return y_TO.addmm_(x_TR, self._parts[0][2].T, alpha=self._scale)
+        for ranks, outputs, up_OR in self._parts:
+            y_TO[:, outputs].addmm_(x_TR[:, ranks], up_OR.T, alpha=self._scale)
+        return y_TO
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """W + scale B A, computed in at least float32."""
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        sum_OI, start = self.weight.to(wide, copy=True), 0
-        for ranks, up_OR, num_outputs in self._parts:
-            if up_OR is not None:
-                rows = sum_OI[start : start + num_outputs]
-                rows.addmm_(up_OR.to(wide), self._down[ranks].to(wide), alpha=self._scale)
-            start += num_outputs
+        sum_OI, down_RI = self.weight.to(wide, copy=True), self._down.to(wide)
+        for ranks, outputs, up_OR in self._parts:
+            sum_OI[outputs].addmm_(up_OR.to(wide), down_RI[ranks], alpha=self._scale)
         return sum_OI.to(self.weight.dtype)
 
     def merge(self) -> None:
