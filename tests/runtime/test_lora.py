@@ -266,5 +266,8 @@ def test_fields_of_adapters_can_be_overridden(task):
     lora = override(experiment, words).actor.lora
     assert lora == replace(LORA, rank=8, target_modules=("q_proj", "v_proj"))
     assert override(experiment, ["--actor.lora.target-modules", "all-linear"]).actor.lora.all_linear
+    plain = make_experiment("grpo", task)
+    assert override(plain, ["--actor.lora.rank", "8"]).actor.lora == LoraConfig(rank=8)
+    assert override(plain, ["--steps", "2"]).actor.lora is None
     with pytest.raises(Exception, match="lora.rank is 0: it must be at least 1"):
         override(experiment, ["--actor.lora.rank", "0"])
