@@ -49,7 +49,9 @@ def _model_role(name: str, role: Role) -> ModelRole:
             adapter_spec(config, lora)
     except ValueError as error:
         raise ValueError(f"{name}.{error}") from error
-    return ModelRole(config, role.dtype, role.optimizer is not None, role.follows, lora)
+    frozen = role.follows is None and (role.optimizer is None or lora is not None)
+    source = role.weights_source if frozen else None
+    return ModelRole(config, role.dtype, role.optimizer is not None, role.follows, lora, source)
 
 
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:

@@ -1,7 +1,7 @@
 """Problem: what is to be planned - the calls of a graph with their workloads, the roles, the cluster."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -93,6 +93,8 @@ class ModelRole:
     trainable: bool = False
     follows: str | None = None
     lora: LoraConfig | None = None
+    source: Hashable = None
+    """Frozen weights of equal sources are one memory where both have the same part; None: they share none."""
 
     @property
     def itemsize(self) -> int:
