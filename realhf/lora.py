@@ -15,11 +15,8 @@ PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 SAVED_MODULES = ("score", "classifier")
 """Heads that PEFT trains as a whole beside the adapters; `classifier` stands for other models' heads."""
-_MLP = ("gate", "up", "down")
-_LINEAR = {
-    f"{part}.weight"
-    for part in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b", *_MLP, *(f"shared_{p}" for p in _MLP))
-}
+_ATTENTION = {f"{part}.weight" for part in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")}
+_MLP = {f"{prefix}{part}.weight" for prefix in ("", "shared_") for part in ("gate", "up", "down")}
 _READ = {
     "r", "lora_alpha", "target_modules", "use_rslora", "peft_type", "task_type", "bias", "modules_to_save",
     "init_lora_weights",
@@ -114,8 +111,8 @@ def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
     Raises ValueError about target modules that do not exist.
     """
     weights = model_spec(config).params
-    linear = [p for p in weights if p.part in _LINEAR]
-    _check_targets(config, lora, linear, [p for p in weights if p.part not in _LINEAR])
+    linear = _linear_layers(config)
+    _check_targets(config, lora, linear, weights)
     by_layer: dict[int | None, list[ParamSpec]] = {}
     for p in linear:
         if _is_target(lora, p):
@@ -136,8 +133,13 @@ def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
 
 def legal_targets(config: ModelConfig) -> list[str]:
     """Last parts of the names of the linear layers that can have adapters."""
-    linear = (p for p in model_spec(config).params if p.part in _LINEAR)
-    return list(dict.fromkeys(_module(p).rpartition(".")[2] for p in linear))
+    return list(dict.fromkeys(_module(p).rpartition(".")[2] for p in _linear_layers(config)))
+
+
+def _linear_layers(config: ModelConfig) -> list[ParamSpec]:
+    """The weights that can have adapters. PEFT takes those of DeepSeek's MLPs for its routed experts'."""
+    parts = _ATTENTION if config.family == "deepseek_v3" else _ATTENTION | _MLP
+    return [p for p in model_spec(config).params if p.part in parts]
 
 
 def _module(param: ParamSpec) -> str:
@@ -153,13 +155,13 @@ def _is_named(name: str, param: ParamSpec) -> bool:
 
 
 def _check_targets(
-    config: ModelConfig, lora: LoraConfig, linear: Sequence[ParamSpec], others: Sequence[ParamSpec]
+    config: ModelConfig, lora: LoraConfig, linear: Sequence[ParamSpec], weights: Sequence[ParamSpec]
 ) -> None:
     for name in () if lora.all_linear else lora.target_modules:
         if any(_is_named(name, p) for p in linear):
             continue
         legal = f"legal are {', '.join(legal_targets(config))}, or all-linear"
-        routed = [p for p in others if p.expert is not None or "router." in p.part]
+        routed = [p for p in weights if p.expert is not None or "router." in p.part]
         if any(_is_named(name, p) for p in routed):
             raise ValueError(
                 f"lora.target_modules has {name!r}: routed experts and routers cannot be targeted; {legal}")

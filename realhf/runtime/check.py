@@ -176,6 +176,8 @@ def _check_adapters(name: str, role: Role) -> None:
     try:
         if (lora := role.adapters()) is not None:
             adapter_spec(role.config(), lora)
+            if lora.adapter is None and role.optimizer is None:
+                raise ValueError("lora: adapters of a frozen role do nothing unless lora.adapter is given")
             if lora.adapter is not None and not (Path(lora.adapter) / WEIGHTS_FILE).is_file():
                 raise ValueError(f"lora.adapter: {lora.adapter} has no {WEIGHTS_FILE}")
     except ValueError as error:

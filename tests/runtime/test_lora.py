@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -17,7 +18,6 @@ from realhf.layout import Layout
 from realhf.nn.hf import load_weights, save_weights
 from realhf.param_spec import region_size
 from realhf.plan import ExecutionPlan
-from realhf.runtime import models
 from realhf.runtime.actions import parameter_specs
 from realhf.runtime.check import compile_program
 from realhf.runtime.models import ModelStore
@@ -123,22 +123,12 @@ def test_after_the_first_step_only_adapters_move(pool, task):
 
 def _memory(world, task, layouts):
     """Whether this rank's reference is the actor's memory; models loaded; that training changes no base."""
-    loaded = []
-
-    def counted(directory, model):
-        loaded.append(model.spec.config)
-        return load_weights(directory, model)
-
     experiment = _experiment("grpo", task)
     source = task / "weights"
     experiment.actor = replace(experiment.actor, model=str(source), random_init=False)
     program = compile_program(experiment, _plan(layouts), world_size=4)
-    native, original = models.NativeEngine.load.__globals__, load_weights
-    native["load_weights"] = counted
-    try:
+    with patch("realhf.engine.native.load_weights", wraps=load_weights) as loads:
         trainer = Trainer(program, world, quiet=True)
-    finally:
-        native["load_weights"] = original
     store = trainer._store
     flats = {name: store.engine(name, home).model.flat for name, home in program.homes.items()
              if world.rank in home}
@@ -146,7 +136,7 @@ def _memory(world, task, layouts):
     trainer.run()
     unchanged = all(torch.equal(flat, before[name]) for name, flat in flats.items())
     shared = len(flats) == 2 and flats["ref"].data_ptr() == flats["actor"].data_ptr()
-    return shared, len(loaded), unchanged
+    return shared, loads.call_count, unchanged
 
 
 @pytest.mark.parametrize(
@@ -254,6 +244,8 @@ def test_what_is_wrong_with_adapters_is_said_before_the_run(task, tmp_path):
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     assert fault(actor=gone) == f"actor.lora.adapter: {tmp_path} has no adapter_model.safetensors"
+    frozen = replace(actor, optimizer=None)
+    assert fault(ref=frozen) == "ref.lora: adapters of a frozen role do nothing unless lora.adapter is given"
     follower = replace(actor, optimizer=None, lora=None, follows="actor")
     assert "a role that trains adapters has no followers" in fault(ref=follower)
     with pytest.raises(ValueError, match="a role that follows another cannot have adapters"):
