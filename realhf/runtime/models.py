@@ -152,12 +152,12 @@ class ModelStore:
                     for rank in home.ranks)
             for other in earlier
         )  # fmt: skip
-        engine = self.engine(role, home)
-        if there:
-            engine.load_adapters(seed=seed)
-            return
-        with self._in_use((role, home), written=(role, home)):
-            engine.load(None if settings.random_init else Path(settings.model), seed=seed)
+        with self._in_use((role, home), written=None if there else (role, home)):
+            if there:
+                self.engine(role, home).load_adapters(seed=seed)
+            else:
+                self.engine(role, home).load(
+                    None if settings.random_init else Path(settings.model), seed=seed)
 
     def _reallocator(self, action: Reallocate) -> Reallocator | None:
         """The one that carries out an action; None on ranks without a part."""
