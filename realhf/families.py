@@ -93,15 +93,21 @@ class Family:
     what config.json may leave out, as in transformers; `only` has keys with one legal value.
     """
 
-    prefix: str  # Of its classes in transformers, before ForCausalLM and ForSequenceClassification.
+    prefix: str  # Of its classes in transformers.
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA)
     reads: Mapping[str, Reader] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
     moe: Mapping[str, Reader] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
-    lm_class: str = "ForCausalLM"
+    lm_class: str = "ForCausalLM"  # What follows the prefix in the name of the class, by head.
+    score_class: str = "ForSequenceClassification"
+    more_layers: bool = False  # Checkpoints have layers past num_hidden_layers, for multi-token prediction.
     transposed: bool = False  # Checkpoints hold the weights of its linear layers as (in, out).
+
+    def architecture(self, head: str) -> str:
+        """The class in transformers of models with this head, "lm" or "score"."""
+        return self.prefix + {"lm": self.lm_class, "score": self.score_class}[head]
 
 
 def _types(hf: Hf, default: Callable[[int], bool]) -> list[str]:
@@ -136,6 +142,12 @@ def _no_rope_layers(hf: Hf) -> tuple[bool, ...]:
     return () if all(given) else tuple(map(bool, given))
 
 
+def _smollm3_windows(hf: Hf) -> tuple[int | None, ...]:
+    """Windows are in layers without positions."""
+    rope = _no_rope_layers(hf)
+    return _windows(hf, lambda i: bool(rope) and not rope[i]) if hf.get("use_sliding_window") else ()
+
+
 def _heads(hf: Hf) -> int:
     return hf.get("num_key_value_heads") or hf["num_attention_heads"]
 
@@ -154,7 +166,7 @@ COMMON: Mapping[str, Reader] = {
 }
 COMMON_DEFAULTS = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-    "mlp_bias": False,
+    "mlp_bias": False, "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
 }  # fmt: skip
 _ATTENTION_BIAS: Mapping[str, Reader] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 _GEMMA: dict[str, Any] = {
@@ -193,9 +205,13 @@ FAMILIES: Mapping[str, Family] = {
         defaults={**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": Family(
-        "Gemma3", LLAMA | SANDWICH | QK_NORM, sets={"norm_offset": 1.0, "qk_norm": "head"},
+        "Gemma3", LLAMA | SANDWICH | QK_NORM, score_class="TextForSequenceClassification",
+        sets={"norm_offset": 1.0, "qk_norm": "head"},
         reads={**_GEMMA_READS, "windows": _gemma3_windows},
-        defaults={**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        defaults={
+            **_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+            "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
+        },
         only={"use_bidirectional_attention": False},
     ),
     "phi3": Family(
@@ -231,9 +247,9 @@ FAMILIES: Mapping[str, Family] = {
         "SmolLM3",
         reads={
             **_ATTENTION_BIAS, "mlp_bias": "mlp_bias", "rope_layers": _no_rope_layers,
-            "windows": lambda hf: _windows(hf, lambda _: False) if hf.get("use_sliding_window") else (),
+            "windows": _smollm3_windows,
         },
-        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4},
+        defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4, "rope_theta": 2e6},
     ),
     "glm4": Family(
         "Glm4",
@@ -242,7 +258,9 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_out_norm": "model.layers.{layer}.post_mlp_layernorm",
         },
         sets={"rope_interleaved": True}, reads={"qkv_bias": "attention_bias"},
-        defaults={"attention_bias": True, "rms_norm_eps": 1.5625e-7, "head_dim": 128},
+        defaults={
+            "attention_bias": True, "rms_norm_eps": 1.5625e-7, "head_dim": 128, "partial_rotary_factor": 0.5,
+        },
     ),
     "granite": Family(
         "Granite",
@@ -255,7 +273,8 @@ FAMILIES: Mapping[str, Family] = {
             ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0),
     ),
     "mixtral": Family(
-        "Mixtral", LLAMA | MIXTRAL_EXPERTS, reads={"windows": _windows}, defaults={"rms_norm_eps": 1e-5},
+        "Mixtral", LLAMA | MIXTRAL_EXPERTS, reads={"windows": _windows},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         moe={
             "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
             "expert_width": "intermediate_size", "normalize": lambda _: True,
@@ -283,7 +302,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_kv_heads": "num_attention_heads", "rope_interleaved": "rope_interleave",
             "head_dim": lambda hf: hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
         },
-        only=_EVERY_LAYER | {"attention_bias": False},
+        only=_EVERY_LAYER | {"attention_bias": False}, more_layers=True,
         moe={
             "num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok",
             "expert_width": "moe_intermediate_size", "num_dense_layers": "first_k_dense_replace",

@@ -48,6 +48,16 @@ class ParallelStrategy:
     def num_ranks(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same parameters, those of experts left aside, and share their optimizer."""
+        return self.dp * self.cp
+
+    @property
+    def num_expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.dp // self.ep * self.cp
+
     def __str__(self) -> str:
         sizes = {letter: getattr(self, _LETTERS[letter]) for letter in "dtpce"}
         return "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "d1"
@@ -146,6 +156,10 @@ class Layout:
         return self.strategy.dp
 
     @property
+    def cp(self) -> int:
+        return self.strategy.cp
+
+    @property
     def tp(self) -> int:
         return self.strategy.tp
 
@@ -176,6 +190,16 @@ class Layout:
         """All groups of ranks that differ on `axis` only, each in the order of that axis."""
         grid = np.moveaxis(self.grid, AXES.index(axis), -1)
         return [tuple(row) for row in grid.reshape(-1, grid.shape[-1]).tolist()]
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """The ranks over dp and cp that hold what this one holds, experts left aside."""
+        at = self.coordinate(rank)
+        return tuple(self.grid[at.pp, :, :, at.tp].ravel().tolist())
+
+    def expert_replicas(self, rank: int) -> tuple[int, ...]:
+        """Those of them that hold the same experts."""
+        at = self.coordinate(rank)
+        return tuple(self.grid[at.pp, at.dp % self.ep :: self.ep, :, at.tp].ravel().tolist())
 
     @property
     def heads(self) -> tuple[int, ...]:

@@ -17,11 +17,8 @@ ROPE_KEYS = {
     "longrope": ("short_factor", "long_factor"),
 }  # fmt: skip
 """Rotary embeddings that `nn` computes, and what config.json must say of them."""
-_HEAD_CLASSES = {"score": "ForSequenceClassification"}
 _ARCHITECTURES = {
-    family.prefix + suffix: (name, head)
-    for name, family in FAMILIES.items()
-    for head, suffix in {"lm": family.lm_class, **_HEAD_CLASSES}.items()
+    family.architecture(head): (name, head) for name, family in FAMILIES.items() for head in HEADS
 }
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
@@ -138,12 +135,11 @@ class ModelConfig:
         for key, legal in family.only.items():
             if (value := hf.get(key)) not in (None, legal):
                 raise ValueError(f"{key} is {_json(value)}; supported is {_json(legal)}")
-        _check_rope(hf)
         mla = None
         try:
             if "kv_a" in family.names:
                 mla = MlaConfig(**{part.name: full[part.name] for part in fields(MlaConfig)})
-            return cls(
+            config = cls(
                 family=name, head=head or own_head, hf=dict(hf), generation=dict(generation or {}), mla=mla,
                 moe=MoeConfig(**_read(family.moe, full)) if family.moe else None,
                 **{**_read({**COMMON, **family.reads}, full), **family.sets},
@@ -152,6 +148,13 @@ class ModelConfig:
             raise ValueError(f"{error.args[0]} is missing") from error
         except TypeError as error:  # Arithmetic on what is no number.
             raise ValueError(f"a field has the wrong type: {error}") from error
+        for kind in config.rope_kinds().values():
+            if kind["rope_type"] not in ROPE_KEYS:
+                legal = ", ".join(ROPE_KEYS)
+                raise ValueError(f"rope type {kind['rope_type']!r} is not supported; legal are {legal}")
+            if lacking := [key for key in ROPE_KEYS[kind["rope_type"]] if key not in kind]:
+                raise ValueError(f"rope_scaling of type {kind['rope_type']!r} lacks {lacking[0]}")
+        return config
 
     @classmethod
     def load(cls, name: str, *, head: str | None = None) -> "ModelConfig":
@@ -178,10 +181,11 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json of an exported model with this head."""
-        hf, family = dict(self.hf), self.describes
-        hf["architectures"] = [family.prefix + {"lm": family.lm_class, **_HEAD_CLASSES}[self.head]]
+        hf = dict(self.hf)
+        hf["architectures"] = [self.describes.architecture(self.head)]
         if self.head == "score":
             hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+            hf.pop("num_labels", None)
         return hf
 
     @property
@@ -210,6 +214,23 @@ class ModelConfig:
         """How many tokens one sees in this layer, itself included; None: all before it."""
         return self.windows[layer] if self.windows else None
 
+    def rope_kinds(self) -> dict[str, dict[str, Any]]:
+        """Rotary parameters by layer type ("full_attention"), under "" where all layers have the same."""
+        hf = {**COMMON_DEFAULTS, **self.describes.defaults, **self.hf}
+        given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"rope_parameters is {given!r}: it must be an object")
+        common = {"partial_rotary_factor": hf["partial_rotary_factor"]}
+        if any(isinstance(rope, Mapping) for rope in given.values()):
+            return {kind: {"rope_type": "default", **common, **rope} for kind, rope in given.items()}
+        kind = given.get("rope_type", given.get("type", "default"))
+        kind = "longrope" if kind == "su" or (kind == "yarn" and self.family == "phi3") else kind
+        rope = {**common, "rope_theta": hf["rope_theta"], **given, "rope_type": kind}
+        if "rope_local_base_freq" not in hf:
+            return {"": rope}
+        local = {**common, "rope_type": "default", "rope_theta": hf["rope_local_base_freq"]}
+        return {"full_attention": rope, "sliding_attention": local}
+
     def check_layout(self, layout: Layout) -> None:
         """Raises ValueError when the model cannot be split this way."""
         s, heads, kv_heads = layout.strategy, self.num_heads, self.num_kv_heads
@@ -222,7 +243,8 @@ class ModelConfig:
              f"tp={s.tp} neither divides nor is a multiple of the {kv_heads} kv heads"),
             (s.tp > vocabulary, f"tp={s.tp} exceeds the vocabulary {vocabulary}"),
             (s.tp > width, f"tp={s.tp} exceeds the MLP width {width}"),
-            (s.cp > 1, f"cp={s.cp} {lacks} {self.family} models; use cp=1"),
+            (heads % (s.tp * s.cp),
+             f"tp*cp={s.tp * s.cp} does not divide the model's {heads} attention heads"),
             (s.ep > 1 and not self.moe, f"ep={s.ep} {lacks} {self.family} models; use ep=1"),
             (s.ep > num_experts, f"ep={s.ep} exceeds the model's {num_experts} experts"),
         ):
@@ -251,18 +273,3 @@ def _key(family: str, name: str) -> str:
 
 def _json(value: Any) -> str:
     return "not set" if value is None else json.dumps(value)
-
-
-def _check_rope(hf: Hf) -> None:
-    """Raises ValueError about a rotary embedding that nobody can compute."""
-    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"rope_parameters is {given!r}: it must be an object")
-    by_type = [rope for rope in given.values() if isinstance(rope, Mapping)]  # Gemma 3: one a layer type.
-    for rope in by_type or [given]:
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        kind = {"su": "longrope"}.get(kind, kind)
-        if kind not in ROPE_KEYS:
-            raise ValueError(f"rope type {kind!r} is not supported; legal are {', '.join(ROPE_KEYS)}")
-        if lacking := [key for key in ROPE_KEYS[kind] if key not in rope]:
-            raise ValueError(f"rope_scaling of type {kind!r} lacks {lacking[0]}")

@@ -36,11 +36,13 @@ def region_slices(region: Region) -> tuple[slice, ...]:
 
 def is_sharded(layout: Layout) -> bool:
     """Whether the optimizer's copy of a model that trains in this layout is spread over replicas (ZeRO-1)."""
-    return layout.dp > 1
+    return layout.strategy.num_replicas > 1
 
 
 def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, Region]]:
     """Regions that lie end to end, in parts as even as whole rows allow: name -> region, for each part."""
+    if not regions:
+        return [{} for _ in range(num_parts)]
     stops = list(accumulate(map(region_size, regions.values())))
     names, starts = list(regions), [0, *stops]
     edges = [(0, 0)]  # (number of the parameter, row in it)
@@ -74,7 +76,7 @@ class InFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter, of decoder layer `layer`: -1 for the embedding, None for what follows the last layer.
+    """One parameter, of decoder layer `layer`: -1 for embeddings, None for what follows the last layer.
 
     `split_dim` is cut over tp in `num_units` indivisible units (attention heads, or single rows or columns);
     with fewer units than tp ranks, neighbours hold the same unit and each computes a part of its gradient.
@@ -131,21 +133,36 @@ class ModelSpec:
     def held_by(self, layout: Layout, rank: int, *, sharded: bool = False) -> dict[str, Region]:
         """Parameter name -> region on `rank`, in table order; empty for a rank outside the layout.
 
-        With `sharded`, of the optimizer's copy, of which every dp replica has a part (ZeRO-1).
+        With `sharded`, of the optimizer's copy, of which every replica has a part (ZeRO-1).
         """
         if rank not in layout:
             return {}
         if sharded:
-            at = layout.coordinate(rank)
-            return shards_of_rows(self.held_by(layout, rank), layout.dp)[at.dp]
+            owned: dict[str, Region] = {}
+            for held, ranks in self.sections(layout, rank):
+                owned |= shards_of_rows(held, len(ranks))[ranks.index(rank)]
+            return owned
         at, (kinds, stages, owners) = layout.coordinate(rank), self._places(layout)
         on_stage = (stages == at.pp) | ((stages == _BOTH_ENDS) & (at.pp in (0, layout.pp - 1)))
         here = np.flatnonzero(on_stage & ((owners < 0) | (owners == at.dp % layout.ep)))
         regions: dict[int, Region] = {}
         for kind, first in zip(*np.unique(kinds[here], return_index=True), strict=True):
             regions[int(kind)] = self.params[here[first]].region(layout.tp, at.tp)
-        held = zip(here.tolist(), kinds[here].tolist(), strict=True)
-        return {self.params[i].name: regions[kind] for i, kind in held}
+        numbers = zip(here.tolist(), kinds[here].tolist(), strict=True)
+        return {self.params[i].name: regions[kind] for i, kind in numbers}
+
+    def sections(self, layout: Layout, rank: int) -> list[tuple[dict[str, Region], tuple[int, ...]]]:
+        """What `rank` holds, cut where other ranks begin to hold the same; each part with those ranks.
+
+        They add up its gradients and share its optimizer: over dp and cp, where experts differ over ep those
+        of equal ep index. A part can be empty.
+        """
+        held = self.held_by(layout, rank)
+        if layout.ep == 1:
+            return [(held, layout.replicas(rank))]
+        shared = {name: region for name, region in held.items() if name not in self._of_experts}
+        experts = {name: region for name, region in held.items() if name in self._of_experts}
+        return [(shared, layout.replicas(rank)), (experts, layout.expert_replicas(rank))]
 
     def placements(self, layout: Layout, *, sharded: bool = False) -> list[Placement]:
         """The placement of every parameter, in table order; parameters placed alike share one object."""
@@ -161,26 +178,29 @@ class ModelSpec:
         return [distinct[group] for group in groups.tolist()]
 
     def _sharded_placements(self, layout: Layout) -> list[Placement]:
-        if layout.ep > 1:
-            raise ValueError(f"layout {layout}: the optimizer is not sharded over ep; use ep=1")
         boxes: dict[str, dict[Region, list[int]]] = {param.name: {} for param in self.params}
-        for stage, index in np.ndindex(layout.pp, layout.tp):
-            ranks = layout.grid[stage, :, :, index]
-            parts = shards_of_rows(self.held_by(layout, int(ranks[0, 0])), layout.dp)
-            for part, replicas in zip(parts, ranks.tolist(), strict=True):
-                for name, region in part.items():
-                    boxes[name].setdefault(region, []).extend(replicas)
+        for stage, owner, index in np.ndindex(layout.pp, layout.ep, layout.tp):
+            sections = self.sections(layout, int(layout.grid[stage, owner, 0, index]))
+            for regions, ranks in sections[owner > 0 :]:  # What is no expert's is the same for all owners.
+                for part, rank in zip(shards_of_rows(regions, len(ranks)), ranks, strict=True):
+                    for name, region in part.items():
+                        boxes[name].setdefault(region, []).append(rank)
         found: dict[Placement, Placement] = {}
         made = (tuple((r, tuple(sorted(ranks))) for r, ranks in boxes[p.name].items()) for p in self.params)
         return [found.setdefault(placement, placement) for placement in made]
 
     def is_primary(self, param: ParamSpec, layout: Layout, at: Coordinate) -> bool:
-        """Whether sums over parameters count the region here: at one tp sharer and one stage, at every dp."""
+        """Whether sums over parameters count the region here: at one tp sharer and one stage, at each of the
+        replicas."""
         stage = self._first_stage(param.layer, layout.pp)
         return at.pp == stage and at.tp == param.sharers(layout.tp, at.tp)[0]
 
     def _first_stage(self, layer: int | None, pp: int) -> int:
         return pp - 1 if layer is None else max(0, even_part(self.config.num_layers, pp, layer))
+
+    @cached_property
+    def _of_experts(self) -> frozenset[str]:
+        return frozenset(param.name for param in self.params if param.expert is not None)
 
     @cached_property
     def _columns(self) -> np.ndarray:
@@ -189,12 +209,18 @@ class ModelSpec:
         rows = [
             (
                 kinds.setdefault((p.shape, p.split_dim, p.num_units), len(kinds)),
-                self.config.num_layers if p.layer is None else p.layer,
+                self._place_of(p),
                 -1 if p.expert is None else p.expert,
             )
             for p in self.params
         ]
         return np.array(rows).T
+
+    def _place_of(self, param: ParamSpec) -> int:
+        """Layer; num_layers for what follows the last one, -1 for the token embedding, 0 for positions."""
+        if param.layer is None:
+            return self.config.num_layers
+        return 0 if param.part == "positions.weight" else param.layer
 
     def _places(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What decides placements. Per parameter: shape and split, stage, ep index (-1: at each)."""

@@ -29,21 +29,21 @@ LLAMA3_ROPE = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0],
-    "original_max_position_embeddings": 6,
 }  # fmt: skip
 
 CASES = {
     "llama": Case("llama", "Llama 2, CodeLlama", {}),
     "llama-3.1": Case("llama", "Llama 3.x: llama3 rope", {"rope_parameters": LLAMA3_ROPE, "head_dim": 6}),
-    "llama-bias": Case("llama", "biases on every linear layer", {"attention_bias": True, "mlp_bias": True}),
-    "llama-linear": Case("llama", "linear rope", {
+    "llama-bias": Case("llama", "Llama with biases on every linear layer", {
+        "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": Case("llama", "Llama with linear rope", {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
-    "llama-dynamic": Case("llama", "dynamic rope", {
+    "llama-dynamic": Case("llama", "Llama with dynamic rope", {
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
         "max_position_embeddings": 6}),
     "mistral": Case("mistral", "Mistral: sliding window", {"sliding_window": 4}),
     "qwen2": Case("qwen2", "Qwen 2 and 2.5", {"tie_word_embeddings": True}),
-    "qwen2-window": Case("qwen2", "sliding windows in the upper layers, yarn", {
+    "qwen2-window": Case("qwen2", "Qwen 2 with yarn and sliding windows in its upper layers", {
         "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2, "rope_parameters": YARN}),
     "qwen3": Case("qwen3", "Qwen 3", {"head_dim": 6}),
     "gemma-2": Case("gemma2", "Gemma 2", {
@@ -51,7 +51,8 @@ CASES = {
         "final_logit_softcapping": 3.0}),
     "gemma-3": Case("gemma3_text", "Gemma 3 (text)", {
         "head_dim": 6, "query_pre_attn_scalar": 9, "sliding_window": 4, "sliding_window_pattern": 3}),
-    "phi-3": Case("phi3", "Phi-3: longrope", {"rope_parameters": LONGROPE, "sliding_window": 8}),
+    "phi-3": Case("phi3", "Phi-3: longrope", {
+        "rope_parameters": LONGROPE, "sliding_window": 8, "original_max_position_embeddings": 6}),
     "phi-4": Case("phi3", "Phi-4 mini: partial rotary", {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         "tie_word_embeddings": True}),

@@ -11,7 +11,12 @@ import pytest
 import yaml
 
 from realhf.cli import load_experiment, main
+from realhf.model_config import ModelConfig
+from realhf.nn.checkpoint import params_by_tensor, tensor_shape
+from realhf.nn.tensor_files import pack_header, pack_index
+from realhf.param_spec import model_spec
 from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan
+from tests.runtime.tiny import write_task
 
 GRAPH = """
 graph = experiment.graph()
@@ -60,7 +65,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], str, list[str]]] = {
         ["tp=6 neither divides nor is a multiple of the 4 kv heads"],
     ),
     "vocabulary": ({"vocab_size": 3}, "t4@0-3", ["tp=4 exceeds the vocabulary 3"]),
-    "an axis that the family lacks": ({}, "c2@0-1", ["cp=2 is not supported", "use cp=1"]),
+    "an axis that the family lacks": ({}, "e2@0-1", ["ep=2 is not supported", "use ep=1"]),
+    "heads over two axes": ({}, "c4t2@0-7", ["tp*cp=8 does not divide the model's 4 attention heads"]),
     "ranks and strategy": (
         {},
         "d2t2@0-2",
@@ -242,6 +248,49 @@ def test_check_finds_layout(tmp_path, refused, fault):
     path = write_experiment(tmp_path, model=model)
     plan = write_plan(path.parent, {**ONE, "actor_train": layout})
     refused("check", path, "--plan", plan, says=["plan.yaml", *says])
+
+
+def _weights(directory, fault):
+    """A model directory of the tiny task whose one shard has a fault."""
+    config = ModelConfig.load(str(write_task(directory)))
+    tensors = params_by_tensor(model_spec(config).params)
+    shapes = {name: tensor_shape(params) for name, params in tensors.items()}
+    if fault == "shape":
+        shapes["model.norm.weight"] = (31,)
+    dtypes = {"model.norm.weight": "F8_E4M3"} if fault == "dtype" else {}
+    start, ends = pack_header((name, dtypes.get(name, "F32"), shape) for name, shape in shapes.items())
+    shard = directory / "model-00001-of-00001.safetensors"
+    if fault != "file":
+        shard.write_bytes(start + bytes(ends[""] - len(start) - (fault == "truncated")))
+    names = dict.fromkeys([*shapes, *(["lm_head.weight"] if fault == "promise" else [])], shard.name)
+    (directory / "model.safetensors.index.json").write_text(pack_index(names, 0))
+    return directory
+
+
+WEIGHTS = {
+    "shape": ["00001.safetensors: tensor model.norm.weight has shape (31,); the config says (32,)"],
+    "dtype": ["tensor model.norm.weight has dtype F8_E4M3", "F32, BF16, F16; dequantise the checkpoint"],
+    "truncated": ["model-00001-of-00001.safetensors is truncated: its tensors end at byte"],
+    "file": ["index.json names the file model-00001-of-00001.safetensors, which is missing"],
+    "promise": ["index.json promises tensor lm_head.weight in model-00001-of-00001.safetensors"],
+}
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize("fault", WEIGHTS)
+def test_check_finds_weights(tmp_path, refused, fault, command):
+    weights = _weights(tmp_path, fault)
+    words = ["--actor.model", weights, "--actor.no-random-init"]
+    words += ["--out", tmp_path / "run"] if command == "run" else []
+    says = ["actor.model: ", str(weights), *WEIGHTS[fault]]
+    refused(command, write_experiment(tmp_path), *words, says=says)
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_accepts_weights(tmp_path, call):
+    experiment, weights = write_experiment(tmp_path), _weights(tmp_path, "")
+    code, _, err = call("check", experiment, "--actor.model", weights, "--actor.no-random-init")
+    assert (code, err) == (0, "")
 
 
 def test_check_finds_two_homes(tmp_path, refused):

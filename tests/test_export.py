@@ -1,11 +1,15 @@
 """What a run leaves behind: the files of the contract, and models that plain transformers opens."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from realhf.runtime.export import files_beside
 from tests.cli_tools import GRPO_LAYOUTS, REALHF, Command, grpo_run, read_jsonl, write_experiment, write_plan
+from tests.runtime.tiny import make_experiment, write_task
 
 COMMON = {
     "reward/mean",
@@ -149,6 +153,42 @@ def test_transformers_generates_the_same(kind, request):
             0, inputs["input_ids"].shape[1] :
         ]
         assert tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
+
+
+def test_what_goes_along(tmp_path):
+    task = write_task(tmp_path)
+    (task / "LICENSE").write_text("terms")
+    (task / "README.md").write_text("the base's own card")
+    (task / "generation_config.json").write_text('{"eos_token_id": 1}')
+    experiment = make_experiment("ppo", task)
+    for role, kind in (("actor", "text-generation"), ("critic", "text-classification")):
+        files = files_beside(experiment, role, step=2)
+        card = files.pop("README.md")
+        names = {path.name for path in task.iterdir()} - {"config.json", "data.jsonl", "README.md"}
+        names -= {"generation_config.json"} if role == "critic" else set()
+        assert files == {name: task / name for name in names}
+        _, front, text = card.split("---\n")
+        tags = {"library_name": "transformers", "pipeline_tag": kind, "tags": ["realhf", "ppo"]}
+        assert yaml.safe_load(front) == tags
+        assert f"The {role} of a PPO run of realhf, trained from random weights for 2 steps." in text
+
+
+def test_export_has_the_tokenizer_as_it_was(grpo):
+    source = Path(json.loads((grpo / "config.json").read_text())["actor"]["model"])
+    names = ("tokenizer.json", "tokenizer_config.json")
+    assert all((grpo / "hf" / "step_2" / n).read_bytes() == (source / n).read_bytes() for n in names)
+    found = {path.name for path in (grpo / "hf" / "step_2").iterdir()}
+    assert found == {"config.json", "model.safetensors", "README.md", *names}
+
+
+def test_the_base_model_is_named(tmp_path):
+    task = write_task(tmp_path / "models--org--base")
+    experiment = make_experiment("grpo", task)
+    experiment.actor = replace(experiment.actor, random_init=False)
+    assert yaml.safe_load(files_beside(experiment, "actor", step=1)["README.md"].split("---\n")[1]) == {
+        "base_model": "org/base", "library_name": "transformers", "pipeline_tag": "text-generation",
+        "tags": ["realhf", "grpo"],
+    }  # fmt: skip
 
 
 def test_transformers_opens_the_critic(ppo):

@@ -74,6 +74,42 @@ def test_reward_function(tmp_path, fault):
     assert (out / "config.json").is_file() and (out / "plan.yaml").is_file()
 
 
+SHRINK = """
+import os
+
+path, find = Path({path!r}), experiment.tokenizer_dir
+experiment.actor = replace(experiment.actor, model=str(path.parent), random_init=False)
+calls = []
+
+def tokenizer_dir():
+    calls.append(1)
+    if len(calls) == 2 and os.environ.get("RANK") in {ranks}:  # Checked, and not read yet.
+        os.truncate(path, path.stat().st_size // 8 * 4)
+    return find()
+
+experiment.tokenizer_dir = tokenizer_dir
+"""
+
+
+def test_weights_that_break_behind_the_check(tmp_path):
+    experiment, out = write_experiment(tmp_path, steps=1), tmp_path / "first"
+    with Command(*REALHF, "run", experiment, "--out", out) as command:
+        code, _, err = command.finish()
+    assert code == 0, err
+    weights = out / "hf" / "step_1"
+    body = SHRINK.format(path=str(weights / "model.safetensors"), ranks=("0", "1"))
+    experiment, out = write_experiment(tmp_path, body=body), tmp_path / "second"
+    plan = write_plan(tmp_path, {**dict.fromkeys(GRPO_LAYOUTS, "d2t2@0-3"), "ref_forward": "t2@2-3"})
+    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out) as command:
+        code, _, err = command.finish()
+        assert wait_until(lambda: not command.processes(), seconds=MAX_SECONDS)
+    assert code == 2, err
+    assert "Traceback" not in err
+    sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
+    assert len(sentences) == 1, err
+    assert sentences[0].startswith(f"realhf: actor.model: {weights}/model.safetensors is truncated: ")
+
+
 def test_killed_worker(tmp_path):
     experiment, out = write_experiment(tmp_path, steps=100_000), tmp_path / "run"
     with Command(*REALHF, "run", experiment, "--nproc", 3, "--out", out) as command:

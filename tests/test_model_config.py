@@ -170,7 +170,8 @@ def test_legal_tensor_parallel_sizes_by_brute_force():
         ("t6@0-5", "tp=6 neither divides nor is a multiple of the 4 kv heads"),
         ("t12@0-11", "tp=12 exceeds the vocabulary 11"),
         ("p4@0-3", "pp=4 exceeds the model's 3 layers"),
-        ("c2@0-1", "cp=2 is not supported for llama models"),
+        ("c5@0-4", "tp*cp=5 does not divide the model's 12 attention heads"),
+        ("t2c8@0-15", "tp*cp=16 does not divide the model's 12 attention heads"),
         ("e2@0-1", "ep=2 is not supported for llama models"),
     ],
 )
@@ -191,6 +192,8 @@ def test_refused_layouts(layout, sentence):
         (QWEN3_MOE, {"intermediate_size": 1}, "t4@0-3", None),
         (DEEPSEEK, {"intermediate_size": 1}, "t4@0-3", "tp=4 exceeds the MLP width 1"),
         (DEEPSEEK, {}, "t6@0-5", None),
+        (QWEN3_MOE, {}, "c3t4@0-11", None),
+        (DEEPSEEK, {}, "c6t2@0-11", None),
         (DEEPSEEK, {}, "t8@0-7", "tp=8 does not divide the model's 12 attention heads"),
     ],
 )

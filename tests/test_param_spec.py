@@ -102,12 +102,12 @@ def unfused(shapes):
 
 def random_layout(rng, config, max_ranks=48):
     while True:
-        pp, ep, tp, outer = (int(n) for n in rng.integers(1, (6, 6, 9, 4)))
-        size = pp * ep * outer * tp
+        pp, ep, tp, outer, cp = (int(n) for n in rng.integers(1, (6, 6, 9, 4, 3)))
+        size = pp * ep * outer * tp * cp
         if size > max_ranks:
             continue
         ranks = tuple(int(r) for r in rng.permutation(max_ranks)[:size])
-        layout = Layout(ParallelStrategy(pp=pp, dp=ep * outer, tp=tp, ep=ep), DeviceMesh(ranks))
+        layout = Layout(ParallelStrategy(pp=pp, dp=ep * outer, cp=cp, tp=tp, ep=ep), DeviceMesh(ranks))
         try:
             config.check_layout(layout)
         except ValueError:

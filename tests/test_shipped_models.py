@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from realhf.families import FAMILIES
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.shipped import resolve, shipped_dir
+from tests.families import CASES, MOE_CASES, SIZES
 
 NUM_PARAMS = {
     "codellama-34b": 33_743_970_304,
@@ -82,3 +84,36 @@ def test_transformers_makes_models_of_the_published_size(name, num_params):
     biases = (b for at, b in model.named_buffers() if at.endswith("e_score_correction_bias"))
     assert sum(tensor.numel() for tensor in (*model.parameters(), *biases)) == num_params
     assert [type(model).__name__] == hf["architectures"]
+
+
+SMOLLM3 = {"model_type": "smollm3", "num_hidden_layers": 8, "use_sliding_window": True, "sliding_window": 16}
+CONFIGS = {
+    **{name: case.hf() for name, case in {**CASES, **MOE_CASES}.items()},
+    **{name: json.loads(resolve(name, kind="models", suffix=".json").read_text()) for name in NUM_PARAMS},
+    "smollm3-windows": {**SIZES, **SMOLLM3},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_windows_and_rotary_parameters_are_those_that_transformers_reads(name):
+    transformers = pytest.importorskip("transformers")
+    hf = CONFIGS[name]
+    theirs = transformers.AutoConfig.for_model(**hf)
+    family = FAMILIES[hf["model_type"]]
+    config = ModelConfig.from_hf({**hf, "architectures": [family.architecture("lm")]})
+    window, types = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None)
+    if types is None:  # Then transformers' classes take the window for all layers, or have none.
+        slides = hf["model_type"] in ("mistral", "mixtral", "phi3") and window
+        types = ["sliding_attention" if slides else "full_attention"] * config.num_layers
+    windows = [window if kind == "sliding_attention" else None for kind in types]
+    assert [config.window(i) for i in range(config.num_layers)] == windows
+    no_rope = getattr(theirs, "no_rope_layers", [1] * config.num_layers)
+    assert config.rope_layers == (() if all(no_rope) else tuple(map(bool, no_rope)))
+    if config.positions == "rope":
+        kinds = theirs.rope_parameters
+        kinds = kinds if any(isinstance(rope, dict) for rope in kinds.values()) else {"": kinds}
+        ours = config.rope_kinds()
+        assert ours.keys() == kinds.keys()
+        for kind, rope in kinds.items():  # (longrope's boundary is taken from transformers' config.)
+            for key in rope.keys() - {"type", "original_max_position_embeddings"}:
+                assert ours[kind][key] == rope[key], (kind, key)

@@ -104,9 +104,12 @@ class Group:
     def post(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> Pending:
         """Like `exchange`, but returns at once; the tensors must stay untouched until `Pending.wait`.
 
+        Tensors without elements are not sent.
+
         On gloo posts never wait for one another. On NCCL the messages of one post move together, but posts of
         one group run one after the other: two ranks that send to each other must do it in one post each.
         """
+        sends, recvs = ([(i, t) for i, t in side if t.numel()] for side in (sends, recvs))
         if not sends and not recvs:
             return Pending()
         assert self._backend is not None, "a group of one has nobody to talk to"
@@ -272,11 +275,11 @@ class World:
     def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
         """The group of these ranks, this one among them; made on first use, which waits for all members.
 
-        Groups of different purpose never mix their messages; those for `control` always run over gloo.
+        Groups of different purpose never mix their messages; those for `control` and `export` are over gloo.
         """
         key = (tuple(ranks), purpose)
         if key not in self._groups:
-            native = self.device.type == "cuda" and purpose != "control"
+            native = self.device.type == "cuda" and purpose not in ("control", "export")
             index = key[0].index(self.rank)
             backend = self._connect(key, index, native=native) if len(ranks) > 1 else None
             self._groups[key] = Group(key[0], index, backend, native=native)

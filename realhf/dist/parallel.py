@@ -12,16 +12,18 @@ class ParallelGroups:
     """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
 
     `all` is every rank of the layout, `ends` the first and the last stage (None between them or if there is
-    but one). `pp_back` has the ranks of `pp` for what flows backward, `dp_control` those of `dp` over gloo.
+    but one). `pp_back` has the ranks of `pp` for what flows backward; `dp_control` and `cp_control` are over
+    gloo.
     """
 
     layout: Layout
     rank: int
     at: Coordinate
     tp: Group
-    dp: Group
+    cp: Group
     pp: Group
     pp_back: Group
+    cp_control: Group
     dp_control: Group
     all: Group
     ends: Group | None
@@ -31,13 +33,14 @@ class ParallelGroups:
     def create(cls, world: World, layout: Layout) -> "ParallelGroups":
         """Every rank of the layout must call this, in the same order as its other group requests."""
         rank, at = world.rank, layout.coordinate(world.rank)
-        line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "dp", "pp")}
+        line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "cp", "dp", "pp")}
         is_end = layout.pp > 1 and at.pp in (0, layout.pp - 1)
         ends = world.group((line["pp"][0], line["pp"][-1])) if is_end else None
         return cls(
             layout=layout, rank=rank, at=at, world=world, ends=ends,
-            **{axis: world.group(ranks) for axis, ranks in line.items()},
+            **{axis: world.group(line[axis]) for axis in ("tp", "cp", "pp")},
             pp_back=world.group(line["pp"], purpose="backward"),
+            cp_control=world.group(line["cp"], purpose="control"),
             dp_control=world.group(line["dp"], purpose="control"),
             all=world.group(layout.ranks),
         )

@@ -18,12 +18,13 @@ from realhf.engine.outputs import compute_outputs
 from realhf.engine.pipeline import run_pipeline
 from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.graph import FunctionCall
-from realhf.layout import Layout
+from realhf.layout import Layout, even_split
 from realhf.lora import LoraConfig
-from realhf.nn.hf import load_weights, save_weights
+from realhf.nn.context_parallel import token_range
+from realhf.nn.hf import load_weights
 from realhf.nn.lora import Adapters
 from realhf.nn.parameters import ShardedParameters
-from realhf.nn.peft import load_adapters, save_adapters
+from realhf.nn.peft import load_adapters
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
 
@@ -73,16 +74,18 @@ class NativeEngine:
         return self.adapters.flat
 
     def optimizer_shards(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> the rows of the optimizer's copy that this dp replica owns."""
+        """Parameter name -> the rows of the optimizer's copy that this replica owns."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
         return self._optimizer.shards
 
     def load(self, directory: Path | None, *, seed: int) -> None:
         """Weights from a Hugging Face directory; what it lacks, or everything, is drawn from `seed`."""
-        self.model.init_random(seed)
-        if directory is not None:
-            load_weights(directory, self.model)
+        self.load_base(directory, seed=seed)
         self.load_adapters(seed=seed)
+
+    def load_base(self, directory: Path | None, *, seed: int) -> None:
+        """The same without adapters."""
+        self.model.init_random(seed, names=None if directory is None else load_weights(directory, self.model))
 
     def load_adapters(self, *, seed: int) -> None:
         """The adapters' first values, when the weights beneath are there; with the optimizer's copy of what
@@ -96,17 +99,12 @@ class NativeEngine:
         if self._optimizer is not None:
             self._optimizer.reload()
 
-    def save(self, directory: Path, *, base: str = "") -> None:
-        """Writes a Hugging Face directory, or a PEFT directory of adapters of the model `base`.
-
-        Every rank of the layout must call this.
-        """
+    def export_shards(self) -> dict[str, torch.Tensor]:
+        """What is exported of this rank: its part of the model, of its adapters, or of both as one model."""
         if self.adapters is None:
-            save_weights(directory, self.model)
-        elif self.adapters.lora.export_merged:
-            save_weights(directory, self.model.merged_model())
-        else:
-            save_adapters(directory, self.adapters, base=base)
+            return self.model.shards()
+        merges = self.adapters.lora.export_merged
+        return self.model.merged_model().shards() if merges else self.adapters.shards()
 
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],
@@ -115,7 +113,7 @@ class NativeEngine:
         """Does the call's work on this rank's share of the samples, one Batch per mini-batch.
 
         With `recompute` a train step keeps only every block's input for the backward pass. After one on
-        several dp replicas without `gather` only `optimizer_shards` are up to date.
+        several replicas without `gather` only `optimizer_shards` are up to date.
         """
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
@@ -124,14 +122,25 @@ class NativeEngine:
             return CallResult(Batch([]), self._train(call, work, minibatches, passes, gather=gather))
         (batch,) = minibatches
         if isinstance(work, Generate):
-            merges = self.adapters is not None and self.adapters.lora.merge
-            with self.model.merged() if merges else nullcontext():
-                columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
-        else:
-            columns = self._forward(call, work, batch, micro_batch_tokens)
-        fields = dict(zip(call.outputs, columns, strict=False))
-        # Samples travel between host memories.
-        return CallResult(Batch(batch.ids, fields).to(torch.device("cpu")) if fields else Batch([]), {})
+            return CallResult(self._generate(call, work, batch), {})
+        columns = self._forward(call, work, batch, micro_batch_tokens)
+        return CallResult(_results(call, batch.ids, columns), {})
+
+    def _generate(self, call: FunctionCall, work: Generate, batch: Batch) -> Batch:
+        """Ranks over cp are replicas here: each continues a part of the prompts, and tells the others."""
+        cp = self.groups.cp_control
+        batch = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
+        merges = self.adapters is not None and self.adapters.lora.merge
+        with self.model.merged() if merges else nullcontext():
+            columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
+        mine = _results(call, batch.ids, columns)
+        if cp.size == 1 or not mine.fields:
+            return mine
+        others = [index for index in range(cp.size) if index != cp.index]
+        sent = cp.send_bytes(mine.pack(), others)
+        parts = {index: Batch.unpack(cp.recv_bytes(index)) for index in others} | {cp.index: mine}
+        sent.wait()
+        return Batch.concat([parts[index] for index in range(cp.size)])
 
     def _forward(self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int) -> list:
         output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
@@ -204,9 +213,16 @@ class NativeEngine:
                 return x
             return finish(compute_outputs(model, x, tokens, mask=mask, **settings), micro[i])
 
-        shapes = [(len(samples[key].values), model.config.hidden_size) for samples in micro]
+        ranges = [token_range(len(samples[key].values), groups.cp) for samples in micro]
+        shapes = [(stop - start, model.config.hidden_size) for start, stop in ranges]
         results = run_pipeline(forward, groups, hidden_shapes=shapes, dtype=model.flat.dtype)
         return [i for part in parts for i in part], results
+
+
+def _results(call: FunctionCall, ids: list[int], columns: list) -> Batch:
+    """Output columns in host memory, between which samples travel; none but on the last stage."""
+    fields = dict(zip(call.outputs, columns, strict=False))
+    return Batch(ids, fields).to(torch.device("cpu")) if fields else Batch([])
 
 
 def _sum_dicts(parts: Sequence[Metrics]) -> Metrics:

@@ -1,13 +1,18 @@
-"""ZeRO-1 AdamW (Rajbhandari et al. 2020): every dp replica updates one slice of the flat parameters."""
+"""ZeRO-1 AdamW (Rajbhandari et al. 2020): every replica updates one slice of the flat parameters.
+
+Replicas are ranks over dp and cp. Experts that are spread over ep have fewer, and slices of their own.
+"""
 
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
+from realhf.dist.group import Group
 from realhf.engine.work import OptimizerConfig
 from realhf.nn.parameters import ShardedParameters
-from realhf.param_spec import region_size, shards_of_rows
+from realhf.param_spec import Region, region_size, shards_of_rows
 from realhf.realloc.bind import shards_of
 
 
@@ -22,61 +27,92 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
+class _Section(NamedTuple):
+    """Part of the flat parameters that the members of `group` hold alike, in one chunk for each of them."""
+
+    group: Group
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    shards: dict[str, Region]  # What this member's chunk consists of.
+
+
 class ShardedAdamW:
-    """Owns the master copy of this rank's slice; `step` turns gradients into new parameters everywhere."""
+    """Owns the master copy of this rank's slices; `step` turns gradients into new parameters everywhere."""
 
     def __init__(self, model: ShardedParameters, config: OptimizerConfig) -> None:
         self.config, self.num_steps = config, 0
         self._model, self._groups = model, model.groups
         model.enable_grad()
-        grads, dp = model.grad_buffer, model.groups.dp
+        grads, world = model.grad_buffer, model.groups.world
         assert grads is not None
-        parts = shards_of_rows(model.regions, dp.size)
-        stops = list(accumulate(sum(map(region_size, part.values())) for part in parts))
-        slices = list(zip([0, *stops], stops, strict=False))
-        self._param_chunks = [model.flat[start:stop] for start, stop in slices]
-        self._grad_chunks = [grads[start:stop] for start, stop in slices]
-        self._mine = self._param_chunks[dp.index]
-        master = model.groups.world.zeros(len(self._mine), grads.dtype)
-        self._master = torch.nn.Parameter(master.copy_(self._mine))
-        self.shards = shards_of(master, parts[dp.index])
-        """Parameter name -> this dp replica's rows of the master copy."""
-        start, stop = slices[dp.index]
-        by_name = {param.name: param for param in model.spec.params}
-        # Gradients of this rank's slice that it counts in the norm: what several ranks share counts once.
-        self._counted = [
-            grads[max(first, start) : min(last, stop)] for name, (first, last) in model.flat_offsets().items()
-            if max(first, start) < min(last, stop)
-            and model.spec.is_primary(by_name[name], model.groups.layout, model.groups.at)
-        ]
+        self._sections, self._counted, start = list[_Section](), list[torch.Tensor](), 0
+        """Gradients that this rank counts in the norm: what several ranks share counts once."""
+        for regions, ranks in model.spec.sections(model.groups.layout, model.groups.rank):
+            if not regions:
+                continue
+            group = world.group(ranks)
+            parts = shards_of_rows(regions, group.size)
+            stops = list(accumulate((sum(map(region_size, part.values())) for part in parts), initial=start))
+            slices = list(pairwise(stops))
+            params, sums = ([flat[first:stop] for first, stop in slices] for flat in (model.flat, grads))
+            self._sections.append(_Section(group, params, sums, parts[group.index]))
+            self._counted += self._primary(grads, *slices[group.index])
+            start = stops[-1]
+        sizes = [len(mine) for mine in self._mine]
+        self._master = world.zeros(sum(sizes), grads.dtype)
+        self._slices = [torch.nn.Parameter(part) for part in self._master.split(sizes)]
+        """The master copy, by section."""
+        self.reload()
+        owned = {name: region for section in self._sections for name, region in section.shards.items()}
+        self.shards = shards_of(self._master, owned)
+        """HF name -> this replica's rows of the master copy."""
         self._adamw = torch.optim.AdamW(
-            [self._master], betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+            self._slices, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+
+    @property
+    def _mine(self) -> list[torch.Tensor]:
+        """This replica's chunks of the model's parameters."""
+        return [section.params[section.group.index] for section in self._sections]
+
+    def _primary(self, grads: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
+        """What lies in [start, stop) of the gradients and is not counted on another rank."""
+        spec, layout, at = self._model.spec, self._groups.layout, self._groups.at
+        by_name = {param.name: param for param in spec.params}
+        return [
+            grads[max(first, start) : min(last, stop)]
+            for name, (first, last) in self._model.flat_offsets().items()
+            if max(first, start) < min(last, stop) and spec.is_primary(by_name[name], layout, at)
+        ]
 
     def reload(self) -> None:
         """Takes over parameters that were written from outside."""
-        self._master.data.copy_(self._mine)
+        for master, mine in zip(self._slices, self._mine, strict=True):
+            master.data.copy_(mine)
 
     def step(self, *, gather: bool = True) -> dict[str, float]:
-        """Reduces gradients over dp, clips and updates; gives `grad_norm` and `lr`.
+        """Reduces gradients over replicas, clips and updates; gives `grad_norm` and `lr`.
 
         Unless it is to `gather` them, the model's parameters are old afterwards, but for this replica's part.
         """
         self._model.finish_grads()
-        grad = self._groups.dp.reduce_scatter_chunks(self._grad_chunks)
-        norm = torch.nn.utils.get_total_norm(self._counted).to(grad.device, torch.float64)
+        grads = [section.group.reduce_scatter_chunks(section.grads) for section in self._sections]
+        norm = torch.nn.utils.get_total_norm(self._counted).to(self._master.device, torch.float64)
         grad_norm = math.sqrt(self._groups.all.all_reduce(norm.square().view(1)).item())
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm is {grad_norm} at optimizer step {self.num_steps}")
-        if grad_norm > self.config.max_grad_norm:
-            grad.mul_(self.config.max_grad_norm / (grad_norm + 1e-6))
         rate = learning_rate(self.config, self.num_steps)
         self._adamw.param_groups[0]["lr"] = rate
-        self._master.grad = grad
+        for master, grad in zip(self._slices, grads, strict=True):
+            if grad_norm > self.config.max_grad_norm:
+                grad.mul_(self.config.max_grad_norm / (grad_norm + 1e-6))
+            master.grad = grad
         self._adamw.step()
-        self._master.grad = None
-        self._mine.copy_(self._master.detach())
+        for master, mine in zip(self._slices, self._mine, strict=True):
+            master.grad = None
+            mine.copy_(master.detach())
         if gather:  # (a no-op for one replica)
-            self._groups.dp.all_gather_chunks(self._param_chunks)
+            for section in self._sections:
+                section.group.all_gather_chunks(section.params)
         self._model.zero_grad_buffer()
         self.num_steps += 1
         return {"grad_norm": grad_norm, "lr": rate}

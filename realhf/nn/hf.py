@@ -1,121 +1,153 @@
 """Hugging Face model directories in and out, by the parameter table. Only safetensors and JSON are read."""
 
-import json
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 
-from realhf.layout import Layout
+from realhf.nn.checkpoint import LM_HEAD, box_in_tensor, open_checkpoint
+from realhf.nn.checkpoint_write import MAX_SHARD_BYTES, Beside, CheckpointWriter, in_file_order
+from realhf.nn.tensor_files import DTYPES, StoredTensor
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import ParamSpec, region_slices
-from realhf.realloc.execute import Reallocator
+from realhf.param_spec import ModelSpec, Region
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_HEADS = ("lm_head.weight", "score.weight")
-
-
-def _boxes(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
-    """Tensor of a checkpoint -> the parameters in it."""
-    found: dict[str, list[ParamSpec]] = {}
-    for param in params:
-        found.setdefault(param.in_file.name, []).append(param)
-    return found
-
-
-def _file_shape(params: list[ParamSpec]) -> tuple[int, ...]:
-    rows, *rest = params[0].shape
-    shape = (sum(param.shape[0] for param in params), *rest)
-    return shape[::-1] if params[0].in_file.transposed else shape
+_BLOCK_BYTES = 1 << 20
+"""What cannot be read into its place as it is goes through this much memory, which stays in the cache."""
+_LONG_ROW_BYTES = 1 << 13
+"""Of rows at least so long, columns are read piece by piece; of shorter ones it is quicker to read all."""
 
 
 def load_weights(directory: str | Path, model: Transformer) -> list[str]:
     """Reads this rank's regions of a model directory into the model, cast to its dtype.
 
     Gives the names that the files lack: score.weight at most, when a critic or reward model starts from a
-    language model; its values stay as they were. Raises ValueError that names the file and the parameter.
+    language model; its values stay as they were. Raises ValueError that names the file and the tensor.
     """
-    directory, shards = Path(directory), model.shards()
-    boxes = _boxes(model.spec.params)
-    shapes = {name: _file_shape(params) for name, params in boxes.items()}
-    missing = set(shapes)
-    for path, listed in _weight_files(directory).items():
-        try:
-            with safe_open(path, framework="pt") as reader:
-                for name in sorted({*reader.keys(), *listed}):
-                    if name in shapes:
-                        missing.discard(name)
-                        part = reader.get_slice(name)
-                        found = tuple(part.get_shape())
-                        if found != shapes[name]:
-                            raise ValueError(
-                                f"{path}: parameter {name} has shape {found}; the config says {shapes[name]}"
-                            )
-                        for param in boxes[name]:
-                            if param.name in shards:
-                                (low, high), *rest = model.regions[param.name]
-                                low, high = low + param.in_file.start, high + param.in_file.start
-                                at = region_slices(((low, high), *rest))
-                                transposed = param.in_file.transposed
-                                value = part[at[::-1]].T if transposed else part[at]
-                                shards[param.name].copy_(value)
-                    elif name not in _HEADS and not name.endswith("rotary_emb.inv_freq"):
-                        raise ValueError(f"{path}: a {model.config.family} model has no parameter {name}")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
-    refused = sorted(missing - {"score.weight"})
-    if refused:
-        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-        raise ValueError(f"{directory}: parameter {refused[0]}{more} is in none of the safetensors files")
-    return sorted(missing)
+    groups = model.groups
+    is_first = groups.rank == groups.layout.ranks[0]
+    return read_shards(Path(directory), model.spec, model.shards(), model.regions, announce=is_first)
 
 
-def _weight_files(directory: Path) -> dict[Path, list[str]]:
-    """The safetensors files of a model directory, each with the names that the index promises in it."""
-    index = directory / _INDEX
-    if (directory / _SINGLE).is_file():
-        return {directory / _SINGLE: []}
-    if index.is_file():
-        files: dict[Path, list[str]] = {}
-        try:
-            for name, file in json.loads(index.read_text())["weight_map"].items():
-                files.setdefault(directory / file, []).append(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
-        return files
-    if any(directory.glob("*.bin")):
-        raise ValueError(
-            f"{directory} has pickled weights (*.bin) only; they are not loaded, as reading them runs code: "
-            "open it once with transformers and call save_pretrained(directory, safe_serialization=True)"
-        )
-    raise ValueError(f"{directory} has no {_SINGLE} and no {_INDEX}")
+@torch.no_grad()
+def read_shards(
+    directory: Path, spec: ModelSpec, shards: Mapping[str, Tensor], regions: Mapping[str, Region],
+    *, announce: bool = True,
+) -> list[str]:  # fmt: skip
+    """Like `load_weights`, into any tensors with the regions of these parameters.
 
-
-def save_weights(directory: str | Path, model: Transformer) -> None:
-    """Writes a directory that transformers opens: config.json, and the weights in the model's dtype.
-
-    Collective over the ranks of the layout, of which the first gathers the model in host memory and writes.
+    `announce` what is left out of the files, on standard error.
     """
-    groups, directory, dtype = model.groups, Path(directory), model.flat.dtype
-    writer, whole = groups.layout.ranks[0], None
-    if groups.rank == writer:
-        whole = {param.name: torch.empty(param.shape, dtype=dtype) for param in model.spec.params}
-    target = Layout.parse(f"d1@{writer}")
-    gather = Reallocator(model.spec, source=groups.layout, target=target, world=groups.world, dtype=dtype)
-    gather.run(model.shards(), whole)
-    if whole is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        part = directory / f"{_SINGLE}.part"
-        tensors = {}
-        for name, params in _boxes(model.spec.params).items():
-            tensor = torch.cat([whole[param.name] for param in params])
-            tensors[name] = tensor.T.contiguous() if params[0].in_file.transposed else tensor
-        save_file(tensors, part, metadata={"format": "pt"})
-        os.replace(part, directory / _SINGLE)
-        config = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
-        config.pop("torch_dtype", None)
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    checkpoint = open_checkpoint(directory, spec)
+    if checkpoint.further_layers and announce:
+        layers = ", ".join(map(str, checkpoint.further_layers))
+        past = f"layers past num_hidden_layers {spec.config.num_layers} are left out: {layers}"
+        print(f"realhf: {directory}: {past}", file=sys.stderr)
+    reads: list[tuple[StoredTensor, Region, Tensor]] = []
+    for param in spec.params:
+        if param.name in shards and param.in_file.name in checkpoint.tensors:
+            box, tensor = box_in_tensor(param, regions[param.name]), checkpoint.tensors[param.in_file.name]
+            reads.append((tensor, box, in_file_order(param, shards[param.name])))
+    embedding = next(param for param in spec.params if param.part == "embedding.weight").name
+    copy = checkpoint.head_copy if embedding in shards else None
+    with _Reader() as reader:
+        for tensor, box, shard in sorted(reads, key=lambda read: (read[0].path, read[0].start, read[1])):
+            reader.read(tensor, box, shard)
+        if copy is not None and not reader.equals(copy, regions[embedding], shards[embedding]):
+            raise ValueError(
+                f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has "
+                "tie_word_embeddings true; set it to false, or remove the tensor"
+            )
+    return list(checkpoint.missing)
+
+
+def save_weights(
+    directory: str | Path, model: Transformer,
+    *, beside: Mapping[str, Beside] | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:  # fmt: skip
+    """Writes a directory that transformers opens, in the model's dtype, at the layout's first rank.
+
+    Collective over the ranks of the layout; see CheckpointWriter.
+    """
+    groups = model.groups
+    writer = CheckpointWriter(
+        model.spec, groups.layout, groups.world, dtype=model.flat.dtype, leader=groups.layout.ranks[0],
+        max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
+    writer.write(Path(directory), model.shards(), beside=beside or {})
+
+
+class _Reader:
+    """Reads boxes of tensors out of files, of which it keeps the last one open."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._path, self._file = Path(), -1
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def read(self, tensor: StoredTensor, box: Region, target: Tensor) -> None:
+        """Reads into `target`, cast to its dtype."""
+        as_stored = target.dtype == getattr(torch, DTYPES[tensor.dtype])
+        if as_stored and target.device.type == "cpu" and target.is_contiguous():
+            memory = _bytes(target)
+            row_bytes, itemsize = tensor.num_bytes // tensor.shape[0], target.dtype.itemsize
+            start = box[0][0] * row_bytes
+            if len(memory) == len(target) * row_bytes:
+                self._fill(memory, tensor, start)
+                return
+            if row_bytes >= _LONG_ROW_BYTES:
+                first, length = start + box[1][0] * itemsize, len(memory) // len(target)
+                for i in range(len(target)):
+                    self._fill(memory[i * length : (i + 1) * length], tensor, first + i * row_bytes)
+                return
+        for rows, values in self._blocks(tensor, box):
+            target[rows].copy_(values)
+
+    def equals(self, tensor: StoredTensor, box: Region, target: Tensor) -> bool:
+        """Whether `target` is what `read` would make it."""
+        blocks = self._blocks(tensor, box)
+        return all(torch.equal(target[rows], values.to(target)) for rows, values in blocks)
+
+    def _blocks(self, tensor: StoredTensor, box: Region) -> Iterator[tuple[slice, Tensor]]:
+        """The box by rows: which of its rows, and their values, which hold until the next ones."""
+        (low, high), *columns = box
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        if len(self._block) < min(step, high - low) * row_bytes:
+            self._block = torch.empty(step * row_bytes, dtype=torch.uint8)
+        for first in range(low, high, step):
+            last = min(high, first + step)
+            block = self._block[: (last - first) * row_bytes]
+            self._fill(_bytes(block), tensor, first * row_bytes)
+            values = block.view(getattr(torch, DTYPES[tensor.dtype])).view(last - first, *tensor.shape[1:])
+            yield slice(first - low, last - low), values[:, slice(*columns[0])] if columns else values
+
+    def _fill(self, memory: memoryview, tensor: StoredTensor, start: int) -> None:
+        """Reads as many bytes as `memory` has, from byte `start` of the tensor on."""
+        position = tensor.start + start
+        try:
+            if self._file < 0 or self._path != tensor.path:
+                self.__exit__()
+                self._path, self._file = tensor.path, os.open(tensor.path, os.O_RDONLY)
+            while len(memory):
+                count = os.preadv(self._file, [memory], position)
+                if not count:
+                    end = position + len(memory)
+                    raise ValueError(f"{tensor.path} is truncated: it ends before byte {end}")
+                memory, position = memory[count:], position + count
+        except OSError as error:
+            raise ValueError(f"{tensor.path} cannot be read: {error.strerror}") from error
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Self
@@ -107,11 +107,13 @@ class ShardedParameters(torch.nn.Module):
         return shards_of(self.grad_buffer, self.regions)
 
     @torch.no_grad()
-    def init_random(self, seed: int) -> None:
+    def init_random(self, seed: int, *, names: Collection[str] | None = None) -> None:
         """Normal weights, norms 1, biases 0; of adapters, A as in PEFT and B 0. The same in every layout:
-        each parameter has its own generator."""
+        each parameter has its own generator. With `names` of these parameters only."""
         params = {param.name: param for param in self.spec.params}
         for name, shard in self.shards().items():
+            if names is not None and name not in names:
+                continue
             part = params[name].part
             if part.endswith(("norm.weight", "bias", "lora_B")):
                 shard.fill_(1 - self.config.norm_offset if part.endswith("norm.weight") else 0)

@@ -1,18 +1,19 @@
 """Adapters as PEFT directories, in and out."""
 
-import json
-import os
+import sys
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from realhf.dist.group import World
 from realhf.layout import Layout
-from realhf.lora import CONFIG_FILE, SAVED_MODULES, WEIGHTS_FILE, legal_targets
+from realhf.lora import CONFIG_FILE, SAVED_MODULES, WEIGHTS_FILE, LoraConfig, legal_targets
+from realhf.model_config import ModelConfig
+from realhf.nn.checkpoint import box_in_tensor, params_by_tensor, tensor_shape
+from realhf.nn.checkpoint_write import CheckpointWriter
 from realhf.nn.lora import Adapters
-from realhf.param_spec import ModelSpec, ParamSpec, region_slices
-from realhf.realloc.execute import Reallocator
+from realhf.param_spec import ModelSpec, region_slices
 
 
 def load_adapters(directory: str | Path, adapters: Adapters) -> None:
@@ -21,7 +22,8 @@ def load_adapters(directory: str | Path, adapters: Adapters) -> None:
     A directory may lack the score head, which then stays as it was. Raises ValueError that names the file
     and the parameter.
     """
-    path, files, shards = Path(directory) / WEIGHTS_FILE, _files(adapters.spec), adapters.shards()
+    path, files = Path(directory) / WEIGHTS_FILE, params_by_tensor(adapters.spec.params)
+    shards = adapters.shards()
     optional = {p.name for p in adapters.spec.params if p.part == "score.weight"}
     if not path.is_file():
         raise ValueError(f"{directory} has no {WEIGHTS_FILE}; adapters are read from safetensors only")
@@ -33,57 +35,43 @@ def load_adapters(directory: str | Path, adapters: Adapters) -> None:
             if missing := sorted(files.keys() - there - optional):
                 raise ValueError(f"{path}: {missing[0]} is missing")
             for name in sorted(there):
-                part, expected = reader.get_slice(name), _shape(files[name])
+                part, expected = reader.get_slice(name), tensor_shape(files[name])
                 if (found := tuple(part.get_shape())) != expected:
                     raise ValueError(f"{path}: {name} has shape {found}; this model wants {expected}")
                 for param in files[name]:
                     if param.name in shards:
-                        (low, high), *rest = adapters.regions[param.name]
-                        rows = (low + param.in_file.start, high + param.in_file.start)
-                        shards[param.name].copy_(part[region_slices((rows, *rest))])
+                        box = box_in_tensor(param, adapters.regions[param.name])
+                        shards[param.name].copy_(part[region_slices(box)])
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def save_adapters(directory: str | Path, adapters: Adapters, *, base: str) -> None:
-    """Writes a directory that `peft.PeftModel.from_pretrained` opens; `base` names the model beneath.
+    """Writes a directory that `peft.PeftModel.from_pretrained` opens, at the layout's first rank.
 
-    Collective over the ranks of the layout, of which the first gathers the adapters and writes.
+    Collective over the ranks of the layout; `base` names the model beneath.
     """
-    groups, directory, dtype, spec = adapters.groups, Path(directory), adapters.flat.dtype, adapters.spec
-    writer, whole = groups.layout.ranks[0], None
-    if groups.rank == writer:
-        whole = {param.name: torch.empty(param.shape, dtype=dtype) for param in spec.params}
-    target = Layout.parse(f"d1@{writer}")
-    gather = Reallocator(spec, source=groups.layout, target=target, world=groups.world, dtype=dtype)
-    gather.run(adapters.shards(), whole)
-    if whole is None:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: torch.cat([whole[param.name] for param in params]) for name, params in _files(spec).items()
-    }
-    part = directory / f"{WEIGHTS_FILE}.part"
-    save_file(tensors, part, metadata={"format": "pt"})
-    os.replace(part, directory / WEIGHTS_FILE)
-    (directory / CONFIG_FILE).write_text(json.dumps(_config(adapters, base), indent=2) + "\n")
+    groups = adapters.groups
+    writer = adapter_writer(
+        adapters.spec, adapters.lora, groups.layout, groups.world, dtype=adapters.flat.dtype,
+        leader=groups.layout.ranks[0], base=base,
+    )  # fmt: skip
+    writer.write(Path(directory), adapters.shards(), beside={})
 
 
-def _files(spec: ModelSpec) -> dict[str, list[ParamSpec]]:
-    """Tensor of the file -> the parameters in it, in order."""
-    found: dict[str, list[ParamSpec]] = {}
-    for param in spec.params:
-        found.setdefault(param.in_file.name, []).append(param)
-    return found
+def adapter_writer(
+    spec: ModelSpec, lora: LoraConfig, layout: Layout, world: World,
+    *, dtype: torch.dtype, leader: int, base: str,
+) -> CheckpointWriter:  # fmt: skip
+    """What writes PEFT directories of adapters that are in this layout."""
+    return CheckpointWriter(
+        spec, layout, world, dtype=dtype, leader=leader, max_shard_bytes=sys.maxsize, stem="adapter_model",
+        config=(CONFIG_FILE, _config(spec.config, lora, base)),
+    )  # fmt: skip
 
 
-def _shape(params: list[ParamSpec]) -> tuple[int, ...]:
-    return (sum(param.shape[0] for param in params), *params[0].shape[1:])
-
-
-def _config(adapters: Adapters, base: str) -> dict[str, object]:
+def _config(config: ModelConfig, lora: LoraConfig, base: str) -> dict[str, object]:
     """What PEFT itself writes, as far as it says anything."""
-    config, lora = adapters.config, adapters.lora
     is_score = config.head == "score"
     # (PEFT's own "all-linear" would also mean the routers of experts.)
     targets = legal_targets(config) if lora.all_linear else list(lora.target_modules)

@@ -7,7 +7,7 @@ Shape suffixes: T tokens, N heads, D head dim, R rotated dims (the first of each
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -26,10 +26,7 @@ class Rotary:
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device
         self._wide = torch.promote_types(dtype, torch.float32)
-        self._hf = _hf_config(config)
-        given: dict[str, Any] = self._hf.rope_parameters
-        nested = any(isinstance(value, dict) for value in given.values())
-        self._kinds: dict[str, dict[str, Any]] = given if nested else {"": given}
+        self._kinds = config.rope_kinds()
         self._frequencies = lru_cache(maxsize=64)(self._compute_frequencies)
 
     def __call__(self, position_T: Tensor, length_T: Tensor) -> Callable[[int], Angles | None]:
@@ -49,12 +46,13 @@ class Rotary:
         rope_type = self._kinds[kind]["rope_type"]
         if rope_type in ("dynamic", "longrope"):
             if rope_type == "longrope":  # Only the side of the boundary counts.
-                limit = self._kinds[kind]["original_max_position_embeddings"]
+                limit = self._scaled_config.rope_parameters["original_max_position_embeddings"]
                 length_T = torch.where(length_T > limit, limit + 1, limit)
             else:
-                length_T = length_T.clamp(min=self._hf.max_position_embeddings)
+                length_T = length_T.clamp(min=self._scaled_config.max_position_embeddings)
             lengths, index_T = length_T.unique(return_inverse=True)
-            found = [self._frequencies(kind, length) for length in lengths.tolist()]
+            # (There may be no tokens, of which the frequencies must have a shape all the same.)
+            found = [self._frequencies(kind, length) for length in lengths.tolist() or [None]]
             frequencies, factor = torch.stack([f for f, _ in found])[index_T][:, None], found[0][1]
         else:
             frequencies, factor = self._frequencies(kind, None)
@@ -65,21 +63,21 @@ class Rotary:
         """Radians per position, shape (R / 2,), and the factor of cos and sin."""
         rope = self._kinds[kind]
         if rope["rope_type"] == "default":
-            head_dim = self._hf.head_dim if self._config.mla else self._config.head_dim
-            dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+            mla = self._config.mla
+            head_dim = mla.qk_rope_head_dim if mla else self._config.head_dim
+            dim = int(head_dim * rope["partial_rotary_factor"])
             exponent = torch.arange(0, dim, 2, dtype=self._wide, device=self._device) / dim
             return 1.0 / rope["rope_theta"] ** exponent, 1.0
         functions = import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
         compute = functions[rope["rope_type"]]
-        frequencies, factor = compute(self._hf, self._device, length, layer_type=kind or None)
+        frequencies, factor = compute(self._scaled_config, self._device, length, layer_type=kind or None)
         return frequencies.to(self._wide), factor
 
-
-def _hf_config(config: ModelConfig) -> Any:
-    """transformers' config object, which knows all the ways in which rotary parameters are written."""
-    auto = import_module("transformers").AutoConfig  # (Importing it takes a second.)
-    fields = {name: value for name, value in config.hf.items() if name != "model_type"}
-    return auto.for_model(config.family, **fields)
+    @cached_property
+    def _scaled_config(self) -> Any:
+        """transformers' own config object, for its functions. Importing it takes seconds: only on demand."""
+        fields = {name: value for name, value in self._config.hf.items() if name != "model_type"}
+        return import_module("transformers").AutoConfig.for_model(self._config.family, **fields)
 
 
 def rotate(x_TND: Tensor, angles: Angles, *, interleaved: bool) -> Tensor:

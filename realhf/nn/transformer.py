@@ -17,6 +17,7 @@ from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.nn.attention import AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
+from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.kv_cache import KVCache
 from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.parameters import ShardedParameters
@@ -84,8 +85,9 @@ class Transformer(ShardedParameters):
     ) -> Tensor:
         """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
 
-        With a cache it is the prefill: sequence i goes to row i of the emptied cache. With `recompute`, every
-        block keeps only its input and is computed again in the backward pass (Chen et al. 2016).
+        With a cache it is the prefill: sequence i goes to row i of the emptied cache. Without one, ranks over
+        cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every block
+        keeps only its input and is computed again in the backward pass (Chen et al. 2016).
         """
         counts = torch.tensor(seq_lens, dtype=torch.long)
         row_T = torch.repeat_interleave(counts)
@@ -94,6 +96,8 @@ class Transformer(ShardedParameters):
         row_T = row_T.to(x.device)
         if cache is not None:
             cache.start(counts)
+        elif self.groups.cp.size > 1:
+            return self._forward_part(x, seq_lens, position_T, length_T, recompute=recompute)
 
         def attend(index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
             if cache is not None:
@@ -101,6 +105,20 @@ class Transformer(ShardedParameters):
             return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
 
         return self._stage(x, position_T, length_T, attend, recompute=recompute)
+
+    def _forward_part(
+        self, x: Tensor, seq_lens: list[int], position_T: Tensor, length_T: Tensor, *, recompute: bool
+    ) -> Tensor:
+        """What `forward` does for this rank's tokens, by exchanging them with the other ranks over cp."""
+        cp, num_tokens = self.groups.cp, len(position_T)
+        mine = slice(*token_range(num_tokens, cp))
+
+        def attend(index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            attention = partial(packed_attention, seq_lens=seq_lens, kind=kind)
+            return attend_over_group(attention, q_TND, k_TKD, v_TKD, group=cp, num_tokens=num_tokens)
+
+        x = x[mine] if self.groups.is_first_stage else x
+        return self._stage(x, position_T[mine], length_T[mine], attend, recompute=recompute)
 
     def decode(self, x: Tensor, cache: KVCache) -> Tensor:
         """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH."""

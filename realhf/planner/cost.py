@@ -17,6 +17,7 @@ from realhf.layout import ParallelStrategy, even_split
 from realhf.planner.memory import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, Span, wide_bytes
+from realhf.planner.sizes import exchanged, held_params
 
 _SPANS = 24  # Into which the steps of a generation are cut.
 _COMPACTION = 1.15  # The KV cache keeps finished rows until a quarter of them has ended.
@@ -35,22 +36,32 @@ class Spans(NamedTuple):
     """The groups of a strategy on contiguous ranks, `per_host` of them on each host."""
 
     tp: Span
-    dp: Span
+    replicas: Span
+    expert_replicas: Span
+    cp: Span
     ep: Span
     stages_meet_in_host: bool
 
     @property
     def within(self) -> str:
         """What the messages inside a block are for."""
-        used = [name for name, span in (("tensor", self.tp), ("expert", self.ep)) if span.size > 1]
+        axes = (("tensor", self.tp), ("context", self.cp), ("expert", self.ep))
+        used = [name for name, span in axes if span.size > 1]
         return f"{' and '.join(used) or 'tensor'} parallel"
 
 
 def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
     s = strategy
-    near = max(1, per_host // s.tp)  # dp neighbours on one host
-    dp, ep = Span(s.dp, min(s.dp, near)), Span(s.ep, min(s.ep, near))
-    return Spans(Span(s.tp, min(s.tp, per_host)), dp, ep, s.num_ranks <= per_host)
+    near = max(1, per_host // s.tp)  # Neighbours over dp and cp on one host.
+    replicas, experts = s.num_replicas, s.num_expert_replicas
+    return Spans(
+        tp=Span(s.tp, min(s.tp, per_host)),
+        replicas=Span(replicas, min(replicas, near)),
+        expert_replicas=Span(experts, max(1, min(experts, near // s.ep))),
+        cp=Span(s.cp, min(s.cp, near)),
+        ep=Span(s.ep, max(1, min(s.ep, near // s.cp))),
+        stages_meet_in_host=s.num_ranks <= per_host,
+    )
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ def call_cost(
 
 
 class _Pass(NamedTuple):
-    """How a data-parallel rank's share of a mini-batch is cut."""
+    """How a data-parallel rank's share of a mini-batch is cut; tokens are those of one rank over cp."""
 
     num_micro_batches: int
     tokens: float
@@ -102,7 +113,7 @@ def _cut(work: Workload, strategy: ParallelStrategy, options: Options) -> _Pass:
     samples = work.most_samples("train_step", strategy.dp)
     per_micro = max(1, options.micro_batch_tokens // max(1, math.ceil(work.tokens)))
     count = min(samples, max(math.ceil(samples / per_micro), min(strategy.pp, samples)))
-    each = samples / count
+    each = samples / count / strategy.cp
     chosen = work.response_tokens or work.tokens
     return _Pass(count, each * work.tokens, each * work.squared_tokens, each * chosen)
 
@@ -128,12 +139,26 @@ def _forward(
 
 def _block(rates: Rates, role: ModelRole, groups: Spans, cut: _Pass, *, backward: bool = False) -> Cost:
     """Of one micro-batch; strategies that differ in dp and pp only ask for the same."""
-    key = (role.config, role.dtype, role.lora, groups.tp, groups.ep, cut.tokens, cut.squared, backward)
+    key = (
+        role.config, role.dtype, role.lora, groups.tp, groups.cp, groups.ep, cut.tokens, cut.squared,
+        backward,
+    )  # fmt: skip
     if key not in rates.known_blocks:
-        rates.known_blocks[key] = rates.block(
+        cost = rates.block(
             role, groups.tp, groups.ep, tokens=cut.tokens, squared=cut.squared, backward=backward
         )
+        rates.known_blocks[key] = cost.plus(Cost(0.0, _exchanges(rates, role, groups, cut.tokens)))
     return rates.known_blocks[key]
+
+
+def _exchanges(rates: Rates, role: ModelRole, groups: Spans, tokens: float) -> float:
+    """Seconds of the two all-to-alls over cp in a block, in either direction: there and back (`nn`)."""
+    if groups.cp.size == 1:
+        return 0.0
+    config, tp = role.config, groups.tp.size
+    there = exchanged(config, tp, groups.cp.size)
+    back = config.num_heads // tp * (config.head_dim if config.mla is None else config.mla.v_head_dim)
+    return sum(rates.all_to_all(tokens * width * role.itemsize, groups.cp) for width in (there, back))
 
 
 def _hidden_bytes(role: ModelRole, tokens: float) -> float:
@@ -170,14 +195,19 @@ def _train(
     hop = rates.send(_hidden_bytes(role, cut.tokens), within_host=groups.stages_meet_in_host)
     hop = hop if strategy.pp > 1 else 0.0
     one = _pipelined(stages, cut.num_micro_batches, groups, hop=hop, hops_per_slot=2)
-    held = max(trained_params(role, strategy, stage) for stage in {0, strategy.pp - 1})
+    last = {0, strategy.pp - 1}
+    held = max((held_params(role.config, strategy, stage, role.lora) for stage in last), key=sum)
     steps = work.minibatches * work.epochs
     # Parameters are gathered between optimizer steps; behind the last, reallocation brings them around.
-    gathers = (steps - 1) / steps if strategy.dp > 1 else 0.0
-    data = rates.reduce_scatter(held * wide_bytes(role), groups.dp)
-    data += gathers * rates.all_gather(held * role.itemsize, groups.dp)
+    gathers = (steps - 1) / steps if strategy.num_replicas > 1 else 0.0
+    data = owned = 0.0
+    for part, span in zip(held, (groups.replicas, groups.expert_replicas), strict=True):
+        if part:
+            data += rates.reduce_scatter(part * wide_bytes(role), span)
+            data += gathers * rates.all_gather(part * role.itemsize, span)
+            owned += part / span.size
     data = max(0.0, data - rates.assume.overlap * one.seconds)
-    update = rates.update(role, held=held, owned=held / strategy.dp)
+    update = rates.update(role, held=sum(held), owned=owned)
     parts = {name: part * steps for name, part in one.parts.items()}
     parts |= {"data parallel": data * steps, "optimizer": update * steps}
     return CallCost(steps * (one.seconds + data + update), parts, one.num_micro_batches)
@@ -187,7 +217,7 @@ def _generate(
     rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans
 ) -> CallCost:
     """Waves of at most `max_rows` rows, cut into one cohort per stage: prefill, then one token per step."""
-    samples = work.most_samples("generate", strategy.dp)
+    samples = math.ceil(work.most_samples("generate", strategy.dp) / strategy.cp)
     waves = math.ceil(samples / work.max_rows)
     rows = samples / waves
     cohorts = min(strategy.pp, math.ceil(rows))

@@ -3,8 +3,8 @@
 The formulas follow `nn` and `engine` operator by operator; tests/planner/test_memory.py holds them against
 what real processes allocate. Each call is looked at in a few moments, one of which is its peak.
 
-Letters: T tokens of a micro-batch, R response tokens in it, e bytes of an element in the model's dtype, w in
-that of what needs precision (float32; float64 of a float64 model).
+Letters: T tokens of a micro-batch (over cp, a rank's part of them), R response tokens in it, e bytes of an
+element in the model's dtype, w in that of what needs precision (float32; float64 of a float64 model).
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from functools import cached_property
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.sizes import Widths, held_params, num_params, widths
+from realhf.planner.sizes import Widths, exchanged, held_params, num_params, widths
 from realhf.realloc.schedule import STAGING_BYTES
 
 __all__ = [
@@ -52,13 +52,14 @@ def trained_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> i
 
 
 def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """What training holds all the time besides the weights: gradients, and 1/dp of master copy and moments.
+    """What training holds all the time besides the weights: gradients, and a replica's share of master copy
+    and moments.
 
     ZeRO stage 1 (Rajbhandari et al. 2020) with all four in float32. Shards end at whole rows of a parameter,
-    hence one row on top. Experts have only dp/ep replicas to share their optimizer.
+    hence one row on top. Of experts there are 1/ep as many replicas to share their optimizer.
     """
     shared, experts = held_params(role.config, strategy, stage, role.lora)
-    replicas, expert_replicas = strategy.dp, max(1, strategy.dp // strategy.ep)
+    replicas, expert_replicas = strategy.num_replicas, strategy.num_expert_replicas
     row = max(role.config.hidden_size, role.config.intermediate_size // strategy.tp) if replicas > 1 else 0
     sharded = -(-shared // replicas) + -(-experts // expert_replicas) + row
     return (shared + experts + 3 * sharded) * _wide(role)
@@ -124,6 +125,12 @@ class _Call:
 
     @cached_property
     def _micro_batches(self) -> tuple[int, float, float]:
+        """Their number; of the largest, a cp rank's share of tokens and of response tokens."""
+        number, tokens, responses = self._whole_micro_batches
+        return number, tokens / self.strategy.cp, responses / self.strategy.cp
+
+    @cached_property
+    def _whole_micro_batches(self) -> tuple[int, float, float]:
         """Their number, tokens of the largest, and response tokens in that; see engine/micro_batch.py."""
         w, limit, samples = self.workload, self.micro_batch_tokens, self._samples
         length = max(w.tokens, 1.0)
@@ -138,7 +145,7 @@ class _Call:
     def _inputs(self, tokens: float) -> Parts:
         w = self.workload
         rows = -(-w.num_samples // self.strategy.dp)
-        return {"samples": _SAMPLE_BYTES * rows * w.tokens + _INDEX_BYTES * tokens}
+        return {"samples": _SAMPLE_BYTES * rows * w.tokens + _INDEX_BYTES * self.strategy.cp * tokens}
 
     # Pieces, in bytes
 
@@ -178,8 +185,10 @@ class _Call:
         norms = 2 * (self._norm_saved(a.hidden) + e * a.hidden)
         if self.role.config.qk_norm:
             norms += self._norm_saved(a.rotated)
-        outputs = 1 if self.fused else 2
-        attention = e * (a.latents + a.qkv + a.rotated + outputs * a.attention) + 4 * a.heads
+        outputs, inputs = 1 if self.fused else 2, a.qkv + a.rotated
+        if self.strategy.cp > 1:  # What came from other ranks; the output as it goes and as it comes back.
+            outputs, inputs = 2, self._exchanged
+        attention = e * (a.latents + inputs + outputs * a.attention) + 4 * a.heads
         return tokens * (norms + attention + e * (4 * a.mlp + a.routed + self._ranks))
 
     @cached_property
@@ -190,6 +199,12 @@ class _Call:
         last = self.role.config.num_layers - 1
         table = self.role.trained_spec.params
         return sum(p.shape[0] for p in table if p.layer == last and p.part.endswith("lora_A"))
+
+    @cached_property
+    def _exchanged(self) -> int:
+        """Elements per token of the all-to-all over cp before attention."""
+        s = self.strategy
+        return exchanged(self.role.config, s.tp, s.cp) if s.cp > 1 else 0
 
     def _slices(self, numel: float, copies: int) -> float:
         """Copies of a slice of the logits, and the slice before, which goes when the next one has come."""
@@ -202,8 +217,10 @@ class _Call:
         norm = 2 * hidden + (hidden if self.fused else 3 * _wide(self.role) * a.hidden * tokens)
         outputs = 1 if self.fused else 2
         projected = e * tokens * (a.latents + a.qkv + a.rotated)
-        attention = 2 * hidden + projected + max(
-            e * tokens * outputs * a.attention + hidden, hidden + self._reduced(hidden))
+        attending = e * tokens * outputs * a.attention
+        if self.strategy.cp > 1:  # What is sent and what is received; attention's output, that sent back.
+            attending = e * tokens * (self._exchanged + max(self._exchanged, (outputs + 1) * a.attention))
+        attention = 2 * hidden + projected + max(attending + hidden, hidden + self._reduced(hidden))
         routed = e * tokens * a.routed
         mlp = 3 * hidden + routed + max(
             4 * e * tokens * a.mlp, 2 * e * tokens * a.mlp + hidden + self._reduced(hidden))
@@ -303,7 +320,10 @@ class _Call:
         if self.role.lora is not None:  # At most all adapters have a whole side, and both of these copies.
             shared = w * trained * self._reduced_copies(s.tp) if s.tp > 1 else 0.0
         if not self.fused:
-            received = w * trained * (s.dp - 1) / s.dp
+            held = held_params(config, s, self.stage, self.role.lora)
+            received = max(
+                w * part * (1 - 1 / n)
+                for part, n in zip(held, (s.num_replicas, s.num_expert_replicas), strict=True))
             if self.role.lora is None and config.tied and s.pp > 1 and (self._is_first or self._is_last):
                 received = max(received, 2.0 * w * self._at.vocabulary * self._at.hidden)
         return max(shared, received)
@@ -312,7 +332,7 @@ class _Call:
         """The prefill of the last cohort, the copies of prompts' rows, decoding with sampling."""
         a, e, w = self._at, self.role.itemsize, self.workload
         samples = w.most_samples("generate", self.strategy.dp)
-        rows = max(1, min(w.max_rows, samples))
+        rows = max(1, min(w.max_rows, -(-samples // self.strategy.cp)))
         cohorts = min(self.strategy.pp, rows)
         cohort = -(-rows // cohorts)
         prompts = min(cohort, -(-cohort // w.samples_per_prompt) + (cohort % w.samples_per_prompt > 0))

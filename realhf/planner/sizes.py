@@ -1,5 +1,6 @@
 """How much of a model a rank holds: parameters and widths per token, read off the parameter table."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,19 @@ class Widths:
     vocabulary: int
     widest_weight: int  # Elements of the layer's weight whose gradient is the largest.
     head_dim: int
+
+
+def exchanged(config: ModelConfig, tp: int, cp: int) -> int:
+    """Elements of queries, keys and values that a token sends to the ranks over cp, its own among them.
+
+    See nn/context_parallel.py: key-value heads go to every rank that has one of their query heads.
+    """
+    queries, per_kv = config.num_heads // tp, 1
+    if config.mla is None:
+        per_kv = queries // max(1, config.num_kv_heads // tp)
+    kv_heads = queries // math.gcd(queries // cp, per_kv)
+    values = config.head_dim if config.mla is None else config.mla.v_head_dim
+    return queries * config.head_dim + kv_heads * (config.head_dim + values)
 
 
 def num_params(spec: ModelSpec, strategy: ParallelStrategy, stage: int) -> int:
@@ -71,6 +85,7 @@ def _kinds(config: ModelConfig, lora: LoraConfig | None) -> dict[tuple[ParamSpec
     counts: Counter[tuple[tuple[int, ...], int | None, int, bool, int]] = Counter()
     for p in _table(config, lora).params:
         layer = config.num_layers if p.layer is None else p.layer
+        layer = 0 if p.part == "positions.weight" else layer  # Not at both ends.
         counts[p.shape, p.split_dim, p.num_units, p.expert is not None, layer + 1] += 1
     kinds: dict[tuple[ParamSpec, bool], np.ndarray] = {}
     for (shape, split_dim, num_units, is_expert, layer), count in counts.items():

@@ -32,7 +32,7 @@ class Placed(NamedTuple):
 def transfer_seconds(
     cluster: Cluster, source: Placed, target: Placed, *, num_bytes: float, sharded: bool = False
 ) -> float:
-    """Seconds to move a model of `num_bytes`; with `sharded` from the optimizer's copy, whose dp replicas
+    """Seconds to move a model of `num_bytes`; with `sharded` from the optimizer's copy, whose replicas
     have a part each (contiguous in the order of layers)."""
     held, wanted = _rectangles(source, sharded=sharded), _rectangles(target)
     at = np.arange(len(wanted)) + target.first_rank - source.first_rank
@@ -92,10 +92,10 @@ class _Grid:
 def _rectangles(placed: Placed, *, sharded: bool = False) -> np.ndarray:
     """(first layer, last, first column, last) as shares of the whole, by rank."""
     s = placed.strategy
-    pp, dp, _, tp = np.indices((s.pp, s.dp, s.cp, s.tp)).reshape(4, -1)
+    pp, replica, tp = np.indices((s.pp, s.num_replicas, s.tp)).reshape(3, -1)
     low, height = pp / s.pp, 1 / s.pp
     if sharded:
-        low, height = low + dp / (s.pp * s.dp), 1 / (s.pp * s.dp)
+        low, height = low + replica / (s.pp * s.num_replicas), 1 / (s.pp * s.num_replicas)
     return np.round(np.stack([low, low + height, tp / s.tp, (tp + 1) / s.tp], axis=1), 9)
 
 

@@ -210,7 +210,7 @@ def make_schedule(
 ) -> Schedule:
     """The schedule that moves a model from `source` to `target`; the two may share any or no ranks.
 
-    Elements have `itemsize` bytes. With `sharded`, the source is the optimizer's copy, one part on each dp
+    Elements have `itemsize` bytes. With `sharded`, the source is the optimizer's copy, one part on each
     replica. Without `wires`, all devices are alike and on one host; without `forward`, ranks send only what
     they held from the start.
     """

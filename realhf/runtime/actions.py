@@ -26,7 +26,7 @@ class Reallocate:
     of role actor.
 
     With a `rate` the target is another role that follows: target = rate * source + (1 - rate) * target. With
-    `sharded`, the source is the optimizer's copy, one part on each dp replica. `ahead`: for the next step,
+    `sharded`, the source is the optimizer's copy, one part on each replica. `ahead`: for the next step,
     so it may go on while other calls run.
     """
 
@@ -210,7 +210,7 @@ def _copies(
 ) -> list[Reallocate]:
     """Brings copies of parameters in these layouts up to date, each from where least has to move.
 
-    What trains on several dp replicas goes out from the optimizer's copy; its gathering is one of these
+    What trains on several replicas goes out from the optimizer's copy; its gathering is one of these
     movements, and costs nothing where an earlier one has brought the home layout all that it holds.
     """
     made: list[Reallocate] = []

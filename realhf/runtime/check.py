@@ -11,6 +11,8 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import WEIGHTS_FILE, adapter_spec
+from realhf.nn.checkpoint import open_checkpoint
+from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import (
     FIRST_TAG,
@@ -158,6 +160,11 @@ def _check_models(roles: Mapping[str, Role]) -> None:
                 f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model "
                 f"directory, or set {name}.random_init"
             )
+        if not role.random_init:
+            try:
+                open_checkpoint(Path(role.model), model_spec(config))
+            except ValueError as error:
+                raise ValueError(f"{name}.model: {error}") from error
         _check_adapters(name, role)
         if role.follows is None:
             continue

@@ -7,14 +7,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from realhf.dist.group import World
+from realhf.dist.group import PeerError, World
 from realhf.engine.native import DTYPES, NativeEngine
 from realhf.engine.work import OptimizerConfig
+from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.layout import Layout
+from realhf.nn.checkpoint_write import Beside, CheckpointWriter
+from realhf.nn.peft import adapter_writer
 from realhf.param_spec import Region, is_sharded, region_size
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats
@@ -70,10 +74,12 @@ class ModelStore:
             (name, homes[role_of(other)]): 0
             for name in self._sets for other in self._sets if self._are_equal(name, other)
         }
+        fault = ""
         for name, role in roles.items():
             self._create(name, homes[name], optimizer=role.optimizer)
             if world.rank in homes[name]:
-                self._load(name, seed=seed)
+                fault = fault or self._load(name, seed=seed)
+        self._agree(fault)
         for action in actions:
             if isinstance(action, Run) and action.call.role is not None:
                 self._create(action.call.role, action.layout, optimizer=None)
@@ -83,6 +89,15 @@ class ModelStore:
         for name in self._sets:
             if self._is_sharded(name):
                 self._reallocator(self._gathering(name))
+
+    def _agree(self, fault: str) -> None:
+        """Ends the run on every rank where one has a fault; the first that has one says it."""
+        faults = self._world.control.all_gather_json(fault)
+        if any(faults):
+            first = next(rank for rank, fault in enumerate(faults) if fault)
+            if self._world.rank == first:
+                raise UserError(fault)
+            raise PeerError(f"rank {first} cannot read its weights")
 
     def _start_thread(self) -> None:
         if self._on_cuda:
@@ -142,8 +157,11 @@ class ModelStore:
     def _held(self, name: str, layout: Layout) -> dict[str, Region]:
         return self._specs[name].held_by(layout, self._world.rank)
 
-    def _load(self, role: str, *, seed: int) -> None:
-        """Reads a role's home, unless all of its ranks have the weights of another role that are equal."""
+    def _load(self, role: str, *, seed: int) -> str:
+        """Reads a role's home, unless all of its ranks have the weights of another role that are equal.
+
+        Gives what is wrong with the files, if anything is.
+        """
         settings, home = self._roles[role], self.homes[role]
         earlier = list(self._roles)[: list(self._roles).index(role)]
         there = any(
@@ -153,11 +171,17 @@ class ModelStore:
             for other in earlier
         )  # fmt: skip
         with self._in_use((role, home), written=None if there else (role, home)):
-            if there:
-                self.engine(role, home).load_adapters(seed=seed)
-            else:
-                self.engine(role, home).load(
-                    None if settings.random_init else Path(settings.model), seed=seed)
+            engine = self.engine(role, home)
+            try:
+                if not there:
+                    engine.load_base(None if settings.random_init else Path(settings.model), seed=seed)
+            except ValueError as error:
+                return f"{role}.model: {error}"
+            try:
+                engine.load_adapters(seed=seed)
+            except ValueError as error:
+                return f"{role}.lora.adapter: {error}"
+        return ""
 
     def _reallocator(self, action: Reallocate) -> Reallocator | None:
         """The one that carries out an action; None on ranks without a part."""
@@ -266,15 +290,39 @@ class ModelStore:
                 moved.append(self._running.pop(target).result())
         return moved
 
-    def export(self, role: str, directory: Path) -> None:
-        """Writes the role's home copy as a Hugging Face directory. Ranks outside its home do nothing."""
+    def export(self, role: str, directory: Path, *, beside: Mapping[str, Beside]) -> None:
+        """Writes the role's home copy as a Hugging Face directory on rank 0's host, and files `beside`, which
+        rank 0 gives. Every rank calls this; those that are neither rank 0 nor in the home do nothing."""
         if self._is_sharded(name := self._trained(role)):
             self.start(self._gathering(name))
         home = (role, self.homes[role])
-        if home in self._engines:
+        if home in self._engines or self._world.rank == 0:
             # It moves parameters too, so it takes its turn among the reallocations.
-            self._thread.submit(self._save, home, directory).result()
+            ready = torch.cuda.current_stream().record_event() if self._on_cuda else None
+            self._thread.submit(self._save, home, directory, beside, ready).result()
 
-    def _save(self, copy: tuple[str, Layout], directory: Path) -> None:
+    def _save(
+        self, copy: tuple[str, Layout], directory: Path, beside: Mapping[str, Beside],
+        ready: torch.cuda.Event | None,
+    ) -> None:  # fmt: skip
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
+        role, layout = copy
+        writer = self._writer(role, layout)
         with self._in_use(copy):
-            self.engine(*copy).save(directory, base=self._roles[copy[0]].model)
+            shards = self._engines[copy].export_shards() if copy in self._engines else {}
+            try:
+                writer.write(directory, shards, beside=beside)
+            except OSError as error:
+                what = f"{error.filename or directory} cannot be written: {error.strerror}"
+                raise UserError(what) from error
+
+    def _writer(self, role: str, layout: Layout) -> CheckpointWriter:
+        """What writes the role's directories: of a model, or of adapters."""
+        settings = self._roles[role]
+        how: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "leader": 0}
+        lora = settings.adapters()
+        if lora is None or lora.export_merged:
+            return CheckpointWriter(self._specs[role], layout, self._world, **how)
+        spec = self._specs[adapters_of(role)]
+        return adapter_writer(spec, lora, layout, self._world, base=settings.model, **how)

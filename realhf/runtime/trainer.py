@@ -15,6 +15,7 @@ from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.check import Program
 from realhf.runtime.executor import Executor, HostContext, StepRecord
+from realhf.runtime.export import files_beside
 from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
 from realhf.runtime.progress import Progress
@@ -110,12 +111,12 @@ class Trainer:
         folders there."""
         if self._out is None:
             return
+        experiment = self._program.experiment
         trainable = [name for name, role in self._program.roles.items() if role.optimizer is not None]
         for i, name in enumerate(trainable):
             directory = self._out / "hf" / f"step_{step}" / (name if i else "")
-            self._store.export(name, directory)
-            if self._is_main:
-                self._context.tokenizer.save_pretrained(directory)
+            beside = files_beside(experiment, name, step=step) if self._is_main else {}
+            self._store.export(name, directory, beside=beside)
 
     def _finish(self, *, seconds: float) -> dict[str, Any]:
         steps, history, scores = self._program.experiment.steps, self._journal.history, self._journal.scores

@@ -1,6 +1,6 @@
 """Training against transformers and torch.optim.AdamW, learning rates against their schedulers."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -10,14 +10,18 @@ from safetensors.torch import load_file
 from realhf.algorithms.sft import CrossEntropy
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
+from realhf.dist.parallel import ParallelGroups
 from realhf.engine.native import NativeEngine
-from realhf.engine.optimizer import learning_rate
+from realhf.engine.optimizer import ShardedAdamW, learning_rate
 from realhf.engine.work import OptimizerConfig, TrainStep
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
+from realhf.nn.transformer import Transformer
+from realhf.param_spec import model_spec, region_size, region_slices
+from realhf.realloc.bind import shards_of
 from tests.engine.reference import plain_model, ragged_rows
+from tests.families import CASES, MOE_CASES
 
 NUM_STEPS = 3
 OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-6, weight_decay=0.1, max_grad_norm=5.95, warmup_steps=2)
@@ -87,7 +91,13 @@ def plain(request, tmp_path_factory):
     return directory, steps, history, model.state_dict()
 
 
-@pytest.mark.parametrize("layout", ["d1@0", "d2@0-1", "d4@0-3", "t2@0-1", "t4@0-3", "p2@0-1", "d2p2@3,1,0,2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("d1@0", "d2@0-1", "d4@0-3", "t2@0-1", "t4@0-3", "p2@0-1", "d2p2@3,1,0,2"),
+        *("c2@0-1", "c2t2@0-3", "d2c2@0-3"),
+    ],
+)
 def test_training_is_that_of_torch_on_the_plain_model(pool, plain, tmp_path, layout):
     directory, steps, history, weights = plain
     results = pool.run(_train, layout, directory, tmp_path / "out", steps)
@@ -97,6 +107,94 @@ def test_training_is_that_of_torch_on_the_plain_model(pool, plain, tmp_path, lay
     assert saved.keys() >= weights.keys() - {"lm_head.weight"}
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-8, atol=1e-9, msg=name)
+
+
+STEPS_OF_GRADIENTS = 3
+SPREAD = [
+    ("qwen2", "d2c2@0-3"), ("qwen2", "c2@0-1"), ("qwen2", "c4@3,0,1,2"), ("qwen2", "p2c2@0-3"),
+    ("qwen3-moe", "d4e2@0-3"), ("qwen3-moe", "d2e2t2@0-3"), ("qwen3-moe", "d4e4@0-3"),
+    ("qwen3-moe", "d2e2c2@0-3"), ("qwen3-moe", "d2e2p2@0-3"), ("deepseek-v3", "d2e2p2@0-3"),
+]  # fmt: skip
+
+
+def _update_by_made_up_gradients(world, hf, text):
+    """Name -> (region, values) of this rank after some steps; gradients are those of the whole divided among
+    the ranks that add theirs up."""
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return None
+    spec = model_spec(hf_config(hf))
+    shards = Shards(spec, ParallelGroups.create(world, layout))
+    start = _normal(spec, seed=100)
+    for name, region in shards.regions.items():
+        shards.shards()[name].copy_(start[name][region_slices(region)])
+    optimizer = ShardedAdamW(shards, OPTIMIZER)
+    sections = spec.sections(layout, world.rank)
+    shares = {name: 1 / len(ranks) for regions, ranks in sections for name in regions}
+    norms = []
+    for step in range(STEPS_OF_GRADIENTS):
+        grads = _normal(spec, seed=step)
+        for name, grad in shards.grad_shards().items():
+            grad.copy_(shares[name] * grads[name][region_slices(shards.regions[name])])
+        norms.append(optimizer.step()["grad_norm"])
+    for name, owned in optimizer.shards.items():
+        region = spec.held_by(layout, world.rank, sharded=True)[name]
+        low = shards.regions[name][0][0]
+        rows = shards.shards()[name][region[0][0] - low : region[0][1] - low]
+        assert torch.equal(owned, rows), name
+    return norms, {n: (region, shards.shards()[n]) for n, region in shards.regions.items()}
+
+
+class Shards(Transformer):
+    """The parameters of a model, of any family, without its computation."""
+
+    def __init__(self, spec, groups):
+        torch.nn.Module.__init__(self)
+        self.spec, self.groups = spec, groups
+        self.regions = spec.held_by(groups.layout, groups.rank)
+        sizes = [region_size(region) for region in self.regions.values()]
+        self._offsets = dict(zip(self.regions, pairwise(accumulate(sizes, initial=0)), strict=True))
+        self.flat = groups.world.zeros(sum(sizes), torch.float64)
+        self._shards = shards_of(self.flat, self.regions)
+
+    def enable_grad(self):
+        self.grad_buffer = torch.zeros_like(self.flat)
+
+    def finish_grads(self):
+        pass  # The gradients are whole within a replica.
+
+
+def _normal(spec, *, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {p.name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in spec.params}
+
+
+def hf_config(name):
+    case = {**CASES, **MOE_CASES}[name]
+    return ModelConfig.from_hf(transformers.AutoConfig.for_model(**case.hf(**_ARCHITECTURES[name])).to_dict())
+
+
+_ARCHITECTURES = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"]},
+    "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"]},
+}
+
+
+@pytest.mark.parametrize(("family", "layout"), SPREAD)
+def test_updates_are_those_of_one_process(pool, family, layout):
+    norms, whole = _update_by_made_up_gradients(World(), family, "d1@0")
+    spec = model_spec(hf_config(family))
+    for step, norm in enumerate(norms):
+        squares = sum(grad.square().sum().item() for grad in _normal(spec, seed=step).values())
+        assert norm == pytest.approx(squares**0.5, rel=1e-12)
+    results = [r for r in pool.run(_update_by_made_up_gradients, family, layout) if r is not None]
+    assert len(results) == len(Layout.parse(layout).ranks)
+    for their_norms, shards in results:
+        assert their_norms == pytest.approx(norms, rel=1e-12)
+        for name, (region, values) in shards.items():
+            expected = whole[name][1][region_slices(region)]
+            torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_bfloat16_model_learns_with_a_float32_master_copy(tmp_path):

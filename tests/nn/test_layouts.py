@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+from realhf.layout import even_split
 from realhf.nn.hf import load_weights, save_weights
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 
-LAYOUTS = ["t2@0,1", "t4@0-3", "p2@0,1", "t2p2@0-3", "p4@0-3", "d2t2@0-3", "t2@3,1"]
+LAYOUTS = [
+    *("t2@0,1", "t4@0-3", "p2@0,1", "t2p2@0-3", "p4@0-3", "d2t2@0-3", "t2@3,1"),
+    *("c2@0,1", "c4@0-3", "c4@3,0,2,1", "c2t2@0-3", "c2p2@0-3", "d2c2@0-3"),
+]
 
 
 def _pass_through(model, x_shape, x_ids, compute):
@@ -23,18 +27,20 @@ def _pass_through(model, x_shape, x_ids, compute):
     return x, hidden
 
 
-def _train(world, hf, layout):
+def _train(world, hf, recompute, layout):
     """Logits of the last stage, and (HF name, region, weights, gradient) of every shard."""
     model = build(hf, world=world, layout=layout)
     model.enable_grad()
     groups, stage = model.groups, model.groups.at.pp
     ids = tokens()
-    x, hidden = _pass_through(model, (len(ids), 32), ids, lambda x: model(x, SEQ_LENS))
+    start, stop = even_split(len(ids), groups.layout.cp, groups.at.cp)
+    x, hidden = _pass_through(
+        model, (stop - start, 32), ids, lambda x: model(x, SEQ_LENS, recompute=recompute))
     logits = None
     if groups.is_last_stage:
         logits = model.logits(hidden)
         weights = torch.randn(len(ids), 67, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
-        (logits * weights[:, slice(*model.vocab_range)]).sum().backward()
+        (logits * weights[start:stop, slice(*model.vocab_range)]).sum().backward()
     else:
         grad = torch.empty_like(hidden)
         groups.pp.exchange([], [(stage + 1, grad)])
@@ -42,9 +48,10 @@ def _train(world, hf, layout):
     if not groups.is_first_stage:
         groups.pp.exchange([(stage - 1, x.grad)], [])
     model.finish_grads()
+    groups.cp.all_reduce(model.grad_buffer)  # (The optimizer's part of the sum.)
     grads, shards = model.grad_shards(), model.shards()
     pieces = [(name, region, shards[name], grads[name]) for name, region in model.regions.items()]
-    return logits if logits is None else (model.vocab_range, logits.detach()), pieces
+    return logits if logits is None else ((start, stop), model.vocab_range, logits.detach()), pieces
 
 
 def _on_ranks_of(world, layout, fn, *args):
@@ -53,14 +60,22 @@ def _on_ranks_of(world, layout, fn, *args):
     return fn(world, *args, layout) if inside else None
 
 
-def _train_on(world, hf, layout):
-    return _on_ranks_of(world, layout, _train, hf)
+def _train_on(world, hf, layout, recompute):
+    return _on_ranks_of(world, layout, _train, hf, recompute)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_gradients_are_those_of_one_process(pool, layout, tied):
-    hf = hf_config(tied=tied)
+    _compare(pool, hf_config(tied=tied), layout)
+
+
+@pytest.mark.parametrize("layout", ["c2t2@0-3", "c2p2@0-3"])
+def test_recomputing_changes_nothing(pool, layout):
+    _compare(pool, hf_config(), layout, recompute=True)
+
+
+def _compare(pool, hf, layout, *, recompute=False):
     reference = build(hf)
     reference.enable_grad()
     ids = tokens()
@@ -68,16 +83,18 @@ def test_logits_and_gradients_are_those_of_one_process(pool, layout, tied):
     weights = torch.randn(len(ids), 67, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
     (expected * weights).sum().backward()
     grads, whole = reference.grad_shards(), reference.shards()
-    results = [r for r in pool.run(_train_on, hf, layout) if r is not None]
+    results = [r for r in pool.run(_train_on, hf, layout, recompute) if r is not None]
     for logits, pieces in results:
         if logits is not None:
-            (start, stop), values = logits
-            torch.testing.assert_close(values, expected[:, start:stop].detach(), rtol=1e-10, atol=1e-10)
+            rows, columns, values = logits
+            theirs = expected[slice(*rows), slice(*columns)].detach()
+            torch.testing.assert_close(values, theirs, rtol=1e-10, atol=1e-10)
         for name, region, shard, grad in pieces:
             at = tuple(slice(*extent) for extent in region)
             assert torch.equal(shard, whole[name][at]), name
             torch.testing.assert_close(grad, grads[name][at], rtol=1e-9, atol=1e-9, msg=f"{layout} {name}")
-    assert any(logits is not None for logits, _ in results)
+    seen = [logits for logits, _ in results if logits is not None]
+    assert {t for rows, _, _ in seen for t in range(*rows)} == set(range(len(ids)))
 
 
 def _decode(world, hf, layout):

@@ -54,7 +54,7 @@ def test_training_takes_three_times_the_forward_flops():
     assert again - train == pytest.approx((matrices - head + attention) / 1e15, rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["d4", "t4", "d2t2", "t8", "d8t2"])
+@pytest.mark.parametrize("strategy", ["d4", "t4", "d2t2", "t8", "d8t2", "c4", "d2c2t2"])
 def test_flops_are_shared_by_data_and_tensor_parallel_ranks(strategy):
     parsed = ParallelStrategy.parse(strategy)
     one, many = (_cost(_rates(flops=1e15), "train_step", s).seconds for s in ("d1", strategy))
@@ -86,6 +86,27 @@ def test_tensor_parallelism_sums_twice_per_block_and_direction(tp):
     each = 2 * (tp - 1) / tp * 2 * 2048 * LLAMA.hidden_size * 2 / 1e9
     assert _cost(_rates(intra=1e9), "forward", f"t{tp}", work=values).seconds == pytest.approx(64 * each)
     assert _cost(_rates(intra=1e9), "train_step", f"t{tp}", work=values).seconds == pytest.approx(128 * each)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "kv_heads"),
+    [("llama-7b", "c4", 32), ("llama-7b", "c4t2", 16), ("llama-70b", "c2", 8), ("qwen2.5-7b", "c7", 28)],
+)
+def test_context_parallelism_exchanges_queries_keys_values_and_outputs(model, strategy, kv_heads):
+    """Four messages per block and direction (arXiv:2309.14509, section 3.2), keys and values as often as
+    ranks need them: each carries (n - 1) / n of what a rank has of its 1 / n of the tokens."""
+    config, parsed = ModelConfig.load(model), ParallelStrategy.parse(strategy)
+    role = ModelRole(config, trainable=True)
+    values = Workload(2, 1024, 1024, 1024, output="values")
+    tokens, cp = 2 * 2048 / parsed.cp, parsed.cp
+    heads = 2 * config.num_heads / parsed.tp + 2 * kv_heads
+    each = (cp - 1) / cp * tokens * heads * config.head_dim * 2 / 1e9
+    for kind, directions in (("forward", 1), ("train_step", 2)):
+        rates, alone = _rates(intra=1e9), strategy.replace(f"c{cp}", "")
+        cost = _cost(rates, kind, strategy, role=role, work=values)
+        reduced = _cost(rates, kind, alone, role=role, work=values).parts.get("tensor parallel", 0.0) / cp
+        within = cost.parts["context parallel" if parsed.tp == 1 else "tensor and context parallel"]
+        assert within - reduced == pytest.approx(directions * config.num_layers * each, rel=1e-6)
 
 
 def test_zero_reduces_float32_gradients_and_gathers_bfloat16_parameters():

@@ -48,12 +48,16 @@ TRAIN = [
     Case("t2p2@0-3", "train_step", _role("bfloat16"), FULL, 144),
     Case("p4@0-3", "train_step", _role(**NARROW), FULL, 96),
     Case("d2p2@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 96),
+    Case("c2@0-1", "train_step", _role("bfloat16", **NARROW), FULL),
+    Case("c4@0-3", "train_step", _role(), FULL, 240),
+    Case("c2t2@0-3", "train_step", _role(kv=2, **NARROW), FULL),
 ]
 RECOMPUTE = [
     Case("d1@0", "train_step", _role("bfloat16", **NARROW), FULL, 384, recompute=True),
     Case("d2t2@0-3", "train_step", _role(**NARROW), FULL, recompute=True),
     Case("t2p2@0-3", "train_step", _role("bfloat16"), FULL, 144, recompute=True),
     Case("p4@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 96, recompute=True),
+    Case("c2p2@0-3", "train_step", _role("bfloat16", **NARROW), FULL, 96, recompute=True),
 ]
 FORWARD = [
     Case("d1@0", "forward", _role("bfloat16", trainable=False), FULL),
@@ -63,6 +67,8 @@ FORWARD = [
     Case("d2p2@0-3", "forward", _role("bfloat16", trainable=False), FULL, 96),
     Case("p2@0-1", "forward", _role(trainable=False, head="score"), VALUES, 144),
     Case("d2t2@0-3", "forward", _role("bfloat16", trainable=False, head="score"), SCORES),
+    Case("c2@0-1", "forward", _role("bfloat16", trainable=False, **NARROW), FULL),
+    Case("c4@0-3", "forward", _role(trainable=False), FULL, 240),
 ]
 GENERATION = [
     Case("d1@0", "generate", _role("bfloat16", trainable=False, vocab=500), GENERATE),
@@ -72,6 +78,7 @@ GENERATION = [
     Case("p2@0-1", "generate", _role(trainable=False, vocab=500), GENERATE),
     Case("t2p2@0-3", "generate", _role("bfloat16", trainable=False), GENERATE),
     Case("d2t2@0-3", "generate", _role(trainable=False), GENERATE),
+    Case("c2@0-1", "generate", _role(trainable=False), GENERATE),
 ]
 LORA = LoraConfig(rank=4)
 ADAPTERS = [
@@ -157,7 +164,7 @@ def test_parameters_are_those_published(name, total):
     "name, layout",
     [
         *(("qwen2.5-0.5b", layout) for layout in ("d1@0", "t2@0-1", "t7p2@0-13", "d2p3@0-5")),
-        *(("qwen3-30b-a3b", layout) for layout in ("t8p2@0-15", "d4e4@0-3", "d3p5t2e3@0-29")),
+        *(("qwen3-30b-a3b", layout) for layout in ("t8p2@0-15", "d4e4@0-3", "d4e2@0-3", "d3p5t2e3@0-29")),
     ],
 )
 def test_sizes_are_those_of_the_fullest_rank(name, layout):
@@ -168,10 +175,9 @@ def test_sizes_are_those_of_the_fullest_rank(name, layout):
         held = max(sum(map(region_size, role.spec.held_by(layout, rank).values())) for rank in ranks)
         assert num_params(role.spec, layout.strategy, stage) == held
         assert weights_bytes(role, layout.strategy, stage) == 2 * held
-        if layout.ep == 1:
-            shards = (role.spec.held_by(layout, rank, sharded=True).values() for rank in ranks)
-            owned = max(sum(map(region_size, regions)) for regions in shards)
-            assert training_bytes(role, layout.strategy, stage) == pytest.approx(4 * (held + 3 * owned), 1e-3)
+        shards = (role.spec.held_by(layout, rank, sharded=True).values() for rank in ranks)
+        owned = max(sum(map(region_size, regions)) for regions in shards)
+        assert training_bytes(role, layout.strategy, stage) == pytest.approx(4 * (held + 3 * owned), 1e-3)
 
 
 def test_zero_stage_one_as_published():

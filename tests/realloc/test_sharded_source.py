@@ -1,4 +1,4 @@
-"""Reallocation out of the optimizer's copy, of which every dp replica holds a part of the rows."""
+"""Reallocation out of the optimizer's copy, of which every replica holds a part of the rows."""
 
 import itertools
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from realhf.layout import Layout
-from realhf.param_spec import region_size, region_slices
+from realhf.param_spec import model_spec, region_size, region_slices
 from realhf.realloc.execute import Reallocator
 from tests.realloc.test_execute import _in_shared_memory, _model, _shards, _spec
+from tests.test_param_spec import small
 
+MOE = {"family": "Qwen3Moe"}
 CASES = [
     ("d4@0-3", "d4@0-3", {}),  # what ZeRO-1 gathers after a step
     ("d4@0-3", "t4@0-3", {}),
@@ -17,34 +19,94 @@ CASES = [
     ("d2p2@0-3", "d2t2@3,1,0,2", {"tied": True}),
     ("d2t2@0-3", "p2@2-3", {"num_kv_heads": 1}),  # kv heads on both tp ranks, cut at different rows
     ("d3@0-2", "d1@3", {}),
+    ("c4@0-3", "t4@0-3", {}),
+    ("d2c2@0-3", "d4@0-3", {}),
+    ("c2t2@3,1,0,2", "p2@0-1", {"tied": True}),
+    ("d4e2@0-3", "d4e2@0-3", MOE),
+    ("d4e4@0-3", "t4@0-3", MOE),
+    ("d2e2t2@0-3", "d4e4@3,1,0,2", MOE),
+    ("d2e2c2@0-3", "d4@0-3", MOE),
+    ("d2e2p2@0-3", "d2e2@1-2", MOE),
 ]
 
 
-@pytest.mark.parametrize("layout", ["d4@0-3", "d2t2@0-3", "p2d2@0-3", "d3@1-3"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_parts_tile_what_a_replica_holds(layout, tied):
-    spec, layout = _spec(tied=tied), Layout.parse(layout)
+def _any_spec(settings):
+    return model_spec(small(tied=False, **settings)) if "family" in settings else _spec(**settings)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("d4@0-3", "d2t2@0-3", "p2d2@0-3", "d3@1-3", "c4@0-3", "d2c2@0-3", "d3c2t2p2@0-23"),
+        *("d4e2@0-3", "d4e4@0-3", "d2e2t2@0-3", "d6e3c2@0-11", "d4e2c3t2p2@0-47"),
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, {"tied": True}, MOE, {"family": "DeepseekV3"}])
+def test_parts_tile_what_a_replica_holds(layout, settings):
+    spec, layout = _any_spec(settings), Layout.parse(layout)
+    if layout.ep > 1 and spec.config.moe is None:
+        return
     for stage, index in itertools.product(range(layout.pp), range(layout.tp)):
-        ranks = layout.grid[stage, :, 0, index].tolist()
-        whole = spec.held_by(layout, ranks[0])
+        ranks = layout.grid[stage, :, :, index].ravel().tolist()
+        held = {rank: spec.held_by(layout, rank) for rank in ranks}
         count = {p.name: torch.zeros(p.shape) for p in spec.params}
         sizes = []
         for rank in ranks:
             part = spec.held_by(layout, rank, sharded=True)
+            assert list(part) == [name for name in held[rank] if name in part]
             sizes.append(sum(map(region_size, part.values())))
             for name, region in part.items():
+                whole = held[rank][name]
+                assert all(a >= c and b <= d for (a, b), (c, d) in zip(region, whole, strict=True))
                 count[name][region_slices(region)] += 1
         for name, times in count.items():
             expected = torch.zeros_like(times)
-            if name in whole:
-                expected[region_slices(whole[name])] = 1
+            for regions in held.values():
+                if name in regions:
+                    expected[region_slices(regions[name])] = 1
             assert torch.equal(times, expected), name
-        longest_row = max(region_size(((0, 1), *region[1:])) for region in whole.values())
-        assert max(sizes) - min(sizes) <= 2 * longest_row
+        if layout.ep == 1:
+            longest_row = max(region_size(((0, 1), *region[1:])) for region in held[ranks[0]].values())
+            assert max(sizes) - min(sizes) <= 2 * longest_row
+
+
+@pytest.mark.parametrize("layout", ["d4e2@0-3", "d2e2p2@0-3", "d6e3c2@0-11", "d4e2c3t2p2@0-47"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
+def test_sections_lie_end_to_end_and_share_their_elements_evenly(layout, family):
+    spec, layout = _any_spec({"family": family}), Layout.parse(layout)
+    for rank in layout.ranks:
+        held, sections = spec.held_by(layout, rank), spec.sections(layout, rank)
+        assert [item for regions, _ in sections for item in regions.items()] == list(held.items())
+        for regions, ranks in sections:
+            if not regions:
+                assert family == "DeepseekV3", "its first layers have no experts"
+                continue
+            assert rank in ranks
+            assert all(regions.items() <= spec.held_by(layout, r).items() for r in ranks)
+            parts = [spec.held_by(layout, r, sharded=True) for r in ranks]
+            sizes = [sum(region_size(x) for n, x in part.items() if n in regions) for part in parts]
+            assert sum(sizes) == sum(map(region_size, regions.values()))
+            longest_row = max(region_size(((0, 1), *region[1:])) for region in regions.values())
+            assert max(sizes) - min(sizes) <= 2 * longest_row
+
+
+@pytest.mark.parametrize("layout", ["d3c2t2p2@0-23", "d4e2@0-3", "d6e3c2@0-11", "d4e2c3t2p2@0-47"])
+@pytest.mark.parametrize("settings", [{"tied": True}, MOE, {"family": "DeepseekV3"}])
+def test_sharded_placements_agree_with_what_ranks_hold(layout, settings):
+    spec, layout = _any_spec(settings), Layout.parse(layout)
+    if layout.ep > 1 and spec.config.moe is None:
+        return
+    held = {rank: spec.held_by(layout, rank, sharded=True) for rank in layout.ranks}
+    for param, placement in zip(spec.params, spec.placements(layout, sharded=True), strict=True):
+        expected = {}
+        for rank in sorted(layout.ranks):
+            if param.name in held[rank]:
+                expected.setdefault(held[rank][param.name], []).append(rank)
+        assert {region: list(ranks) for region, ranks in placement} == expected
 
 
 def _move(world, source, target, settings, dtype, shared):
-    spec, layouts = _spec(**settings), (Layout.parse(source), Layout.parse(target))
+    spec, layouts = _any_spec(settings), (Layout.parse(source), Layout.parse(target))
     model = _model(spec, seed=1, dtype=torch.float32)
     held = spec.held_by(layouts[0], world.rank, sharded=True)
     wanted = spec.held_by(layouts[1], world.rank)

@@ -1,0 +1,189 @@
+"""Reads a sharded checkpoint into models of several layouts and compares with safetensors alone.
+
+    python benchmarks/load.py                    # 2 GiB of bfloat16 on 4 processes
+    python benchmarks/load.py --mib 256 --layouts t4 --repeats 3
+
+In every repetition all ways read into the same memory, each time another one first; a time is the median over
+repetitions of the slowest rank's. The files are in the page cache. Exit code 1: a goal was missed.
+
+- `load_weights`: ours, every rank its own regions;
+- `get_slice`: the same regions by `safetensors.safe_open`, copied into the model;
+- `load_file`: `safetensors.torch.load_file`, copied into memory, each process as large a share of the files
+  as it holds of the model.
+
+Memory is that of the whole process, all kinds of pages, at its peak while `load_weights` runs for the first
+time, less what it had before the model was made.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import (
+    Goal,
+    machine,
+    median_of_slowest,
+    progress,
+    report,
+    run_ranks,
+    scratch_directory,
+    time_interleaved,
+)
+from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from realhf.dist.group import World
+from realhf.dist.parallel import ParallelGroups
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.nn.hf import load_weights, save_weights
+from realhf.nn.transformer import Transformer
+from realhf.param_spec import ModelSpec, model_spec, region_slices
+
+NPROC = 4
+LAYOUTS = ("t4", "d2t2", "p4", "d4")
+_MAX_EXTRA_MIB, _MAX_RATIO = 256, 1.5
+_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    mib: int
+    repeats: int
+    layouts: tuple[str, ...]
+    directory: str
+
+
+def llama(mib: int) -> ModelSpec:
+    """A Llama with Llama-3-8B's ratios in as many layers as make `mib` of bfloat16, at least four."""
+    width = 2048 if mib >= 1024 else 512
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16 * width,
+        "hidden_size": width, "intermediate_size": width * 7 // 2, "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }  # fmt: skip
+    sizes = [model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": n})).numel for n in (1, 2)]
+    layers = max(4, 1 + -(-((mib << 19) - sizes[0]) // (sizes[1] - sizes[0])))
+    return model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": layers}))
+
+
+def write(rank: int, nproc: int, store: dist.Store, settings: Settings) -> None:
+    """The checkpoint: random bits, of which no bfloat16 is a NaN."""
+    world = World(rank=rank, size=nproc, store=store, timeout_seconds=_TIMEOUT_SECONDS)
+    model = make(settings.mib, world, f"t{nproc}")
+    bits = model.flat.view(torch.int16)
+    step = 1 << 24
+    for start in range(0, len(bits), step):
+        bits[start : start + step].random_(0, 0x4000)
+    save_weights(settings.directory, model, max_shard_bytes=settings.mib << 17)
+
+
+def make(mib: int, world: World, layout: str) -> Transformer:
+    groups = ParallelGroups.create(world, Layout.parse(f"{layout}@0-{world.size - 1}"))
+    return Transformer(llama(mib), groups, dtype=torch.bfloat16)
+
+
+def status_mib(key: str) -> float:
+    """VmRSS (memory now) or VmHWM (its peak) of this process."""
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def measure(rank: int, nproc: int, store: dist.Store, settings: Settings, layout: str) -> dict[str, Any]:
+    world = World(rank=rank, size=nproc, store=store, timeout_seconds=_TIMEOUT_SECONDS)
+    Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
+    before = status_mib("VmRSS")
+    model = make(settings.mib, world, layout)
+    assert load_weights(settings.directory, model) == []
+    shard, peak = model.flat.nbytes / 2**20, status_mib("VmHWM") - before
+    total = model.flat.view(torch.int16).sum(dtype=torch.int64).item()
+    files = sorted(Path(settings.directory).glob("*.safetensors"))
+    share = model.groups.layout.tp * model.groups.layout.pp
+    rivals: dict[str, Callable[[], object]] = {
+        "load_weights": lambda: load_weights(settings.directory, model),
+        "get_slice": lambda: read_slices(files, model),
+        "load_file": lambda: read_files(files[rank % share :: share]),
+    }
+    model.flat.zero_()
+    rivals["get_slice"]()
+    assert total == model.flat.view(torch.int16).sum(dtype=torch.int64).item(), "the ways read differently"
+    seconds = time_interleaved(rivals, repeats=settings.repeats, barrier=world.control.barrier)
+    return {"shard_mib": shard, "extra_mib": peak - shard, "seconds": seconds}
+
+
+def read_slices(files: list[Path], model: Transformer) -> None:
+    for file in files:
+        with safe_open(file, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 (it is no mapping)
+                if name in model.regions:
+                    part = reader.get_slice(name)[region_slices(model.regions[name])]
+                    model.shards()[name].copy_(part)
+
+
+def read_files(files: list[Path]) -> None:
+    for file in files:
+        for tensor in load_file(file).values():
+            tensor.clone()
+
+
+def row(layout: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    names = list(by_rank[0]["seconds"])
+    by_name = {name: zip(*(r["seconds"][name] for r in by_rank), strict=True) for name in names}
+    repetitions = {name: [max(times) for times in by_name[name]] for name in names}
+    pairs = zip(repetitions["load_weights"], repetitions["get_slice"], strict=True)
+    return {
+        "layout": layout, "shard_mib": [round(r["shard_mib"], 1) for r in by_rank],
+        "extra_mib": [round(r["extra_mib"], 1) for r in by_rank],
+        "seconds": {name: median_of_slowest([r["seconds"][name] for r in by_rank]) for name in names},
+        "ratio": statistics.median(ours / theirs for ours, theirs in pairs), "repetitions": repetitions,
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    made = Table(title="Seconds to read; memory beside the model")
+    for column in ("layout", "shard MiB", "extra MiB, worst rank", *rows[0]["seconds"], "ours / get_slice"):
+        made.add_column(column, justify="left" if column == "layout" else "right")
+    for one in rows:
+        seconds = [f"{value:.3f}" for value in one["seconds"].values()]
+        sizes = f"{max(one['shard_mib']):.0f}", f"{max(one['extra_mib']):.1f}"
+        made.add_row(one["layout"], *sizes, *seconds, f"{one['ratio']:.2f}")
+    return made
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--mib", type=int, default=2048, help="bfloat16 weights of the model, at least")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    args = parser.parse_args()
+    hardware, rows = machine(), []
+    with scratch_directory(7 * args.mib << 20) as scratch:
+        settings = Settings(args.mib, args.repeats, tuple(args.layouts), scratch)
+        run_ranks(write, NPROC, settings)
+        for layout in args.layouts:
+            rows.append(row(layout, run_ranks(measure, NPROC, settings, layout)))
+            progress(f"{layout}: {rows[-1]['seconds']}, extra MiB by rank {rows[-1]['extra_mib']}")
+    goals = [
+        Goal("worst extra MiB of a rank", max(max(r["extra_mib"]) for r in rows), at_most=_MAX_EXTRA_MIB),
+        *(Goal(f"{r['layout']}: ours / get_slice", r["ratio"], at_most=_MAX_RATIO) for r in rows),
+    ]
+    document = {
+        "benchmark": "load", "machine": hardware, "settings": vars(args),
+        "checkpoint_bytes": llama(args.mib).numel * 2, "rows": rows,
+    }  # fmt: skip
+    return report(document, tables=[table(rows)], goals=goals, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

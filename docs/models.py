@@ -1,0 +1,73 @@
+"""Writes docs/models.md from the tables that the code and the tests use: `python docs/models.py`."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import transformers
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from realhf.families import FAMILIES  # noqa: E402
+from realhf.model_config import HEADS, ROPE_KEYS, ModelConfig  # noqa: E402
+from realhf.param_spec import model_spec  # noqa: E402
+from realhf.shipped import shipped_dir  # noqa: E402
+from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS  # noqa: E402
+
+HEAD = """\
+# Models
+
+<!-- Written by `python docs/models.py` from realhf/families.py, tests/families.py and models/. -->
+
+A model is a Hugging Face directory, in and out: causal language models, and the sequence classification
+models of the same families with one label (reward models, critics). Of each row a tiny random model, made
+by transformers' own class, is compared in float32 under all of its layouts (tests/test_families.py): logits
+within 1e-5, gradients within 1e-4 of each tensor's largest, 64 tokens of greedy generation identical, and
+the tensors of a directory that was read and written again byte for byte the same. To add a family, see
+[adding-a-model.md](adding-a-model.md).
+
+"""
+NOTES = """\
+
+Rotary embeddings: {ropes}. `dynamic` and `longrope` depend on the length of
+a sequence; each sequence of a packed batch goes by its own.
+
+What a config.json says of dropout is ignored: reinforcement learning needs the probabilities that sampling
+had. Quantised checkpoints are refused. DeepSeek-V3's layer for predicting a second token is left out.
+
+## Shipped configs
+
+For planning without weights, `realhf plan` and `realhf realloc` take these names (parameters as published;
+tests/test_shipped_models.py).
+
+"""
+
+
+def families() -> list[str]:
+    rows = ["| model | classes in transformers | layouts tested |", "|---|---|---|"]
+    for cases, layouts in ((CASES, LAYOUTS), (MOE_CASES, (*LAYOUTS, *MOE_LAYOUTS))):
+        for case in cases.values():
+            family = FAMILIES[case.family]
+            classes = ", ".join(filter(partial(hasattr, transformers), map(family.architecture, HEADS)))
+            rows.append(f"| {case.about} | {classes} | {' '.join(layouts)} |")
+    return rows
+
+
+def shipped() -> list[str]:
+    rows = ["| name | family | parameters | layers | hidden size |", "|---|---|---|---|---|"]
+    for path in sorted(shipped_dir("models").iterdir()):
+        config = ModelConfig.load(path.name.removesuffix(".json"))
+        size = f"{model_spec(config).numel:,}"
+        name = path.name.removesuffix(".json")
+        rows.append(f"| `{name}` | {config.family} | {size} | {config.num_layers} | {config.hidden_size} |")
+    return rows
+
+
+def page() -> str:
+    tables = HEAD + "\n".join(families()) + "\n" + NOTES.format(ropes=", ".join(ROPE_KEYS))
+    return tables + "\n".join(shipped()) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "models.md").write_text(page())

@@ -1,0 +1,156 @@
+"""Safetensors files and their index: which tensors a model directory has and where. Free of torch.
+
+Only headers are read here, and everything that they promise is checked against the files.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The dtypes that are read and written: their names in a header, and torch's."""
+_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16,
+    "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100_000_000  # As in safetensors.
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, row by row from byte `start` on; `dtype` as headers call it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _BITS[self.dtype] // 8
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model directory. Raises ValueError that names the file, and the tensor if it is one's
+    fault."""
+    if (directory / SINGLE).is_file():
+        return read_header(directory / SINGLE)
+    index = directory / INDEX
+    if not index.is_file():
+        if any(directory.glob("*.bin")):
+            raise ValueError(
+                f"{directory} has pickled weights (*.bin) only; they are not loaded, as reading them runs "
+                "code: open it once with transformers and call "
+                "save_pretrained(directory, safe_serialization=True)"
+            )
+        raise ValueError(f"{directory} has no {SINGLE} and no {INDEX}")
+    files: dict[str, StoredTensor] = {}
+    promised = _read_index(index)
+    for file in dict.fromkeys(promised.values()):
+        path = directory / file
+        if not path.is_file():
+            raise ValueError(f"{index} names the file {file}, which is missing")
+        for name, tensor in read_header(path).items():
+            if name not in files or promised.get(name) == file:
+                files[name] = tensor
+    for name, file in promised.items():
+        if name not in files or files[name].path != directory / file:
+            raise ValueError(f"{index} promises tensor {name} in {file}, where it is not")
+    return files
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor -> name of the file that has it."""
+    try:
+        files = json.loads(index.read_text())["weight_map"]
+        assert isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        why = str(error) if isinstance(error, ValueError) else "it needs an object weight_map: tensor -> file"
+        raise ValueError(f"{index} is not an index of safetensors files: {why}") from error
+    if outside := [file for file in files.values() if Path(file).name != file]:
+        raise ValueError(f"{index} names the file {outside[0]}: files must lie beside it")
+    return files
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, in its order; its length must be what they need. Raises ValueError."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes")
+            if size < 8 + length:
+                what = f"its header ends at byte {8 + length}, the file at {size}"
+                raise ValueError(f"{path} is truncated: {what}")
+            text = file.read(length)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        header = json.loads(text)
+        assert isinstance(header, dict)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{path} is corrupt: its header is no JSON object") from error
+    header.pop("__metadata__", None)
+    begin = 8 + length
+    spans = {}
+    for name, fields in header.items():
+        spans[name] = _span(path, name, fields)
+    stop = 0
+    for name in sorted(spans, key=lambda name: spans[name]):
+        start, end = spans[name]
+        if start != stop:
+            at = f"byte {begin + start}, not at {begin + stop}"
+            raise ValueError(f"{path} is corrupt: tensor {name} starts at {at}")
+        stop = end
+    if begin + stop != size:
+        kind = "truncated" if begin + stop > size else "corrupt"
+        raise ValueError(f"{path} is {kind}: its tensors end at byte {begin + stop}, the file at {size}")
+    return {
+        name: StoredTensor(path, header[name]["dtype"], tuple(header[name]["shape"]), begin + start)
+        for name, (start, _) in sorted(spans.items(), key=lambda item: item[1])
+    }
+
+
+def _span(path: Path, name: str, fields: Any) -> tuple[int, int]:
+    """Where a tensor lies among the bytes behind the header."""
+    try:
+        dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
+        sizes = [*shape, start, stop]
+        assert all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes)
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise ValueError(f"{path} is corrupt: its header does not say what tensor {name} is") from error
+    if dtype not in _BITS:
+        raise ValueError(f"{path}: tensor {name} has dtype {dtype!r}: supported are {', '.join(DTYPES)}")
+    if (stop - start) * 8 != math.prod(shape) * _BITS[dtype]:
+        what = f"{dtype} of shape {tuple(shape)}"
+        raise ValueError(f"{path} is corrupt: tensor {name}, {what}, has {stop - start} bytes")
+    return start, stop
+
+
+def pack_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The start of a file with these tensors (name, dtype as in headers, shape) behind one another, and the
+    byte at which each begins; the end of the file goes by the name ""."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    stop = 0
+    for name, dtype, shape in tensors:
+        start, stop = stop, stop + math.prod(shape) * _BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    starts = {name: begin + f["data_offsets"][0] for name, f in header.items() if name != "__metadata__"}
+    return len(text).to_bytes(8, "little") + text, starts | {"": begin + stop}
+
+
+def pack_index(files: Mapping[str, str], total_bytes: int) -> str:
+    """The text of an index: tensor -> file."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+    return json.dumps(index, indent=2) + "\n"

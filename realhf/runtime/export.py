@@ -1,0 +1,54 @@
+"""What goes along with exported weights: the tokenizer, the source's licence, and a model card."""
+
+import json
+import re
+from pathlib import Path
+
+from realhf.experiment import Experiment, Role
+from realhf.nn.checkpoint_write import Beside
+
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "tokenizer.model*", "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+_TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*")
+_GENERATION = "generation_config.json"
+
+
+def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, Beside]:
+    """Name -> file or text, for the export of a role behind step `step`."""
+    role = experiment.roles()[name]
+    files: dict[str, Beside] = dict(_matching(Path(experiment.tokenizer_dir()), _TOKENIZER))
+    source = Path(role.model)
+    source = source.parent if source.name == "config.json" else source
+    if source.is_dir():
+        files |= _matching(source, _TERMS + (_GENERATION,) * (role.head == "lm"))
+    method, base = type(experiment).__name__, None if role.random_init else _base_name(source, role)
+    library = "transformers" if role.lora is None or role.lora.export_merged else "peft"
+    card = _card(name, role.head, method=method, base=base, step=step, library=library)
+    return files | {"README.md": card}
+
+
+def _matching(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+    paths = (path for pattern in patterns for path in sorted(directory.glob(pattern)) if path.is_file())
+    return {str(path.relative_to(directory)): path for path in paths}
+
+
+def _base_name(directory: Path, role: Role) -> str:
+    """The hub's name of a model, where its config or the hub's cache tells it; else that of its directory."""
+    given = role.config().hf.get("_name_or_path")
+    if isinstance(given, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+        return given
+    path = directory.resolve()
+    cached = [part for part in path.parts if part.startswith("models--")]
+    return cached[-1].removeprefix("models--").replace("--", "/", 1) if cached else path.name
+
+
+def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:
+    """A model card: metadata as the hub reads them, and one line."""
+    task = "text-generation" if head == "lm" else "text-classification"
+    fields = [f"base_model: {json.dumps(base)}"] if base else []
+    fields += [f"library_name: {library}", f"pipeline_tag: {task}", f"tags: [realhf, {method.lower()}]"]
+    origin = f"`{base}`" if base else "random weights"
+    text = f"The {name} of a {method} run of realhf, trained from {origin} for {step} step{'s' * (step > 1)}."
+    return "\n".join(["---", *fields, "---", "", f"# {name}", "", text, ""])

@@ -1,0 +1,201 @@
+"""Every family under every layout against transformers' own class: logits, gradients, greedy generation, and
+the way back to a directory. The table is tests/families.py."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import World
+from realhf.engine.native import NativeEngine
+from realhf.engine.pipeline import run_pipeline
+from realhf.engine.work import Generate, SamplingConfig
+from realhf.families import FAMILIES
+from realhf.graph import FunctionCall
+from realhf.layout import Layout, ParallelStrategy, even_split
+from realhf.model_config import ModelConfig
+from realhf.nn.hf import save_weights
+from realhf.param_spec import model_spec
+from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS, SIZES
+
+ALL = {**CASES, **MOE_CASES}
+LENGTHS = [5, 1, 9, 9, 3, 7]
+NUM_PROMPTS, PROMPT_LENGTH, NUM_NEW = 4, 8, 64
+MESHES = {1: "0", 2: "0,1", 4: "0-3"}
+"""The ranks of a layout of so many."""
+
+
+def _tokens(count):
+    """No 0: transformers gives the padding token no gradient."""
+    return torch.randint(1, SIZES["vocab_size"], (count,), generator=torch.Generator().manual_seed(1))
+
+
+def _logit_weights():
+    """The loss is the sum of the logits times these."""
+    shape = (sum(LENGTHS), SIZES["vocab_size"])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def _share(layout, rank):
+    """Indices of the sequences of a rank's dp shard."""
+    return range(*even_split(len(LENGTHS), layout.dp, layout.coordinate(rank).dp))
+
+
+def _logits_and_gradients(engine, layout, rank):
+    """[(first token, first vocabulary entry, logits)], {name: (region, gradient)}."""
+    model, share = engine.model, _share(layout, rank)
+    starts = [sum(LENGTHS[:i]) for i in share]
+    lengths = [LENGTHS[i] for i in share]
+    ids = _tokens(sum(LENGTHS))[starts[0] : starts[0] + sum(lengths)]
+    first, last = even_split(len(ids), layout.strategy.cp, layout.coordinate(rank).cp)
+    found = []
+    model.enable_grad()
+
+    def forward(_, hidden):
+        hidden = model(ids if hidden is None else hidden, lengths)
+        if not model.groups.is_last_stage:
+            return hidden
+        logits = model.logits(hidden)
+        rows = slice(starts[0] + first, starts[0] + last)
+        found.append((rows.start, model.vocab_range[0], logits.detach()))
+        return (logits * _logit_weights()[rows, slice(*model.vocab_range)]).sum()
+
+    shape = (last - first, model.config.hidden_size)
+    run_pipeline(forward, model.groups, hidden_shapes=[shape], dtype=model.flat.dtype)
+    model.finish_grads()
+    grads = model.grad_shards()
+    return found, {name: (region, grads[name]) for name, region in model.regions.items()}
+
+
+def _generate(engine, layout, rank):
+    prompts = list(_tokens(NUM_PROMPTS * PROMPT_LENGTH).split(PROMPT_LENGTH))
+    share = list(range(*even_split(NUM_PROMPTS, layout.dp, layout.coordinate(rank).dp)))
+    call = FunctionCall(
+        name="actor_generate", kind="generate", role="actor", inputs=("prompt_ids",),
+        outputs=("ids", "mask", "logprobs", "end"),
+        work=Generate(SamplingConfig(max_new_tokens=NUM_NEW, temperature=0)),
+    )  # fmt: skip
+    batch = Batch(share, {"prompt_ids": Packed.of([prompts[i] for i in share])})
+    result = engine.run(call, [batch], micro_batch_tokens=1000).batch
+    if rank not in layout.heads:
+        return {}
+    return {i: row.tolist() for i, row in zip(share, result["ids"].split(), strict=True)}
+
+
+def _on_rank(world, directory, text, target):
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return None
+    spec = model_spec(ModelConfig.load(directory))
+    engine = NativeEngine(spec, layout, world, dtype="float32")
+    engine.load(Path(directory), seed=0)
+    save_weights(target, engine.model)
+    generated = _generate(engine, layout, world.rank)
+    return *_logits_and_gradients(engine, layout, world.rank), generated
+
+
+@lru_cache(maxsize=1)
+def _reference(name, directory):
+    """By transformers: logits, gradients by name in the checkpoint, and greedy continuations."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**ALL[name].hf())
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.dim() == 1:  # Norms and biases, which start as ones and zeros.
+                value.add_(torch.randn_like(value) * 0.2)
+    model.save_pretrained(directory)
+    logits = torch.cat([model(part[None]).logits[0] for part in _tokens(sum(LENGTHS)).split(LENGTHS)])
+    (logits * _logit_weights()).sum().backward()
+    # Gradients in the place of weights: save_pretrained knows their names in the checkpoint.
+    with torch.no_grad():
+        for value in model.parameters():
+            value.data = torch.zeros_like(value) if value.grad is None else value.grad.clone()
+    model.save_pretrained(directory / "gradients")
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    prompts = _tokens(NUM_PROMPTS * PROMPT_LENGTH).view(NUM_PROMPTS, PROMPT_LENGTH)
+    mask = torch.ones_like(prompts)
+    tokens = fresh.generate(prompts, attention_mask=mask, do_sample=False, max_new_tokens=NUM_NEW)
+    return logits.detach(), load_file(directory / "gradients" / "model.safetensors"), tokens
+
+
+ONE_OF_EACH = {case.family: name for name, case in reversed(ALL.items())}
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+def test_reward_model(tmp_path, name):
+    """A sequence classification model with one label: its scores, and the way back."""
+    torch.manual_seed(0)
+    architecture = FAMILIES[ALL[name].family].architecture("score")
+    reference_class = getattr(transformers, architecture, None)
+    if reference_class is None:
+        pytest.skip(f"transformers has no {architecture}")
+    hf = ALL[name].hf(num_labels=1)
+    reference = reference_class(transformers.AutoConfig.for_model(**hf)).eval()
+    reference.save_pretrained(tmp_path / "theirs")
+    spec = model_spec(ModelConfig.load(str(tmp_path / "theirs")))
+    engine = NativeEngine(spec, Layout.parse("d1@0"), World(), dtype="float32")
+    engine.load(tmp_path / "theirs", seed=0)
+    scores = engine.model.scores(engine.model(_tokens(sum(LENGTHS)), LENGTHS)).split(LENGTHS)
+    with torch.no_grad():
+        for part, score in zip(_tokens(sum(LENGTHS)).split(LENGTHS), scores, strict=True):
+            torch.testing.assert_close(score[-1:], reference(part[None]).logits[0], rtol=1e-5, atol=1e-5)
+    engine.save(tmp_path / "ours")
+    again, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    theirs = reference.state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in again.state_dict().items())
+
+
+CELLS = [(name, layout) for name in ALL for layout in (*LAYOUTS, *(MOE_LAYOUTS if name in MOE_CASES else ()))]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.mark.parametrize("name, layout", CELLS, ids=[f"{name}-{layout}" for name, layout in CELLS])
+def test_family_under_layout(pool, base, name, layout):
+    logits, gradients, tokens = _reference(name, base / name)
+    num_ranks = ParallelStrategy.parse(layout).num_ranks
+    text = f"{layout}@{MESHES[num_ranks]}"
+    results = pool.run(_on_rank, str(base / name), text, str(base / name / layout), num_ranks=num_ranks)
+    _check_logits(results, logits)
+    _check_gradients(results, model_spec(ModelConfig.load(str(base / name))), Layout.parse(text), gradients)
+    generated = {i: row for _, _, rows in results for i, row in rows.items()}
+    assert [generated[i] for i in range(NUM_PROMPTS)] == tokens.tolist()
+    theirs, ours = (load_file(base / name / d / "model.safetensors") for d in ("", layout))
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
+
+
+def _check_logits(results, expected):
+    found = torch.full_like(expected, torch.nan)
+    for pieces, _, _ in results:
+        for row, column, logits in pieces:
+            found[row : row + logits.shape[0], column : column + logits.shape[1]] = logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def _check_gradients(results, spec, layout, expected):
+    """What ranks have over dp and cp adds up to regions of the gradient, at every stage and tp rank."""
+    sums = {}
+    for rank, (_, gradients, _) in zip(layout.ranks, results, strict=True):
+        at = layout.coordinate(rank)
+        for param, (region, gradient) in gradients.items():
+            key = (param, region, at.pp, at.tp)
+            sums[key] = sums.get(key, 0) + gradient
+    params = {param.name: param for param in spec.params}
+    assert {param for param, *_ in sums} == set(params)
+    for (name, ((low, high), *rest), *_), gradient in sums.items():
+        _, start, transposed = params[name].in_file
+        whole = expected[params[name].in_file.name]
+        whole = whole.T if transposed else whole
+        part = whole[tuple(slice(*span) for span in ((low + start, high + start), *rest))]
+        scale = max(float(whole.abs().max()), 1.0)
+        torch.testing.assert_close(gradient / scale, part / scale, rtol=0, atol=1e-4, msg=f"{layout} {name}")
