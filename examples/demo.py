@@ -30,6 +30,9 @@ GRPO = """
    (two replicas, each split in two), the reference on a mesh of its own, {ref_forward}. The weights move
    between these layouts in every step.
 """
+LORA = """   With LoRA: the model itself stays as it is; adapters are trained, and they are all that moves.
+   The reference is the same model without them.
+"""
 RESULT = """
 Done in {seconds:.0f} seconds.
    held-out score      {eval_first:.3f} before, {eval_last:.3f} after (greedy, 256 problems never trained on)
@@ -37,7 +40,7 @@ Done in {seconds:.0f} seconds.
    reward curve        {directory}/reward.png
    timeline of a step  {directory}/timeline.png
    answers             {directory}/eval.jsonl
-   Hugging Face model  {hf_dir}
+   {exported:<18}  {hf_dir}
 """
 
 
@@ -49,11 +52,13 @@ class Options:
     """Changes the data, the initial weights and every random draw."""
     steps: int = 80
     """Steps of reinforcement learning."""
+    lora: bool = False
+    """Train adapters of the model instead of the model itself."""
 
 
 def main(options: Options) -> None:
     started = time.time()
-    directory = new_directory(Path("runs"), f"demo-seed{options.seed}")
+    directory = new_directory(Path("runs"), f"demo{'-lora' if options.lora else ''}-seed{options.seed}")
     say(TASK)
     task = prepare(directory / "task", seed=options.seed)
     common = {"seed": options.seed, "eval-dataset.path": task / "held_out.jsonl"}
@@ -62,11 +67,15 @@ def main(options: Options) -> None:
     warm = run("examples/sft.py", directory / "sft", {"nproc": 1} | common | files)
     say(WARM, score=warm["eval_last"])
     say(GRPO, **{name: call.layout for name, call in ExecutionPlan.load(PLAN).calls.items()})
+    if options.lora:
+        say(LORA)
     files = {"dataset.path": task / "prompts.jsonl", "actor.model": warm["hf_dir"]}
     settings = {"plan": PLAN, "steps": options.steps} | common | files
-    done = run("examples/grpo.py", directory / "grpo", settings)
+    experiment = "examples/grpo_lora.py" if options.lora else "examples/grpo.py"
+    done = run(experiment, directory / "grpo", settings)
     realloc = done.pop("realloc")["actor"]
     done |= {"seconds": time.time() - started, "megabytes": realloc["bytes_per_step"] / 1e6}
+    done["exported"] = "PEFT adapters" if options.lora else "Hugging Face model"
     say(RESULT, directory=directory / "grpo", over_bound=realloc["over_bound"], **done)
 
 

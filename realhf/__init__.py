@@ -16,6 +16,7 @@ _PUBLIC = {
     "experiment": ("Expected", "Experiment", "Role"),
     "graph": ("DataflowGraph", "FunctionCall"),
     "layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
+    "lora": ("LoraConfig",),
     "model_config": ("ModelConfig",),
     "plan": ("CallPlan", "ExecutionPlan"),
 }

@@ -11,9 +11,10 @@ import os
 import re
 import sys
 import traceback
+import typing
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -283,6 +284,9 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     """The experiment with fields changed by `--field.subfield value` words."""
     if not words:
         return experiment
+    for word in words:
+        if word.startswith("--"):
+            experiment = _with_part(experiment, word[2:].split("=")[0].replace("-", "_").split("."))
     complaints = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(complaints):
@@ -297,6 +301,22 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
         hint = f"did you mean {' or '.join(near)}?" if near else f"legal are {', '.join(legal)}"
         raise UserError(f"unknown override {unknown[0]!r}: {hint}")
     return changed
+
+
+def _with_part(value: Any, path: Sequence[str]) -> Any:
+    """With the defaults of an optional part, such as `actor.lora`, that is not set but has this field."""
+    name, *rest = path
+    if not rest or not is_dataclass(value) or isinstance(value, type) or not hasattr(value, name):
+        return value
+    part = getattr(value, name)
+    if part is None:
+        kinds = typing.get_args(typing.get_type_hints(type(value))[name])
+        configs: list[Any] = [kind for kind in kinds if is_dataclass(kind)]
+        if len(configs) != 1 or any(f.default is f.default_factory is MISSING for f in fields(configs[0])):
+            return value
+        part = configs[0]()
+    made = _with_part(part, rest)
+    return value if made is getattr(value, name) else dataclasses.replace(value, **{name: made})
 
 
 def _sentence(complaint: str) -> str:

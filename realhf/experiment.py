@@ -6,12 +6,16 @@ from typing import Literal
 from realhf.data.dataset import DatasetConfig
 from realhf.engine.work import Generate, OptimizerConfig
 from realhf.graph import DataflowGraph
+from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Role:
-    """A model in the experiment. With an optimizer it is trainable, without it is frozen."""
+    """A model in the experiment. With an optimizer it is trainable, without it is frozen.
+
+    With `lora` it has adapters: they are what is trained and exported, and the model itself never changes.
+    """
 
     model: str  # Hugging Face model directory; or, with `random_init`, a config.json or shipped name.
     head: Literal["lm", "score"] = "lm"  # `score`, one number per token: for critics and reward models.
@@ -20,15 +24,27 @@ class Role:
     random_init: bool = False  # Draw the weights at random instead of reading them.
     follows: str | None = None  # Role whose moving average this one is, updated after its train steps.
     follow_rate: float = 0.01  # Share of the followed role's weights in each update.
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         if self.follows is not None and self.optimizer is not None:
             raise ValueError("a role that follows another cannot have an optimizer of its own")
+        if self.follows is not None and self.lora is not None:
+            raise ValueError("a role that follows another cannot have adapters (lora)")
         if not 0 < self.follow_rate <= 1:
             raise ValueError(f"follow_rate is {self.follow_rate}: it must be above 0 and at most 1")
 
     def config(self) -> ModelConfig:
         return ModelConfig.load(self.model, head=self.head)
+
+    def adapters(self) -> LoraConfig | None:
+        """Its `lora`, with what the directory says from which the adapters start."""
+        return None if self.lora is None else self.lora.resolved()
+
+    @property
+    def weights_source(self) -> tuple[str | bool, ...]:
+        """Of roles that never change their weights (adapters aside), equal ones have equal weights."""
+        return (self.model, self.head, self.dtype, self.random_init)
 
 
 @dataclass(frozen=True)

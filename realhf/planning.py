@@ -8,9 +8,10 @@ from typing import Any
 from realhf.cluster import Cluster
 from realhf.data.dataset import read_rows
 from realhf.engine.work import Generate, HostFunction, Scores, TrainStep, Values
-from realhf.experiment import Experiment
+from realhf.experiment import Experiment, Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.lora import adapter_spec
 from realhf.planner.problem import ModelRole, Problem, Workload
 
 _ROWS = 1000  # Of the dataset that are measured.
@@ -22,10 +23,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """The planning problem of an experiment; neither weights nor a tokenizer are needed where `expected` says
     how long prompts are. Raises ValueErrors that name the field."""
-    roles = {
-        name: ModelRole(role.config(), role.dtype, role.optimizer is not None, role.follows)
-        for name, role in experiment.roles().items()
-    }
+    roles = {name: _model_role(name, role) for name, role in experiment.roles().items()}
     graph = experiment.graph()
     if not any(call.role for call in graph.calls):
         raise ValueError("the graph has no calls on models: there is nothing to plan")
@@ -42,6 +40,18 @@ def problem_of(
     lengths = {"prompt_tokens": prompt, "response_tokens": response, "max_new_tokens": longest}
     workloads = {call.name: _workload(experiment, call, lengths) for call in graph.calls}
     return Problem(graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)))
+
+
+def _model_role(name: str, role: Role) -> ModelRole:
+    config = role.config()
+    try:
+        if (lora := role.adapters()) is not None:
+            adapter_spec(config, lora)
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from error
+    frozen = role.follows is None and (role.optimizer is None or lora is not None)
+    source = role.weights_source if frozen else None
+    return ModelRole(config, role.dtype, role.optimizer is not None, role.follows, lora, source)
 
 
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:

@@ -53,7 +53,9 @@ class Rollout(Experiment):
     def shared_roles(self, *, with_ref: bool) -> dict[str, Role]:
         if (self.reward is None) == (self.reward_function is None):
             raise ValueError("give either reward_function or a reward role, and not both")
-        ref = self.ref or replace(self.actor, optimizer=None)
+        lora = self.actor.lora  # Without an adapter to start from, the base is the initial model.
+        lora = lora if lora is not None and lora.adapter is not None else None
+        ref = self.ref or replace(self.actor, optimizer=None, lora=lora)
         named = {"actor": self.actor, "ref": ref if with_ref else None, "reward": self.reward}
         return {name: role for name, role in named.items() if role is not None}
 

@@ -1,6 +1,7 @@
 """NativeEngine: one role's shard on this rank, under one layout, and the calls that it can run."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,12 @@ from realhf.engine.routers import Routers
 from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
+from realhf.lora import LoraConfig
 from realhf.nn.context_parallel import token_range
 from realhf.nn.hf import load_weights
+from realhf.nn.lora import Adapters
+from realhf.nn.parameters import ShardedParameters
+from realhf.nn.peft import load_adapters
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
 
@@ -38,19 +43,36 @@ class CallResult:
 
 class NativeEngine:
     """A shard of a model, in `memory` where that is given. With an optimizer it can be trained; without, it
-    is frozen."""
+    is frozen. With `lora` it has adapters (in `adapter_memory`), and they are what is trained."""
 
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
-    ) -> None:
-        self.groups = ParallelGroups.create(world, layout)
-        self.model = Transformer(spec, self.groups, dtype=DTYPES[dtype], memory=memory)
-        self._optimizer = None if optimizer is None else ShardedAdamW(self.model, optimizer)
+        lora: LoraConfig | None = None, adapter_memory: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.groups, self.adapters = ParallelGroups.create(world, layout), None
+        if lora is not None:
+            self.adapters = Adapters(
+                spec.config, lora, self.groups, dtype=DTYPES[dtype], memory=adapter_memory)
+        self.model = Transformer(
+            spec, self.groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters)
+        self._trained: ShardedParameters = self.model if self.adapters is None else self.adapters
+        self._optimizer = None if optimizer is None else ShardedAdamW(self._trained, optimizer)
 
     def shards(self) -> dict[str, torch.Tensor]:
-        """Parameter name -> this rank's region, for reallocation."""
+        """Parameter name -> this rank's region, for reallocation; without the adapters."""
         return self.model.shards()
+
+    def adapter_shards(self) -> dict[str, torch.Tensor]:
+        """The same of the adapters."""
+        assert self.adapters is not None, "a model without LoRA has no adapters"
+        return self.adapters.shards()
+
+    @property
+    def adapter_flat(self) -> torch.Tensor:
+        """The memory of the adapters."""
+        assert self.adapters is not None, "a model without LoRA has no adapters"
+        return self.adapters.flat
 
     def optimizer_shards(self) -> dict[str, torch.Tensor]:
         """Parameter name -> the rows of the optimizer's copy that this replica owns."""
@@ -59,9 +81,31 @@ class NativeEngine:
 
     def load(self, directory: Path | None, *, seed: int) -> None:
         """Weights from a Hugging Face directory; what it lacks, or everything, is drawn from `seed`."""
+        self.load_base(directory, seed=seed)
+        self.load_adapters(seed=seed)
+
+    def load_base(self, directory: Path | None, *, seed: int) -> None:
+        """The same without adapters."""
         self.model.init_random(seed, names=None if directory is None else load_weights(directory, self.model))
+
+    def load_adapters(self, *, seed: int) -> None:
+        """The adapters' first values, when the weights beneath are there; with the optimizer's copy of what
+        is trained."""
+        if self.adapters is not None:
+            self.adapters.init_random(seed)
+            for name, weight in self.adapters.of_layer(None).items():  # The head that is trained beside them.
+                weight.data.copy_(self.model.of_layer(None)[name])
+            if self.adapters.lora.adapter is not None:
+                load_adapters(self.adapters.lora.adapter, self.adapters)
         if self._optimizer is not None:
             self._optimizer.reload()
+
+    def export_shards(self) -> dict[str, torch.Tensor]:
+        """What is exported of this rank: its part of the model, of its adapters, or of both as one model."""
+        if self.adapters is None:
+            return self.model.shards()
+        merges = self.adapters.lora.export_merged
+        return self.model.merged_model().shards() if merges else self.adapters.shards()
 
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],
@@ -87,7 +131,9 @@ class NativeEngine:
         """Ranks over cp are replicas here: each continues a part of the prompts, and tells the others."""
         cp = self.groups.cp_control
         batch = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
-        columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
+        merges = self.adapters is not None and self.adapters.lora.merge
+        with self.model.merged() if merges else nullcontext():
+            columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
         mine = _results(call, batch.ids, columns)
         if cp.size == 1 or not mine.fields:
             return mine
@@ -119,14 +165,14 @@ class NativeEngine:
     ) -> Metrics:  # fmt: skip
         """`passes`: how forward and backward passes are to be done, for `_pipeline`."""
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
-        self.model.requires_grad_(True)
+        self._trained.requires_grad_(True)
         history = []
         batches = batches * work.epochs
         for number, batch in enumerate(batches, start=1):
             metrics = self._compute_grads(call, work, batch, passes)
             last = number == len(batches)
             history.append(metrics | self._optimizer.step(gather=gather or not last))
-        self.model.requires_grad_(False)
+        self._trained.requires_grad_(False)
         return {name: x / len(history) for name, x in _sum_dicts(history).items()}
 
     def _compute_grads(

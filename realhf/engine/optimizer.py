@@ -11,7 +11,7 @@ import torch
 
 from realhf.dist.group import Group
 from realhf.engine.work import OptimizerConfig
-from realhf.nn.transformer import Transformer
+from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import Region, region_size, shards_of_rows
 from realhf.realloc.bind import shards_of
 
@@ -39,7 +39,7 @@ class _Section(NamedTuple):
 class ShardedAdamW:
     """Owns the master copy of this rank's slices; `step` turns gradients into new parameters everywhere."""
 
-    def __init__(self, model: Transformer, config: OptimizerConfig) -> None:
+    def __init__(self, model: ShardedParameters, config: OptimizerConfig) -> None:
         self.config, self.num_steps = config, 0
         self._model, self._groups = model, model.groups
         model.enable_grad()

@@ -4,7 +4,6 @@ Shape suffixes: T tokens of all sequences end to end, H hidden; of this rank: F 
 key-value heads; D head dim.
 """
 
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,10 @@ from realhf.model_config import ModelConfig
 from realhf.nn.activation import activation
 from realhf.nn.attention import Attend, AttentionKind
 from realhf.nn.latent_attention import LatentAttention
+from realhf.nn.lora import Adapted, linear
 from realhf.nn.moe import Moe, RouterLosses
+from realhf.nn.parameters import Weights
 from realhf.nn.rope import Angles, rotate
-
-Weights = Mapping[str, torch.nn.Parameter]
-"""A layer's weights by part ("o.weight"); q, k and v are one ("qkv.weight"), gate and up another."""
 
 
 class Norm(torch.nn.Module):
@@ -48,23 +46,20 @@ class Norm(torch.nn.Module):
 class Block(torch.nn.Module):
     """Attention and MLP or experts, each between the norms that the family has."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups, adapters: Adapted
+    ) -> None:
         super().__init__()
         self.config = config
         self.attn_norm = Norm(config, weights, "attn_norm")
         self.attn_out_norm = Norm(config, weights, "attn_out_norm")
         attention = Attention if config.mla is None else LatentAttention
-        self.attention = attention(config, weights, layer, groups.tp)
+        self.attention = attention(config, weights, layer, groups.tp, adapters)
         self.mlp_norm = Norm(config, weights, "mlp_norm")
         self.mlp_out_norm = Norm(config, weights, "mlp_out_norm")
-        self.mlp = self._moe(weights, layer, groups) if config.has_experts(layer) else Mlp(
-            config, weights, groups.tp)
-
-    def _moe(self, weights: Weights, layer: int, groups: ParallelGroups) -> Moe:
-        shared = "shared_down.weight" in weights
-        return Moe(
-            self.config, weights, layer, groups, activation=activation(self.config),
-            shared=Mlp(self.config, weights, groups.tp, prefix="shared_") if shared else None)
+        routed = config.has_experts(layer)
+        self.mlp = _moe(config, weights, layer, groups, adapters) if routed else Mlp(
+            config, weights, groups.tp, adapters)
 
     def forward(
         self, x_TH: Tensor, angles: Angles | None, attend: Attend, losses: RouterLosses | None = None
@@ -79,12 +74,23 @@ class Block(torch.nn.Module):
         return x_TH + (y_TH if scale == 1 else y_TH * scale)
 
 
+def _moe(
+    config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups, adapters: Adapted
+) -> Moe:
+    shared = None
+    if "shared_down.weight" in weights:
+        shared = Mlp(config, weights, groups.tp, adapters, prefix="shared_")
+    return Moe(config, weights, layer, groups, activation=activation(config), shared=shared)
+
+
 class Attention(torch.nn.Module):
     """Grouped-query attention over this rank's heads."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int, tp: Group) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, layer: int, tp: Group, adapters: Adapted
+    ) -> None:
         super().__init__()
-        self.config, self.tp = config, tp
+        self.config, self.tp, self.adapters = config, tp, adapters
         self.qkv, self.qkv_bias = weights["qkv.weight"], weights.get("qkv.bias")
         self.out, self.out_bias = weights["o.weight"], weights.get("o.bias")
         self.q_norm, self.k_norm = Norm(config, weights, "q_norm"), Norm(config, weights, "k_norm")
@@ -101,7 +107,8 @@ class Attention(torch.nn.Module):
 
     def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
-        qkv = F.linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias)
+        adapters = self.adapters
+        qkv = linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias, adapters.get("qkv.weight"))
         qk, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).split((N + K, K), dim=1)
         if self.config.qk_norm is not None:
             qk = torch.cat([self._normed(x, norm) for x, norm in zip(
@@ -109,7 +116,9 @@ class Attention(torch.nn.Module):
         if angles is not None:
             qk = rotate(qk, angles, interleaved=self.config.rope_interleaved)
         q_TND, k_TKD = qk.split((N, K), dim=1)
-        y_TH = sum_over_group(F.linear(attend(self.kind, q_TND, k_TKD, v_TKD).flatten(1), self.out), self.tp)
+        y_TH = linear(
+            attend(self.kind, q_TND, k_TKD, v_TKD).flatten(1), self.out, adapter=adapters.get("o.weight"))
+        y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.out_bias is None else y_TH + self.out_bias
 
     def _normed(self, x_TND: Tensor, norm: Norm) -> Tensor:
@@ -131,14 +140,18 @@ class Attention(torch.nn.Module):
 class Mlp(torch.nn.Module):
     """Gated or plain MLP, split by width; `prefix` names which one of the layer's."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, tp: Group, *, prefix: str = "") -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, tp: Group, adapters: Adapted, *, prefix: str = ""
+    ) -> None:
         super().__init__()
         self.tp, self.activation = tp, activation(config)
         up = f"{prefix}{'gate_up' if config.gated else 'up'}"
         self.up, self.up_bias = weights[f"{up}.weight"], weights.get(f"{up}.bias")
         self.down, self.down_bias = weights[f"{prefix}down.weight"], weights.get(f"{prefix}down.bias")
+        self.up_adapter = adapters.get(f"{up}.weight")
+        self.down_adapter = adapters.get(f"{prefix}down.weight")
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        up_TF = F.linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias)
-        y_TH = sum_over_group(F.linear(self.activation(up_TF), self.down), self.tp)
+        up_TF = linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
+        y_TH = sum_over_group(linear(self.activation(up_TF), self.down, adapter=self.down_adapter), self.tp)
         return y_TH if self.down_bias is None else y_TH + self.down_bias

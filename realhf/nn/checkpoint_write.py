@@ -17,7 +17,7 @@ from torch import Tensor
 from realhf.dist.group import World
 from realhf.layout import Layout
 from realhf.nn.checkpoint import box_in_tensor, params_by_tensor, tensor_shape
-from realhf.nn.tensor_files import DTYPES, INDEX, SINGLE, pack_header, pack_index
+from realhf.nn.tensor_files import DTYPES, INDEX, pack_header, pack_index
 from realhf.param_spec import ModelSpec, ParamSpec, Region, region_size
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -36,7 +36,9 @@ class ShardFile(NamedTuple):
     starts: Mapping[str, int]
 
 
-def plan_files(spec: ModelSpec, *, dtype: torch.dtype, max_shard_bytes: int) -> list[ShardFile]:
+def plan_files(
+    spec: ModelSpec, *, dtype: torch.dtype, max_shard_bytes: int, stem: str = "model"
+) -> list[ShardFile]:
     """The model's tensors in table order, in files of at most `max_shard_bytes` unless one alone has more."""
     shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
     stored = next(name for name, known in DTYPES.items() if getattr(torch, known) == dtype)
@@ -50,8 +52,8 @@ def plan_files(spec: ModelSpec, *, dtype: torch.dtype, max_shard_bytes: int) -> 
         files[-1].append(name)
         filled += num_bytes
     count = len(files)
-    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    names = names if count > 1 else [SINGLE]
+    names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else [f"{stem}.safetensors"]
     headers = [pack_header((name, stored, shapes[name]) for name in file) for file in files]
     return [ShardFile(name, *header) for name, header in zip(names, headers, strict=True)]
 
@@ -87,16 +89,21 @@ def assign_parts(spec: ModelSpec, layout: Layout, writers: Sequence[int]) -> lis
 class CheckpointWriter:
     """Writes a model of one layout, as often as one likes; `leader` need not be in the layout.
 
+    `stem` begins the names of the files. `config` is the name and content of the file that goes with them;
+    None: config.json of the model.
+
     All is written by the leader's host, whose disk alone the directory needs to be on: by the ranks of the
     layout there, in place, each what it holds; what nobody there holds is sent to them block by block.
     """
 
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World,
-        *, dtype: torch.dtype, leader: int, max_shard_bytes: int = MAX_SHARD_BYTES,
+        *, dtype: torch.dtype, leader: int, max_shard_bytes: int = MAX_SHARD_BYTES, stem: str = "model",
+        config: tuple[str, Mapping[str, object]] | None = None,
     ) -> None:  # fmt: skip
         self._spec, self._rank, self._leader, self._dtype = spec, world.rank, leader, dtype
-        self._files = plan_files(spec, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        self._files = plan_files(spec, dtype=dtype, max_shard_bytes=max_shard_bytes, stem=stem)
+        self._config = config or ("config.json", _model_config(spec, dtype))
         host = world.neighbours(leader)
         self._writers = sorted(rank for rank in layout.ranks if rank in host) or [leader]
         self._parts = assign_parts(spec, layout, self._writers)
@@ -108,7 +115,7 @@ class CheckpointWriter:
     def write(self, directory: Path, shards: Mapping[str, Tensor], *, beside: Mapping[str, Beside]) -> None:
         """Collective over the layout and the leader; returns when the directory is complete.
 
-        `beside`: name -> a further file. config.json comes last: a directory that has one is whole. Raises
+        `beside`: name -> a further file. The config comes last: a directory that has one is whole. Raises
         OSError where a file cannot be written.
         """
         if self._rank == self._leader:
@@ -171,8 +178,8 @@ class CheckpointWriter:
 
     def _finish(self, directory: Path, beside: Mapping[str, Beside]) -> None:
         """Puts the finished files into their places; what an earlier export left there goes first."""
-        names = [file.name for file in self._files]
-        for path in (directory / "config.json", directory / INDEX, *directory.glob(_WEIGHTS)):
+        names, (config_file, config) = [file.name for file in self._files], self._config
+        for path in (directory / config_file, directory / INDEX, *directory.glob(_WEIGHTS)):
             path.unlink(missing_ok=True)
         for name in names:
             os.replace(directory / _unfinished(name), directory / name)
@@ -181,9 +188,13 @@ class CheckpointWriter:
             _put(directory / INDEX, pack_index(files, self._spec.numel * self._dtype.itemsize))
         for name, content in beside.items():
             _put(directory / name, content)
-        config = self._spec.config.to_hf() | {"dtype": str(self._dtype).removeprefix("torch.")}
-        config.pop("torch_dtype", None)
-        _put(directory / "config.json", json.dumps(config, indent=2) + "\n")
+        _put(directory / config_file, json.dumps(config, indent=2) + "\n")
+
+
+def _model_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, object]:
+    config = spec.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+    config.pop("torch_dtype", None)
+    return config
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -14,6 +14,7 @@ from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.model_config import ModelConfig
 from realhf.nn.attention import Attend, AttentionKind
+from realhf.nn.lora import Adapted, linear
 from realhf.nn.rope import Angles, rotate
 
 _NORM_EPS = 1e-6  # Of the latents' norms: transformers gives them none from config.json.
@@ -26,14 +27,16 @@ class LatentAttention(torch.nn.Module):
     attention over it: what would expand keys and values is applied to queries and outputs.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, tp: Group) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, tp: Group, adapters: Adapted
+    ) -> None:
         super().__init__()
         assert config.mla is not None
-        self.config, self.mla, self.tp = config, config.mla, tp
-        self.q, self.q_a, self.q_b = (weights.get(f"{part}.weight") for part in ("q", "q_a", "q_b"))
+        self.config, self.mla, self.tp, self.adapters = config, config.mla, tp, adapters
+        parts = ("q", "q_a", "q_b", "kv_a", "kv_b", "o")
+        self.linears = {part: weights[f"{part}.weight"] for part in parts if f"{part}.weight" in weights}
         self.q_a_norm, self.kv_a_norm = weights.get("q_a_norm.weight"), weights["kv_a_norm.weight"]
-        self.kv_a, self.kv_b, self.out = (weights[f"{part}.weight"] for part in ("kv_a", "kv_b", "o"))
-        self.num_heads = self.out.shape[1] // config.mla.v_head_dim
+        self.num_heads = self.linears["o"].shape[1] // config.mla.v_head_dim
         scale = config.attention_scale
         self.kind = AttentionKind(config.head_dim**-0.5 if scale is None else scale, config.window(layer))
 
@@ -45,7 +48,7 @@ class LatentAttention(torch.nn.Module):
     def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         mla, interleaved = self.mla, self.config.rope_interleaved
         q_TNP, q_TNR = self._queries(x_TH).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
-        latent_TC, k_TR = F.linear(x_TH, self.kv_a).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
+        latent_TC, k_TR = self._linear("kv_a", x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
         latent_TC = F.rms_norm(latent_TC, self.kv_a_norm.shape, self.kv_a_norm, _NORM_EPS)
         latent_TC, k_T1R = (copy_to_group(x, self.tp) for x in (latent_TC, k_TR[:, None]))
         if angles is not None:
@@ -57,24 +60,30 @@ class LatentAttention(torch.nn.Module):
             out_TNC = attend(self.kind, q_TNL, cached_T1L, latent_TC[:, None])
             out_TNV = torch.einsum("tnc,nvc->tnv", out_TNC, up_NVC)
         else:
-            kv = F.linear(latent_TC, self.kv_b).unflatten(1, (self.num_heads, -1))
+            kv = self._linear("kv_b", latent_TC).unflatten(1, (self.num_heads, -1))
             k_TNP, v_TNV = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=2)
             k_TND = torch.cat((k_TNP, k_T1R.expand(-1, self.num_heads, -1)), dim=2)
             q_TND = torch.cat((q_TNP, q_TNR), dim=2)
             out_TNV = attend(self.kind, q_TND, k_TND, v_TNV, cached=(cached_T1L, latent_TC[:, None]))
-        return sum_over_group(F.linear(out_TNV.flatten(1), self.out), self.tp)
+        return sum_over_group(self._linear("o", out_TNV.flatten(1)), self.tp)
 
     def _queries(self, x_TH: Tensor) -> Tensor:
-        if self.q is not None:
-            q = F.linear(copy_to_group(x_TH, self.tp), self.q)
+        if "q" in self.linears:
+            q = self._linear("q", copy_to_group(x_TH, self.tp))
         else:
-            assert self.q_a is not None and self.q_b is not None and self.q_a_norm is not None
-            latent = F.rms_norm(F.linear(x_TH, self.q_a), self.q_a_norm.shape, self.q_a_norm, _NORM_EPS)
-            q = F.linear(copy_to_group(latent, self.tp), self.q_b)
+            assert self.q_a_norm is not None
+            latent = self._linear("q_a", x_TH)
+            latent = F.rms_norm(latent, self.q_a_norm.shape, self.q_a_norm, _NORM_EPS)
+            q = self._linear("q_b", copy_to_group(latent, self.tp))
         return q.unflatten(1, (self.num_heads, -1))
+
+    def _linear(self, part: str, x: Tensor) -> Tensor:
+        return linear(x, self.linears[part], adapter=self.adapters.get(f"{part}.weight"))
 
     def _up(self) -> tuple[Tensor, Tensor]:
         """What makes keys (without position) and values of the latent."""
-        per_head = self.kv_b.unflatten(0, (self.num_heads, -1))
+        adapter = self.adapters.get("kv_b.weight")
+        weight = self.linears["kv_b"] if adapter is None else adapter.merged()
+        per_head = weight.unflatten(0, (self.num_heads, -1))
         key, value = per_head.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=1)
         return key, value

@@ -4,10 +4,9 @@ Shape suffixes: T tokens of all sequences end to end, B rows of a decoding step,
 query heads, K key-value heads, V part of the vocabulary; D head dim.
 """
 
-import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,145 +20,65 @@ from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.kv_cache import KVCache
+from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.moe import RouterLosses
+from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
-from realhf.param_spec import ModelSpec, ParamSpec, region_size, region_slices
-from realhf.realloc.bind import shards_of
-
-_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
-"""Parts that lie side by side and are computed with as one."""
+from realhf.param_spec import ModelSpec
 
 
-class Transformer(torch.nn.Module):
+class Transformer(ShardedParameters):
     """The layers of this rank's pipeline stage and its tensor-parallel part of each.
 
-    `flat` holds all parameters end to end in table order; what autograd sees are views into it, q/k/v as one
-    and gate/up as one, as they lie side by side. A new model is frozen and zero: call `init_random` or load
-    weights, and `enable_grad` to train.
+    It is its own parameters; `adapters` are others, which are added to what its linear layers compute.
     """
 
     def __init__(
-        self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
-    ) -> None:
-        super().__init__()
-        self.spec, self.groups, self.config = spec, groups, spec.config
-        self.wide = torch.promote_types(dtype, torch.float32)
-        """Of what needs precision: float32, or float64 in a float64 model."""
-        self.regions = spec.held_by(groups.layout, groups.rank)
-        """HF name -> region that this rank holds."""
-        sizes = [region_size(region) for region in self.regions.values()]
-        stops = zip(self.regions, sizes, accumulate(sizes), strict=True)
-        self._offsets = {name: (stop - size, stop) for name, size, stop in stops}
-        self.flat = groups.world.zeros(sum(sizes), dtype) if memory is None else memory
-        assert self.flat.numel() == sum(sizes) and self.flat.dtype == dtype
-        self._shards = shards_of(self.flat, self.regions)
-        self.grad_buffer: Tensor | None = None
-        """Gradients in the places of `flat`; every backward pass adds to it."""
-        self._by_layer = self._fuse_weights()
-        """Layer (as in ParamSpec) -> part -> weight."""
+        self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(spec, groups, dtype=dtype, memory=memory)
+        self.adapters = adapters
         layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
         self._layers = layers
-        self.blocks = torch.nn.ModuleList(Block(self.config, self._by_layer[i], i, groups) for i in layers)
+        self._adapted: list[Adapter] = []
+        self.blocks = torch.nn.ModuleList(self._block(layer) for layer in layers)
         self._ends = torch.nn.ParameterDict(
-            {part.replace(".", "_"): w for i in (-1, None) for part, w in self._by_layer.get(i, {}).items()})
-        self._final_norm = Norm(self.config, self._by_layer.get(None, {}), "final_norm")
+            {part.replace(".", "_"): w for i in (-1, None) for part, w in self.of_layer(i).items()})
+        self._final_norm = Norm(self.config, self.of_layer(None), "final_norm")
         self._rope = None
         if self.config.positions == "rope":
             self._rope = Rotary(self.config, dtype=dtype, device=self.flat.device)
-        tp, index = groups.layout.tp, groups.at.tp
-        self._embedding = next(p for p in spec.params if p.part == "embedding.weight")
-        self.vocab_range = self._embedding.region(tp, index)[0]
+        embedding = next(p for p in spec.params if p.part == "embedding.weight")
+        self.vocab_range = embedding.region(groups.layout.tp, groups.at.tp)[0]
         """Global token ids of this rank's logits: [start, stop)."""
-        self._partial: dict[tuple[int, ...], list[str]] = {}
-        """Members of the tp group that add their gradients -> of these parameters."""
-        for p in spec.params:
-            if p.name in self.regions and p.has_partial_gradient(tp):
-                self._partial.setdefault(p.sharers(tp, index), []).append(p.name)
-        self._sharers = {members: groups.tp_subgroup(members) for members in self._partial}
 
-    def _fuse_weights(self) -> dict[int | None, dict[str, torch.nn.Parameter]]:
-        starts: dict[tuple[int | None, str], int] = {}
-        weights: dict[int | None, dict[str, torch.nn.Parameter]] = {}
-        for p in self.spec.params:
-            if p.name not in self.regions:
-                continue
-            start, stop = self._offsets[p.name]
-            part = self._fused_part(p)
-            rows = self.flat[starts.setdefault((p.layer, part), start) : stop]
-            rows = rows.view(-1, *(hi - lo for lo, hi in self.regions[p.name][1:]))
-            weights.setdefault(p.layer, {})[part] = torch.nn.Parameter(rows, requires_grad=False)
-        return weights
+    def _block(self, layer: int) -> Block:
+        adapters = self.adapters.of_weights(self, layer) if self.adapters is not None else {}
+        self._adapted += adapters.values()
+        return Block(self.config, self.of_layer(layer), layer, self.groups, adapters)
 
-    def _fused_part(self, param: ParamSpec) -> str:
-        module, _, kind = param.part.rpartition(".")
-        prefix, _, last = module.rpartition("_")
-        is_mlp = last in ("gate", "up")
-        if is_mlp and self.config.gated:
-            return f"{prefix}_gate_up.{kind}".lstrip("_")
-        if module in _FUSED and not is_mlp and self.config.mla is None:
-            return f"{_FUSED[module]}.{kind}"
-        return param.part
-
-    # Parameters and gradients
-
-    def flat_offsets(self) -> dict[str, tuple[int, int]]:
-        """HF name -> [start, stop) in `flat` and `grad_buffer`."""
-        return self._offsets
-
-    def shards(self) -> dict[str, Tensor]:
-        """HF name -> this rank's region of it, a view of `flat`; always the same mapping."""
-        return self._shards
-
-    def grad_shards(self) -> dict[str, Tensor]:
-        """HF name -> gradient of this rank's region, a view of `grad_buffer`."""
-        assert self.grad_buffer is not None, "enable_grad comes first"
-        return shards_of(self.grad_buffer, self.regions)
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Computes with merged copies of the weights that have adapters."""
+        for adapter in self._adapted:
+            adapter.merge()
+        try:
+            yield
+        finally:
+            for adapter in self._adapted:
+                adapter.unmerge()
 
     @torch.no_grad()
-    def init_random(self, seed: int, *, names: Collection[str] | None = None) -> None:
-        """Normal weights, norms 1, biases 0; same in every layout: each parameter has its own generator.
-
-        With `names` of these parameters only.
-        """
-        std = self.config.hf.get("initializer_range", 0.02)
-        shapes = {param.name: param.shape for param in self.spec.params}
-        parts = {param.name: param.part for param in self.spec.params}
-        for name, shard in self.shards().items():
-            if names is not None and name not in names:
-                continue
-            if parts[name].endswith(("norm.weight", "bias")):
-                shard.fill_(1 - self.config.norm_offset if parts[name].endswith("norm.weight") else 0)
-                continue
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            whole = torch.empty(shapes[name]).normal_(0.0, std, generator=generator)
-            shard.copy_(whole[region_slices(self.regions[name])])
-
-    def enable_grad(self) -> None:
-        """Makes the model trainable; call it once."""
-        self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
-        for weight in (w for weights in self._by_layer.values() for w in weights.values()):
-            view = self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight)
-            weight.requires_grad_(True).register_post_accumulate_grad_hook(partial(_move_grad, view))
-
-    def zero_grad_buffer(self) -> None:
-        assert self.grad_buffer is not None, "enable_grad comes first"
-        self.grad_buffer.zero_()
-
-    def finish_grads(self) -> None:
-        """Completes gradients after the last backward pass of a step, within one dp replica.
-
-        Adds up what tp ranks have of a parameter that they share and use each for itself (key-value heads,
-        norms of heads), and what both holders of a tied embedding have.
-        """
-        grads = self.grad_shards()
-        for members, names in self._partial.items():
-            parts = [grads[name].view(-1) for name in names]
-            total = self._sharers[members].all_reduce(torch.cat(parts))
-            for part, value in zip(parts, total.split([len(p) for p in parts]), strict=True):
-                part.copy_(value)
-        if self.config.tied and self.groups.ends is not None:
-            self.groups.ends.all_reduce(grads[self._embedding.name])
+    def merged_model(self) -> "Transformer":
+        """A copy without adapters that computes the same. All ranks of the layout must call this."""
+        copy = Transformer(self.spec, self.groups, dtype=self.flat.dtype, memory=self.flat.clone())
+        for adapter in self._adapted:
+            start = adapter.weight.storage_offset()
+            copy.flat[start:][: adapter.weight.numel()].view_as(adapter.weight).copy_(adapter.merged())
+        if self._score_weight is not None:
+            copy.of_layer(None)["score.weight"].copy_(self._score_weight)
+        return copy
 
     # Computation
 
@@ -238,7 +157,7 @@ class Transformer(torch.nn.Module):
         return self._final_norm(x_TH) if self.groups.is_last_stage else x_TH
 
     def _embed(self, ids_T: Tensor, position_T: Tensor) -> Tensor:
-        weights, (start, stop) = self._by_layer[-1], self.vocab_range
+        weights, (start, stop) = self.of_layer(-1), self.vocab_range
         if self.groups.tp.size == 1:
             x_TH = F.embedding(ids_T, weights["embedding.weight"])
         else:
@@ -253,8 +172,8 @@ class Transformer(torch.nn.Module):
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Last stage: logits_TV over `vocab_range`, in `wide`."""
-        c, ends = self.config, self._by_layer
-        weight = ends[-1]["embedding.weight"] if c.tied else ends[None]["lm_head.weight"]
+        c = self.config
+        weight = self.of_layer(-1)["embedding.weight"] if c.tied else self.of_layer(None)["lm_head.weight"]
         logits_TV = F.linear(copy_to_group(hidden_TH, self.groups.tp), weight).to(self.wide)
         if c.logit_scale != 1:
             logits_TV = logits_TV * c.logit_scale
@@ -264,7 +183,14 @@ class Transformer(torch.nn.Module):
 
     def scores(self, hidden_TH: Tensor) -> Tensor:
         """Last stage of a model with a score head: scores_T, in `wide`."""
-        return F.linear(hidden_TH, self._by_layer[None]["score.weight"])[:, 0].to(self.wide)
+        assert self._score_weight is not None
+        return F.linear(hidden_TH, self._score_weight)[:, 0].to(self.wide)
+
+    @property
+    def _score_weight(self) -> Tensor | None:
+        """The head of scores, on the last stage; the one that is trained beside adapters comes first."""
+        trained = self.adapters.of_layer(None) if self.adapters is not None else {}
+        return trained.get("score.weight", self.of_layer(None).get("score.weight"))
 
     def new_cache(self, rows: int, max_len: int) -> KVCache:
         """An empty cache for this stage's layers."""
@@ -275,9 +201,3 @@ class Transformer(torch.nn.Module):
             len(self.blocks), (rows, heads, max_len, dim), value_dim=value_dim, dtype=self.flat.dtype,
             device=self.flat.device)
 
-
-def _move_grad(view: Tensor, weight: Tensor) -> None:
-    """Adds a fresh gradient to its place in the gradient buffer."""
-    assert weight.grad is not None
-    view.add_(weight.grad)
-    weight.grad = None

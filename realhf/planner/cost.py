@@ -14,7 +14,7 @@ import numpy as np
 
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy, even_split
-from realhf.planner.memory import num_params
+from realhf.planner.memory import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, Span, wide_bytes
 from realhf.planner.sizes import exchanged, held_params
@@ -94,7 +94,7 @@ def call_cost(
     samples = math.ceil(workload.num_samples / strategy.dp)
     extra = {"host": rates.call_seconds(call.kind, samples=samples)}
     if options.offload:
-        weights = max(num_params(role.spec, strategy, s) for s in {0, strategy.pp - 1}) * role.itemsize
+        weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
         extra["offload"] = rates.host_copy(weights)
     parts = {name: value for name, value in {**cost.parts, **extra}.items() if value > 0}
     return CallCost(cost.seconds + sum(extra.values()), parts, cost.num_micro_batches)
@@ -139,7 +139,10 @@ def _forward(
 
 def _block(rates: Rates, role: ModelRole, groups: Spans, cut: _Pass, *, backward: bool = False) -> Cost:
     """Of one micro-batch; strategies that differ in dp and pp only ask for the same."""
-    key = (role.config, role.dtype, groups.tp, groups.cp, groups.ep, cut.tokens, cut.squared, backward)
+    key = (
+        role.config, role.dtype, role.lora, groups.tp, groups.cp, groups.ep, cut.tokens, cut.squared,
+        backward,
+    )  # fmt: skip
     if key not in rates.known_blocks:
         cost = rates.block(
             role, groups.tp, groups.ep, tokens=cut.tokens, squared=cut.squared, backward=backward
@@ -186,13 +189,14 @@ def _train(
     head = head.plus(rates.head(role, tp, tokens=cut.chosen, output=work.output, backward=True))
     stages = []
     for stage, layers in enumerate(_stages(role, strategy)):
-        gradients = rates.accumulate(role, num_params(role.spec, strategy, stage))
+        gradients = rates.accumulate(role, trained_params(role, strategy, stage))
         stages.append(block.times(layers).plus(Cost(gradients)))
     stages[-1] = stages[-1].plus(head)
     hop = rates.send(_hidden_bytes(role, cut.tokens), within_host=groups.stages_meet_in_host)
     hop = hop if strategy.pp > 1 else 0.0
     one = _pipelined(stages, cut.num_micro_batches, groups, hop=hop, hops_per_slot=2)
-    held = max((held_params(role.config, strategy, stage) for stage in {0, strategy.pp - 1}), key=sum)
+    last = {0, strategy.pp - 1}
+    held = max((held_params(role.config, strategy, stage, role.lora) for stage in last), key=sum)
     steps = work.minibatches * work.epochs
     # Parameters are gathered between optimizer steps; behind the last, reallocation brings them around.
     gathers = (steps - 1) / steps if strategy.num_replicas > 1 else 0.0

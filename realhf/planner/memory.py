@@ -16,7 +16,9 @@ from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.sizes import Widths, exchanged, held_params, num_params, widths
 from realhf.realloc.schedule import STAGING_BYTES
 
-__all__ = ["available_bytes", "call_bytes", "num_params", "training_bytes", "weights_bytes"]
+__all__ = [
+    "available_bytes", "call_bytes", "num_params", "trained_params", "training_bytes", "weights_bytes",
+]  # fmt: skip
 
 Parts = dict[str, float]
 
@@ -39,8 +41,14 @@ def available_bytes(cluster: Cluster) -> float:
 
 
 def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """One copy of the weights on the fullest rank of a stage."""
-    return num_params(role.spec, strategy, stage) * role.itemsize
+    """One copy of the weights on the fullest rank of a stage, adapters included."""
+    adapters = 0 if role.lora is None else trained_params(role, strategy, stage)
+    return (num_params(role.spec, strategy, stage) + adapters) * role.itemsize
+
+
+def trained_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
+    """Parameters on the fullest rank of a stage that training changes."""
+    return sum(held_params(role.config, strategy, stage, role.lora))
 
 
 def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
@@ -50,7 +58,7 @@ def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> i
     ZeRO stage 1 (Rajbhandari et al. 2020) with all four in float32. Shards end at whole rows of a parameter,
     hence one row on top. Of experts there are 1/ep as many replicas to share their optimizer.
     """
-    shared, experts = held_params(role.config, strategy, stage)
+    shared, experts = held_params(role.config, strategy, stage, role.lora)
     replicas, expert_replicas = strategy.num_replicas, strategy.num_expert_replicas
     row = max(role.config.hidden_size, role.config.intermediate_size // strategy.tp) if replicas > 1 else 0
     sharded = -(-shared // replicas) + -(-experts // expert_replicas) + row
@@ -148,10 +156,10 @@ class _Call:
         """What a norm of `hidden` elements per token keeps of a token besides its output.
 
         Without a kernel of its own it is computed in w from a copy of the input and keeps that and the
-        normalised input.
+        normalised input, if that has a weight to train.
         """
         e, w = self.role.itemsize, _wide(self.role)
-        return e * hidden + w if self.fused else 2 * w * hidden + w
+        return e * hidden + w if self.fused else (1 + (self.role.lora is None)) * w * hidden + w
 
     def _norm_temporaries(self, tokens: float) -> float:
         """Of a norm's backward pass."""
@@ -181,7 +189,16 @@ class _Call:
         if self.strategy.cp > 1:  # What came from other ranks; the output as it goes and as it comes back.
             outputs, inputs = 2, self._exchanged
         attention = e * (a.latents + inputs + outputs * a.attention) + 4 * a.heads
-        return tokens * (norms + attention + e * (4 * a.mlp + a.routed))
+        return tokens * (norms + attention + e * (4 * a.mlp + a.routed + self._ranks))
+
+    @cached_property
+    def _ranks(self) -> int:
+        """Numbers per token between A and B of all adapters of a layer."""
+        if self.role.lora is None:
+            return 0
+        last = self.role.config.num_layers - 1
+        table = self.role.trained_spec.params
+        return sum(p.shape[0] for p in table if p.layer == last and p.part.endswith("lora_A"))
 
     @cached_property
     def _exchanged(self) -> int:
@@ -247,8 +264,10 @@ class _Call:
             base["activations"] += block
         # The backward pass of the last layer: its MLP with activations as they are, or freed up to the norm
         # or the gradient of a weight.
-        mlp, weight = e * tokens * self._at.mlp, e * self._at.widest_weight
+        mlp, weight = e * tokens * self._at.mlp, float(e * self._at.widest_weight)
         before = hidden + e * self._at.mlp * self._at.hidden
+        if self.role.lora is not None:  # No weight has a gradient; adding in place copies that of the sum.
+            weight, before = 3.0 * mlp, hidden
         head = self._tied_gradient
         for temporaries in (
             hidden + self._reduced(hidden),  # (still forward)
@@ -262,7 +281,7 @@ class _Call:
     def _ends_of_training(self, base: Parts, kept: float, tokens: float, responses: float) -> list[Parts]:
         """What is before the first layer and behind the last, at its peaks."""
         a, e, w, hidden = self._at, self.role.itemsize, _wide(self.role), self._hidden(tokens)
-        weight, moments = e * a.vocabulary * a.hidden, []
+        weight, moments = e * a.vocabulary * a.hidden * (self.role.lora is None), []
         if self._is_first:  # The other micro-batches in flight, and the embedding's gradient.
             others = base | {"activations": base["activations"] - kept}
             copies = 3 if self._tied_gradient else 1
@@ -285,24 +304,27 @@ class _Call:
     @property
     def _tied_gradient(self) -> float:
         """The head's gradient of a tied embedding, which waits for the embedding's own."""
-        here = self.role.config.tied and self.strategy.pp == 1
+        here = self.role.config.tied and self.strategy.pp == 1 and self.role.lora is None
         return float(self.role.itemsize * self._at.vocabulary * self._at.hidden) if here else 0.0
 
     @property
     def _optimizer_temporaries(self) -> float:
-        """Of sums of gradients: those of key-value heads that tp ranks share, put together, and over gloo
-        the others' parts of them, of a tied embedding on its two stages, of this replica's slice."""
+        """Of sums of gradients: those that tp ranks share (key-value heads, adapters), put together, and over
+        gloo the others' parts of them, of a tied embedding on its two stages, of this replica's slice."""
         s, w, config = self.strategy, _wide(self.role), self.role.config
         shared, received, sharers = 0.0, 0.0, s.tp // config.num_kv_heads
         if sharers > 1:
             weights = self._layers * 2 * config.head_dim * (config.hidden_size + config.qkv_bias)
             shared = w * weights * self._reduced_copies(sharers)
+        trained = trained_params(self.role, s, self.stage)
+        if self.role.lora is not None:  # At most all adapters have a whole side, and both of these copies.
+            shared = w * trained * self._reduced_copies(s.tp) if s.tp > 1 else 0.0
         if not self.fused:
-            held = held_params(config, s, self.stage)
+            held = held_params(config, s, self.stage, self.role.lora)
             received = max(
                 w * part * (1 - 1 / n)
                 for part, n in zip(held, (s.num_replicas, s.num_expert_replicas), strict=True))
-            if config.tied and s.pp > 1 and (self._is_first or self._is_last):
+            if self.role.lora is None and config.tied and s.pp > 1 and (self._is_first or self._is_last):
                 received = max(received, 2.0 * w * self._at.vocabulary * self._at.hidden)
         return max(shared, received)
 
@@ -318,6 +340,8 @@ class _Call:
         tokens, cache = prompts * w.prompt_tokens, rows * self._layers * row
         results = 16.0 * samples * max(w.max_new_tokens, 1) + 8 * samples * w.prompt_tokens
         base = {"samples": results + _INDEX_BYTES * tokens}
+        if self.role.lora is not None and self.role.lora.merge:  # Taken to be of all weights.
+            base["merged"] = e * float(num_params(self.role.spec, self.strategy, self.stage))
         messages = 0.0 if self.strategy.pp == 1 else self._hidden(max(tokens, cohort)) * 2
         base["messages"] = messages
         before = (rows - cohort) * self._layers * row

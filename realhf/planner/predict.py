@@ -48,7 +48,7 @@ def step_seconds(
     for i, j, _ in needs.weights:
         role = problem.role_of(calls[j])
         moving.append(transfer_seconds(
-            problem.cluster, placed[j], placed[i], num_bytes=role.spec.numel * role.itemsize,
+            problem.cluster, placed[j], placed[i], num_bytes=role.trained_spec.numel * role.itemsize,
             sharded=placed[j].strategy.num_replicas > 1,
         ))  # fmt: skip
     host = {

@@ -1,7 +1,7 @@
 """Problem: what is to be planned - the calls of a graph with their workloads, the roles, the cluster."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -10,6 +10,7 @@ import numpy as np
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
+from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
 
@@ -85,12 +86,15 @@ def _survival(mean: float, limit: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ModelRole:
-    """A role as the planner sees it."""
+    """A role as the planner sees it. With `lora`, its adapters are trained and moved, the weights rest."""
 
     config: ModelConfig
     dtype: str = "bfloat16"
     trainable: bool = False
     follows: str | None = None
+    lora: LoraConfig | None = None
+    source: Hashable = None
+    """Frozen weights of equal sources are one memory where both have the same part; None: they share none."""
 
     @property
     def itemsize(self) -> int:
@@ -99,6 +103,11 @@ class ModelRole:
     @cached_property
     def spec(self) -> ModelSpec:
         return model_spec(self.config)
+
+    @cached_property
+    def trained_spec(self) -> ModelSpec:
+        """The parameters that training changes, and that move in every step."""
+        return self.spec if self.lora is None else adapter_spec(self.config, self.lora)
 
 
 @dataclass(frozen=True)

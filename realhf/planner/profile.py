@@ -8,8 +8,8 @@ of, and by what, is in `WIRES`, `CALLS` and `OF_MODEL`. Any table may be missing
 import textwrap
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,9 @@ class ProfiledRates(Rates):
         if table is None:
             return super().block(role, tp, ep, tokens=tokens, squared=squared, backward=backward)
         seconds = table.at(squared / max(tokens, 1.0), tokens)
+        if role.lora is not None:  # Measured without adapters.
+            block = partial(super().block, tokens=tokens, squared=squared, backward=backward)
+            seconds *= block(role, tp, ep).compute / block(replace(role, lora=None), tp, ep).compute
         wires = 0.0
         if tp.size > 1:
             wires = 2 * self.all_reduce(tokens * role.config.hidden_size * role.itemsize, tp)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.memory import available_bytes, call_bytes, training_bytes, weights_bytes
+from realhf.planner.memory import available_bytes, call_bytes, num_params, training_bytes, weights_bytes
 from realhf.planner.problem import Problem
 from realhf.units import format_bytes
 
@@ -93,9 +93,13 @@ def _resting(
 ) -> dict[str, float]:
     """What is on a rank all the time, by what it is."""
     parts: dict[str, float] = {}
+    offloads = {call.role for call in problem.model_calls if plan[call.name].offload}
+    holders: dict[tuple[object, ...], str] = {}  # Of frozen weights that several roles may share.
     for name, role in problem.roles.items():
-        home = homes[name]
-        offloaded = any(plan[call.name].offload for call in problem.graph.of_role(name))
+        if role.source is not None and rank in homes[name] and name not in offloads:
+            holders.setdefault((role.source, *_shard(homes[name], rank)), name)
+    for name, role in problem.roles.items():
+        home, offloaded = homes[name], name in offloads
         layouts = dict.fromkeys([home, *(plan[call.name].layout for call in problem.graph.of_role(name))])
         for layout in layouts if not offloaded else ():
             if rank not in layout:
@@ -103,7 +107,10 @@ def _resting(
             if layout != home and rank in home and _shard(layout, rank) == _shard(home, rank):
                 continue  # The same memory.
             what = f"{name} weights" if layout == home else f"{name} copy"
-            size = weights_bytes(role, layout.strategy, layout.coordinate(rank).pp)
+            stage = layout.coordinate(rank).pp
+            size = weights_bytes(role, layout.strategy, stage)
+            if holders.get((role.source, *_shard(layout, rank)), name) != name:
+                size -= num_params(role.spec, layout.strategy, stage) * role.itemsize
             parts[what] = parts.get(what, 0.0) + size
         if role.trainable and rank in home:
             stage = home.coordinate(rank).pp

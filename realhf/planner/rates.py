@@ -194,8 +194,9 @@ class Rates:
     def block(
         self, role: ModelRole, tp: Span, ep: Span, *, tokens: float, squared: float, backward: bool = False
     ) -> Cost:
-        """One block forward, or backward alone: twice the matrix products, 2.5 times the attention (flash
-        attention computes its scores again, Dao et al. 2022)."""
+        """One block forward, or backward alone: twice the matrix products (once where weights are frozen
+        under adapters), 2.5 times the attention (flash attention computes its scores again, Dao et al. 2022).
+        """
         c, shape, n = role.config, block_shape(role.config), tp.size
         dense = (shape.attention + shape.mlp) / n
         compute = self.matmul(role, tokens=tokens, params=dense)
@@ -211,7 +212,10 @@ class Rates:
             wires += shape.moe_share * exchange
         attention = 2 * squared * c.num_heads / n * c.head_dim  # causal: half of 4 * squared * heads * dim
         elementwise = tokens * (12 * c.hidden_size + 6 * shape.width / n) * role.itemsize
-        compute *= 2 if backward else 1
+        compute *= 2 if backward and role.lora is None else 1
+        if role.lora is not None:
+            adapters = role.trained_spec.numel / c.num_layers / n
+            compute += (2 if backward else 1) * self.matmul(role, tokens=tokens, params=adapters)
         compute += (2.5 if backward else 1) * attention / (self.peak(role) * self.assume.attention)
         compute += (2 if backward else 1) * self.traffic(elementwise)
         return Cost(float(self._launched(compute)), wires)
@@ -227,7 +231,8 @@ class Rates:
             return Cost(embedding)
         params = c.vocab_size * c.hidden_size / n
         passes = 5 if backward else 6
-        compute = (2 if backward else 1) * self.matmul(role, tokens=tokens, params=params)
+        compute = self.matmul(role, tokens=tokens, params=params)
+        compute *= 2 if backward and role.lora is None else 1
         compute += self.traffic(passes * tokens * c.vocab_size / n * _WIDE)
         wires = 0.0 if n == 1 else self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
         return Cost(embedding + compute, wires)

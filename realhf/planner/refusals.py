@@ -55,7 +55,8 @@ def _devices(space: Space) -> str:
     problem, total = space.problem, 0.0
     num_devices = problem.cluster.num_devices
     for role in problem.roles.values():
-        total += role.spec.numel * (role.itemsize + (4 * wide_bytes(role) if role.trainable else 0))
+        total += role.spec.numel * role.itemsize
+        total += 4 * wide_bytes(role) * role.trained_spec.numel if role.trainable else 0
     has, per_host = format_bytes(space.capacity), problem.cluster.devices_per_host
     there_are = f"the cluster has {num_devices} device{'s' * (num_devices > 1)} with {has} available on each"
     if space.capacity <= 0:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from realhf.layout import ParallelStrategy
+from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, ParamSpec, model_spec, region_size
 
@@ -52,10 +53,12 @@ def num_params(spec: ModelSpec, strategy: ParallelStrategy, stage: int) -> int:
 
 
 @lru_cache(maxsize=1 << 16)
-def held_params(config: ModelConfig, strategy: ParallelStrategy, stage: int) -> tuple[int, int]:
-    """Those that every dp replica has, and those of this ep rank's experts."""
+def held_params(
+    config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None = None
+) -> tuple[int, int]:
+    """Those that every dp replica has, and those of this ep rank's experts; of the adapters, with `lora`."""
     layers = _table(config).stage_layers(strategy, stage)
-    by_layer = _by_layer(config, strategy.tp, strategy.ep)
+    by_layer = _by_layer(config, strategy.tp, strategy.ep, lora)
     total = by_layer[:, :, layers.start + 1 : layers.stop + 1].sum(axis=2)
     if stage == 0:
         total += by_layer[:, :, 0]
@@ -68,19 +71,19 @@ def held_params(config: ModelConfig, strategy: ParallelStrategy, stage: int) -> 
 
 
 @lru_cache(maxsize=64)
-def _table(config: ModelConfig) -> ModelSpec:
-    """The parameter table (a model's config determines it, and is the quicker key)."""
-    return model_spec(config)
+def _table(config: ModelConfig, lora: LoraConfig | None = None) -> ModelSpec:
+    """The parameter table (a model's config determines it, and is the quicker key), or that of adapters."""
+    return model_spec(config) if lora is None else adapter_spec(config, lora)
 
 
 @lru_cache(maxsize=64)
-def _kinds(config: ModelConfig) -> dict[tuple[ParamSpec, bool], np.ndarray]:
+def _kinds(config: ModelConfig, lora: LoraConfig | None) -> dict[tuple[ParamSpec, bool], np.ndarray]:
     """Parameters of equal shape and split as one, and whether of experts: their number by layer.
 
     Layers count from 1; index 0 is the embedding, the last index what follows the last layer.
     """
     counts: Counter[tuple[tuple[int, ...], int | None, int, bool, int]] = Counter()
-    for p in _table(config).params:
+    for p in _table(config, lora).params:
         layer = config.num_layers if p.layer is None else p.layer
         layer = 0 if p.part == "positions.weight" else layer  # Not at both ends.
         counts[p.shape, p.split_dim, p.num_units, p.expert is not None, layer + 1] += 1
@@ -92,11 +95,11 @@ def _kinds(config: ModelConfig) -> dict[tuple[ParamSpec, bool], np.ndarray]:
 
 
 @lru_cache(maxsize=1 << 10)
-def _by_layer(config: ModelConfig, tp: int, ep: int) -> np.ndarray:
+def _by_layer(config: ModelConfig, tp: int, ep: int, lora: LoraConfig | None) -> np.ndarray:
     """Elements on a rank, of shape (shared or experts, tp index, layer); of the ep rank with most experts."""
     total = np.zeros((2, tp, config.num_layers + 2), np.int64)
     num_experts = config.moe.num_experts if config.moe else 1
-    for (param, is_expert), counts in _kinds(config).items():
+    for (param, is_expert), counts in _kinds(config, lora).items():
         numel = np.array([region_size(param.region(tp, index)) for index in range(tp)])
         here = counts * -(-num_experts // ep) // num_experts if is_expert else counts
         total[int(is_expert)] += numel[:, None] * here

@@ -111,7 +111,7 @@ class Space:
         key = (trained, *ends)
         if key not in self._moved:
             self._moved[key] = transfer_seconds(
-                self.problem.cluster, *ends, num_bytes=role.spec.numel * role.itemsize,
+                self.problem.cluster, *ends, num_bytes=role.trained_spec.numel * role.itemsize,
                 sharded=ends[0].strategy.num_replicas > 1,
             ) / self.rates.assume.link  # fmt: skip
         return self._moved[key]

@@ -1,13 +1,14 @@
 """Compiles a graph and a plan into the list of actions that every rank walks through in the same order."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, is_sharded
+from realhf.lora import adapter_spec
+from realhf.param_spec import ModelSpec, is_sharded, model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.realloc.schedule import moves_nothing
 
@@ -21,7 +22,8 @@ then the inputs of calls, which have tags of their own."""
 
 @dataclass(frozen=True)
 class Reallocate:
-    """Brings a role's parameters from one layout to another.
+    """Brings parameters from one layout to another: a role's weights, or those of "actor.lora", the adapters
+    of role actor.
 
     With a `rate` the target is another role that follows: target = rate * source + (1 - rate) * target. With
     `sharded`, the source is the optimizer's copy, one part on each replica. `ahead`: for the next step,
@@ -69,6 +71,38 @@ class Run:
 
 
 Action = Reallocate | Send | Receive | Run
+_ADAPTERS = ".lora"
+
+
+def parameter_sets(roles: Mapping[str, Role]) -> dict[str, Role]:
+    """What moves as one: the weights of every role, which are frozen under adapters, and as "actor.lora" the
+    adapters of role actor."""
+    sets: dict[str, Role] = {}
+    for name, role in roles.items():
+        sets[name] = role if role.lora is None else replace(role, optimizer=None, lora=None)
+        if role.lora is not None:
+            sets[name + _ADAPTERS] = role
+    return sets
+
+
+def parameter_specs(roles: Mapping[str, Role]) -> dict[str, ModelSpec]:
+    """The parameter tables of all sets."""
+    specs: dict[str, ModelSpec] = {}
+    for name, role in roles.items():
+        specs[name] = model_spec(config := role.config())
+        if (lora := role.adapters()) is not None:
+            specs[name + _ADAPTERS] = adapter_spec(config, lora)
+    return specs
+
+
+def role_of(parameters: str) -> str:
+    """The role that a parameter set belongs to."""
+    return parameters.removesuffix(_ADAPTERS)
+
+
+def adapters_of(role: str) -> str:
+    """The name of a role's adapters."""
+    return role + _ADAPTERS
 
 
 def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role]) -> dict[str, Layout]:
@@ -118,14 +152,16 @@ def compile_actions(
     *,
     first_tag: int = FIRST_TAG,
 ) -> tuple[Action, ...]:
-    """One step: the calls in topological order. What a call has made is sent right behind it and received
-    where it is used, so that nobody waits for a rank that is busy with another call. What a train step has
-    changed goes out right behind it, ahead of the next step.
+    """One step: the calls in topological order; `specs` are those of all parameter sets.
+
+    What a call has made is sent right behind it and received where it is used, so that nobody waits for a
+    rank that is busy with another call. What a train step has changed goes out right behind it, ahead of the
+    next step.
 
     No ranks can wait for each other in a circle: over all steps, an action waits only for ranks that have yet
     to come to it and for actions that stand before it, and every rank walks through them in this order.
     """
-    tags = count(first_tag)
+    tags, sets = count(first_tag), parameter_sets(roles)
     receives = {call.name: _receive(call, graph, plan, tags) for call in graph.order}
     actions: list[Action] = []
 
@@ -134,24 +170,30 @@ def compile_actions(
 
     send(None)
     updated_by = {
-        call.name: [name for name, role in roles.items() if call.role in (name, role.follows)]
+        call.name: [
+            name for name, role in sets.items()
+            if role.follows == call.role or (role_of(name) == call.role and role.optimizer is not None)
+        ]
         for call in graph.order
         if call.kind == "train_step"
     }
 
-    def reallocate(role: str, calls: Sequence[FunctionCall], *, ahead: bool = False) -> None:
-        """For the calls up to the one that next updates the role."""
-        until = next((i for i, call in enumerate(calls) if role in updated_by.get(call.name, ())), len(calls))
+    def reallocate(name: str, calls: Sequence[FunctionCall], *, ahead: bool = False) -> None:
+        """For the calls up to the one that next updates the parameters."""
+        role = role_of(name)
+        until = next((i for i, call in enumerate(calls) if name in updated_by.get(call.name, ())), len(calls))
         layouts = dict.fromkeys(plan[call.name].layout for call in calls[: until + 1] if call.role == role)
-        actions.extend(_copies(role, roles[role], homes[role], list(layouts), specs[role], ahead=ahead))
+        actions.extend(_copies(name, sets[name], homes[role], list(layouts), specs[name], ahead=ahead))
 
     for role in dict.fromkeys(call.role for call in graph.order if call.role is not None):
-        reallocate(role, graph.order)
+        for name in sets:
+            if role_of(name) == role:
+                reallocate(name, graph.order)
     for i, call in enumerate(graph.order, start=1):
         actions += [receives[call.name], Run(call, plan[call.name].layout)]
         send(call.name)
         for name in updated_by.get(call.name, ()):
-            if name != call.role:
+            if role_of(name) != call.role:
                 assert call.role is not None, "only models are trained"
                 home, rate = homes[call.role], roles[name].follow_rate
                 actions.extend(_copies(call.role, roles[call.role], home, [home], specs[name]))
@@ -166,7 +208,7 @@ def compile_actions(
 def _copies(
     name: str, role: Role, home: Layout, layouts: list[Layout], spec: ModelSpec, *, ahead: bool = False
 ) -> list[Reallocate]:
-    """Brings a role's copies in these layouts up to date, each from where least has to move.
+    """Brings copies of parameters in these layouts up to date, each from where least has to move.
 
     What trains on several replicas goes out from the optimizer's copy; its gathering is one of these
     movements, and costs nothing where an earlier one has brought the home layout all that it holds.

@@ -10,6 +10,7 @@ from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainSt
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
+from realhf.lora import WEIGHTS_FILE, adapter_spec
 from realhf.nn.checkpoint import open_checkpoint
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
@@ -17,9 +18,11 @@ from realhf.runtime.actions import (
     FIRST_TAG,
     RANK_0,
     Action,
+    adapters_of,
     compile_actions,
     complete_plan,
     home_layouts,
+    parameter_specs,
 )
 
 _WORK_OF_KIND = {
@@ -45,6 +48,13 @@ class Program:
     actions: tuple[Action, ...]
     eval_actions: tuple[Action, ...]
 
+    @property
+    def adapter_sizes(self) -> dict[str, tuple[int, int]]:
+        """Role with adapters -> parameters of those, and of the model beneath."""
+        specs = parameter_specs(self.roles)
+        with_adapters = (name for name, role in self.roles.items() if role.lora is not None)
+        return {name: (specs[adapters_of(name)].numel, specs[name].numel) for name in with_adapters}
+
 
 def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world_size: int) -> Program:
     """Checks everything that can be known before the first step, and compiles the actions.
@@ -69,7 +79,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     _rows(experiment, "dataset", graph)
     _check_tokenizer(experiment)
     graph, eval_actions = _with_max_rows(graph, plan), tuple[Action, ...]()
-    specs = {name: model_spec(role.config()) for name, role in roles.items()}
+    specs = parameter_specs(roles)
     actions = compile_actions(graph, plan, roles, homes, specs)
     if eval_graph is not None:
         plan = complete_plan(plan, eval_graph, homes, offloaded=offloaded)
@@ -153,14 +163,30 @@ def _check_models(roles: Mapping[str, Role]) -> None:
                 open_checkpoint(Path(role.model), model_spec(config))
             except ValueError as error:
                 raise ValueError(f"{name}.model: {error}") from error
+        _check_adapters(name, role)
         if role.follows is None:
             continue
         if role.dtype in ("bfloat16", "float16"):
             raise ValueError(f"{name}.dtype is {role.dtype}: a moving average would stand still; use float32")
         if role.follows not in roles or roles[role.follows].optimizer is None:
             raise ValueError(f"{name}.follows is {role.follows!r}: it must name a trainable role")
+        if roles[role.follows].lora is not None:
+            why = "a role that trains adapters has no followers"
+            raise ValueError(f"{name}.follows is {role.follows!r}: {why}")
         if config != roles[role.follows].config():
             raise ValueError(f"{name}.model has another shape than {role.follows}.model, which it follows")
+
+
+def _check_adapters(name: str, role: Role) -> None:
+    try:
+        if (lora := role.adapters()) is not None:
+            adapter_spec(role.config(), lora)
+            if lora.adapter is None and role.optimizer is None:
+                raise ValueError("lora: adapters of a frozen role do nothing unless lora.adapter is given")
+            if lora.adapter is not None and not (Path(lora.adapter) / WEIGHTS_FILE).is_file():
+                raise ValueError(f"lora.adapter: {lora.adapter} has no {WEIGHTS_FILE}")
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from error
 
 
 def _check_layouts(roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan) -> None:

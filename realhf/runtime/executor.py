@@ -17,7 +17,7 @@ from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send
+from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send, role_of
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.models import ModelStore
 
@@ -133,10 +133,10 @@ class Executor:
         return any(isinstance(action, Reallocate) and action.ahead for action in self.actions)
 
     def _wait(self, record: StepRecord, role: str, layout: Layout | None = None) -> None:
-        """For the role's reallocations to one layout, or all that are under way."""
+        """For the reallocations to one layout, or all that are under way, of a role or of its adapters."""
         for moved in self.store.finish(role, layout):
             record.events.append({
-                "rank": self.world.rank, "name": moved.action.target_role, "kind": "realloc",
+                "rank": self.world.rank, "name": role_of(moved.action.target_role), "kind": "realloc",
                 "start": moved.start, "transfer": f"{moved.action.source}->{moved.action.target}",
                 "sent_bytes": moved.stats.bytes_sent, "over_bound": moved.stats.over_bound, "end": moved.end,
             })  # fmt: skip

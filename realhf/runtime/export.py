@@ -24,7 +24,9 @@ def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, B
     if source.is_dir():
         files |= _matching(source, _TERMS + (_GENERATION,) * (role.head == "lm"))
     method, base = type(experiment).__name__, None if role.random_init else _base_name(source, role)
-    return files | {"README.md": _card(name, role.head, method=method, base=base, step=step)}
+    library = "transformers" if role.lora is None or role.lora.export_merged else "peft"
+    card = _card(name, role.head, method=method, base=base, step=step, library=library)
+    return files | {"README.md": card}
 
 
 def _matching(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
@@ -42,11 +44,11 @@ def _base_name(directory: Path, role: Role) -> str:
     return cached[-1].removeprefix("models--").replace("--", "/", 1) if cached else path.name
 
 
-def _card(name: str, head: str, *, method: str, base: str | None, step: int) -> str:
+def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:
     """A model card: metadata as the hub reads them, and one line."""
     task = "text-generation" if head == "lm" else "text-classification"
     fields = [f"base_model: {json.dumps(base)}"] if base else []
-    fields += ["library_name: transformers", f"pipeline_tag: {task}", f"tags: [realhf, {method.lower()}]"]
+    fields += [f"library_name: {library}", f"pipeline_tag: {task}", f"tags: [realhf, {method.lower()}]"]
     origin = f"`{base}`" if base else "random weights"
     text = f"The {name} of a {method} run of realhf, trained from {origin} for {step} step{'s' * (step > 1)}."
     return "\n".join(["---", *fields, "---", "", f"# {name}", "", text, ""])

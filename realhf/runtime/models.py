@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +18,19 @@ from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.layout import Layout
 from realhf.nn.checkpoint_write import Beside, CheckpointWriter
-from realhf.param_spec import is_sharded, model_spec, region_size
+from realhf.nn.peft import adapter_writer
+from realhf.param_spec import Region, is_sharded, region_size
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats
-from realhf.runtime.actions import Action, Reallocate, Run
+from realhf.runtime.actions import (
+    Action,
+    Reallocate,
+    Run,
+    adapters_of,
+    parameter_sets,
+    parameter_specs,
+    role_of,
+)
 from realhf.runtime.offload import OffloadedWeights
 
 
@@ -35,8 +45,11 @@ class Moved:
 
 
 class ModelStore:
-    """Versions count the updates of a role. Every rank counts, so that all agree on which copies are old.
+    """Versions count the updates of a parameter set: a role's weights, or apart from them its adapters. Every
+    rank counts, so that all agree on which copies are old.
 
+    Frozen weights that are read from the same place, as those of a reference and those under adapters, are
+    one memory on every rank where both have the same part of them.
     Reallocations run one after the other in a thread of their own, in the same order on all ranks.
     The weights of `offloaded` roles, which are frozen, are on the device only while they are in use.
     """
@@ -46,7 +59,7 @@ class ModelStore:
         *, seed: int, offloaded: Collection[str] = (),
     ) -> None:
         self._world, self._roles, self.homes = world, roles, homes
-        self._specs = {name: model_spec(role.config()) for name, role in roles.items()}
+        self._sets, self._specs = parameter_sets(roles), parameter_specs(roles)
         self._engines: dict[tuple[str, Layout], NativeEngine] = {}
         self._to_offload = frozenset(offloaded)
         self._offloaded: dict[tuple[str, Layout], OffloadedWeights] = {}
@@ -56,18 +69,16 @@ class ModelStore:
         self._thread = ThreadPoolExecutor(1, "realloc", initializer=self._start_thread)
         self._running: dict[tuple[str, Layout], Future[Moved]] = {}
         self._failure: Exception | None = None
-        self._updates = dict.fromkeys(roles, 0)
-        self._versions = {(role, home): 0 for role, home in homes.items()}
+        self._updates = dict.fromkeys(self._sets, 0)
+        self._versions = {
+            (name, homes[role_of(other)]): 0
+            for name in self._sets for other in self._sets if self._are_equal(name, other)
+        }
         fault = ""
         for name, role in roles.items():
             self._create(name, homes[name], optimizer=role.optimizer)
             if world.rank in homes[name]:
-                directory, home = None if role.random_init else Path(role.model), (name, homes[name])
-                with self._in_use(home, written=home):
-                    try:
-                        self.engine(*home).load(directory, seed=seed)
-                    except ValueError as error:
-                        fault = fault or f"{name}.model: {error}"
+                fault = fault or self._load(name, seed=seed)
         self._agree(fault)
         for action in actions:
             if isinstance(action, Run) and action.call.role is not None:
@@ -75,7 +86,7 @@ class ModelStore:
         for action in actions:
             if isinstance(action, Reallocate):
                 self._reallocator(action)
-        for name in roles:
+        for name in self._sets:
             if self._is_sharded(name):
                 self._reallocator(self._gathering(name))
 
@@ -96,26 +107,81 @@ class ModelStore:
     def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
         if self._world.rank not in layout or (role, layout) in self._engines:
             return
-        home, offload, memory = (role, self.homes[role]), role in self._to_offload, None
-        shared = home in self._engines and self._holds_the_same(role, layout)
-        if shared:
-            memory = self._engines[home].model.flat
+        settings = self._roles[role]
+        offload, memory = role in self._to_offload, None
+        equal, adapters = self._equal_home(role, layout), self._equal_home(adapters_of(role), layout)
+        if equal is not None:
+            memory = self._engines[equal].model.flat
         elif offload:  # Not where other ranks of the host could read it: it comes and goes.
-            held, dtype = self._specs[role].held_by(layout, self._world.rank), DTYPES[self._roles[role].dtype]
+            held, dtype = self._held(role, layout), DTYPES[settings.dtype]
             memory = torch.zeros(sum(map(region_size, held.values())), dtype=dtype, device=self._world.device)
-        with self._in_use(home):
+        with self._in_use(*filter(None, [equal])):
             self._engines[role, layout] = NativeEngine(
-                self._specs[role], layout, self._world, dtype=self._roles[role].dtype, optimizer=optimizer,
-                memory=memory,
+                self._specs[role], layout, self._world, dtype=settings.dtype, optimizer=optimizer,
+                memory=memory, lora=settings.adapters(),
+                adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
             )  # fmt: skip
-        if offload and memory is not None:
-            self._offloaded[role, layout] = self._offloaded[home] if shared else OffloadedWeights(memory)
+        if equal is not None and equal in self._offloaded:
+            self._offloaded[role, layout] = self._offloaded[equal]
+        elif equal is None and memory is not None:
+            self._offloaded[role, layout] = OffloadedWeights(memory)
 
-    def _holds_the_same(self, role: str, layout: Layout) -> bool:
-        """Whether this rank's shard is its home shard. Then the copy is the same memory: within a step nobody
-        uses a copy while its role trains, and before it is used again it would be made equal anyway."""
-        ends = (self._specs[role].held_by(x, self._world.rank) for x in (layout, self.homes[role]))
+    def _equal_home(self, name: str, layout: Layout) -> tuple[str, Layout] | None:
+        """A role's home on this rank in which the same part of equal parameters lies; one's own comes first.
+
+        Then the copy is the same memory: within a step nobody uses a copy while its role trains, and before
+        it is used again it would be made equal anyway.
+        """
+        for other in (name, *self._sets) if name in self._sets else ():
+            if self._are_equal(name, other):
+                home = (role_of(other), self.homes[role_of(other)])
+                if home in self._engines and self._is_same_part(name, layout, home[1], self._world.rank):
+                    return home
+        return None
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        """Whether two parameter sets have the same values all the time, and may be one memory."""
+        if name == other:
+            return True
+        pair = [self._sets[name], self._sets[other]]
+        if {name, other} & {adapters_of(role) for role in self._roles}:
+            return False
+        frozen = all(s.optimizer is None and s.follows is None for s in pair)
+        alike = pair[0].weights_source == pair[1].weights_source
+        return frozen and alike and (other in self._to_offload) <= (name in self._to_offload)
+
+    def _is_same_part(self, name: str, layout: Layout, home: Layout, rank: int) -> bool:
+        ends = (self._specs[name].held_by(x, rank) for x in (layout, home))
         return list(next(ends).items()) == list(next(ends).items())
+
+    def _held(self, name: str, layout: Layout) -> dict[str, Region]:
+        return self._specs[name].held_by(layout, self._world.rank)
+
+    def _load(self, role: str, *, seed: int) -> str:
+        """Reads a role's home, unless all of its ranks have the weights of another role that are equal.
+
+        Gives what is wrong with the files, if anything is.
+        """
+        settings, home = self._roles[role], self.homes[role]
+        earlier = list(self._roles)[: list(self._roles).index(role)]
+        there = any(
+            self._are_equal(role, other)
+            and all(rank in self.homes[other] and self._is_same_part(role, home, self.homes[other], rank)
+                    for rank in home.ranks)
+            for other in earlier
+        )  # fmt: skip
+        with self._in_use((role, home), written=None if there else (role, home)):
+            engine = self.engine(role, home)
+            try:
+                if not there:
+                    engine.load_base(None if settings.random_init else Path(settings.model), seed=seed)
+            except ValueError as error:
+                return f"{role}.model: {error}"
+            try:
+                engine.load_adapters(seed=seed)
+            except ValueError as error:
+                return f"{role}.lora.adapter: {error}"
+        return ""
 
     def _reallocator(self, action: Reallocate) -> Reallocator | None:
         """The one that carries out an action; None on ranks without a part."""
@@ -123,7 +189,7 @@ class ModelStore:
         if self._world.rank not in action.source and self._world.rank not in action.target:
             return None
         if key not in self._reallocators:
-            spec, role = self._specs[action.source_role], action.target_role
+            spec, role = self._specs[action.source_role], role_of(action.target_role)
             self._reallocators[key] = Reallocator(
                 spec, source=action.source, target=action.target, world=self._world, role=role,
                 dtype=DTYPES[self._roles[role].dtype], sharded=action.sharded, staging=self._staging,
@@ -131,11 +197,16 @@ class ModelStore:
             )  # fmt: skip
         return self._reallocators[key]
 
-    def _is_sharded(self, role: str) -> bool:
-        return self._roles[role].optimizer is not None and is_sharded(self.homes[role])
+    def _is_sharded(self, name: str) -> bool:
+        return self._sets[name].optimizer is not None and is_sharded(self.homes[role_of(name)])
 
-    def _gathering(self, role: str) -> Reallocate:
-        return Reallocate(role, self.homes[role], role, self.homes[role], sharded=True)
+    def _gathering(self, name: str) -> Reallocate:
+        home = self.homes[role_of(name)]
+        return Reallocate(name, home, name, home, sharded=True)
+
+    def _trained(self, role: str) -> str:
+        """The parameter set that a role's train steps change."""
+        return role if self._roles[role].lora is None else adapters_of(role)
 
     def engine(self, role: str, layout: Layout) -> NativeEngine:
         return self._engines[role, layout]
@@ -158,9 +229,10 @@ class ModelStore:
 
     def updated(self, role: str) -> None:
         """Notes that a train step has changed the role. Every rank calls this after every train step."""
-        self._updates[role] += 1
-        if not self._is_sharded(role):
-            self._versions[role, self.homes[role]] += 1
+        name = self._trained(role)
+        self._updates[name] += 1
+        if not self._is_sharded(name):
+            self._versions[name, self.homes[role]] += 1
 
     def start(self, action: Reallocate) -> bool:
         """Sets a reallocation going, unless the target is as new as the source, or on its way to be so; a
@@ -190,24 +262,31 @@ class ModelStore:
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         ends = ((action.source_role, action.source), (action.target_role, action.target))
-        source, target = (self._engines.get(end) for end in ends)
         began = time.time()
-        old = None
-        if source is not None:
-            old = source.optimizer_shards() if action.sharded else source.shards()
+        old, new = self._shards(*ends[0], sharded=action.sharded), self._shards(*ends[1])
         try:
             with self._in_use(*ends, written=ends[1]):
-                stats = reallocator.run(old, None if target is None else target.shards())
+                stats = reallocator.run(old, new)
         except Exception as error:
             self._failure = error
             raise
         return Moved(action, stats, began, time.time())
 
-    def finish(self, role: str, layout: Layout | None = None) -> list[Moved]:
-        """Waits for the reallocations under way of a role's copies: to one layout, or all of them."""
+    def _shards(self, name: str, layout: Layout, *, sharded: bool = False) -> dict[str, torch.Tensor] | None:
+        """This rank's part of a parameter set in a layout; None if it has none."""
+        engine = self._engines.get((role_of(name), layout))
+        if engine is None:
+            return None
+        if sharded:
+            return engine.optimizer_shards()
+        return engine.shards() if name == role_of(name) else engine.adapter_shards()
+
+    def finish(self, name: str, layout: Layout | None = None) -> list[Moved]:
+        """Waits for the reallocations under way of a role, adapters included, or of its adapters alone: to
+        one layout, or all of them."""
         moved = []
         for target in list(self._running):
-            if target[0] == role and layout in (None, target[1]):
+            if name in (target[0], role_of(target[0])) and layout in (None, target[1]):
                 moved.append(self._running.pop(target).result())
         return moved
 
@@ -216,8 +295,8 @@ class ModelStore:
     ) -> None:
         """Writes the role's home copy as a Hugging Face directory on rank 0's host, and files `beside`, which
         rank 0 gives. Every rank calls this; those that are neither rank 0 nor in the home do nothing."""
-        if self._is_sharded(role):
-            self.start(self._gathering(role))
+        if self._is_sharded(name := self._trained(role)):
+            self.start(self._gathering(name))
         home = (role, self.homes[role])
         if home in self._engines or self._world.rank == 0:
             # It moves parameters too, so it takes its turn among the reallocations.
@@ -231,12 +310,21 @@ class ModelStore:
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         role, layout = copy
-        writer = CheckpointWriter(
-            self._specs[role], layout, self._world, dtype=DTYPES[self._roles[role].dtype], leader=0)
+        writer = self._writer(role, layout)
         with self._in_use(copy):
-            shards = self._engines[copy].shards() if copy in self._engines else {}
+            shards = self._engines[copy].export_shards() if copy in self._engines else {}
             try:
                 writer.write(directory, shards, beside=beside)
             except OSError as error:
                 what = f"{error.filename or directory} cannot be written: {error.strerror}"
                 raise UserError(what) from error
+
+    def _writer(self, role: str, layout: Layout) -> CheckpointWriter:
+        """What writes the role's directories: of a model, or of adapters."""
+        settings = self._roles[role]
+        how: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "leader": 0}
+        lora = settings.adapters()
+        if lora is None or lora.export_merged:
+            return CheckpointWriter(self._specs[role], layout, self._world, **how)
+        spec = self._specs[adapters_of(role)]
+        return adapter_writer(spec, lora, layout, self._world, base=settings.model, **how)

@@ -45,6 +45,9 @@ class Progress:
         )
         for call in self._program.graph.order:
             self._console.print(f"  {call.name:<18} {call.kind:<10} {plan[call.name].layout}")
+        for name, (trained, total) in self._program.adapter_sizes.items():
+            share = f"{trained / total:.2%} of its {total:,}"
+            self._console.print(f"  {name} has adapters of {trained:,} parameters, {share}")
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()

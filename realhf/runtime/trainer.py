@@ -107,7 +107,8 @@ class Trainer:
         return self._evaluator.run(self._eval_batch)
 
     def _export(self, step: int) -> None:
-        """Trainable roles as Hugging Face directories: the first at hf/step_N, others in folders there."""
+        """Trainable roles as Hugging Face directories, adapters as PEFT's: the first at hf/step_N, others in
+        folders there."""
         if self._out is None:
             return
         experiment = self._program.experiment
@@ -131,7 +132,8 @@ class Trainer:
             moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]
             over = [m[f"realloc_over_bound/{role}"] for m in history if f"realloc_over_bound/{role}" in m]
             if moved:
-                summary["realloc"][role] = {"bytes_per_step": max(moved), "over_bound": max(over)}
+                per_step = max(moved[1:] or moved)  # What never changes moves in the first step only.
+                summary["realloc"][role] = {"bytes_per_step": per_step, "over_bound": max(over)}
         if self._recorder is not None:
             self._recorder.finish(summary)
         if self._progress is not None:

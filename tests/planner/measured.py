@@ -76,7 +76,8 @@ def measure(world: Any, case: Case) -> Any:
     if world.rank not in layout:
         return None
     optimizer = OptimizerConfig() if case.role.trainable else None
-    engine = NativeEngine(case.role.spec, layout, world, dtype=case.role.dtype, optimizer=optimizer)
+    settings = {"dtype": case.role.dtype, "optimizer": optimizer, "lora": case.role.lora}
+    engine = NativeEngine(case.role.spec, layout, world, **settings)
     engine.load(None, seed=0)
     inputs = ("tokens",) if case.kind == "generate" else ("tokens", "response_mask")
     outputs = {"generate": ("out", "mask", "logprobs", "finished"), "forward": ("out",), "train_step": ()}
@@ -90,7 +91,8 @@ def measure(world: Any, case: Case) -> Any:
     training = 0
     if optimizer is not None:
         adamw = engine._optimizer._adamw
-        held = [engine.model.grad_buffer, engine._optimizer._master]
+        held = [engine._trained.grad_buffer, engine._optimizer._master]
         held += [x for state in adamw.state.values() for x in state.values() if x.numel() > 1]
         training = sum(x.nbytes for x in held)
-    return engine.model.flat.nbytes, training, storages.peak
+    adapters = 0 if engine.adapters is None else engine.adapters.flat.nbytes
+    return engine.model.flat.nbytes + adapters, training, storages.peak

@@ -8,6 +8,7 @@ import torch
 
 from realhf.cluster import Cluster
 from realhf.layout import Layout, ParallelStrategy
+from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec, region_size
 from realhf.planner.memory import available_bytes, call_bytes, num_params, training_bytes, weights_bytes
@@ -17,9 +18,9 @@ from tests.planner.measured import Case, measure
 from tests.realloc.test_memory import Storages
 
 
-def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm", kv=4, hidden=128):
+def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm", kv=4, hidden=128, lora=None):
     config = ModelConfig("llama", vocab, hidden, 352, 4, 8, kv, hidden // 8, tied, head)
-    return ModelRole(config, dtype, trainable)
+    return ModelRole(config, dtype, trainable, lora=lora)
 
 
 NARROW = {"vocab": 96}  # What the layers keep is most; else it is the logits.
@@ -79,11 +80,20 @@ GENERATION = [
     Case("d2t2@0-3", "generate", _role(trainable=False), GENERATE),
     Case("c2@0-1", "generate", _role(trainable=False), GENERATE),
 ]
-CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION
+LORA = LoraConfig(rank=4)
+ADAPTERS = [
+    Case("d1@0", "train_step", _role("bfloat16", lora=LORA, **NARROW), FULL),
+    Case("d1@0", "train_step", _role(lora=LORA, tied=True), ENTROPY, 240),
+    Case("d2t2@0-3", "train_step", _role("bfloat16", lora=LORA, **NARROW), FULL),
+    Case("p2@0-1", "train_step", _role(lora=LORA, **NARROW), FULL, 144),
+    Case("d1@0", "generate", _role(trainable=False, lora=replace(LORA, merge=True), **NARROW), GENERATE),
+    Case("t2@0-1", "forward", _role("bfloat16", trainable=False, lora=LORA, **NARROW), FULL),
+]
+CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION + ADAPTERS
 
 
 def _name(case):
-    extra = "-recompute" * case.recompute + "-tied" * case.role.config.tied
+    extra = "-recompute" * case.recompute + "-tied" * case.role.config.tied + "-lora" * bool(case.role.lora)
     return f"{case.layout.split('@')[0]}-{case.kind}-{case.role.dtype}{extra}"
 
 

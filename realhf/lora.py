@@ -1,0 +1,188 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): its settings, and the parameter table of a model's adapters."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from realhf.model_config import ModelConfig
+from realhf.param_spec import InFile, ModelSpec, ParamSpec, model_spec
+
+PREFIX = "base_model.model."
+"""What PEFT writes before the names of parameters."""
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+SAVED_MODULES = ("score", "classifier")
+"""Heads that PEFT trains as a whole beside the adapters; `classifier` stands for other models' heads."""
+_ATTENTION = {f"{part}.weight" for part in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")}
+_MLP = {f"{prefix}{part}.weight" for prefix in ("", "shared_") for part in ("gate", "up", "down")}
+_READ = {
+    "r", "lora_alpha", "target_modules", "use_rslora", "peft_type", "task_type", "bias", "modules_to_save",
+    "init_lora_weights",
+}  # fmt: skip
+_WITHOUT_EFFECT = {
+    "lora_dropout", "fan_in_fan_out", "base_model_name_or_path", "inference_mode", "revision", "peft_version",
+    "auto_mapping", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying",
+}  # fmt: skip
+"""Fields of adapter_config.json that say nothing about what an adapter computes once it is trained."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of linear layers: y = x W^T + alpha / rank * (x A^T) B^T, of which only A and B are trained.
+
+    There is no dropout. A score head (critics, reward models) is trained as a whole beside the adapters.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers of the blocks by the last part of their names in checkpoints, such as q_proj."""
+    use_rslora: bool = False  # The product is scaled by alpha / sqrt(rank) (Kalajdzievski 2023).
+    merge: bool = False  # Generation computes with W + scale B A, in memory that is freed behind it.
+    adapter: str | None = None
+    """PEFT directory to start from; its rank, alpha, target modules and rslora hold in place of the above."""
+    export_merged: bool = False  # Exports are whole models with the adapters merged in, not PEFT directories.
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank is {self.rank}: it must be at least 1")
+        if self.alpha <= 0:
+            raise ValueError(f"lora.alpha is {self.alpha}: it must be above 0")
+        if not self.target_modules:
+            raise ValueError("lora.target_modules is empty: name linear layers, or all-linear")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def all_linear(self) -> bool:
+        return self.target_modules in ("all-linear", ("all-linear",))
+
+    def resolved(self) -> "LoraConfig":
+        """With what the directory says from which the adapters start. Raises ValueError naming its field."""
+        if self.adapter is None:
+            return self
+        return replace(self, **_read_settings(Path(self.adapter) / CONFIG_FILE))
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The fields of LoraConfig that an adapter_config.json has."""
+    try:
+        hf = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"lora.adapter: {path} cannot be read: {error}") from error
+    if not isinstance(hf, Mapping):
+        raise ValueError(f"lora.adapter: {path} is not a JSON object")
+    targets: Any = hf.get("target_modules")
+    is_list = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+    saved = hf.get("modules_to_save") or ()
+    legal: dict[str, tuple[bool, str]] = {
+        "peft_type": (hf.get("peft_type") == "LORA", '"LORA"'),
+        "task_type": (hf.get("task_type") in (None, "CAUSAL_LM", "SEQ_CLS"), '"CAUSAL_LM" and "SEQ_CLS"'),
+        "bias": (hf.get("bias", "none") == "none", '"none"'),
+        "r": (isinstance(hf.get("r"), int), "a whole number"),
+        "lora_alpha": (isinstance(hf.get("lora_alpha"), int | float), "a number"),
+        "target_modules": (is_list or targets == "all-linear", 'a list of names, or "all-linear"'),
+        "modules_to_save": (set(saved) <= set(SAVED_MODULES), 'null and ["score"]'),
+        # (Other ways to initialise adapters change the base weights, too.)
+        "init_lora_weights": (
+            hf.get("init_lora_weights", True) in (True, False, "gaussian", "eva", "orthogonal"),
+            'true, false, "gaussian", "eva" and "orthogonal"'),
+    }
+    legal |= {key: (not hf[key], "null") for key in hf if key not in _READ | _WITHOUT_EFFECT}
+    for key, (is_legal, supported) in legal.items():
+        if not is_legal:
+            value = json.dumps(hf.get(key))
+            raise ValueError(f"lora.adapter: {path}: {key} is {value}; supported is {supported}")
+    return {
+        "rank": hf["r"], "alpha": float(hf["lora_alpha"]), "use_rslora": bool(hf.get("use_rslora")),
+        "target_modules": tuple(sorted(targets)) if is_list else "all-linear",
+    }  # fmt: skip
+
+
+def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
+    """The parameter table of a model's adapters, under PEFT's names: layer by layer all A, then all B.
+
+    Of a layer whose rows are split over tp, B is split like them and A is whole on every tp rank; where
+    columns are split, A is split like them and B is whole. Linear layers that lie in one tensor have one A.
+    Raises ValueError about target modules that do not exist.
+    """
+    weights = model_spec(config).params
+    linear = _linear_layers(config)
+    _check_targets(config, lora, linear, weights)
+    by_layer: dict[int | None, list[ParamSpec]] = {}
+    for p in linear:
+        if _is_target(lora, p):
+            by_layer.setdefault(p.layer, []).append(p)
+    params: list[ParamSpec] = []
+    for layer in range(config.num_layers):
+        if layer not in by_layer:
+            raise ValueError(f"lora.target_modules: none of them is in layer {layer}")
+        modules = {_module(p): p for p in reversed(by_layer[layer])}  # (the first part of each)
+        params += [_down(p, lora.rank) for p in reversed(modules.values())]
+        params += [_up(p, lora.rank) for p in by_layer[layer]]
+    if config.head == "score":
+        name = f"{PREFIX}score.weight"
+        head = ParamSpec(name, (1, config.hidden_size), None, part="score.weight", in_file=InFile(name))
+        params.append(head)
+    return ModelSpec(config, tuple(params))
+
+
+def legal_targets(config: ModelConfig) -> list[str]:
+    """Last parts of the names of the linear layers that can have adapters."""
+    return list(dict.fromkeys(_module(p).rpartition(".")[2] for p in _linear_layers(config)))
+
+
+def _linear_layers(config: ModelConfig) -> list[ParamSpec]:
+    """The weights that can have adapters. PEFT takes those of DeepSeek's MLPs for its routed experts'."""
+    parts = _ATTENTION if config.family == "deepseek_v3" else _ATTENTION | _MLP
+    return [p for p in model_spec(config).params if p.part in parts]
+
+
+def _module(param: ParamSpec) -> str:
+    return param.in_file.name.removesuffix(".weight")
+
+
+def _is_target(lora: LoraConfig, param: ParamSpec) -> bool:
+    return lora.all_linear or any(_is_named(name, param) for name in lora.target_modules)
+
+
+def _is_named(name: str, param: ParamSpec) -> bool:
+    return f".{_module(param)}".endswith(f".{name}")
+
+
+def _check_targets(
+    config: ModelConfig, lora: LoraConfig, linear: Sequence[ParamSpec], weights: Sequence[ParamSpec]
+) -> None:
+    for name in () if lora.all_linear else lora.target_modules:
+        if any(_is_named(name, p) for p in linear):
+            continue
+        legal = f"legal are {', '.join(legal_targets(config))}, or all-linear"
+        routed = [p for p in weights if p.expert is not None or "router." in p.part]
+        if any(_is_named(name, p) for p in routed):
+            raise ValueError(
+                f"lora.target_modules has {name!r}: routed experts and routers cannot be targeted; {legal}")
+        raise ValueError(f"lora.target_modules has {name!r}: {legal}")
+
+
+def _down(p: ParamSpec, rank: int) -> ParamSpec:
+    """The A of a linear layer, or of all in one tensor, of which `p` is the first."""
+    name, split = f"{PREFIX}{_module(p)}.lora_A.weight", p.split_dim == 1
+    return ParamSpec(
+        name, (rank, p.shape[1]), p.layer, 1 if split else None, p.num_units if split else 1,
+        part=p.part.replace(".weight", ".lora_A"), partial=p.split_dim == 0, in_file=InFile(name),
+    )  # fmt: skip
+
+
+def _up(p: ParamSpec, rank: int) -> ParamSpec:
+    """The B of a linear layer."""
+    file, split = f"{PREFIX}{_module(p)}.lora_B.weight", p.split_dim == 0
+    _, slash, part = p.name.partition("/")
+    return ParamSpec(
+        f"{file}{slash}{part}", (p.shape[0], rank), p.layer, 0 if split else None,
+        p.num_units if split else 1, part=p.part.replace(".weight", ".lora_B"), partial=p.split_dim == 1,
+        in_file=InFile(file, p.in_file.start),
+    )  # fmt: skip

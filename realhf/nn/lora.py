@@ -1,0 +1,101 @@
+"""Adapters: what LoRA adds to the linear layers of a Transformer's blocks.
+
+Shape suffixes: T tokens; I and O inputs and outputs of a layer on this rank, R rank.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.dist.parallel import ParallelGroups
+from realhf.lora import LoraConfig, adapter_spec
+from realhf.model_config import ModelConfig
+from realhf.nn.parameters import ShardedParameters
+
+
+class Adapter:
+    """The adapters of one weight, in which several linear layers may lie side by side.
+
+    `down` has their A one below the other, or the one A that they have in common; `ups` have their B, None
+    where a layer has no adapter, and their numbers of outputs. Where rows are split over tp, x A^T is whole
+    on every rank; where columns are split, it is a part of a sum, as the layer's output is.
+    """
+
+    def __init__(
+        self, weight: Tensor, down: Tensor, ups: list[tuple[Tensor | None, int]], *, scale: float
+    ) -> None:
+        self.weight, self._down, self._scale = weight, down, scale
+        self._parts: list[tuple[slice, slice, Tensor]] = []
+        rank, output = 0, 0
+        for up, num_outputs in ups:
+            if up is not None:
+                self._parts.append((slice(rank, rank + up.shape[1]), slice(output, output + num_outputs), up))
+                rank += up.shape[1]
+            output += num_outputs
+        assert (rank, output) == (len(down), len(weight))
+        self._merged: Tensor | None = None
+
+    def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
+        if self._merged is not None:
+            return F.linear(x_TI, self._merged, bias)
+        y_TO, x_TR = F.linear(x_TI, self.weight, bias), F.linear(x_TI, self._down)
+        if len(self._parts) == 1 and len(self._parts[0][2]) == len(self.weight):
+            return y_TO.addmm_(x_TR, self._parts[0][2].T, alpha=self._scale)
+        for ranks, outputs, up_OR in self._parts:
+            y_TO[:, outputs].addmm_(x_TR[:, ranks], up_OR.T, alpha=self._scale)
+        return y_TO
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """W + scale B A, computed in at least float32."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        sum_OI, down_RI = self.weight.to(wide, copy=True), self._down.to(wide)
+        for ranks, outputs, up_OR in self._parts:
+            sum_OI[outputs].addmm_(up_OR.to(wide), down_RI[ranks], alpha=self._scale)
+        return sum_OI.to(self.weight.dtype)
+
+    def merge(self) -> None:
+        """Computes with a merged copy of the weight until `unmerge`."""
+        self._merged = self.merged()
+
+    def unmerge(self) -> None:
+        self._merged = None
+
+
+Adapted = Mapping[str, Adapter]
+"""Adapters by the part whose weight they are of; empty without LoRA."""
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, adapter: Adapter | None = None
+) -> Tensor:
+    """A linear layer, with its adapter if it has one."""
+    return F.linear(x, weight, bias) if adapter is None else adapter(x, bias)
+
+
+class Adapters(ShardedParameters):
+    """The adapters of a model, sharded like the layers that they are of, and the head that is trained with
+    them."""
+
+    def __init__(
+        self, config: ModelConfig, lora: LoraConfig, groups: ParallelGroups, *, dtype: torch.dtype,
+        memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(adapter_spec(config, lora), groups, dtype=dtype, memory=memory)
+        self.lora = lora
+
+    def of_weights(self, base: ShardedParameters, layer: int) -> dict[str, Adapter]:
+        """The adapters of a layer's weights by their parts, such as "qkv.weight"."""
+        mine, found = self.of_layer(layer), {}
+        for part, weight in base.of_layer(layer).items():
+            module, _, kind = part.rpartition(".")
+            if kind != "weight" or f"{module}.lora_A" not in mine:
+                continue
+            ups = [(mine.get(f"{module}.lora_B"), len(weight))]
+            if ups[0][0] is None:
+                parts = base.fused(layer, part).items()
+                ups = [(mine.get(name.replace(".weight", ".lora_B")), rows) for name, rows in parts]
+            found[part] = Adapter(weight, mine[f"{module}.lora_A"], list(ups), scale=self.lora.scale)
+        return found

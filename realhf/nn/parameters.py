@@ -1,0 +1,173 @@
+"""ShardedParameters: one rank's regions of a parameter table, with their gradients."""
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+from functools import partial
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from realhf.dist.parallel import ParallelGroups
+from realhf.param_spec import ModelSpec, ParamSpec, region_size, region_slices
+from realhf.realloc.bind import shards_of
+
+_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+"""Parts that lie side by side and are computed with as one."""
+Weights = Mapping[str, torch.nn.Parameter]
+"""A layer's weights by part ("o.weight"); q, k and v are one ("qkv.weight"), gate and up another."""
+
+
+class ShardedParameters(torch.nn.Module):
+    """What a rank holds of the parameters of a table, in flat memory, and how its gradients are completed.
+
+    `flat` holds all parameters end to end in table order; what autograd sees are views into it, q/k/v as one
+    and gate/up as one, as they lie side by side. New parameters are frozen and zero: call `init_random` or
+    load them, and `enable_grad` to train.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.spec, self.groups, self.config = spec, groups, spec.config
+        self.wide = torch.promote_types(dtype, torch.float32)
+        """Of what needs precision: float32, or float64 in a float64 model."""
+        self.regions = spec.held_by(groups.layout, groups.rank)
+        """Parameter name -> region that this rank holds."""
+        sizes = [region_size(region) for region in self.regions.values()]
+        stops = zip(self.regions, sizes, accumulate(sizes), strict=True)
+        self._offsets = {name: (stop - size, stop) for name, size, stop in stops}
+        self.flat = groups.world.zeros(sum(sizes), dtype) if memory is None else memory
+        assert self.flat.numel() == sum(sizes) and self.flat.dtype == dtype
+        self._shards = shards_of(self.flat, self.regions)
+        self.grad_buffer: Tensor | None = None
+        """Gradients in the places of `flat`; every backward pass adds to it."""
+        self._rows: dict[tuple[int | None, str], dict[str, int]] = {}
+        """Layer and part -> the parts that were fused into it, and their numbers of rows."""
+        self._by_layer = self._fuse_weights()
+        """Layer (as in ParamSpec) -> part -> weight."""
+        tp, index = groups.layout.tp, groups.at.tp
+        self._partial: dict[tuple[int, ...], list[str]] = {}
+        """Members of the tp group that add their gradients -> of these parameters."""
+        held = [p for p in spec.params if p.name in self.regions]
+        for p in held:
+            if p.has_partial_gradient(tp):
+                self._partial.setdefault(p.sharers(tp, index), []).append(p.name)
+        self._sharers = {members: groups.tp_subgroup(members) for members in self._partial}
+        at_both_ends = self.config.tied and groups.ends is not None
+        self._at_both_ends = [p.name for p in held if p.part == "embedding.weight" and at_both_ends]
+
+    def _fuse_weights(self) -> dict[int | None, dict[str, torch.nn.Parameter]]:
+        starts: dict[tuple[int | None, str], int] = {}
+        weights: dict[int | None, dict[str, torch.nn.Parameter]] = {}
+        for p in self.spec.params:
+            if p.name not in self.regions:
+                continue
+            start, stop = self._offsets[p.name]
+            part, (rows, *rest) = self._fused_part(p), (hi - lo for lo, hi in self.regions[p.name])
+            self._rows.setdefault((p.layer, part), {})[p.part] = rows
+            view = self.flat[starts.setdefault((p.layer, part), start) : stop].view(-1, *rest)
+            weights.setdefault(p.layer, {})[part] = torch.nn.Parameter(view, requires_grad=False)
+        return weights
+
+    def _fused_part(self, param: ParamSpec) -> str:
+        module, _, kind = param.part.rpartition(".")
+        prefix, _, last = module.rpartition("_")
+        is_mlp = last in ("gate", "up")
+        if kind == "lora_B" and param.in_file.name == param.name:
+            return param.part
+        if is_mlp and self.config.gated:
+            return f"{prefix}_gate_up.{kind}".lstrip("_")
+        if module in _FUSED and not is_mlp and self.config.mla is None:
+            return f"{_FUSED[module]}.{kind}"
+        return param.part
+
+    def of_layer(self, layer: int | None) -> Weights:
+        """The weights of a layer (as in ParamSpec) by part; none of a layer that is on another stage."""
+        return self._by_layer.get(layer, {})
+
+    def fused(self, layer: int | None, part: str) -> Mapping[str, int]:
+        """The parts that lie in one weight, and their numbers of rows on this rank."""
+        return self._rows[layer, part]
+
+    def flat_offsets(self) -> dict[str, tuple[int, int]]:
+        """Parameter name -> [start, stop) in `flat` and `grad_buffer`."""
+        return self._offsets
+
+    def shards(self) -> dict[str, Tensor]:
+        """Parameter name -> this rank's region of it, a view of `flat`; always the same mapping."""
+        return self._shards
+
+    def grad_shards(self) -> dict[str, Tensor]:
+        """Parameter name -> gradient of this rank's region, a view of `grad_buffer`."""
+        assert self.grad_buffer is not None, "enable_grad comes first"
+        return shards_of(self.grad_buffer, self.regions)
+
+    @torch.no_grad()
+    def init_random(self, seed: int, *, names: Collection[str] | None = None) -> None:
+        """Normal weights, norms 1, biases 0; of adapters, A as in PEFT and B 0. The same in every layout:
+        each parameter has its own generator. With `names` of these parameters only."""
+        params = {param.name: param for param in self.spec.params}
+        for name, shard in self.shards().items():
+            if names is not None and name not in names:
+                continue
+            part = params[name].part
+            if part.endswith(("norm.weight", "bias", "lora_B")):
+                shard.fill_(1 - self.config.norm_offset if part.endswith("norm.weight") else 0)
+                continue
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            whole = torch.empty(params[name].shape)
+            if part.endswith("lora_A"):  # Kaiming's uniform initialisation with a = sqrt(5).
+                bound = 1 / math.sqrt(whole.shape[1])
+                whole.uniform_(-bound, bound, generator=generator)
+            else:
+                std = self.config.hf.get("initializer_range", 0.02)
+                whole.normal_(0.0, std, generator=generator)
+            shard.copy_(whole[region_slices(self.regions[name])])
+
+    def enable_grad(self) -> None:
+        """Makes the parameters trainable; call it once."""
+        self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
+        for weight in self._weights():
+            view = self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight)
+            weight.requires_grad_(True).register_post_accumulate_grad_hook(partial(_move_grad, view))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Switches autograd on or off for these parameters."""
+        for weight in self._weights():
+            weight.requires_grad_(requires_grad)
+        return self
+
+    def _weights(self) -> list[torch.nn.Parameter]:
+        return [weight for weights in self._by_layer.values() for weight in weights.values()]
+
+    def zero_grad_buffer(self) -> None:
+        assert self.grad_buffer is not None, "enable_grad comes first"
+        self.grad_buffer.zero_()
+
+    def finish_grads(self) -> None:
+        """Completes gradients after the last backward pass of a step, within one dp replica.
+
+        Adds up what tp ranks have of a parameter that they share and use each for itself (key-value heads,
+        norms of heads, the whole side of adapters), and what both stages have that hold a tied embedding.
+        """
+        grads = self.grad_shards()
+        for members, names in self._partial.items():
+            parts = [grads[name].view(-1) for name in names]
+            total = self._sharers[members].all_reduce(torch.cat(parts))
+            for part, value in zip(parts, total.split([len(p) for p in parts]), strict=True):
+                part.copy_(value)
+        for name in self._at_both_ends:
+            assert self.groups.ends is not None
+            self.groups.ends.all_reduce(grads[name])
+
+
+def _move_grad(view: Tensor, weight: Tensor) -> None:
+    """Adds a fresh gradient to its place in the gradient buffer."""
+    assert weight.grad is not None
+    view.add_(weight.grad)
+    weight.grad = None

@@ -1,0 +1,67 @@
+"""What the planner makes of a role with adapters, against counts of parameters."""
+
+from dataclasses import replace
+
+import pytest
+
+from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role
+from realhf.cluster import Cluster
+from realhf.graph import FunctionCall
+from realhf.layout import ParallelStrategy
+from realhf.lora import LoraConfig
+from realhf.model_config import ModelConfig
+from realhf.plan import ExecutionPlan
+from realhf.planner.cost import Options, call_cost
+from realhf.planner.memory import training_bytes, weights_bytes
+from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.proof import prove
+from realhf.planner.rates import Rates
+from realhf.planning import problem_of
+
+LLAMA = ModelRole(ModelConfig.load("llama-7b"), trainable=True)
+ADAPTED = replace(LLAMA, lora=LoraConfig(rank=16))
+
+
+def test_sizes_are_those_of_weights_and_adapters():
+    """4 attention matrices of 4096 x 4096 and 3 of 4096 x 11008 a layer, each with rank * (in + out)."""
+    adapters = 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    assert ADAPTED.trained_spec.numel == adapters
+    one = ParallelStrategy()
+    assert weights_bytes(ADAPTED, one, 0) == 2 * (LLAMA.spec.numel + adapters)
+    assert training_bytes(ADAPTED, one, 0) == 16 * adapters
+    assert training_bytes(ADAPTED, ParallelStrategy(dp=8), 0) == pytest.approx(5.5 * adapters, rel=1e-2)
+
+
+def test_training_goes_forward_and_once_back():
+    """Without gradients of weights: two thirds of the matrix products, and no large optimizer."""
+    rates, work = Rates(Cluster.load("h100-8x8")), Workload(64, response_tokens=2048.0, output="values")
+    call = FunctionCall("actor_train", "train_step", ("x",), role="actor", work=None)
+
+    def seconds(role):
+        options = Options(micro_batch_tokens=16384)
+        return call_cost(rates, call, role, work, ParallelStrategy(tp=8), per_host=8, options=options).parts
+
+    whole, adapted = seconds(LLAMA), seconds(ADAPTED)
+    assert 0.6 < adapted["compute"] / whole["compute"] < 0.8
+    assert adapted["optimizer"] < 0.03 * whole["optimizer"]
+
+
+def _reward(prompts, completions, completion_ids):
+    return [0.0 for _ in prompts]
+
+
+def test_the_reference_has_no_second_copy_where_it_has_the_same_part():
+    actor = Role("llama-7b", dtype="bfloat16", optimizer=OptimizerConfig(), lora=LoraConfig(rank=16))
+    experiment = GRPO(
+        actor=actor, reward_function=_reward, loss=PolicyLossConfig(kl_coef=0.1),
+        expected=Expected(prompt_tokens=100, response_tokens=100),
+    )  # fmt: skip
+    problem = problem_of(experiment, Cluster.load("h100-8x8"))
+    layouts = {"actor_generate": "t4@0-3", "ref_forward": "d2t2@0-3", "actor_train": "d2t2@0-3"}
+    plan = ExecutionPlan.from_dict({"calls": {name: {"layout": text} for name, text in layouts.items()}})
+    weights, half = LLAMA.spec.numel * 2, ParallelStrategy(dp=2, tp=2)
+    for peak in prove(problem, plan).peaks.values():
+        assert peak.parts.get("ref weights", 0.0) == 0
+        assert peak.parts["actor weights"] == weights_bytes(ADAPTED, half, 0) > weights / 2
+    apart = problem_of(replace(experiment, actor=replace(actor, lora=None)), Cluster.load("h100-8x8"))
+    assert all(peak.parts["ref weights"] > weights / 2 for peak in prove(apart, plan).peaks.values())
