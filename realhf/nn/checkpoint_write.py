@@ -1,5 +1,6 @@
 """Writes Hugging Face model directories: every rank its own part of the files, side by side."""
 
+import ctypes
 import json
 import math
 import os
@@ -166,7 +167,7 @@ class CheckpointWriter:
         file, shape = self._file_of[name], self._shapes[name]
         stride = self._dtype.itemsize * math.prod(shape[1:])
         start = file.starts[name] + (box[0][0] + row) * stride
-        data = memoryview(block.view(-1).view(torch.uint8).numpy().data)
+        data = memory_of(block)
         with open(directory / _unfinished(file.name), "r+b", buffering=0) as out:
             if box[1:] == tuple((0, size) for size in shape[1:]):
                 _write_all(out.fileno(), data, start)
@@ -194,6 +195,15 @@ def _model_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, object]:
     config = spec.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     return config
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, which must outlive this view of them.
+
+    (After `Tensor.numpy` torch would never again free or resize its storage.)
+    """
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def in_file_order(param: ParamSpec, shard: Tensor) -> Tensor:

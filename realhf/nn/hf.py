@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realhf.nn.checkpoint import LM_HEAD, box_in_tensor, open_checkpoint
-from realhf.nn.checkpoint_write import MAX_SHARD_BYTES, Beside, CheckpointWriter, in_file_order
+from realhf.nn.checkpoint_write import MAX_SHARD_BYTES, Beside, CheckpointWriter, in_file_order, memory_of
 from realhf.nn.tensor_files import DTYPES, StoredTensor
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec, Region
@@ -98,7 +98,7 @@ class _Reader:
         """Reads into `target`, cast to its dtype."""
         as_stored = target.dtype == getattr(torch, DTYPES[tensor.dtype])
         if as_stored and target.device.type == "cpu" and target.is_contiguous():
-            memory = _bytes(target)
+            memory = memory_of(target)
             row_bytes, itemsize = tensor.num_bytes // tensor.shape[0], target.dtype.itemsize
             start = box[0][0] * row_bytes
             if len(memory) == len(target) * row_bytes:
@@ -127,7 +127,7 @@ class _Reader:
         for first in range(low, high, step):
             last = min(high, first + step)
             block = self._block[: (last - first) * row_bytes]
-            self._fill(_bytes(block), tensor, first * row_bytes)
+            self._fill(memory_of(block), tensor, first * row_bytes)
             values = block.view(getattr(torch, DTYPES[tensor.dtype])).view(last - first, *tensor.shape[1:])
             yield slice(first - low, last - low), values[:, slice(*columns[0])] if columns else values
 
@@ -146,8 +146,3 @@ class _Reader:
                 memory, position = memory[count:], position + count
         except OSError as error:
             raise ValueError(f"{tensor.path} cannot be read: {error.strerror}") from error
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)

@@ -290,7 +290,9 @@ class ModelStore:
                 moved.append(self._running.pop(target).result())
         return moved
 
-    def export(self, role: str, directory: Path, *, beside: Mapping[str, Beside]) -> None:
+    def export(
+        self, role: str, directory: Path, *, beside: Mapping[str, Beside] | None = None
+    ) -> None:
         """Writes the role's home copy as a Hugging Face directory on rank 0's host, and files `beside`, which
         rank 0 gives. Every rank calls this; those that are neither rank 0 nor in the home do nothing."""
         if self._is_sharded(name := self._trained(role)):
@@ -299,7 +301,7 @@ class ModelStore:
         if home in self._engines or self._world.rank == 0:
             # It moves parameters too, so it takes its turn among the reallocations.
             ready = torch.cuda.current_stream().record_event() if self._on_cuda else None
-            self._thread.submit(self._save, home, directory, beside, ready).result()
+            self._thread.submit(self._save, home, directory, beside or {}, ready).result()
 
     def _save(
         self, copy: tuple[str, Layout], directory: Path, beside: Mapping[str, Beside],

@@ -147,6 +147,15 @@ def test_transformers_computes_the_same(tmp_path):
     torch.testing.assert_close(model.logits(model(tokens(), SEQ_LENS)), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_memory_can_go_and_come_back(directory):
+    """As that of offloaded models does."""
+    memory = torch.zeros(build(hf_config()).flat.numel())
+    model = build(hf_config(), dtype=torch.float32, memory=memory)
+    load_weights(directory, model)
+    save_weights(directory / "again", model)
+    memory.untyped_storage().resize_(0)
+
+
 def test_a_directory_with_a_config_is_whole(tmp_path):
     model = build(hf_config(), dtype=torch.float32)
     save_weights(tmp_path, model, max_shard_bytes=20_000, beside={"README.md": "one", "a/b.txt": "two"})
