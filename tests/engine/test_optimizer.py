@@ -17,6 +17,7 @@ from realhf.engine.work import OptimizerConfig, TrainStep
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
+from realhf.nn.hf import save_weights
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import model_spec, region_size, region_slices
 from realhf.realloc.bind import shards_of
