@@ -52,7 +52,7 @@ CASES = {
     "gemma-3": Case("gemma3_text", "Gemma 3 (text)", {
         "head_dim": 6, "query_pre_attn_scalar": 9, "sliding_window": 4, "sliding_window_pattern": 3}),
     "phi-3": Case("phi3", "Phi-3: longrope", {
-        "rope_parameters": LONGROPE, "sliding_window": 8, "original_max_position_embeddings": 6}),
+        "rope_parameters": LONGROPE, "sliding_window": 8, "original_max_position_embeddings": 8}),
     "phi-4": Case("phi3", "Phi-4 mini: partial rotary", {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         "tie_word_embeddings": True}),

@@ -83,7 +83,15 @@ class _Cohort:
     def _compute(self) -> None:
         """This stage's part of one step: prefill or decode, and on the last stage the sampling."""
         model, groups, cache = self._model, self._groups, self._cache
-        hidden = self._prefill() if cache is None else model.decode(self._input(self._last), cache)
+        if cache is None:
+            runs = [(prompt, len(list(run))) for prompt, run in groupby(self.prompts)]
+            hidden = self._prefill(*map(list, zip(*runs, strict=True)))
+        elif self._crosses_limit():
+            rows = zip(self._rows.tolist(), self.tokens[self._rows, : self._step].tolist(), strict=True)
+            sequences = [self.prompts[row] + tokens for row, tokens in rows]
+            hidden = self._prefill(sequences, [1] * len(sequences))
+        else:
+            hidden = model.decode(self._input(self._last), cache)
         if not groups.is_last_stage:
             self._sent = groups.pp.post([(groups.at.pp + 1, hidden.contiguous())], [])
             return
@@ -115,14 +123,20 @@ class _Cohort:
             self._cache.keep(keep)
             self._rows, self._last = rows[keep], self._last[keep]
 
-    def _prefill(self) -> torch.Tensor:
-        """Runs each distinct prompt once: hidden states of its tokens, at the last stage rows' last ones."""
-        runs = [(prompt, len(list(run))) for prompt, run in groupby(self.prompts)]
-        lengths = [len(prompt) for prompt, _ in runs]
-        tokens = self._integers([token for prompt, _ in runs for token in prompt])
-        self._cache = self._model.new_cache(len(runs), max(lengths) + self._sampling.max_new_tokens)
+    def _crosses_limit(self) -> bool:
+        """Whether a row now grows past the length from which on its cache holds no longer."""
+        limit = self._model.cache_limit
+        rows = self._rows.tolist() if limit is not None else []
+        return any(len(self.prompts[row]) + self._step - 1 == limit for row in rows)
+
+    def _prefill(self, sequences: list[list[int]], counts: list[int]) -> torch.Tensor:
+        """Fills a new cache with each sequence, `counts` rows of it: hidden states of all tokens, at the last
+        stage of rows' last ones."""
+        lengths, repeats = [len(sequence) for sequence in sequences], self._integers(counts)
+        tokens = self._integers([token for sequence in sequences for token in sequence])
+        still = self._sampling.max_new_tokens - self._step
+        self._cache = self._model.new_cache(len(sequences), max(lengths) + still)
         hidden = self._model(self._input(tokens), lengths, cache=self._cache)
-        repeats = self._integers([count for _, count in runs])
         self._cache.repeat(repeats)
         if not self._groups.is_last_stage:
             return hidden

@@ -45,8 +45,7 @@ class Rotary:
     def _angles(self, kind: str, position_T: Tensor, length_T: Tensor) -> Angles:
         rope_type = self._kinds[kind]["rope_type"]
         if rope_type in ("dynamic", "longrope"):
-            if rope_type == "longrope":  # Only the side of the boundary counts.
-                limit = self._scaled_config.rope_parameters["original_max_position_embeddings"]
+            if (limit := self.boundary) is not None:  # Only its side counts.
                 length_T = torch.where(length_T > limit, limit + 1, limit)
             else:
                 length_T = length_T.clamp(min=self._scaled_config.max_position_embeddings)
@@ -72,6 +71,13 @@ class Rotary:
         compute = functions[rope["rope_type"]]
         frequencies, factor = compute(self._scaled_config, self._device, length, layer_type=kind or None)
         return frequencies.to(self._wide), factor
+
+    @cached_property
+    def boundary(self) -> int | None:
+        """Length past which longrope turns all positions of a sequence at other speeds."""
+        if all(rope["rope_type"] != "longrope" for rope in self._kinds.values()):
+            return None
+        return self._scaled_config.rope_parameters["original_max_position_embeddings"]
 
     @cached_property
     def _scaled_config(self) -> Any:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.parallel import ParallelGroups
+from realhf.errors import UserError
 from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
@@ -93,6 +94,9 @@ class Transformer(ShardedParameters):
         keeps only its input and is computed again in the backward pass (Chen et al. 2016). Routers add what
         they find to `router_losses`.
         """
+        limit, longest = self.config.num_positions, max(seq_lens, default=0)
+        if limit is not None and longest > limit:
+            raise UserError(f"a sequence has {longest} tokens; the model has learned {limit} positions")
         counts = torch.tensor(seq_lens, dtype=torch.long)
         row_T = torch.repeat_interleave(counts)
         position_T = (torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]).to(x.device)
@@ -169,6 +173,11 @@ class Transformer(ShardedParameters):
         if "positions.weight" in weights:
             x_TH = x_TH + F.embedding(position_T, weights["positions.weight"])
         return x_TH
+
+    @property
+    def cache_limit(self) -> int | None:
+        """Length past which a sequence is computed anew: with longrope, all of its positions change."""
+        return None if self._rope is None else self._rope.boundary
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Last stage: logits_TV over `vocab_range`, in `wide`."""

@@ -76,6 +76,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     _check_models(roles)
     _check_layouts(roles, graph, plan)
     offloaded = _offloaded_roles(roles, graph, plan)
+    _check_positions(experiment.dataset.max_prompt_tokens, "dataset", roles, graph)
     _rows(experiment, "dataset", graph)
     _check_tokenizer(experiment)
     graph, eval_actions = _with_max_rows(graph, plan), tuple[Action, ...]()
@@ -97,6 +98,9 @@ def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
     graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
     if graph is None:
         return None
+    assert experiment.eval_dataset is not None
+    longest = experiment.eval_dataset.max_prompt_tokens
+    _check_positions(longest, "eval_dataset", experiment.roles(), graph)
     rows = _rows(experiment, "eval_dataset", graph)
     shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
     keys = (*shown, "completion", "score")
@@ -187,6 +191,21 @@ def _check_adapters(name: str, role: Role) -> None:
                 raise ValueError(f"lora.adapter: {lora.adapter} has no {WEIGHTS_FILE}")
     except ValueError as error:
         raise ValueError(f"{name}.{error}") from error
+
+
+def _check_positions(
+    max_prompt_tokens: int, dataset: str, roles: Mapping[str, Role], graph: DataflowGraph
+) -> None:
+    """Raises ValueError where sequences can become longer than a model has learned positions."""
+    works = [call.work for call in graph.calls]
+    new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
+    for name in {call.role for call in graph.calls if call.role is not None}:
+        limit = roles[name].config().num_positions
+        if limit is not None and max_prompt_tokens + new > limit:
+            raise ValueError(
+                f"{name}.model has learned {limit} positions; {dataset}.max_prompt_tokens "
+                f"{max_prompt_tokens} with {new} new tokens exceed them: lower {dataset}.max_prompt_tokens"
+            )
 
 
 def _check_layouts(roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan) -> None:
