@@ -1,5 +1,6 @@
 # make demo [SEED=2] [DEMO_ARGS=...]   sets up .venv and runs the demo
 # make test                           sets up .venv and runs the tests
+# make test-families                 every model family under every layout (`make test` has a part of it)
 # make check                          ruff, mypy and the layering test
 #
 # This installs the pinned CPU build of torch. On a machine with CUDA, install by hand instead:
@@ -11,7 +12,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test test-families check clean
 
 setup: $(STAMP)
 
@@ -25,6 +26,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-families: setup
+	$(BIN)/python -m pytest -q -m "" tests/test_families.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,5 +1,5 @@
 """Every family under every layout against transformers' own class: logits, gradients, greedy generation, and
-the way back to a directory. The table is tests/families.py."""
+the way back to a directory. The table is tests/families.py; `pytest -m ""` tests all of it."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from realhf.layout import Layout, ParallelStrategy, even_split
 from realhf.model_config import ModelConfig
 from realhf.nn.hf import save_weights
 from realhf.param_spec import model_spec
-from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS, SIZES
+from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS, QUICK, SIZES
 
 ALL = {**CASES, **MOE_CASES}
 LENGTHS = [5, 1, 9, 9, 3, 7]
@@ -153,6 +153,11 @@ def test_reward_model(tmp_path, name):
 
 
 CELLS = [(name, layout) for name in ALL for layout in (*LAYOUTS, *(MOE_LAYOUTS if name in MOE_CASES else ()))]
+PARAMS = [
+    pytest.param(
+        name, layout, id=f"{name}-{layout}", marks=() if layout in QUICK[name] else pytest.mark.slow)
+    for name, layout in CELLS
+]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +165,7 @@ def base(tmp_path_factory):
     return tmp_path_factory.mktemp("families")
 
 
-@pytest.mark.parametrize("name, layout", CELLS, ids=[f"{name}-{layout}" for name, layout in CELLS])
+@pytest.mark.parametrize("name, layout", PARAMS)
 def test_family_under_layout(pool, base, name, layout):
     logits, gradients, tokens = _reference(name, base / name)
     num_ranks = ParallelStrategy.parse(layout).num_ranks
