@@ -37,7 +37,7 @@ class Role:
     def config(self) -> ModelConfig:
         return ModelConfig.load(self.model, head=self.head)
 
-    def adapters(self) -> LoraConfig | None:
+    def resolved_lora(self) -> LoraConfig | None:
         """Its `lora`, with what the directory says from which the adapters start."""
         return None if self.lora is None else self.lora.resolved()
 

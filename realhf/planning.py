@@ -45,7 +45,7 @@ def problem_of(
 def _model_role(name: str, role: Role) -> ModelRole:
     config = role.config()
     try:
-        if (lora := role.adapters()) is not None:
+        if (lora := role.resolved_lora()) is not None:
             adapter_spec(config, lora)
     except ValueError as error:
         raise ValueError(f"{name}.{error}") from error

@@ -22,10 +22,9 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
 from realhf.lora import LoraConfig
 from realhf.nn.context_parallel import token_range
-from realhf.nn.hf import load_weights
+from realhf.nn.hf import load_adapters, load_weights
 from realhf.nn.lora import Adapters
 from realhf.nn.parameters import ShardedParameters
-from realhf.nn.peft import load_adapters
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
 

@@ -55,8 +55,9 @@ def packed_attention(
         kernel = _varlen_kernel(kind)
         if kernel is not None:
             starts, longest = _cumulative(tuple(seq_lens), q_TND.device), max(seq_lens, default=0)
-            dim = v_TKD.shape[-1]  # The kernels want it to be that of the keys.
-            v_TKD = F.pad(v_TKD, (0, k_TKD.shape[-1] - dim))
+            dim = v_TKD.shape[-1]
+            if dim != k_TKD.shape[-1]:  # The kernels want it to be that of the keys.
+                v_TKD = F.pad(v_TKD, (0, k_TKD.shape[-1] - dim))
             return kernel(q_TND, k_TKD, v_TKD, starts, starts, longest, longest)[..., :dim]
     # One call per run of neighbours of equal length. `split` is used because its backward is one `cat`.
     runs = [(length, len(list(run))) for length, run in groupby(n for n in seq_lens if n)]

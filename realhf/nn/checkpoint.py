@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.nn.tensor_files import DTYPES, StoredTensor, find_tensors
+from realhf.lora import WEIGHTS_FILE
+from realhf.nn.tensor_files import DTYPES, StoredTensor, find_tensors, read_header
 from realhf.param_spec import ModelSpec, ParamSpec, Region
 
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
@@ -81,6 +82,23 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
         raise ValueError(f"{directory}: parameter {refused[0]}{more} is in none of the safetensors files")
     return Checkpoint(tensors, tuple(missing), head_copy, tuple(sorted(further)))
+
+
+def open_adapters(directory: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
+    """The tensors of a PEFT directory, which may lack the score head. Raises ValueError as above."""
+    path = directory / WEIGHTS_FILE
+    shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {WEIGHTS_FILE}; adapters are read from safetensors only")
+    tensors = read_header(path)
+    optional = {param.in_file.name for param in spec.params if param.part == SCORE}
+    if unknown := sorted(tensors.keys() - shapes):
+        raise ValueError(f"{path}: {unknown[0]} is no adapter of this {spec.config.family} model")
+    if missing := sorted(shapes.keys() - tensors - optional):
+        raise ValueError(f"{path}: {missing[0]} is missing")
+    for name, tensor in tensors.items():
+        _check(tensor, name, shapes[name])
+    return tensors
 
 
 def _check(tensor: StoredTensor, name: str, shape: tuple[int, ...]) -> None:

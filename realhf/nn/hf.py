@@ -1,4 +1,7 @@
-"""Hugging Face model directories in and out, by the parameter table. Only safetensors and JSON are read."""
+"""Hugging Face model and PEFT directories into a model, and models out, by the parameter table.
+
+Only safetensors and JSON are read.
+"""
 
 import os
 import sys
@@ -8,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from realhf.nn.checkpoint import LM_HEAD, box_in_tensor, open_checkpoint
+from realhf.nn.checkpoint import LM_HEAD, box_in_tensor, open_adapters, open_checkpoint
 from realhf.nn.checkpoint_write import MAX_SHARD_BYTES, Beside, CheckpointWriter, in_file_order, memory_of
+from realhf.nn.lora import Adapters
 from realhf.nn.tensor_files import DTYPES, StoredTensor
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec, Region
@@ -45,22 +49,28 @@ def read_shards(
         layers = ", ".join(map(str, checkpoint.further_layers))
         past = f"layers past num_hidden_layers {spec.config.num_layers} are left out: {layers}"
         print(f"realhf: {directory}: {past}", file=sys.stderr)
-    reads: list[tuple[StoredTensor, Region, Tensor]] = []
-    for param in spec.params:
-        if param.name in shards and param.in_file.name in checkpoint.tensors:
-            box, tensor = box_in_tensor(param, regions[param.name]), checkpoint.tensors[param.in_file.name]
-            reads.append((tensor, box, in_file_order(param, shards[param.name])))
     embedding = next(param for param in spec.params if param.part == "embedding.weight").name
     copy = checkpoint.head_copy if embedding in shards else None
     with _Reader() as reader:
-        for tensor, box, shard in sorted(reads, key=lambda read: (read[0].path, read[0].start, read[1])):
-            reader.read(tensor, box, shard)
+        reader.read_all(checkpoint.tensors, spec, shards, regions)
         if copy is not None and not reader.equals(copy, regions[embedding], shards[embedding]):
             raise ValueError(
                 f"{copy.path}: {LM_HEAD} differs from the embedding, but config.json has "
                 "tie_word_embeddings true; set it to false, or remove the tensor"
             )
     return list(checkpoint.missing)
+
+
+@torch.no_grad()
+def load_adapters(directory: str | Path, adapters: Adapters) -> None:
+    """Reads this rank's regions of a PEFT directory, cast to the dtype of the adapters.
+
+    A directory may lack the score head, which then stays as it was. Raises ValueError that names the file
+    and the tensor.
+    """
+    tensors = open_adapters(Path(directory), adapters.spec)
+    with _Reader() as reader:
+        reader.read_all(tensors, adapters.spec, adapters.shards(), adapters.regions)
 
 
 def save_weights(
@@ -93,6 +103,19 @@ class _Reader:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def read_all(
+        self, tensors: Mapping[str, StoredTensor], spec: ModelSpec, shards: Mapping[str, Tensor],
+        regions: Mapping[str, Region],
+    ) -> None:  # fmt: skip
+        """Reads what there is of a rank's parameters, in the order of the files."""
+        reads: list[tuple[StoredTensor, Region, Tensor]] = []
+        for param in spec.params:
+            if param.name in shards and param.in_file.name in tensors:
+                box, tensor = box_in_tensor(param, regions[param.name]), tensors[param.in_file.name]
+                reads.append((tensor, box, in_file_order(param, shards[param.name])))
+        for tensor, box, shard in sorted(reads, key=lambda read: (read[0].path, read[0].start, read[1])):
+            self.read(tensor, box, shard)
 
     def read(self, tensor: StoredTensor, box: Region, target: Tensor) -> None:
         """Reads into `target`, cast to its dtype."""

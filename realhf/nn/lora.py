@@ -50,6 +50,8 @@ class Adapter:
     @torch.no_grad()
     def merged(self) -> Tensor:
         """W + scale B A, computed in at least float32."""
+        if self._merged is not None:
+            return self._merged
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         sum_OI, down_RI = self.weight.to(wide, copy=True), self._down.to(wide)
         for ranks, outputs, up_OR in self._parts:

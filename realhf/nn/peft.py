@@ -1,49 +1,17 @@
-"""Adapters as PEFT directories, in and out."""
+"""Adapters as PEFT directories: writing them."""
 
 import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from realhf.dist.group import World
 from realhf.layout import Layout
-from realhf.lora import CONFIG_FILE, SAVED_MODULES, WEIGHTS_FILE, LoraConfig, legal_targets
+from realhf.lora import CONFIG_FILE, SAVED_MODULES, LoraConfig, legal_targets
 from realhf.model_config import ModelConfig
-from realhf.nn.checkpoint import box_in_tensor, params_by_tensor, tensor_shape
 from realhf.nn.checkpoint_write import CheckpointWriter
 from realhf.nn.lora import Adapters
-from realhf.param_spec import ModelSpec, region_slices
-
-
-def load_adapters(directory: str | Path, adapters: Adapters) -> None:
-    """Reads this rank's regions of a PEFT directory, cast to the dtype of the adapters.
-
-    A directory may lack the score head, which then stays as it was. Raises ValueError that names the file
-    and the parameter.
-    """
-    path, files = Path(directory) / WEIGHTS_FILE, params_by_tensor(adapters.spec.params)
-    shards = adapters.shards()
-    optional = {p.name for p in adapters.spec.params if p.part == "score.weight"}
-    if not path.is_file():
-        raise ValueError(f"{directory} has no {WEIGHTS_FILE}; adapters are read from safetensors only")
-    try:
-        with safe_open(path, framework="pt") as reader:
-            there = set(reader.keys())
-            if unknown := sorted(there - files.keys()):
-                raise ValueError(f"{path}: {unknown[0]} is no adapter of this {adapters.config.family} model")
-            if missing := sorted(files.keys() - there - optional):
-                raise ValueError(f"{path}: {missing[0]} is missing")
-            for name in sorted(there):
-                part, expected = reader.get_slice(name), tensor_shape(files[name])
-                if (found := tuple(part.get_shape())) != expected:
-                    raise ValueError(f"{path}: {name} has shape {found}; this model wants {expected}")
-                for param in files[name]:
-                    if param.name in shards:
-                        box = box_in_tensor(param, adapters.regions[param.name])
-                        shards[param.name].copy_(part[region_slices(box)])
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+from realhf.param_spec import ModelSpec
 
 
 def save_adapters(directory: str | Path, adapters: Adapters, *, base: str) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, islice, product
 from typing import Any
 
 import numpy as np
@@ -52,9 +52,15 @@ class Model:
     calls: tuple[FunctionCall, ...]
 
     def with_blocks(self, count: int, head: str) -> ModelConfig:
-        """It never ends a response by itself."""
-        hf = {name: value for name, value in self.config.hf.items() if name != "eos_token_id"}
-        return dataclasses.replace(self.config, num_layers=count, head=head, hf=hf)
+        """So many blocks, those with experts where the model has any. It never ends a response by itself."""
+        c, moe = self.config, self.config.moe
+        hf = {name: value for name, value in c.hf.items() if name != "eos_token_id"}
+        return dataclasses.replace(
+            c, num_layers=count, head=head, hf=hf, generation={},
+            windows=tuple(islice(cycle(c.windows), count)) if c.windows else (),
+            rope_layers=tuple(islice(cycle(c.rope_layers), count)) if c.rope_layers else (),
+            moe=None if moe is None else dataclasses.replace(moe, num_dense_layers=0),
+        )
 
     @property
     def outputs(self) -> dict[str, bool]:

@@ -90,7 +90,7 @@ def parameter_specs(roles: Mapping[str, Role]) -> dict[str, ModelSpec]:
     specs: dict[str, ModelSpec] = {}
     for name, role in roles.items():
         specs[name] = model_spec(config := role.config())
-        if (lora := role.adapters()) is not None:
+        if (lora := role.resolved_lora()) is not None:
             specs[name + _ADAPTERS] = adapter_spec(config, lora)
     return specs
 

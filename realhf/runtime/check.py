@@ -10,8 +10,8 @@ from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainSt
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
-from realhf.lora import WEIGHTS_FILE, adapter_spec
-from realhf.nn.checkpoint import open_checkpoint
+from realhf.lora import adapter_spec
+from realhf.nn.checkpoint import open_adapters, open_checkpoint
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import (
@@ -183,14 +183,15 @@ def _check_models(roles: Mapping[str, Role]) -> None:
 
 def _check_adapters(name: str, role: Role) -> None:
     try:
-        if (lora := role.adapters()) is not None:
-            adapter_spec(role.config(), lora)
+        if (lora := role.resolved_lora()) is not None:
+            spec = adapter_spec(role.config(), lora)
             if lora.adapter is None and role.optimizer is None:
                 raise ValueError("lora: adapters of a frozen role do nothing unless lora.adapter is given")
-            if lora.adapter is not None and not (Path(lora.adapter) / WEIGHTS_FILE).is_file():
-                raise ValueError(f"lora.adapter: {lora.adapter} has no {WEIGHTS_FILE}")
+            if lora.adapter is not None:
+                open_adapters(Path(lora.adapter), spec)
     except ValueError as error:
-        raise ValueError(f"{name}.{error}") from error
+        where = "" if str(error).startswith("lora") else "lora.adapter: "
+        raise ValueError(f"{name}.{where}{error}") from error
 
 
 def _check_positions(

@@ -4,7 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Experiment
+from realhf.model_config import ModelConfig
 from realhf.nn.checkpoint_write import Beside
 
 _TOKENIZER = (
@@ -15,15 +16,15 @@ _TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*")
 _GENERATION = "generation_config.json"
 
 
-def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, Beside]:
-    """Name -> file or text, for the export of a role behind step `step`."""
+def files_beside(experiment: Experiment, name: str, config: ModelConfig, *, step: int) -> dict[str, Beside]:
+    """Name -> file or text, for the export of a role, of this config, behind step `step`."""
     role = experiment.roles()[name]
     files: dict[str, Beside] = dict(_matching(Path(experiment.tokenizer_dir()), _TOKENIZER))
     source = Path(role.model)
     source = source.parent if source.name == "config.json" else source
     if source.is_dir():
         files |= _matching(source, _TERMS + (_GENERATION,) * (role.head == "lm"))
-    method, base = type(experiment).__name__, None if role.random_init else _base_name(source, role)
+    method, base = type(experiment).__name__, None if role.random_init else _base_name(source, config)
     library = "transformers" if role.lora is None or role.lora.export_merged else "peft"
     card = _card(name, role.head, method=method, base=base, step=step, library=library)
     return files | {"README.md": card}
@@ -34,9 +35,9 @@ def _matching(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     return {str(path.relative_to(directory)): path for path in paths}
 
 
-def _base_name(directory: Path, role: Role) -> str:
+def _base_name(directory: Path, config: ModelConfig) -> str:
     """The hub's name of a model, where its config or the hub's cache tells it; else that of its directory."""
-    given = role.config().hf.get("_name_or_path")
+    given = config.hf.get("_name_or_path")
     if isinstance(given, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         return given
     path = directory.resolve()

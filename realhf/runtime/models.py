@@ -60,6 +60,8 @@ class ModelStore:
     ) -> None:
         self._world, self._roles, self.homes = world, roles, homes
         self._sets, self._specs = parameter_sets(roles), parameter_specs(roles)
+        # (Read once: while a run goes on, the directory that adapters came from may change.)
+        self._loras = {name: role.resolved_lora() for name, role in roles.items()}
         self._engines: dict[tuple[str, Layout], NativeEngine] = {}
         self._to_offload = frozenset(offloaded)
         self._offloaded: dict[tuple[str, Layout], OffloadedWeights] = {}
@@ -118,7 +120,7 @@ class ModelStore:
         with self._in_use(*filter(None, [equal])):
             self._engines[role, layout] = NativeEngine(
                 self._specs[role], layout, self._world, dtype=settings.dtype, optimizer=optimizer,
-                memory=memory, lora=settings.adapters(),
+                memory=memory, lora=self._loras[role],
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
             )  # fmt: skip
         if equal is not None and equal in self._offloaded:
@@ -223,9 +225,11 @@ class ModelStore:
         weights = {copy: self._offloaded[copy] for copy in copies if copy in self._offloaded}
         for one in weights.values():
             one.load()
-        yield
-        for copy, one in weights.items():
-            one.release(written=copy == written)
+        try:
+            yield
+        finally:
+            for copy, one in weights.items():
+                one.release(written=copy == written)
 
     def updated(self, role: str) -> None:
         """Notes that a train step has changed the role. Every rank calls this after every train step."""
@@ -323,7 +327,7 @@ class ModelStore:
         """What writes the role's directories: of a model, or of adapters."""
         settings = self._roles[role]
         how: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "leader": 0}
-        lora = settings.adapters()
+        lora = self._loras[role]
         if lora is None or lora.export_merged:
             return CheckpointWriter(self._specs[role], layout, self._world, **how)
         spec = self._specs[adapters_of(role)]

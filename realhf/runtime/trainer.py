@@ -38,6 +38,7 @@ class Trainer:
         self._is_main = world.rank == 0
         experiment = program.experiment
         self._context = HostContext(experiment.tokenizer_dir())
+        self._configs = {name: role.config() for name, role in program.roles.items()}
         if self._is_main:
             self._check_vocabulary()
         self._loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
@@ -115,7 +116,8 @@ class Trainer:
         trainable = [name for name, role in self._program.roles.items() if role.optimizer is not None]
         for i, name in enumerate(trainable):
             directory = self._out / "hf" / f"step_{step}" / (name if i else "")
-            beside = files_beside(experiment, name, step=step) if self._is_main else {}
+            config = self._configs[name]
+            beside = files_beside(experiment, name, config, step=step) if self._is_main else {}
             self._store.export(name, directory, beside=beside)
 
     def _finish(self, *, seconds: float) -> dict[str, Any]:
@@ -143,7 +145,7 @@ class Trainer:
     def _check_vocabulary(self) -> None:
         largest = max(self._context.tokenizer.get_vocab().values())
         for name, role in self._program.roles.items():
-            if largest >= (size := role.config().vocab_size):
+            if largest >= (size := self._configs[name].vocab_size):
                 raise UserError(
                     f"tokenizer {self._context.tokenizer_dir} has token ids up to {largest}, "
                     f"but the vocabulary of {name}.model {role.model} ends at {size - 1}"

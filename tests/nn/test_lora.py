@@ -14,9 +14,9 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec, legal_targets
 from realhf.model_config import ModelConfig
-from realhf.nn.hf import load_weights, save_weights
+from realhf.nn.hf import load_adapters, load_weights, save_weights
 from realhf.nn.lora import Adapters
-from realhf.nn.peft import load_adapters, save_adapters
+from realhf.nn.peft import save_adapters
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import model_spec
 from tests.families import CASES, MOE_CASES
