@@ -104,7 +104,7 @@ def test_wrong_answers_name_function_and_sample(scores, part, context):
     with pytest.raises(UserError) as error:
         _call(my_reward, _batch(), context)
     text = str(error.value)
-    assert text.startswith("reward function my_reward returned ") and part in text and "\n" not in text
+    assert text.startswith("reward function ") and f"my_reward returned {part}" in text and "\n" not in text
     assert text.endswith(("list with one number per completion", "must be a finite number"))
 
 
