@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from realhf.cli import main
+from realhf.nn.hf import save_weights
 from tests.cli_tools import (
     GRPO_LAYOUTS,
     REALHF,
@@ -17,6 +18,8 @@ from tests.cli_tools import (
     write_experiment,
     write_plan,
 )
+from tests.nn.tiny import build
+from tests.runtime.tiny import HF_CONFIG, write_task
 
 MAX_SECONDS = 30  # Until all processes are gone.
 REWARD = """
@@ -26,47 +29,30 @@ def moody_reward(prompts, completions, completion_ids, answer):
     calls.append(len(prompts))
     scores = [float(len(ids)) for ids in completion_ids]
     if len(calls) > 2:  # The first is the evaluation, the second step 1.
-        {fault}
+        [1 // (not p.startswith('1')) for p in prompts]
     return scores
 
 experiment.reward_function = moody_reward
 """
-
-# What the function does in step 2 -> code, layouts, words of the sentence.
-FAULTS = {
-    "raises": (
-        "[1 // (not p.startswith('1')) for p in prompts]",
-        {**GRPO_LAYOUTS, "reward_forward": "d2@2-3"},
-        ["raised ZeroDivisionError", "tiny_experiment.py:", "on sample ", "with the prompt '1"],
-    ),
-    "returns too few": (
-        "scores.pop()",
-        dict.fromkeys(GRPO_LAYOUTS, "d2@0-1"),
-        ["returned 23 values for 24 samples (24 to 47)", "one number per completion"],
-    ),
-    "returns NaN": (
-        "scores[3] = float('nan')",
-        dict.fromkeys(GRPO_LAYOUTS, "t2@0-1") | {"reward_forward": "d1@1"},
-        ["returned nan for sample 27 with the prompt '", "must be a finite number"],
-    ),
-}
+SAYS = (
+    "reward function moody_reward raised ZeroDivisionError", "tiny_experiment.py:", "on sample ",
+    "with the prompt '1",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_reward_function(tmp_path, fault):
-    code, layouts, says = FAULTS[fault]
-    experiment = write_experiment(tmp_path, body=REWARD.format(fault=code))
-    num_ranks = 2 if layouts.get("reward_forward") == "d2@2-3" else 1  # How many ranks run the function.
-    plan, out = write_plan(tmp_path, layouts), tmp_path / "run"
+def test_reward_function(tmp_path):
+    """tests/rewards/test_scoring.py has what else may be wrong with what one returns."""
+    experiment = write_experiment(tmp_path, body=REWARD)
+    plan, out = write_plan(tmp_path, {**GRPO_LAYOUTS, "reward_forward": "d2@2-3"}), tmp_path / "run"
     with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out) as command:
         returncode, _, err = command.finish()
         assert wait_until(lambda: not command.processes(), seconds=MAX_SECONDS)
     assert returncode == 2, err
     assert "Traceback" not in err
     sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
-    assert 1 <= len(sentences) <= num_ranks, err
+    assert 1 <= len(sentences) <= 2, err  # Two ranks run the function.
     for sentence in sentences:
-        for part in ["reward function moody_reward", *says]:
+        for part in SAYS:
             assert part in sentence
     assert [step["step"] for step in read_jsonl(out / "metrics.jsonl")] == [0, 1]
     assert len(read_jsonl(out / "eval.jsonl")) == 5
@@ -92,13 +78,10 @@ experiment.tokenizer_dir = tokenizer_dir
 
 
 def test_weights_that_break_behind_the_check(tmp_path):
-    experiment, out = write_experiment(tmp_path, steps=1), tmp_path / "first"
-    with Command(*REALHF, "run", experiment, "--out", out) as command:
-        code, _, err = command.finish()
-    assert code == 0, err
-    weights = out / "hf" / "step_1"
+    weights = write_task(tmp_path / "weights")
+    save_weights(weights, build(HF_CONFIG))
     body = SHRINK.format(path=str(weights / "model.safetensors"), ranks=("0", "1"))
-    experiment, out = write_experiment(tmp_path, body=body), tmp_path / "second"
+    experiment, out = write_experiment(tmp_path, body=body), tmp_path / "run"
     plan = write_plan(tmp_path, {**dict.fromkeys(GRPO_LAYOUTS, "d2t2@0-3"), "ref_forward": "t2@2-3"})
     with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out) as command:
         code, _, err = command.finish()

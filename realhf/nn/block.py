@@ -4,7 +4,6 @@ Shape suffixes: T tokens of all sequences end to end, H hidden; of this rank: F 
 key-value heads; D head dim.
 """
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -150,10 +150,11 @@ class ShardedParameters(torch.nn.Module):
         self.grad_buffer.zero_()
 
     def finish_grads(self) -> None:
-        """Completes gradients after the last backward pass of a step, within one dp replica.
+        """Completes gradients after the last backward pass of a step, within one replica.
 
         Adds up what tp ranks have of a parameter that they share and use each for itself (key-value heads,
         norms of heads, the whole side of adapters), and what both stages have that hold a tied embedding.
+        What the replicas have, which are over dp and cp, the optimizer adds up.
         """
         grads = self.grad_shards()
         for members, names in self._partial.items():

@@ -209,4 +209,3 @@ class Transformer(ShardedParameters):
         return KVCache(
             len(self.blocks), (rows, heads, max_len, dim), value_dim=value_dim, dtype=self.flat.dtype,
             device=self.flat.device)
-

@@ -156,14 +156,27 @@ class _Call:
         """What a norm of `hidden` elements per token keeps of a token besides its output.
 
         Without a kernel of its own it is computed in w from a copy of the input and keeps that and the
-        normalised input, if that has a weight to train.
+        normalised input, if that has a weight to train. LayerNorm has one everywhere.
         """
         e, w = self.role.itemsize, _wide(self.role)
+        if self.role.config.norm == "layer":
+            return e * hidden + 2 * w
         return e * hidden + w if self.fused else (1 + (self.role.lora is None)) * w * hidden + w
 
     def _norm_temporaries(self, tokens: float) -> float:
         """Of a norm's backward pass."""
-        return self._hidden(tokens) if self.fused else 4 * _wide(self.role) * self._at.hidden * tokens
+        steps = 4 * _wide(self.role) * self._at.hidden * tokens
+        return steps if self._norms_in_steps else self._hidden(tokens)
+
+    @property
+    def _norms_in_steps(self) -> bool:
+        """Whether norms have no kernel of their own."""
+        return not self.fused and self.role.config.norm == "rms"
+
+    @property
+    def _mlp_kept(self) -> int:
+        """Of an MLP's width: gate, up, activation and product, or without a gate up and activation."""
+        return 4 if self.role.config.gated else 2
 
     def _reduced(self, num_bytes: float) -> float:
         """Temporaries of a sum over tp."""
@@ -180,16 +193,17 @@ class _Call:
         norm | its output, for qkv | qkv, of which v is a view | rotated q, k | attention's output, twice if
         it is put together from runs of equal lengths, and its logsumexp | norm | its output, for gate and up
         | gate, up, silu(gate), their product. The sums with the residual stream are the norms' inputs.
+        Where families have norms behind attention and MLP, what these give is not kept.
         """
         a, e = self._at, self.role.itemsize
-        norms = 2 * (self._norm_saved(a.hidden) + e * a.hidden)
+        norms = a.norms * self._norm_saved(a.hidden) + 2 * e * a.hidden
         if self.role.config.qk_norm:
             norms += self._norm_saved(a.rotated)
         outputs, inputs = 1 if self.fused else 2, a.qkv + a.rotated
         if self.strategy.cp > 1:  # What came from other ranks; the output as it goes and as it comes back.
             outputs, inputs = 2, self._exchanged
         attention = e * (a.latents + inputs + outputs * a.attention) + 4 * a.heads
-        return tokens * (norms + attention + e * (4 * a.mlp + a.routed + self._ranks))
+        return tokens * (norms + attention + e * (self._mlp_kept * a.mlp + a.routed + self._ranks))
 
     @cached_property
     def _ranks(self) -> int:
@@ -214,7 +228,8 @@ class _Call:
     def _forward_temporaries(self, tokens: float) -> float:
         """One layer without autograd at its widest: in a norm, in attention or in the MLP."""
         a, e, hidden = self._at, self.role.itemsize, self._hidden(tokens)
-        norm = 2 * hidden + (hidden if self.fused else 3 * _wide(self.role) * a.hidden * tokens)
+        steps = 3 * _wide(self.role) * a.hidden * tokens
+        norm = 2 * hidden + (steps if self._norms_in_steps else hidden)
         outputs = 1 if self.fused else 2
         projected = e * tokens * (a.latents + a.qkv + a.rotated)
         attending = e * tokens * outputs * a.attention
@@ -222,8 +237,8 @@ class _Call:
             attending = e * tokens * (self._exchanged + max(self._exchanged, (outputs + 1) * a.attention))
         attention = 2 * hidden + projected + max(attending + hidden, hidden + self._reduced(hidden))
         routed = e * tokens * a.routed
-        mlp = 3 * hidden + routed + max(
-            4 * e * tokens * a.mlp, 2 * e * tokens * a.mlp + hidden + self._reduced(hidden))
+        width, up = e * tokens * a.mlp, self._mlp_kept // 2
+        mlp = 3 * hidden + routed + max(2 * up * width, up * width + hidden + self._reduced(hidden))
         return max(norm, attention, mlp) + e * a.head_dim * tokens
 
     # Moments
@@ -265,15 +280,16 @@ class _Call:
         # The backward pass of the last layer: its MLP with activations as they are, or freed up to the norm
         # or the gradient of a weight.
         mlp, weight = e * tokens * self._at.mlp, float(e * self._at.widest_weight)
+        freed = self._mlp_kept * mlp
         before = hidden + e * self._at.mlp * self._at.hidden
         if self.role.lora is not None:  # No weight has a gradient; adding in place copies that of the sum.
             weight, before = 3.0 * mlp, hidden
         head = self._tied_gradient
         for temporaries in (
             hidden + self._reduced(hidden),  # (still forward)
-            before + mlp, hidden + 2 * mlp, hidden - 2 * mlp + weight,
-            -4 * mlp + hidden + self._norm_temporaries(tokens),
-            -4 * mlp + 2 * hidden + self._reduced(hidden),
+            before + mlp, hidden + freed / 2, hidden - freed / 2 + weight,
+            -freed + hidden + self._norm_temporaries(tokens),
+            -freed + 2 * hidden + self._reduced(hidden),
         ):
             moments.append(base | {"gradients": head + temporaries})
         return [*moments, self._inputs(tokens) | {"optimizer": self._optimizer_temporaries}]

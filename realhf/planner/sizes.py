@@ -12,6 +12,8 @@ from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, ParamSpec, model_spec, region_size
 
+_NORMS = ("attn_norm.weight", "attn_out_norm.weight", "mlp_norm.weight", "mlp_out_norm.weight")
+
 
 @dataclass(frozen=True)
 class Widths:
@@ -24,10 +26,11 @@ class Widths:
     heads: int
     qkv: int  # What the last projections to queries, keys and values give, which is kept as one tensor.
     latents: int  # Before those: DeepSeek's down-projections and their norms.
-    rotated: int  # Queries and keys as attention takes them.
+    rotated: int  # Queries and keys as attention takes them, where they are turned.
     attention: int
     cached: int  # Keys and values of a token in the KV cache.
-    mlp: int  # Width of a gated MLP, of which there are gate, up, activation and product.
+    mlp: int  # Width of an MLP, of which there are gate, up, activation and product, or up and activation.
+    norms: int  # Of all hidden states, in one layer.
     routed: int  # Hidden states copied to experts and back, in elements, and the router's scores.
     vocabulary: int
     widest_weight: int  # Elements of the layer's weight whose gradient is the largest.
@@ -56,7 +59,7 @@ def num_params(spec: ModelSpec, strategy: ParallelStrategy, stage: int) -> int:
 def held_params(
     config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None = None
 ) -> tuple[int, int]:
-    """Those that every dp replica has, and those of this ep rank's experts; of the adapters, with `lora`."""
+    """Those that every replica has, and those of this ep rank's experts; of the adapters, with `lora`."""
     layers = _table(config).stage_layers(strategy, stage)
     by_layer = _by_layer(config, strategy.tp, strategy.ep, lora)
     total = by_layer[:, :, layers.start + 1 : layers.stop + 1].sum(axis=2)
@@ -119,21 +122,23 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     if c.mla is None:
         q, k = rows["q"], rows["k"]
         qkv, latents, rotated, attention, cached = q + 2 * k, 0, q + k, q, 2 * k
+        rotated = 0 if c.positions == "learned" else rotated
     else:
         mla = c.mla
         q = rows["q" if mla.q_lora_rank is None else "q_b"]
         qkv, rotated = q + rows["kv_b"], 2 * q
         cached = mla.kv_lora_rank + mla.qk_rope_head_dim  # The latent is cached, on every tp rank.
         latents, attention = 2 * ((mla.q_lora_rank or 0) + cached), heads * mla.v_head_dim
-    mlp, routed, widest = rows.get("up", 0), 0, 2 * rows.get("up", 0)
+    mlp, routed, widest = rows.get("up", 0), 0, (2 if c.gated else 1) * rows.get("up", 0)
     if c.moe:
         shared, expert = rows.get("shared_up", 0), rows["expert_up"]
         mlp = shared + c.moe.num_experts_per_token * expert
         routed = 2 * c.moe.num_experts_per_token * c.hidden_size + 2 * c.moe.num_experts
         widest = 2 * max(shared, expert * -(-c.moe.num_experts // ep))  # Taken to be one grouped weight.
+    norms = sum(p.layer == last and p.part in _NORMS for p in table)
     vocabulary = max(stop - start for start, stop in (table[0].region(tp, i)[0] for i in range(tp)))
     return Widths(
         hidden=c.hidden_size, heads=heads, qkv=qkv, latents=latents, rotated=rotated, attention=attention,
-        cached=cached, mlp=mlp, routed=routed, vocabulary=vocabulary,
+        cached=cached, mlp=mlp, norms=norms, routed=routed, vocabulary=vocabulary,
         widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim,
     )  # fmt: skip

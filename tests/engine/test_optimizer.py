@@ -1,6 +1,6 @@
 """Training against transformers and torch.optim.AdamW, learning rates against their schedulers."""
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,9 +18,8 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.nn.hf import save_weights
-from realhf.nn.transformer import Transformer
-from realhf.param_spec import model_spec, region_size, region_slices
-from realhf.realloc.bind import shards_of
+from realhf.nn.parameters import ShardedParameters
+from realhf.param_spec import model_spec, region_slices
 from tests.engine.reference import plain_model, ragged_rows
 from tests.families import CASES, MOE_CASES
 
@@ -125,7 +124,7 @@ def _update_by_made_up_gradients(world, hf, text):
     if world.rank not in layout:
         return None
     spec = model_spec(hf_config(hf))
-    shards = Shards(spec, ParallelGroups.create(world, layout))
+    shards = Shards(spec, ParallelGroups.create(world, layout), dtype=torch.float64)
     start = _normal(spec, seed=100)
     for name, region in shards.regions.items():
         shards.shards()[name].copy_(start[name][region_slices(region)])
@@ -146,23 +145,11 @@ def _update_by_made_up_gradients(world, hf, text):
     return norms, {n: (region, shards.shards()[n]) for n, region in shards.regions.items()}
 
 
-class Shards(Transformer):
-    """The parameters of a model, of any family, without its computation."""
-
-    def __init__(self, spec, groups):
-        torch.nn.Module.__init__(self)
-        self.spec, self.groups = spec, groups
-        self.regions = spec.held_by(groups.layout, groups.rank)
-        sizes = [region_size(region) for region in self.regions.values()]
-        self._offsets = dict(zip(self.regions, pairwise(accumulate(sizes, initial=0)), strict=True))
-        self.flat = groups.world.zeros(sum(sizes), torch.float64)
-        self._shards = shards_of(self.flat, self.regions)
-
-    def enable_grad(self):
-        self.grad_buffer = torch.zeros_like(self.flat)
+class Shards(ShardedParameters):
+    """The parameters of a model, of any family; made-up gradients are whole within a replica."""
 
     def finish_grads(self):
-        pass  # The gradients are whole within a replica.
+        pass
 
 
 def _normal(spec, *, seed):

@@ -71,8 +71,8 @@ def _spread(world, seed, cp):
     return here, [out.detach(), *(x.grad for x in qkv)]
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("seed", range(4))
 def test_attention_is_that_of_one_process(pool, seed, cp):
     expected = _plain(seed, cp)
     results = [result for result in pool.run(_spread, seed, cp) if result is not None]
@@ -110,13 +110,21 @@ def _logits_and_gradients(world, hf, text, seq_lens):
         name: (region_slices(region), grads[name]) for name, region in model.regions.items()}
 
 
-@pytest.mark.parametrize("name", ["llama-dynamic", "phi-3", "gemma-2", "olmo-2"])
-def test_logits_and_gradients_are_those_of_one_process(pool, name):
+@pytest.mark.parametrize(
+    "name, layout, seq_lens",
+    [
+        ("llama-dynamic", "c4@0-3", SEQ_LENS),
+        ("phi-3", "c4@0-3", SEQ_LENS),
+        ("gemma-2", "c4@0-3", SEQ_LENS),
+        ("olmo-2", "c4@0-3", [2]),  # Fewer tokens than ranks.
+        ("olmo-2", "c2t2@0-3", SEQ_LENS),
+    ],
+)
+def test_logits_and_gradients_are_those_of_one_process(pool, name, layout, seq_lens):
     hf = _family(name)
-    for layout, seq_lens in (("c2t2@0-3", SEQ_LENS), ("c4@0-3", [2])):
-        _, expected, whole = _logits_and_gradients(World(), hf, "d1@0", seq_lens)
-        for at, logits, grads in pool.run(_logits_and_gradients, hf, layout, seq_lens):
-            torch.testing.assert_close(logits, expected[at], rtol=1e-9, atol=1e-9)
-            for key, (region, grad) in grads.items():
-                theirs = whole[key][1][region]
-                torch.testing.assert_close(grad, theirs, rtol=1e-9, atol=1e-9, msg=f"{layout} {key}")
+    _, expected, whole = _logits_and_gradients(World(), hf, "d1@0", seq_lens)
+    for at, logits, grads in pool.run(_logits_and_gradients, hf, layout, seq_lens):
+        torch.testing.assert_close(logits, expected[at], rtol=1e-9, atol=1e-9)
+        for key, (region, grad) in grads.items():
+            theirs = whole[key][1][region]
+            torch.testing.assert_close(grad, theirs, rtol=1e-9, atol=1e-9, msg=f"{layout} {key}")

@@ -63,7 +63,7 @@ def _by_expert(grads, spec):
     return found
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["deepseek-v3-yarn", "deepseek-v3-halves"])
 def test_logits_and_gradients_are_those_of_transformers(tmp_path, name):
     reference = _reference(name, tmp_path)
     model = build(hf_config(name), dtype=torch.float32)
@@ -86,7 +86,7 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, name):
         torch.testing.assert_close(grad / (scale or 1), grads[key] / (scale or 1), rtol=0, atol=1e-4, msg=key)
 
 
-MESHES = ("t2@0,1", "p2@0,1", "d2@0,1", "e2@0,1", "d4e2@0-3", "p2e2@0-3", "e4@0-3", "e2c2@0-3")
+MESHES = ("p2e2@0-3", "d4e2@0-3", "e2c2@0-3")
 LAYOUTS = [
     *(("e2t2@0-3", name) for name in MOE_CASES),
     *((layout, name) for name in ("qwen2-moe", "deepseek-v3") for layout in MESHES),
@@ -154,7 +154,7 @@ def _spread_choice(model):
 def test_logits_gradients_and_router_losses_are_those_of_one_process(pool, layout, name):
     hf, parsed = hf_config(name), Layout.parse(layout)
     _, expected, whole, expected_losses = _train(World(), hf, "d1@0", False)
-    recompute = layout in ("p2@0,1", "e2t2@0-3")
+    recompute = layout in ("p2e2@0-3", "e2t2@0-3")
     results = {r: result for r, result in enumerate(pool.run(_train, hf, layout, recompute)) if result}
     sums = {key: torch.zeros_like(grad) for key, _, grad in whole}
     counts = {key: torch.zeros_like(grad) for key, _, grad in whole}

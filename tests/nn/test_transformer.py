@@ -28,26 +28,22 @@ def _float64_norm(weight, x):
     return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def _reference(hf, directory, dtype, architecture):
+def _reference(hf, directory, architecture):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**hf, attn_implementation="sdpa")
-    model = getattr(transformers, architecture)(config).to(dtype)
+    model = getattr(transformers, architecture)(config).double()
     with torch.no_grad():
         for name, value in model.named_parameters():
             if name.endswith(("bias", "norm.weight")):
                 value.normal_()
     model.save_pretrained(directory)
-    if dtype == torch.float64:
-        model.model.rotary_emb = _Float64Rotary(8)
-        for module in model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.forward = partial(_float64_norm, module.weight)
+    model.model.rotary_emb = _Float64Rotary(8)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_float64_norm, module.weight)
     return model
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance, grad_tolerance", [("float32", 1e-5, 1e-4), ("float64", 1e-10, 1e-10)]
-)
 @pytest.mark.parametrize(
     "architecture, tied",
     [
@@ -57,19 +53,17 @@ def _reference(hf, directory, dtype, architecture):
         ("LlamaForCausalLM", True),
     ],
 )
-def test_logits_and_gradients_are_those_of_transformers(
-    tmp_path, architecture, tied, dtype, tolerance, grad_tolerance
-):
-    hf, dtype = hf_config(architecture, tied=tied), getattr(torch, dtype)
-    reference = _reference(hf, tmp_path, dtype, architecture)
-    model = build(hf, dtype=dtype)
+def test_logits_and_gradients_are_those_of_transformers(tmp_path, architecture, tied):
+    hf = hf_config(architecture, tied=tied)
+    reference = _reference(hf, tmp_path, architecture)
+    model = build(hf)
     assert load_weights(tmp_path, model) == []
     model.enable_grad()
     ids = tokens()
     logits = model.logits(model(ids, SEQ_LENS))
     expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
-    torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
-    weights = torch.randn(logits.shape, dtype=dtype)
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    weights = torch.randn(logits.shape, dtype=torch.float64)
     for _ in range(2):  # two micro-batches accumulate
         (model.logits(model(ids, SEQ_LENS)) * weights).sum().backward()
     (2 * (expected * weights).sum()).backward()
@@ -77,13 +71,13 @@ def test_logits_and_gradients_are_those_of_transformers(
     assert grads.keys() == model.shards().keys()
     for name, grad in model.grad_shards().items():
         scale = grads[name].abs().max()
-        torch.testing.assert_close(grad / scale, grads[name] / scale, rtol=0, atol=grad_tolerance, msg=name)
+        torch.testing.assert_close(grad / scale, grads[name] / scale, rtol=0, atol=1e-10, msg=name)
 
 
 def test_scores_are_those_of_transformers(tmp_path):
     architecture = "Qwen2ForSequenceClassification"
     hf = hf_config(architecture)
-    reference = _reference(hf, tmp_path, torch.float64, architecture)
+    reference = _reference(hf, tmp_path, architecture)
     model = build(hf)
     load_weights(tmp_path, model)
     ids = tokens()

@@ -23,6 +23,29 @@ def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm",
     return ModelRole(config, dtype, trainable, lora=lora)
 
 
+def _of(name, dtype="float32", *, trainable=True, **changes):
+    """One of the table of families, as wide as the others here."""
+    hf = HF[name] | {"vocab_size": 96, "hidden_size": 128, "num_hidden_layers": 4} | changes
+    return ModelRole(ModelConfig.from_hf(hf), dtype, trainable)
+
+
+_EXPERTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+_EXPERTS |= {"moe_intermediate_size": 96, "intermediate_size": 352, "tie_word_embeddings": False}
+HF = {
+    "qwen3-moe": _EXPERTS | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16,
+        "num_experts": 8},
+    "deepseek-v3": _EXPERTS | {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_routed_experts": 8,
+        "q_lora_rank": 48, "kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
+        "v_head_dim": 12, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_head": 8, "n_positions": 64,
+        "n_embd": 128, "n_layer": 4, "tie_word_embeddings": True},
+    "gemma3": _EXPERTS | {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16,
+        "query_pre_attn_scalar": 16, "sliding_window": 64},
+}  # fmt: skip
 NARROW = {"vocab": 96}  # What the layers keep is most; else it is the logits.
 FULL = Workload(num_samples=16, prompt_tokens=16, response_tokens=32)
 SHORT = Workload(num_samples=16, prompt_tokens=8, response_tokens=8)
@@ -63,10 +86,8 @@ FORWARD = [
     Case("d1@0", "forward", _role("bfloat16", trainable=False), FULL),
     Case("d1@0", "forward", _role(trainable=False), SHORT, 64),
     Case("t2@0-1", "forward", _role(trainable=False, **NARROW), FULL),
-    Case("t4@0-3", "forward", _role("bfloat16", trainable=False), FULL, 240),
-    Case("d2p2@0-3", "forward", _role("bfloat16", trainable=False), FULL, 96),
     Case("p2@0-1", "forward", _role(trainable=False, head="score"), VALUES, 144),
-    Case("d2t2@0-3", "forward", _role("bfloat16", trainable=False, head="score"), SCORES),
+    Case("d1@0", "forward", _role("bfloat16", trainable=False, head="score"), SCORES),
     Case("c2@0-1", "forward", _role("bfloat16", trainable=False, **NARROW), FULL),
     Case("c4@0-3", "forward", _role(trainable=False), FULL, 240),
 ]
@@ -77,7 +98,6 @@ GENERATION = [
     Case("t2@0-1", "generate", _role("bfloat16", trainable=False, vocab=500), FEW_ROWS),
     Case("p2@0-1", "generate", _role(trainable=False, vocab=500), GENERATE),
     Case("t2p2@0-3", "generate", _role("bfloat16", trainable=False), GENERATE),
-    Case("d2t2@0-3", "generate", _role(trainable=False), GENERATE),
     Case("c2@0-1", "generate", _role(trainable=False), GENERATE),
 ]
 LORA = LoraConfig(rank=4)
@@ -89,12 +109,19 @@ ADAPTERS = [
     Case("d1@0", "generate", _role(trainable=False, lora=replace(LORA, merge=True), **NARROW), GENERATE),
     Case("t2@0-1", "forward", _role("bfloat16", trainable=False, lora=LORA, **NARROW), FULL),
 ]
-CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION + ADAPTERS
+FAMILIES = [
+    Case("e2@0-1", "train_step", _of("qwen3-moe", "bfloat16"), FULL),
+    Case("e2@0-1", "generate", _of("qwen3-moe", trainable=False), GENERATE),
+    Case("d1@0", "generate", _of("deepseek-v3", trainable=False), GENERATE),
+    Case("d1@0", "train_step", _of("gpt2", "bfloat16"), FULL),
+    Case("d1@0", "train_step", _of("gemma3", "bfloat16"), FULL),
+]
+CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION + ADAPTERS + FAMILIES
 
 
 def _name(case):
     extra = "-recompute" * case.recompute + "-tied" * case.role.config.tied + "-lora" * bool(case.role.lora)
-    return f"{case.layout.split('@')[0]}-{case.kind}-{case.role.dtype}{extra}"
+    return f"{case.role.config.family}-{case.layout.split('@')[0]}-{case.kind}-{case.role.dtype}{extra}"
 
 
 def predict(case, rank):

@@ -103,7 +103,9 @@ def test_wrong_answers_name_function_and_sample(scores, part, context):
 
     with pytest.raises(UserError) as error:
         _call(my_reward, _batch(), context)
-    assert "my_reward" in str(error.value) and part in str(error.value) and "\n" not in str(error.value)
+    text = str(error.value)
+    assert text.startswith("reward function ") and f"my_reward returned {part}" in text and "\n" not in text
+    assert text.endswith(("list with one number per completion", "must be a finite number"))
 
 
 def test_a_raising_function_is_named_with_its_sample_and_line(context):

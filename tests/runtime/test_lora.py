@@ -86,7 +86,14 @@ def _assert_equal(ours, expected):
                 assert math.isclose(metrics[name], wanted[name], rel_tol=1e-9, abs_tol=1e-12), name
 
 
-@pytest.mark.parametrize("layouts", PLANS, ids="-".join)
+def _slow(layouts):
+    return pytest.param(layouts, marks=pytest.mark.slow)
+
+
+QUICK = (PLANS[2], PLANS[4])
+
+
+@pytest.mark.parametrize("layouts", [p if p in QUICK else _slow(p) for p in PLANS], ids="-".join)
 def test_a_plan_does_not_change_results(pool, task, reference, layouts):
     _assert_equal(pool.run(_run, "grpo", layouts, task, LORA)[0], reference["grpo"])
 
@@ -102,7 +109,7 @@ def test_adapters_learn(reference):
     assert metrics[-1]["actor/ref_kl"] > 1e-6 and all(step["actor/grad_norm"] > 1e-3 for step in metrics)
 
 
-@pytest.mark.parametrize("layouts", [("d1@0",) * 3, PLANS[1]], ids="-".join)
+@pytest.mark.parametrize("layouts", [_slow(("d1@0",) * 3), PLANS[1]], ids="-".join)
 def test_merged_generation_draws_the_same_tokens(pool, task, reference, layouts):
     tokens, _, summary = pool.run(_run, "grpo", layouts, task, replace(LORA, merge=True))[0]
     assert tokens == reference["grpo"][0]
@@ -159,7 +166,7 @@ def test_the_reference_is_the_memory_beneath_the_adapters(pool, tmp_path, layout
     assert all(r[2] for r in results)
 
 
-@pytest.mark.parametrize("layouts", [PLANS[1], PLANS[2]], ids="-".join)
+@pytest.mark.parametrize("layouts", [_slow(PLANS[1]), PLANS[2]], ids="-".join)
 def test_exports_are_peft_directories(pool, tmp_path, layouts):
     """Opened by PEFT they answer as the merged model does, and a run goes on from them."""
     write_task(tmp_path)
