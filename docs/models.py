@@ -24,8 +24,8 @@ A model is a Hugging Face directory, in and out: causal language models, and the
 models of the same families with one label (reward models, critics). Of each row a tiny random model, made
 by transformers' own class, is compared in float32 under all of its layouts (tests/test_families.py): logits
 within 1e-5, gradients within 1e-4 of each tensor's largest, 64 tokens of greedy generation identical, and
-the tensors of a directory that was read and written again byte for byte the same (`make test-families`). To add a family, see
-[adding-a-model.md](adding-a-model.md).
+the tensors of a directory that was read and written again byte for byte the same (`make test-families`).
+To add a family, see [adding-a-model.md](adding-a-model.md).
 
 """
 NOTES = """\
