@@ -306,17 +306,29 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
 def _with_part(value: Any, path: Sequence[str]) -> Any:
     """With the defaults of an optional part, such as `actor.lora`, that is not set but has this field."""
     name, *rest = path
-    if not rest or not is_dataclass(value) or isinstance(value, type) or not hasattr(value, name):
+    if not is_dataclass(value) or isinstance(value, type) or not hasattr(value, name):
         return value
-    part = getattr(value, name)
-    if part is None:
-        kinds = typing.get_args(typing.get_type_hints(type(value))[name])
-        configs: list[Any] = [kind for kind in kinds if is_dataclass(kind)]
-        if len(configs) != 1 or any(f.default is f.default_factory is MISSING for f in fields(configs[0])):
-            return value
-        part = configs[0]()
+    part, kind = getattr(value, name), _unset_part(value, name)
+    if kind is not None and not _has_defaults(kind):
+        word = ".".join(path).replace("_", "-")
+        raise UserError(f"override '--{word}': {name} is not set; the experiment file must set it first")
+    if not rest:
+        return value
+    part = part if kind is None else kind()
     made = _with_part(part, rest)
     return value if made is getattr(value, name) else dataclasses.replace(value, **{name: made})
+
+
+def _unset_part(value: Any, name: str) -> type[Any] | None:
+    """The class of an optional part, such as `actor.lora`, that is not set; None of any other field."""
+    if getattr(value, name) is not None:
+        return None
+    kinds = typing.get_args(typing.get_type_hints(type(value))[name])
+    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+def _has_defaults(kind: Any) -> bool:
+    return not any(f.default is f.default_factory is MISSING for f in fields(kind))
 
 
 def _sentence(complaint: str) -> str:
@@ -326,10 +338,17 @@ def _sentence(complaint: str) -> str:
 
 
 def _field_names(value: Any, name: str = "") -> list[str]:
+    """Every field that an override can change, those of optional parts among them."""
     if not is_dataclass(value) or isinstance(value, type):
         return [name]
-    parts = [(getattr(value, field.name), f"{name}.{field.name}".lstrip(".")) for field in fields(value)]
-    return [name for part in parts for name in _field_names(*part)]
+    names = []
+    for part in fields(value):
+        kind, path = _unset_part(value, part.name), f"{name}.{part.name}".lstrip(".")
+        if kind is None:
+            names += _field_names(getattr(value, part.name), path)
+        elif _has_defaults(kind):
+            names += _field_names(kind(), path)
+    return names
 
 
 def _compile(experiment: Experiment, options: Namespace, num_ranks: int | None) -> tuple[Program, int]:

@@ -192,7 +192,7 @@ _GEMMA_READS: Mapping[str, Reader] = {
     "embedding_scale": lambda hf: hf["hidden_size"] ** 0.5,
 }
 _QWEN_MOE: Mapping[str, Reader] = {
-    "num_experts": lambda hf: hf.get("num_local_experts") or hf["num_experts"],
+    "num_experts": lambda hf: hf["num_local_experts" if "num_local_experts" in hf else "num_experts"],
     "num_experts_per_token": "num_experts_per_tok",
     "expert_width": "moe_intermediate_size",
     "normalize": "norm_topk_prob",
@@ -322,8 +322,8 @@ FAMILIES: Mapping[str, Family] = {
             "scale": "routed_scaling_factor", "num_groups": "n_group", "num_groups_per_token": "topk_group",
         },
         defaults={
-            "rope_interleave": True, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1,
-            "topk_group": 1,
+            "rope_interleave": True, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8,
+            "topk_group": 4,
         },
     ),
 }  # fmt: skip

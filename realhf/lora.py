@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from realhf.hf_fields import is_positive, is_whole
 from realhf.model_config import ModelConfig
 from realhf.param_spec import InFile, ModelSpec, ParamSpec, model_spec
 
@@ -46,12 +47,18 @@ class LoraConfig:
     export_merged: bool = False  # Exports are whole models with the adapters merged in, not PEFT directories.
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"lora.rank is {self.rank}: it must be at least 1")
-        if self.alpha <= 0:
-            raise ValueError(f"lora.alpha is {self.alpha}: it must be above 0")
-        if not self.target_modules:
+        if not is_whole(self.rank):
+            raise ValueError(f"lora.rank is {self.rank!r}: it must be a whole number of at least 1")
+        if not is_positive(self.alpha):
+            raise ValueError(f"lora.alpha is {self.alpha!r}: it must be a number above 0")
+        targets: Any = self.target_modules
+        names = (targets,) if isinstance(targets, str) else targets
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            legal = "it must be names of linear layers, or all-linear"
+            raise ValueError(f"lora.target_modules is {targets!r}: {legal}")
+        if not all(names) or not names:
             raise ValueError("lora.target_modules is empty: name linear layers, or all-linear")
+        object.__setattr__(self, "target_modules", targets if targets == "all-linear" else tuple(names))
 
     @property
     def scale(self) -> float:
@@ -78,27 +85,30 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise ValueError(f"lora.adapter: {path} is not a JSON object")
     targets: Any = hf.get("target_modules")
     is_list = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
-    saved = hf.get("modules_to_save") or ()
+    saved = [] if hf.get("modules_to_save") is None else hf["modules_to_save"]
     legal: dict[str, tuple[bool, str]] = {
         "peft_type": (hf.get("peft_type") == "LORA", '"LORA"'),
         "task_type": (hf.get("task_type") in (None, "CAUSAL_LM", "SEQ_CLS"), '"CAUSAL_LM" and "SEQ_CLS"'),
         "bias": (hf.get("bias", "none") == "none", '"none"'),
-        "r": (isinstance(hf.get("r"), int), "a whole number"),
-        "lora_alpha": (isinstance(hf.get("lora_alpha"), int | float), "a number"),
+        "r": (is_whole(hf.get("r")), "a whole number of at least 1"),
+        "lora_alpha": (is_positive(hf.get("lora_alpha")), "a number above 0"),
+        "use_rslora": (isinstance(hf.get("use_rslora", False), bool), "true and false"),
         "target_modules": (is_list or targets == "all-linear", 'a list of names, or "all-linear"'),
-        "modules_to_save": (set(saved) <= set(SAVED_MODULES), 'null and ["score"]'),
+        "modules_to_save": (
+            isinstance(saved, list) and all(name in SAVED_MODULES for name in saved), 'null and ["score"]'),
         # (Other ways to initialise adapters change the base weights, too.)
         "init_lora_weights": (
             hf.get("init_lora_weights", True) in (True, False, "gaussian", "eva", "orthogonal"),
             'true, false, "gaussian", "eva" and "orthogonal"'),
     }
-    legal |= {key: (not hf[key], "null") for key in hf if key not in _READ | _WITHOUT_EFFECT}
+    unknown = [key for key in hf if key not in _READ | _WITHOUT_EFFECT]
+    legal |= {key: (not hf[key], "false" if isinstance(hf[key], bool) else "null") for key in unknown}
     for key, (is_legal, supported) in legal.items():
         if not is_legal:
             value = json.dumps(hf.get(key))
             raise ValueError(f"lora.adapter: {path}: {key} is {value}; supported is {supported}")
     return {
-        "rank": hf["r"], "alpha": float(hf["lora_alpha"]), "use_rslora": bool(hf.get("use_rslora")),
+        "rank": hf["r"], "alpha": float(hf["lora_alpha"]), "use_rslora": hf.get("use_rslora", False),
         "target_modules": tuple(sorted(targets)) if is_list else "all-linear",
     }  # fmt: skip
 

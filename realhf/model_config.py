@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from realhf.families import COMMON, COMMON_DEFAULTS, FAMILIES, Family, Hf, Reader
+from realhf.hf_fields import CheckedFields, is_positive, is_whole
 from realhf.layout import Layout
 from realhf.shipped import resolve
 
 HEADS = ("lm", "score")  # Logits over the vocabulary; one number per token (critics, reward models).
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ACTIVATION_NAMES = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_KEYS = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -41,6 +43,17 @@ class MoeConfig:
     num_groups: int = 1  # Experts are chosen out of the best `num_groups_per_token` of these groups.
     num_groups_per_token: int = 1
     shared_gate: bool = False  # The shared experts' output is multiplied by a sigmoid of its own.
+
+    def __post_init__(self) -> None:
+        experts, groups, chosen = self.num_experts, self.num_groups, self.num_groups_per_token
+        if experts % groups or (groups > 1 and experts < 2 * groups):  # A group's score is its two best's.
+            legal = f"it must split the {experts} experts into equal groups of at least 2"
+            raise ValueError(f"n_group is {groups}: {legal}")
+        if chosen > groups:
+            raise ValueError(f"topk_group is {chosen}: it must be at most n_group {groups}")
+        if self.num_experts_per_token > (choice := experts // groups * chosen):
+            legal = f"it must be at most the {choice} experts to choose from"
+            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_token}: {legal}")
 
 
 @dataclass(frozen=True)
@@ -102,15 +115,15 @@ class ModelConfig:
             raise ValueError(f"head is {self.head!r}: legal are {', '.join(HEADS)}")
         for name in _SIZES:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value):
                 key, legal = _key(self.family, name), "it must be a whole number of at least 1"
                 raise ValueError(f"{key} is {value!r}: {legal}")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads}"
             raise ValueError(f"{heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
-        if self.activation not in ACTIVATIONS:
+        if self.activation not in ACTIVATION_NAMES:
             key = _key(self.family, "activation")
-            raise ValueError(f"{key} is {self.activation!r}; supported are {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"{key} is {self.activation!r}; supported are {', '.join(ACTIVATION_NAMES)}")
         for name in ("windows", "rope_layers"):
             if (by_layer := getattr(self, name)) and len(by_layer) != self.num_layers:
                 what = "layer_types" if name == "windows" else "no_rope_layers"
@@ -122,7 +135,7 @@ class ModelConfig:
         """Reads the fields of a config.json. `head` overrides what its `architectures` says."""
         if not isinstance(hf, Mapping):
             raise ValueError("it must be a JSON object")
-        architecture = (hf.get("architectures") or ["(none)"])[0]
+        architecture = (CheckedFields(hf).get("architectures") or ["(none)"])[0]
         if architecture not in _ARCHITECTURES:
             known = ", ".join(family.prefix for family in FAMILIES.values())
             raise ValueError(
@@ -131,11 +144,18 @@ class ModelConfig:
             )
         name, own_head = _ARCHITECTURES[architecture]
         family = FAMILIES[name]
-        full = {**COMMON_DEFAULTS, **family.defaults, **hf}
+        full = CheckedFields({**COMMON_DEFAULTS, **family.defaults, **hf})
         for key, legal in family.only.items():
             if (value := hf.get(key)) not in (None, legal):
                 raise ValueError(f"{key} is {_json(value)}; supported is {_json(legal)}")
         mla = None
+        try:
+            CheckedFields(generation or {}).get("eos_token_id")
+        except ValueError as error:
+            raise ValueError(f"generation_config.json: {error}") from error
+        full.get("eos_token_id")
+        if other := [kind for kind in full.get("layer_types") or () if kind not in LAYER_TYPES]:
+            raise ValueError(f"layer_types has {_json(other[0])}: legal are {' and '.join(LAYER_TYPES)}")
         try:
             if "kv_a" in family.names:
                 mla = MlaConfig(**{part.name: full[part.name] for part in fields(MlaConfig)})
@@ -146,14 +166,11 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ValueError(f"{error.args[0]} is missing") from error
-        except TypeError as error:  # Arithmetic on what is no number.
+        except (TypeError, ZeroDivisionError) as error:  # Arithmetic on what is no number, or by 0.
             raise ValueError(f"a field has the wrong type: {error}") from error
-        for kind in config.rope_kinds().values():
-            if kind["rope_type"] not in ROPE_KEYS:
-                legal = ", ".join(ROPE_KEYS)
-                raise ValueError(f"rope type {kind['rope_type']!r} is not supported; legal are {legal}")
-            if lacking := [key for key in ROPE_KEYS[kind["rope_type"]] if key not in kind]:
-                raise ValueError(f"rope_scaling of type {kind['rope_type']!r} lacks {lacking[0]}")
+        if config.positions == "rope":
+            for kind, rope in config.rope_kinds().items():
+                _check_rope(config, rope, f"rope_parameters.{kind}" if kind else "rope_parameters")
         return config
 
     @classmethod
@@ -215,20 +232,28 @@ class ModelConfig:
 
     def rope_kinds(self) -> dict[str, dict[str, Any]]:
         """Rotary parameters by layer type ("full_attention"), under "" where all layers have the same."""
-        hf = {**COMMON_DEFAULTS, **self.describes.defaults, **self.hf}
+        hf = CheckedFields({**COMMON_DEFAULTS, **self.describes.defaults, **self.hf})
         given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"rope_parameters is {given!r}: it must be an object")
         common = {"partial_rotary_factor": hf["partial_rotary_factor"]}
-        if any(isinstance(rope, Mapping) for rope in given.values()):
-            return {kind: {"rope_type": "default", **common, **rope} for kind, rope in given.items()}
-        kind = given.get("rope_type", given.get("type", "default"))
-        kind = "longrope" if kind == "su" or (kind == "yarn" and self.family == "phi3") else kind
-        rope = {**common, "rope_theta": hf["rope_theta"], **given, "rope_type": kind}
-        if "rope_local_base_freq" not in hf:
-            return {"": rope}
-        local = {**common, "rope_type": "default", "rope_theta": hf["rope_local_base_freq"]}
-        return {"full_attention": rope, "sliding_attention": local}
+        thetas = {"sliding_attention": hf.get("rope_local_base_freq", hf["rope_theta"])}
+        if not any(key in LAYER_TYPES or isinstance(rope, Mapping) for key, rope in given.items()):
+            rope = {**common, "rope_theta": hf["rope_theta"], **given, "rope_type": self._rope_type(given)}
+            if "rope_local_base_freq" not in hf:
+                return {"": rope}
+            local = {**common, "rope_type": "default", "rope_theta": thetas["sliding_attention"]}
+            return {"full_attention": rope, "sliding_attention": local}
+        kinds: dict[str, dict[str, Any]] = {}
+        for kind in sorted({LAYER_TYPES[self.window(layer) is not None] for layer in range(self.num_layers)}):
+            own = given.get(kind)
+            if not isinstance(own, Mapping):
+                raise ValueError(f"rope_parameters.{kind} is {_json(own)}: it must be an object")
+            theta = thetas.get(kind, hf["rope_theta"])
+            kinds[kind] = {**common, "rope_theta": theta, **own, "rope_type": self._rope_type(own)}
+        return kinds
+
+    def _rope_type(self, rope: Mapping[str, Any]) -> Any:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        return "longrope" if kind == "su" or (kind == "yarn" and self.family == "phi3") else kind
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ValueError when the model cannot be split this way."""
@@ -260,6 +285,28 @@ class ModelConfig:
 
 def _read(readers: Mapping[str, Reader], hf: Hf) -> dict[str, Any]:
     return {name: hf[reader] if isinstance(reader, str) else reader(hf) for name, reader in readers.items()}
+
+
+def _check_rope(config: ModelConfig, rope: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError about rotary parameters that cannot be computed; `where` is their place."""
+    kind, share = rope["rope_type"], rope["partial_rotary_factor"]
+    if kind not in tuple(ROPE_KEYS):
+        raise ValueError(f"rope type {kind!r} is not supported; legal are {', '.join(ROPE_KEYS)}")
+    if lacking := [key for key in ROPE_KEYS[kind] if key not in rope]:
+        raise ValueError(f"rope_scaling of type {kind!r} lacks {lacking[0]}")
+    lists = [key for key in ROPE_KEYS[kind] if key in ("short_factor", "long_factor")]
+    for key in ("rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]):
+        if key not in lists and not is_positive(rope[key]):
+            raise ValueError(f"{where}: {key} is {_json(rope[key])}: it must be a number above 0")
+    head_dim = config.mla.qk_rope_head_dim if config.mla else config.head_dim
+    half = (int(head_dim * share) + 1) // 2  # (An odd share of the dims is rounded up, as in transformers.)
+    if not 0 < 2 * half <= head_dim:
+        turned = f"partial_rotary_factor {share} of {head_dim} dims per head"
+        raise ValueError(f"{where}: {turned}: an even number of dims, at most all, must turn")
+    for key in lists:
+        given = rope[key]
+        if not isinstance(given, list) or len(given) != half or not all(map(is_positive, given)):
+            raise ValueError(f"{where}: {key} must be a list of {half} numbers above 0, one per pair of dims")
 
 
 def _key(family: str, name: str) -> str:

@@ -49,6 +49,10 @@ GRAPHS = {
         "role 'student'",
         "there are actor, ref",
     ),
+    "a role with a dot": (
+        'graph; roles = experiment.roles(); experiment.roles = lambda: {**roles, "a.lora": roles["actor"]}',
+        "role 'a.lora': the name of a role must not contain a dot",
+    ),
     "a frozen role that is trained": (
         'graph.replace(replace(graph["actor_train"], role="ref"))',
         "'ref', which has no optimizer",
@@ -103,6 +107,8 @@ WORDS: dict[str, list[str]] = {
         "did you mean",
         "--actor.optimizer.lr",
     ],
+    "--actor.lora 3": ["unknown override '--actor.lora'", "did you mean", "--actor.lora.rank"],
+    "--reward.lora.rank 3": ["override '--reward.lora.rank'", "reward is not set", "experiment file"],
     "--step 4": ["unknown override '--step'", "did you mean", "--steps"],
     "stray": ["'stray'"],
     "--steps many": ["--steps", "many", "int"],

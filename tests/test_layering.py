@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
-NOUNS = ("graph", "layout", "plan", "cluster", "families", "lora", "model_config", "param_spec", "shipped")
+NOUNS = (
+    "graph", "layout", "plan", "cluster", "families", "hf_fields", "lora", "model_config", "param_spec",
+    "shipped",
+)  # fmt: skip
 LAYERS = {
     **dict.fromkeys(("errors", "units"), 0),
     **dict.fromkeys(NOUNS, 1),

@@ -4,8 +4,11 @@ import json
 
 import pytest
 
+from realhf.families import COMMON, FAMILIES
+from realhf.hf_fields import LEGAL
 from realhf.layout import Layout
-from realhf.model_config import MlaConfig, ModelConfig, MoeConfig
+from realhf.model_config import ACTIVATION_NAMES, MlaConfig, ModelConfig, MoeConfig
+from realhf.nn.activation import ACTIVATIONS
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,14 +34,24 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "kv_lora_rank": 5,
     "moe_intermediate_size": 6,
+    "n_group": 1,
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "num_experts_per_tok": 2,
     "q_lora_rank": 7,
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 2,
+    "topk_group": 1,
     "v_head_dim": 3,
 }
+GEMMA3 = {
+    **LLAMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 4,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 4,
+}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
 
 
 def test_reads_the_fields():
@@ -89,6 +102,104 @@ def test_refuses_experts_that_it_cannot_list(hf, sentence):
         ModelConfig.from_hf(hf)
 
 
+@pytest.mark.parametrize(
+    ("hf", "changes", "sentence"),
+    [
+        (LLAMA, {"architectures": 5}, "architectures is 5: it must be a list of names of classes"),
+        (LLAMA, {"architectures": "LlamaForCausalLM"}, 'architectures is "LlamaForCausalLM": it must be'),
+        (LLAMA, {"num_attention_heads": 0}, "num_attention_heads is 0: it must be a whole number"),
+        (LLAMA, {"hidden_size": 8}, "head_dim is 0: it must be a whole number of at least 1"),
+        (LLAMA, {"head_dim": 5}, "partial_rotary_factor 1.0 of 5 dims per head: an even number"),
+        (LLAMA, {"rms_norm_eps": "x"}, 'rms_norm_eps is "x": it must be a number above 0'),
+        (LLAMA, {"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no": it must be true or false'),
+        (LLAMA, {"eos_token_id": "x"}, 'eos_token_id is "x": it must be a token id, a list of them, or null'),
+        (LLAMA, {"eos_token_id": [1, None]}, "eos_token_id is [1, null]: it must be a token id, a list"),
+        (LLAMA, {"layer_types": ["linear_attention"] * 3},
+         'layer_types has "linear_attention": legal are full_attention and sliding_attention'),
+        (LLAMA, {"layer_types": "full_attention"}, 'layer_types is "full_attention": it must be a list'),
+        (QWEN3_MOE, {"num_experts": "4"}, 'num_experts is "4": it must be a whole number of at least 1'),
+        (QWEN3_MOE, {"num_experts": None}, "num_experts is null: it must be a whole number"),
+        (QWEN3_MOE, {"num_experts": 0}, "num_experts is 0: it must be a whole number of at least 1"),
+        (QWEN3_MOE, {"num_local_experts": None}, "num_local_experts is null: it must be a whole number"),
+        (QWEN3_MOE, {"num_experts_per_tok": 6},
+         "num_experts_per_tok is 6: it must be at most the 5 experts to choose from"),
+        (QWEN3_MOE, {"moe_intermediate_size": -4}, "moe_intermediate_size is -4: it must be a whole number"),
+        (QWEN3_MOE, {"norm_topk_prob": "x"}, 'norm_topk_prob is "x": it must be true or false'),
+        (DEEPSEEK, {"n_group": 2, "topk_group": 3}, "topk_group is 3: it must be at most n_group 2"),
+        (DEEPSEEK, {"n_group": 3}, "n_group is 3: it must split the 8 experts into equal groups of"),
+        (DEEPSEEK, {"n_group": 8}, "n_group is 8: it must split the 8 experts into equal groups of"),
+        (DEEPSEEK, {"n_group": 4, "num_experts_per_tok": 3},
+         "num_experts_per_tok is 3: it must be at most the 2 experts to choose from"),
+        (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank is 0: it must be a whole number of at least 1"),
+        (DEEPSEEK, {"q_lora_rank": 0}, "q_lora_rank is 0: it must be a whole number of at least 1, or null"),
+        (DEEPSEEK, {"n_shared_experts": None}, "n_shared_experts is null: it must be a whole number"),
+    ],
+)  # fmt: skip
+def test_names_fields_with_illegal_values(hf, changes, sentence):
+    with pytest.raises(ValueError) as caught:
+        ModelConfig.from_hf({**hf, **changes})
+    assert sentence in str(caught.value)
+
+
+def test_deepseek_has_the_groups_of_transformers():
+    many = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group", "topk_group")}
+    moe = ModelConfig.from_hf({**many, "n_routed_experts": 16}).moe
+    assert (moe.num_groups, moe.num_groups_per_token) == (8, 4)
+    with pytest.raises(ValueError, match="n_group is 8: it must split the 8 experts"):
+        ModelConfig.from_hf(many)
+
+
+def test_every_field_that_is_read_has_legal_values():
+    for family in FAMILIES.values():
+        reads = {**COMMON, **family.reads, **family.moe}
+        keys = {key for name, key in reads.items() if isinstance(key, str) and name != "activation"}
+        assert keys <= LEGAL.keys()
+    assert set(ACTIVATION_NAMES) == ACTIVATIONS.keys()
+
+
+def test_end_of_sequence_in_the_generation_config():
+    assert ModelConfig.from_hf(LLAMA, generation={"eos_token_id": [3, 4]}).eos_token_ids == (3, 4)
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id is true: it must be"):
+        ModelConfig.from_hf(LLAMA, generation={"eos_token_id": True})
+
+
+@pytest.mark.parametrize(
+    ("hf", "rope", "sentence"),
+    [
+        (LLAMA, {"rope_type": ["x"]}, "rope type ['x'] is not supported; legal are default"),
+        (LLAMA, 3, "rope_scaling is 3: it must be an object, or null"),
+        (LLAMA, {"rope_type": "linear", "factor": "2"},
+         'rope_parameters: factor is "2": it must be a number above 0'),
+        (LLAMA, {**LONGROPE, "short_factor": [1.0]},
+         "short_factor must be a list of 2 numbers above 0, one per pair of dims"),
+        (LLAMA, {**LONGROPE, "long_factor": 2.0}, "long_factor must be a list of 2 numbers"),
+        (LLAMA, {**LONGROPE, "partial_rotary_factor": 0.5}, "short_factor must be a list of 1 numbers"),
+        (LLAMA, {"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 of 4 dims per head"),
+        (GEMMA3, {"full_attention": {}}, "rope_parameters.sliding_attention is not set: it must be"),
+        (GEMMA3, {"full_attention": {}, "sliding_attention": None}, "sliding_attention is not set"),
+        (GEMMA3, {"full_attention": 1, "sliding_attention": {}}, "full_attention is 1: it must be"),
+        (GEMMA3, {"full_attention": {}, "sliding_attention": {"rope_theta": None}},
+         "rope_parameters.sliding_attention: rope_theta is not set: it must be a number above 0"),
+    ],
+)  # fmt: skip
+def test_refuses_rotary_parameters(hf, rope, sentence):
+    with pytest.raises(ValueError) as caught:
+        ModelConfig.from_hf({**hf, "rope_scaling": rope})
+    assert sentence in str(caught.value)
+
+
+def test_rotary_parameters_by_layer_type():
+    given = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}
+    kinds = ModelConfig.from_hf({**GEMMA3, "rope_parameters": given}).rope_kinds()
+    assert kinds["full_attention"]["rope_theta"] == 1e6 and kinds["full_attention"]["factor"] == 8.0
+    local = kinds["sliding_attention"]
+    assert (local["rope_theta"], local["rope_type"]) == (1e4, "default")
+    given["sliding_attention"] = {"rope_theta": 7.0}
+    kinds = ModelConfig.from_hf({**GEMMA3, "rope_parameters": given}).rope_kinds()
+    assert kinds["sliding_attention"]["rope_theta"] == 7.0
+    assert len(ModelConfig.from_hf({**LLAMA, "rope_scaling": LONGROPE}).rope_kinds()[""]["long_factor"]) == 2
+
+
 def test_heads_and_the_way_back_to_hf():
     tied = {**LLAMA, "tie_word_embeddings": True, "extra": [1]}
     critic = ModelConfig.from_hf(tied, head="score")
@@ -119,7 +230,7 @@ def test_loads_a_model_directory(tmp_path):
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling of type 'linear' lacks factor"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported; legal are"),
         ({"hidden_act": "swish2"}, "hidden_act is 'swish2'; supported are silu, gelu"),
-        ({"intermediate_size": "20"}, "intermediate_size is '20': it must be a whole number of at least 1"),
+        ({"intermediate_size": "20"}, "intermediate_size is \"20\": it must be a whole number of at least 1"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8}, "clip_qkv is 8; supported is not set"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 4, "layer_types": ["full_attention"]},
          "layer_types has 1 entries; the model has 3 layers"),

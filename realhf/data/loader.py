@@ -21,7 +21,7 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # here, as it takes a second and few ranks need it
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"tokenizer {directory}: {str(error).splitlines()[0]}") from error
 

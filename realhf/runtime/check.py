@@ -63,6 +63,8 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     """
     _check_numbers(experiment)
     roles, eval_graph = experiment.roles(), _eval_graph(experiment)
+    if dotted := [name for name in roles if "." in name]:  # As in the names of sets of adapters.
+        raise ValueError(f"role {dotted[0]!r}: the name of a role must not contain a dot")
     graph = experiment.seeded(experiment.graph())
     for call in graph.calls:
         _check_call(call, roles, batch_size=experiment.batch_size)
@@ -77,6 +79,8 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     _check_layouts(roles, graph, plan)
     offloaded = _offloaded_roles(roles, graph, plan)
     _check_positions(experiment.dataset.max_prompt_tokens, "dataset", roles, graph)
+    if eval_graph is not None and experiment.eval_dataset is not None:
+        _check_positions(experiment.eval_dataset.max_prompt_tokens, "eval_dataset", roles, eval_graph)
     _rows(experiment, "dataset", graph)
     _check_tokenizer(experiment)
     graph, eval_actions = _with_max_rows(graph, plan), tuple[Action, ...]()
@@ -98,9 +102,6 @@ def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
     graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
     if graph is None:
         return None
-    assert experiment.eval_dataset is not None
-    longest = experiment.eval_dataset.max_prompt_tokens
-    _check_positions(longest, "eval_dataset", experiment.roles(), graph)
     rows = _rows(experiment, "eval_dataset", graph)
     shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
     keys = (*shown, "completion", "score")

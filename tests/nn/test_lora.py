@@ -287,7 +287,21 @@ def test_wrong_targets_are_named(name, targets, message):
         adapter_spec(_config(name)[1], LoraConfig(target_modules=targets))
 
 
-@pytest.mark.parametrize("field, value", [("rank", 0), ("alpha", 0.0), ("target_modules", ())])
+def test_target_modules_become_a_tuple():
+    for given, kept in (
+        (["q_proj", "v_proj"], ("q_proj", "v_proj")), ("q_proj", ("q_proj",)), ("all-linear", "all-linear"),
+    ):  # fmt: skip
+        assert LoraConfig(target_modules=given).target_modules == kept
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("rank", 0), ("rank", 2.0), ("rank", True), ("rank", "8"), ("alpha", 0.0), ("alpha", "8"),
+        ("alpha", float("nan")), ("target_modules", ()), ("target_modules", ""), ("target_modules", 5),
+        ("target_modules", [5]),
+    ],
+)  # fmt: skip
 def test_wrong_settings_are_named(field, value):
     with pytest.raises(ValueError, match=f"lora.{field} is"):
         LoraConfig(**{field: value})
@@ -296,11 +310,16 @@ def test_wrong_settings_are_named(field, value):
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("use_dora", True, "use_dora is true; supported is null"),
+        ("use_dora", True, "use_dora is true; supported is false"),
         ("bias", "all", 'bias is "all"; supported is "none"'),
         ("rank_pattern", {"q_proj": 2}, 'rank_pattern is {"q_proj": 2}; supported is null'),
         ("layers_to_transform", [0], r"layers_to_transform is \[0\]; supported is null"),
         ("modules_to_save", ["lm_head"], r'modules_to_save is \["lm_head"\]; supported is null and'),
+        ("modules_to_save", 5, r'modules_to_save is 5; supported is null and \["score"\]'),
+        ("modules_to_save", [["score"]], r'modules_to_save is \[\["score"\]\]; supported is null'),
+        ("r", True, "r is true; supported is a whole number of at least 1"),
+        ("lora_alpha", "4", 'lora_alpha is "4"; supported is a number above 0'),
+        ("use_rslora", "no", 'use_rslora is "no"; supported is true and false'),
         ("target_modules", ".*q_proj", 'target_modules is ".*q_proj"; supported is a list of names'),
         ("peft_type", "IA3", 'peft_type is "IA3"; supported is "LORA"'),
         ("init_lora_weights", "pissa", 'init_lora_weights is "pissa"; supported is true, false'),

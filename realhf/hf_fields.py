@@ -1,0 +1,72 @@
+"""What the fields of a config.json may hold."""
+
+import json
+import math
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+
+def is_whole(value: Any, *, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _or_none(is_legal: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_legal(value)
+
+
+def _is_list(is_legal: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_legal, value))
+
+
+def _is_index(value: Any) -> bool:
+    return is_whole(value, least=0)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_eos(value: Any) -> bool:
+    return _is_index(value) or _is_list(_is_index)(value)
+
+
+_SIZE, _SHARE = "a whole number of at least 1", "a whole number of at least 0"
+_KINDS: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads n_embd n_layer n_head "
+     "n_positions num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size "
+     "shared_expert_intermediate_size n_group topk_group kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
+     "v_head_dim no_rope_layer_interval", is_whole, _SIZE),
+    ("num_key_value_heads head_dim n_inner q_lora_rank sliding_window_pattern", _or_none(is_whole),
+     f"{_SIZE}, or null"),
+    ("n_shared_experts first_k_dense_replace max_window_layers", _is_index, _SHARE),
+    ("sliding_window", _or_none(_is_index), f"{_SHARE}, or null"),
+    ("rms_norm_eps layer_norm_epsilon query_pre_attn_scalar routed_scaling_factor embedding_multiplier "
+     "residual_multiplier attention_multiplier logits_scaling rope_theta rope_local_base_freq "
+     "partial_rotary_factor", is_positive, "a number above 0"),
+    ("attn_logit_softcapping final_logit_softcapping", _or_none(is_positive), "a number above 0, or null"),
+    ("tie_word_embeddings attention_bias mlp_bias norm_topk_prob rope_interleave", _is_bool, "true or false"),
+    ("use_sliding_window", _or_none(_is_bool), "true, false or null"),
+    ("architectures", _or_none(_is_list(lambda name: isinstance(name, str))), "a list of names of classes"),
+    ("eos_token_id", _or_none(_is_eos), "a token id, a list of them, or null"),
+    ("layer_types", _or_none(lambda kinds: isinstance(kinds, list)), "a list, or null"),
+    ("no_rope_layers", _or_none(_is_list(lambda rotates: rotates in (0, 1))), "a list of 0 and 1, or null"),
+    ("rope_scaling rope_parameters", _or_none(lambda rope: isinstance(rope, dict)), "an object, or null"),
+]  # fmt: skip
+LEGAL = {key: (is_legal, legal) for keys, is_legal, legal in _KINDS for key in keys.split()}
+"""Field -> whether a value is legal, and what to say of one that is not."""
+
+
+class CheckedFields(UserDict[str, Any]):
+    """The fields of a config.json. Reading one raises ValueError if its value is not legal."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        is_legal, legal = LEGAL.get(key, (None, ""))
+        if is_legal is not None and not is_legal(value):
+            raise ValueError(f"{key} is {json.dumps(value)}: it must be {legal}")
+        return value
