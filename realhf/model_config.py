@@ -45,6 +45,12 @@ class MoeConfig:
     shared_gate: bool = False  # The shared experts' output is multiplied by a sigmoid of its own.
 
     def __post_init__(self) -> None:
+        if self.num_experts_per_token > self.num_experts:
+            legal = f"it must be at most the {self.num_experts} experts to choose from"
+            raise ValueError(f"num_experts_per_tok is {self.num_experts_per_token}: {legal}")
+
+    def check_groups(self) -> None:
+        """Raises ValueError where no router can choose by these groups: such a model can only be planned."""
         experts, groups, chosen = self.num_experts, self.num_groups, self.num_groups_per_token
         if experts % groups or (groups > 1 and experts < 2 * groups):  # A group's score is its two best's.
             legal = f"it must split the {experts} experts into equal groups of at least 2"

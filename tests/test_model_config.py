@@ -125,11 +125,6 @@ def test_refuses_experts_that_it_cannot_list(hf, sentence):
          "num_experts_per_tok is 6: it must be at most the 5 experts to choose from"),
         (QWEN3_MOE, {"moe_intermediate_size": -4}, "moe_intermediate_size is -4: it must be a whole number"),
         (QWEN3_MOE, {"norm_topk_prob": "x"}, 'norm_topk_prob is "x": it must be true or false'),
-        (DEEPSEEK, {"n_group": 2, "topk_group": 3}, "topk_group is 3: it must be at most n_group 2"),
-        (DEEPSEEK, {"n_group": 3}, "n_group is 3: it must split the 8 experts into equal groups of"),
-        (DEEPSEEK, {"n_group": 8}, "n_group is 8: it must split the 8 experts into equal groups of"),
-        (DEEPSEEK, {"n_group": 4, "num_experts_per_tok": 3},
-         "num_experts_per_tok is 3: it must be at most the 2 experts to choose from"),
         (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank is 0: it must be a whole number of at least 1"),
         (DEEPSEEK, {"q_lora_rank": 0}, "q_lora_rank is 0: it must be a whole number of at least 1, or null"),
         (DEEPSEEK, {"n_shared_experts": None}, "n_shared_experts is null: it must be a whole number"),
@@ -141,12 +136,29 @@ def test_names_fields_with_illegal_values(hf, changes, sentence):
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"n_group": 2, "topk_group": 3}, "topk_group is 3: it must be at most n_group 2"),
+        ({"n_group": 3}, "n_group is 3: it must split the 8 experts into equal groups of"),
+        ({"n_group": 8}, "n_group is 8: it must split the 8 experts into equal groups of"),
+        ({"n_group": 4, "num_experts_per_tok": 3},
+         "num_experts_per_tok is 3: it must be at most the 2 experts to choose from"),
+    ],
+)  # fmt: skip
+def test_groups_that_no_router_can_choose_by(changes, sentence):
+    moe = ModelConfig.from_hf({**DEEPSEEK, **changes}).moe
+    with pytest.raises(ValueError, match=sentence):
+        moe.check_groups()
+
+
 def test_deepseek_has_the_groups_of_transformers():
     many = {key: value for key, value in DEEPSEEK.items() if key not in ("n_group", "topk_group")}
     moe = ModelConfig.from_hf({**many, "n_routed_experts": 16}).moe
     assert (moe.num_groups, moe.num_groups_per_token) == (8, 4)
+    planned = ModelConfig.from_hf(many).moe
     with pytest.raises(ValueError, match="n_group is 8: it must split the 8 experts"):
-        ModelConfig.from_hf(many)
+        planned.check_groups()
 
 
 def test_every_field_that_is_read_has_legal_values():

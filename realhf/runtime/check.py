@@ -156,6 +156,8 @@ def _check_models(roles: Mapping[str, Role]) -> None:
     for name, role in roles.items():
         try:
             config = role.config()
+            if config.moe is not None:
+                config.moe.check_groups()
         except ValueError as error:
             raise ValueError(f"{name}.model: {error}") from error
         if not role.random_init and not _has_weights(Path(role.model)):
