@@ -92,6 +92,7 @@ def test_plans_are_for_any_graph_and_pass_the_check(capsys, tmp_path, kind):
         assert calls["token_advantages"]["layout"].startswith("d1@") and heads
 
 
+@pytest.mark.slow
 def test_a_planned_run_gives_what_one_process_gives(experiment, tmp_path):
     """With --plan auto: planned once per rank, alike on all."""
     runs = {}
