@@ -162,7 +162,7 @@ def test_what_goes_along(tmp_path):
     (task / "generation_config.json").write_text('{"eos_token_id": 1}')
     experiment = make_experiment("ppo", task)
     for role, kind in (("actor", "text-generation"), ("critic", "text-classification")):
-        files = files_beside(experiment, role, step=2)
+        files = files_beside(experiment, role, experiment.roles()[role].config(), step=2)
         card = files.pop("README.md")
         names = {path.name for path in task.iterdir()} - {"config.json", "data.jsonl", "README.md"}
         names -= {"generation_config.json"} if role == "critic" else set()
@@ -185,7 +185,8 @@ def test_the_base_model_is_named(tmp_path):
     task = write_task(tmp_path / "models--org--base")
     experiment = make_experiment("grpo", task)
     experiment.actor = replace(experiment.actor, random_init=False)
-    assert yaml.safe_load(files_beside(experiment, "actor", step=1)["README.md"].split("---\n")[1]) == {
+    files = files_beside(experiment, "actor", experiment.actor.config(), step=1)
+    assert yaml.safe_load(files["README.md"].split("---\n")[1]) == {
         "base_model": "org/base", "library_name": "transformers", "pipeline_tag": "text-generation",
         "tags": ["realhf", "grpo"],
     }  # fmt: skip
