@@ -251,7 +251,7 @@ def test_what_is_wrong_with_adapters_is_said_before_the_run(task, tmp_path):
     assert f"actor.lora.adapter: {tmp_path}/adapter_config.json cannot be read" in fault(actor=gone)
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    assert fault(actor=gone) == f"actor.lora.adapter: {tmp_path} has no adapter_model.safetensors"
+    assert f"actor.lora.adapter: {tmp_path} has no adapter_model.safetensors" in fault(actor=gone)
     frozen = replace(actor, optimizer=None)
     assert fault(ref=frozen) == "ref.lora: adapters of a frozen role do nothing unless lora.adapter is given"
     follower = replace(actor, optimizer=None, lora=None, follows="actor")
@@ -269,5 +269,5 @@ def test_fields_of_adapters_can_be_overridden(task):
     plain = make_experiment("grpo", task)
     assert override(plain, ["--actor.lora.rank", "8"]).actor.lora == LoraConfig(rank=8)
     assert override(plain, ["--steps", "2"]).actor.lora is None
-    with pytest.raises(Exception, match="lora.rank is 0: it must be at least 1"):
+    with pytest.raises(Exception, match="lora.rank is 0: it must be a whole number of at least 1"):
         override(experiment, ["--actor.lora.rank", "0"])
