@@ -341,7 +341,7 @@ def test_wrong_tensors_are_named(tmp_path):
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors, name = load_file(file), "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
     for change, message in (
-        ({name: torch.zeros(4, 32)}, rf"{name} has shape \(4, 32\); this model wants \(3, 32\)"),
+        ({name: torch.zeros(4, 32)}, rf"{name} has shape \(4, 32\); the config says \(3, 32\)"),
         ({"base_model.model.other.lora_A.weight": torch.zeros(3, 32)}, "is no adapter of this llama model"),
     ):
         save_file(tensors | change, file)
