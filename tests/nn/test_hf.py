@@ -149,8 +149,12 @@ def test_memory_can_go_and_come_back(directory):
     memory = torch.zeros(build(hf_config()).flat.numel())
     model = build(hf_config(), dtype=torch.float32, memory=memory)
     load_weights(directory, model)
+    values = memory.clone()
     save_weights(directory / "again", model)
     memory.untyped_storage().resize_(0)
+    memory.untyped_storage().resize_(values.nbytes)
+    load_weights(directory / "again", model)
+    assert torch.equal(memory, values) and values.any()
 
 
 def test_a_directory_with_a_config_is_whole(tmp_path):

@@ -214,15 +214,18 @@ def _merged_logits(world, hf, layout):
         again = forward(lambda x: model(x, SEQ_LENS))[1]
         copy = model.merged_model()
         whole = forward(lambda x: copy(x, SEQ_LENS))[1]
-    assert torch.equal(before, model.flat) and torch.equal(again, separate)
-    assert not torch.equal(merged, separate) and torch.equal(whole, merged)
-    torch.testing.assert_close(merged, separate, rtol=1e-10, atol=1e-10)
+    return torch.equal(before, model.flat), separate, merged, again, whole
 
 
 @pytest.mark.parametrize("layout", ["d1@0", "t2p2@0-3", "t4@0-3"])
 def test_merged_weights_compute_the_same_and_leave_nothing_behind(pool, layout):
     num_ranks = len(Layout.parse(layout).ranks)
-    pool.run(_merged_logits, hf_config(), layout, num_ranks=num_ranks)
+    for unchanged, separate, merged, again, whole in pool.run(
+        _merged_logits, hf_config(), layout, num_ranks=num_ranks
+    ):
+        assert unchanged and torch.equal(again, separate)
+        assert not torch.equal(merged, separate) and torch.equal(whole, merged)
+        torch.testing.assert_close(merged, separate, rtol=1e-10, atol=1e-10)
 
 
 def test_a_merged_directory_is_a_whole_model(tmp_path):
