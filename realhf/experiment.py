@@ -8,6 +8,7 @@ from realhf.engine.work import Generate, OptimizerConfig
 from realhf.graph import DataflowGraph
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
+from realhf.transformers_config import TransformersConfig
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,22 @@ class Role:
     follows: str | None = None  # Role whose moving average this one is, updated after its train steps.
     follow_rate: float = 0.01  # Share of the followed role's weights in each update.
     lora: LoraConfig | None = None
+    engine: Literal["native", "transformers"] = "native"
+    """`transformers`: its own classes, of any family, in whole replicas (data parallelism)."""
 
     def __post_init__(self) -> None:
         if self.follows is not None and self.optimizer is not None:
             raise ValueError("a role that follows another cannot have an optimizer of its own")
         if self.follows is not None and self.lora is not None:
             raise ValueError("a role that follows another cannot have adapters (lora)")
+        if self.engine == "transformers" and self.lora is not None:
+            raise ValueError("the transformers engine has no adapters (lora): use engine native for them")
         if not 0 < self.follow_rate <= 1:
             raise ValueError(f"follow_rate is {self.follow_rate}: it must be above 0 and at most 1")
 
     def config(self) -> ModelConfig:
-        return ModelConfig.load(self.model, head=self.head)
+        kind = TransformersConfig if self.engine == "transformers" else ModelConfig
+        return kind.load(self.model, head=self.head)
 
     def resolved_lora(self) -> LoraConfig | None:
         """Its `lora`, with what the directory says from which the adapters start."""
@@ -44,7 +50,7 @@ class Role:
     @property
     def weights_source(self) -> tuple[str | bool, ...]:
         """Of roles that never change their weights (adapters aside), equal ones have equal weights."""
-        return (self.model, self.head, self.dtype, self.random_init)
+        return (self.model, self.head, self.dtype, self.random_init, self.engine)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,8 @@ class ModelConfig:
             known = ", ".join(family.prefix for family in FAMILIES.values())
             raise ValueError(
                 f"architectures is {architecture!r}: supported are the causal and sequence classification "
-                f"models of {known}; docs/adding-a-model.md shows how to add one"
+                f"models of {known}; docs/adding-a-model.md shows how to add one, and engine transformers "
+                "(--actor.engine transformers) takes those of other families as they are"
             )
         name, own_head = _ARCHITECTURES[architecture]
         family = FAMILIES[name]

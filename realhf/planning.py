@@ -13,6 +13,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
 from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.transformers_config import TransformersConfig
 
 _ROWS = 1000  # Of the dataset that are measured.
 
@@ -44,6 +45,9 @@ def problem_of(
 
 def _model_role(name: str, role: Role) -> ModelRole:
     config = role.config()
+    if isinstance(config, TransformersConfig) and config.lacks:
+        why = f"config.json has no {config.lacks}, by which the planner knows sizes"
+        raise ValueError(f"{name}.model {role.model}: {why}; write the plan by hand")
     try:
         if (lora := role.resolved_lora()) is not None:
             adapter_spec(config, lora)

@@ -7,7 +7,6 @@ Under expert parallelism the ranks of an ep group pass through the experts toget
 (left) take part in the steps of the others with none.
 """
 
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby, product
@@ -16,7 +15,7 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Pending
-from realhf.engine.sampling import sample, uniform
+from realhf.engine.sampling import sample, stream_seed, uniform
 from realhf.engine.work import Generate, SamplingConfig
 from realhf.layout import even_split
 from realhf.nn.kv_cache import KVCache
@@ -29,7 +28,7 @@ def generate(model: Transformer, batch: Batch, work: Generate, *, prompt_key: st
     """The columns of `Generate`, on the last stage; `stream` (the call's name) has its own random numbers."""
     prompts = [prompt.tolist() for prompt in batch[prompt_key].split()]
     samples = list(zip(prompts, batch.ids, strict=True))
-    seed = (work.seed << 32) | zlib.crc32(stream.encode())
+    seed = stream_seed(work.seed, stream)
     cohorts: list[_Cohort] = []
     num_rounds, pp = -(-len(samples) // work.max_rows), model.groups.layout.pp
     if model.groups.ep.size > 1:

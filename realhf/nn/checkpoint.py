@@ -84,6 +84,13 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
     return Checkpoint(tensors, tuple(missing), head_copy, tuple(sorted(further)))
 
 
+def check_tensors(directory: Path) -> None:
+    """Reads the headers. Raises ValueError where files are no safetensors files, or hold what is not read."""
+    for name, tensor in find_tensors(directory).items():
+        if tensor.dtype.startswith("F"):  # (Of masks and the like transformers makes its own.)
+            _check(tensor, name, tensor.shape)
+
+
 def open_adapters(directory: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     """The tensors of a PEFT directory, which may lack the score head. Raises ValueError as above."""
     path = directory / WEIGHTS_FILE

@@ -10,7 +10,8 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Group, Outbox, World
-from realhf.engine.native import DTYPES, NativeEngine
+from realhf.engine.native import NativeEngine
+from realhf.engine.protocol import DTYPES
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec

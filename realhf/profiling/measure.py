@@ -10,6 +10,7 @@ from realhf.data.batch import Packed
 from realhf.data.loader import Loader, load_tokenizer
 from realhf.dist.group import World
 from realhf.engine.work import Generate
+from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.planner.profile import SHAPE, ModelTables, Profile, Table, shape_of
@@ -69,6 +70,8 @@ def _sizes(program: Program, world: World) -> Sizes:
 def _models(program: Program) -> list[Model]:
     found: dict[Any, Model] = {}
     for name, role in program.roles.items():
+        if role.engine != "native":
+            raise UserError(f"{name}.engine is {role.engine}: only native ones are measured")
         key = (shape_of(role.config()), role.dtype)
         known = found.get(key)
         calls = (*(known.calls if known else ()), *program.graph.of_role(name))

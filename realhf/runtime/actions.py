@@ -8,9 +8,12 @@ from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
+from realhf.model_config import ModelConfig
+from realhf.nn.transformers_class import class_spec
 from realhf.param_spec import ModelSpec, is_sharded, model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.realloc.schedule import moves_nothing
+from realhf.transformers_config import TransformersConfig
 
 RANK_0 = Layout.parse("d1@0")
 """Where host calls run unless the plan says otherwise, and where results are recorded."""
@@ -89,10 +92,16 @@ def parameter_specs(roles: Mapping[str, Role]) -> dict[str, ModelSpec]:
     """The parameter tables of all sets."""
     specs: dict[str, ModelSpec] = {}
     for name, role in roles.items():
-        specs[name] = model_spec(config := role.config())
+        config = role.config()
+        specs[name] = spec_of(config)
         if (lora := role.resolved_lora()) is not None:
             specs[name + _ADAPTERS] = adapter_spec(config, lora)
     return specs
+
+
+def spec_of(config: ModelConfig) -> ModelSpec:
+    """The parameter table of a model: ours, or that of a class in transformers."""
+    return class_spec(config) if isinstance(config, TransformersConfig) else model_spec(config)
 
 
 def role_of(parameters: str) -> str:

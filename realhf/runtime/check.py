@@ -11,8 +11,7 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
-from realhf.nn.checkpoint import open_adapters, open_checkpoint
-from realhf.param_spec import model_spec
+from realhf.nn.checkpoint import check_tensors, open_adapters, open_checkpoint
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import (
     FIRST_TAG,
@@ -23,6 +22,7 @@ from realhf.runtime.actions import (
     complete_plan,
     home_layouts,
     parameter_specs,
+    spec_of,
 )
 
 _WORK_OF_KIND = {
@@ -146,6 +146,10 @@ def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: in
     role = roles[call.role]
     if call.kind == "train_step" and role.optimizer is None:
         raise ValueError(f"call {call.name!r} trains the role {call.role!r}, which has no optimizer")
+    routers = ("router_aux_loss_coef", "router_z_loss_coef")
+    if role.engine != "native" and any(getattr(call.work, coef, 0) for coef in routers):
+        why = f"router losses need engine native; {call.role}.engine is {role.engine}"
+        raise ValueError(f"call {call.name!r}: {why}")
     output = call.work.loss.output if isinstance(call.work, TrainStep) else ""
     head = "score" if isinstance(call.work, (Values, Scores)) or output in ("values", "scores") else "lm"
     if role.head != head:
@@ -158,6 +162,7 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             config = role.config()
             if config.moe is not None:
                 config.moe.check_groups()
+            spec = spec_of(config)
         except ValueError as error:
             raise ValueError(f"{name}.model: {error}") from error
         if not role.random_init and not _has_weights(Path(role.model)):
@@ -167,7 +172,10 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             )
         if not role.random_init:
             try:
-                open_checkpoint(Path(role.model), model_spec(config))
+                if role.engine == "native":
+                    open_checkpoint(Path(role.model), spec)
+                else:  # What the tensors must be is up to transformers.
+                    check_tensors(Path(role.model))
             except ValueError as error:
                 raise ValueError(f"{name}.model: {error}") from error
         _check_adapters(name, role)
@@ -175,6 +183,9 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             continue
         if role.dtype in ("bfloat16", "float16"):
             raise ValueError(f"{name}.dtype is {role.dtype}: a moving average would stand still; use float32")
+        if role.follows in roles and roles[role.follows].engine != role.engine:
+            engine = roles[role.follows].engine
+            raise ValueError(f"{name}.engine is {role.engine}: it follows {role.follows}, which has {engine}")
         if role.follows not in roles or roles[role.follows].optimizer is None:
             raise ValueError(f"{name}.follows is {role.follows!r}: it must name a trainable role")
         if roles[role.follows].lora is not None:
@@ -204,7 +215,7 @@ def _check_positions(
     works = [call.work for call in graph.calls]
     new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
     for name in {call.role for call in graph.calls if call.role is not None}:
-        limit = roles[name].config().num_positions
+        limit = spec_of(roles[name].config()).config.num_positions
         if limit is not None and max_prompt_tokens + new > limit:
             raise ValueError(
                 f"{name}.model has learned {limit} positions; {dataset}.max_prompt_tokens "

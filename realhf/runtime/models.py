@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,13 +12,16 @@ from typing import Any
 import torch
 
 from realhf.dist.group import PeerError, World
-from realhf.engine.native import DTYPES, NativeEngine
+from realhf.engine.native import NativeEngine
+from realhf.engine.protocol import DTYPES, Engine
+from realhf.engine.transformers import TransformersEngine
 from realhf.engine.work import OptimizerConfig
 from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.layout import Layout
 from realhf.nn.checkpoint_write import Beside, CheckpointWriter
 from realhf.nn.peft import adapter_writer
+from realhf.nn.transformers_class import file_spec
 from realhf.param_spec import Region, is_sharded, region_size
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats
@@ -32,6 +35,9 @@ from realhf.runtime.actions import (
     role_of,
 )
 from realhf.runtime.offload import OffloadedWeights
+
+ENGINES: Mapping[str, Callable[..., Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
+"""By `Role.engine`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class ModelStore:
         self._sets, self._specs = parameter_sets(roles), parameter_specs(roles)
         # (Read once: while a run goes on, the directory that adapters came from may change.)
         self._loras = {name: role.resolved_lora() for name, role in roles.items()}
-        self._engines: dict[tuple[str, Layout], NativeEngine] = {}
+        self._engines: dict[tuple[str, Layout], Engine] = {}
         self._to_offload = frozenset(offloaded)
         self._offloaded: dict[tuple[str, Layout], OffloadedWeights] = {}
         self._reallocators: dict[Reallocate, Reallocator] = {}
@@ -113,12 +119,12 @@ class ModelStore:
         offload, memory = role in self._to_offload, None
         equal, adapters = self._equal_home(role, layout), self._equal_home(adapters_of(role), layout)
         if equal is not None:
-            memory = self._engines[equal].model.flat
+            memory = self._engines[equal].flat
         elif offload:  # Not where other ranks of the host could read it: it comes and goes.
             held, dtype = self._held(role, layout), DTYPES[settings.dtype]
             memory = torch.zeros(sum(map(region_size, held.values())), dtype=dtype, device=self._world.device)
         with self._in_use(*filter(None, [equal])):
-            self._engines[role, layout] = NativeEngine(
+            self._engines[role, layout] = ENGINES[settings.engine](
                 self._specs[role], layout, self._world, dtype=settings.dtype, optimizer=optimizer,
                 memory=memory, lora=self._loras[role],
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
@@ -210,7 +216,7 @@ class ModelStore:
         """The parameter set that a role's train steps change."""
         return role if self._roles[role].lora is None else adapters_of(role)
 
-    def engine(self, role: str, layout: Layout) -> NativeEngine:
+    def engine(self, role: str, layout: Layout) -> Engine:
         return self._engines[role, layout]
 
     def offloaded(self, role: str, layout: Layout) -> OffloadedWeights | None:
@@ -329,6 +335,8 @@ class ModelStore:
         how: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "leader": 0}
         lora = self._loras[role]
         if lora is None or lora.export_merged:
-            return CheckpointWriter(self._specs[role], layout, self._world, **how)
+            spec = self._specs[role]
+            spec = file_spec(spec) if settings.engine == "transformers" else spec
+            return CheckpointWriter(spec, layout, self._world, **how)
         spec = self._specs[adapters_of(role)]
         return adapter_writer(spec, lora, layout, self._world, base=settings.model, **how)

@@ -1,0 +1,190 @@
+"""BaseEngine: how a call is run over mini-batches and micro-batches, whatever the model is made of."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realhf.data.batch import Batch, Packed
+from realhf.dist.parallel import ParallelGroups
+from realhf.engine.optimizer import ShardedAdamW
+from realhf.engine.pipeline import run_pipeline
+from realhf.engine.protocol import CallResult, Metrics, Shards
+from realhf.engine.routers import Routers
+from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
+from realhf.graph import FunctionCall
+from realhf.nn.context_parallel import token_range
+from realhf.nn.parameters import ShardedParameters
+
+Outputs = dict[str, torch.Tensor]
+
+
+class BaseEngine(ABC):
+    """What engines have in common; `trained` is the model itself or its adapters."""
+
+    def __init__(
+        self, parameters: ShardedParameters, *, trained: ShardedParameters, optimizer: OptimizerConfig | None
+    ) -> None:
+        self.groups: ParallelGroups = parameters.groups
+        self._parameters, self._trained = parameters, trained
+        self._optimizer = None if optimizer is None else ShardedAdamW(trained, optimizer)
+
+    @abstractmethod
+    def _generate(self, call: FunctionCall, work: Generate, batch: Batch) -> Batch:
+        """The output columns of a generating call."""
+
+    @abstractmethod
+    def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Indices of the samples of each micro-batch."""
+
+    @abstractmethod
+    def _compute(
+        self, tokens: Packed, hidden: torch.Tensor | None, *, recompute: bool, routers: Routers | None
+    ) -> torch.Tensor:
+        """A micro-batch through this stage, from the previous stage's hidden states (None on the first)."""
+
+    @abstractmethod
+    def _outputs(
+        self, x: torch.Tensor, tokens: Packed, *, mask: Packed | None, output: str, temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Outputs:  # fmt: skip
+        """`logprobs` (and `entropy`), `values` or `scores` of what the last stage computed."""
+
+    def _routers(
+        self, work: TrainStep, *, num_sequences: float, num_tokens: float
+    ) -> Routers | None:
+        """What collects the router losses of a mini-batch."""
+        return None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return self._parameters.flat
+
+    def shards(self) -> Shards:
+        return self._parameters.shards()
+
+    def optimizer_shards(self) -> Shards:
+        assert self._optimizer is not None, "a frozen model has no optimizer"
+        return self._optimizer.shards
+
+    def load(self, directory: Path | None, *, seed: int) -> None:
+        """Weights from a Hugging Face directory; what it lacks, or everything, is drawn from `seed`."""
+        self.load_base(directory, seed=seed)
+        self.load_adapters(seed=seed)
+
+    @abstractmethod
+    def load_base(self, directory: Path | None, *, seed: int) -> None:
+        """The same without adapters and optimizer."""
+
+    def load_adapters(self, *, seed: int) -> None:
+        if self._optimizer is not None:
+            self._optimizer.reload()
+
+    def run(
+        self, call: FunctionCall, minibatches: Sequence[Batch],
+        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True,
+    ) -> CallResult:  # fmt: skip
+        work = call.work
+        minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
+        if isinstance(work, TrainStep):
+            passes = {"max_tokens": micro_batch_tokens, "recompute": recompute}
+            return CallResult(Batch([]), self._train(call, work, minibatches, passes, gather=gather))
+        (batch,) = minibatches
+        if isinstance(work, Generate):
+            return CallResult(self._generate(call, work, batch), {})
+        columns = self._forward(call, work, batch, micro_batch_tokens)
+        return CallResult(output_batch(call, batch.ids, columns), {})
+
+    def _forward(self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int) -> list:
+        output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
+        settings = {"output": output, "temperature": getattr(work, "temperature", 1.0)}
+        with torch.no_grad():
+            order, results = self._pipeline(
+                batch, call, settings, lambda made, _: made[output], max_tokens=max_tokens)
+        if not self.groups.is_last_stage:
+            return []
+        lengths = [1 if output == "scores" else batch[call.inputs[0]].lengths[i] for i in order]
+        empty = torch.zeros(0, dtype=self._parameters.wide, device=self.flat.device)
+        column = Packed(torch.cat([empty, *results]), lengths)
+        column = column.select(sorted(range(len(order)), key=order.__getitem__))
+        if isinstance(work, Scores):
+            return [column.values.sigmoid() if work.probability else column.values]
+        return [column]
+
+    def _train(
+        self, call: FunctionCall, work: TrainStep, batches: list[Batch], passes: dict[str, Any],
+        *, gather: bool,
+    ) -> Metrics:  # fmt: skip
+        """`passes`: how forward and backward passes are to be done, for `_pipeline`."""
+        assert self._optimizer is not None, f"call {call.name} trains a frozen model"
+        self._trained.requires_grad_(True)
+        history = []
+        batches = batches * work.epochs
+        for number, batch in enumerate(batches, start=1):
+            metrics = self._compute_grads(call, work, batch, passes)
+            last = number == len(batches)
+            history.append(metrics | self._optimizer.step(gather=gather or not last))
+        self._trained.requires_grad_(False)
+        return {name: x / len(history) for name, x in _sum_dicts(history).items()}
+
+    def _compute_grads(
+        self, call: FunctionCall, work: TrainStep, batch: Batch, passes: dict[str, Any]
+    ) -> Metrics:
+        """Gradients of a mini-batch; its loss and metrics on the last stage."""
+        loss, control = work.loss, self.groups.dp_control
+        num_tokens = len(batch[call.inputs[0]].values)
+        counts = {"samples": len(batch), "routed_tokens": num_tokens, **loss.totals(batch)}
+        totals = _sum_dicts(control.all_gather_json(counts))
+        assert totals["samples"] > 0, f"call {call.name} has a mini-batch without samples"
+        sums: list[dict[str, torch.Tensor]] = []
+
+        def finish(outputs: dict[str, torch.Tensor], samples: Batch) -> torch.Tensor:
+            value, metrics = loss(outputs, samples, totals)
+            # (Detached: with its graph, a loss would keep the hidden states that came from the stage before.)
+            sums.append({name: x.detach() for name, x in {"loss": value, **metrics}.items()})
+            return value
+
+        settings = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
+        counts = {"num_sequences": totals["samples"], "num_tokens": totals["routed_tokens"]}
+        routers = self._routers(work, **counts)
+        self._pipeline(batch, call, settings, finish, routers=routers, **passes)
+        router_metrics = {} if routers is None else routers.metrics()
+        if not self.groups.is_last_stage:
+            return {}
+        local = _sum_dicts([{name: value.item() for name, value in part.items()} for part in sums])
+        return _sum_dicts(control.all_gather_json(local | router_metrics))
+
+    def _pipeline(
+        self, batch: Batch, call: FunctionCall, settings: dict[str, Any],
+        finish: Callable[[Outputs, Batch], torch.Tensor],
+        *, max_tokens: int, recompute: bool = False, routers: Routers | None = None,
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """Indices of the samples in order of micro-batches, and `finish` of each micro-batch's outputs."""
+        groups, key = self.groups, call.inputs[0]
+        parts = self._micro_batches(batch[key].lengths, max_tokens)
+        micro = [batch.select(part) for part in parts]
+
+        def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            tokens, mask = micro[i][key], micro[i].fields.get("response_mask")
+            x = self._compute(tokens, hidden, recompute=recompute, routers=routers)
+            if not groups.is_last_stage:
+                return x
+            return finish(self._outputs(x, tokens, mask=mask, **settings), micro[i])
+
+        ranges = [token_range(len(samples[key].values), groups.cp) for samples in micro]
+        shapes = [(stop - start, self._parameters.config.hidden_size) for start, stop in ranges]
+        results = run_pipeline(forward, groups, hidden_shapes=shapes, dtype=self.flat.dtype)
+        return [i for part in parts for i in part], results
+
+
+def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:
+    """Output columns in host memory, between which samples travel; none but on the last stage."""
+    fields = dict(zip(call.outputs, columns, strict=False))
+    return Batch(ids, fields).to(torch.device("cpu")) if fields else Batch([])
+
+
+def _sum_dicts(parts: Sequence[Metrics]) -> Metrics:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

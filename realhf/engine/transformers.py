@@ -1,0 +1,164 @@
+"""TransformersEngine: calls on a model of one of transformers' own classes, with its forward and generate.
+
+Shape suffixes: T tokens of all sequences end to end, N those that are asked for, B rows of a padded batch, L
+its length, X what the head makes of a token, V the vocabulary.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import World
+from realhf.dist.parallel import ParallelGroups
+from realhf.engine.base import BaseEngine, Outputs, output_batch
+from realhf.engine.protocol import DTYPES, Shards
+from realhf.engine.routers import Routers
+from realhf.engine.sampling import sample, stream_seed, uniform
+from realhf.engine.work import Generate, OptimizerConfig
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.lora import LoraConfig
+from realhf.nn.transformers_model import TransformersModel
+from realhf.param_spec import ModelSpec
+
+
+class TransformersEngine(BaseEngine):
+    """Whole replicas under data parallelism, of any family. See Engine for the settings."""
+
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, world: World,
+        *, dtype: str, optimizer: OptimizerConfig | None = None, memory: Tensor | None = None,
+        lora: LoraConfig | None = None, adapter_memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        assert lora is None and adapter_memory is None, "a Role with this engine has no adapters"
+        groups = ParallelGroups.create(world, layout)
+        self.model = TransformersModel(spec, groups, dtype=DTYPES[dtype], memory=memory)
+        super().__init__(self.model, trained=self.model, optimizer=optimizer)
+
+    def adapter_shards(self) -> Shards:
+        raise AssertionError("this engine has no adapters")
+
+    @property
+    def adapter_flat(self) -> Tensor:
+        raise AssertionError("this engine has no adapters")
+
+    def load_base(self, directory: Path | None, *, seed: int) -> None:
+        self.model.load(directory, seed=seed)
+
+    def export_shards(self) -> Shards:
+        return self.model.file_tensors()
+
+    def _generate(self, call: FunctionCall, work: Generate, batch: Batch) -> Batch:
+        columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
+        return output_batch(call, batch.ids, columns)
+
+    def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Neighbours in length, as many as fit when they are padded."""
+        parts: list[list[int]] = []
+        for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
+                parts[-1].append(i)
+            else:
+                parts.append([i])
+        return parts
+
+    def _compute(
+        self, tokens: Packed, hidden: Tensor | None, *, recompute: bool, routers: Routers | None
+    ) -> Tensor:
+        return self.model(tokens, recompute=recompute)
+
+    def _outputs(
+        self, x: Tensor, tokens: Packed, *, mask: Packed | None, output: str, temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Outputs:  # fmt: skip
+        """What `compute_outputs` gives, the plain way."""
+        lengths_B = torch.tensor(tokens.lengths, device=x.device)
+        if output == "scores":
+            return {"scores": x[torch.arange(len(x), device=x.device), lengths_B - 1, 0].to(self.model.wide)}
+        row_T = torch.arange(len(x), device=x.device).repeat_interleave(lengths_B)
+        column_T = torch.arange(len(row_T), device=x.device) - (lengths_B.cumsum(0) - lengths_B)[row_T]
+        wanted_T = column_T > 0
+        if mask is not None:
+            wanted_T &= mask.values != 0
+        at = wanted_T.nonzero()[:, 0]
+        x_NX = x[row_T[at], column_T[at] - 1].to(self.model.wide)  # The state before chooses a token.
+
+        def scatter(values_N: Tensor) -> Tensor:
+            return values_N.new_zeros(len(row_T)).index_put((at,), values_N)
+
+        if output == "values":
+            return {"values": scatter(x_NX[:, 0])}
+        logprobs_NV = (x_NX / temperature).log_softmax(-1)
+        found = {"logprobs": scatter(logprobs_NV.gather(1, tokens.values[at, None])[:, 0])}
+        if entropy:
+            with torch.no_grad():
+                found["entropy"] = scatter(-(logprobs_NV.exp() * logprobs_NV).sum(-1))
+        return found
+
+
+def generate(
+    model: TransformersModel, batch: Batch, work: Generate, *, prompt_key: str, stream: str
+) -> list:
+    """The columns of `Generate`, at most `work.max_rows` rows at a time."""
+    prompts = batch[prompt_key].split()
+    floats = torch.zeros(0, dtype=model.wide, device=model.flat.device)
+    sequences, masks, logprobs, finished = [], [], [], [floats]
+    for start in range(0, len(prompts), work.max_rows):
+        rows = slice(start, start + work.max_rows)
+        draw = _Draw(model, work, batch.ids[rows], seed=stream_seed(work.seed, stream))
+        tokens_BL, logprobs_BL = draw.run(prompts[rows])
+        ends_BL = torch.isin(tokens_BL, draw.eos_ids)
+        before_BL = ends_BL.long().cumsum(1) - ends_BL.long()
+        lengths = (before_BL == 0).sum(1).tolist()
+        finished.append(ends_BL.any(1).to(model.wide))
+        for prompt, length, tokens, logprob in zip(
+                prompts[rows], lengths, tokens_BL, logprobs_BL, strict=True):
+            sequences.append(torch.cat([prompt, tokens[:length]]))
+            made = logprob[:length].to(model.wide)
+            logprobs.append(torch.cat([made.new_zeros(len(prompt)), made]))
+            masks.append(torch.cat([made.new_zeros(len(prompt)), torch.ones_like(made)]))
+    floating = [Packed.of(columns, empty=floats) for columns in (masks, logprobs)]
+    return [Packed.of(sequences, empty=floats.long()), *floating, torch.cat(finished)]
+
+
+class _Draw:
+    """A logits processor for transformers' generate that draws the tokens itself: by the same numbers as the
+    native engine, so that they depend neither on a layout nor on a random state."""
+
+    def __init__(
+        self, model: TransformersModel, work: Generate, sample_ids: list[int], *, seed: int
+    ) -> None:
+        self._model, self._sampling, self._seed = model, work.sampling, seed
+        self._sample_ids = torch.tensor(sample_ids, device=model.flat.device)
+        self.eos_ids = torch.tensor(model.config.eos_token_ids, dtype=torch.long, device=model.flat.device)
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+
+    @torch.no_grad()
+    def run(self, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs (B, new tokens) of rows; behind a row's end they mean nothing."""
+        eos = self.eos_ids.tolist()
+        pad = torch.nn.utils.rnn.pad_sequence
+        masks = [torch.ones_like(prompt) for prompt in prompts]
+        ids_BL, mask_BL = (
+            pad(rows, batch_first=True, padding_side="left") for rows in (list(prompts), masks))
+        config = import_module("transformers").GenerationConfig(
+            max_new_tokens=self._sampling.max_new_tokens, do_sample=False, use_cache=True,
+            eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0)
+        self._model.hf.generate(
+            input_ids=ids_BL, attention_mask=mask_BL, generation_config=config, logits_processor=[self])
+        return torch.stack(self._tokens, 1), torch.stack(self._logprobs, 1)
+
+    def __call__(self, input_ids: Tensor, logits_BV: Tensor) -> Tensor:
+        """Leaves the drawn tokens alone possible."""
+        positions = torch.full_like(self._sample_ids, len(self._tokens))
+        draws = uniform(self._seed, sample_ids=self._sample_ids, positions=positions)
+        group = self._model.groups.tp
+        tokens_B, logprobs_B = sample(logits_BV, draws, config=self._sampling, vocab_start=0, group=group)
+        self._tokens.append(tokens_B)
+        self._logprobs.append(logprobs_B)
+        return torch.full_like(logits_BV, -torch.inf).scatter(1, tokens_B[:, None], 0.0)

@@ -1,0 +1,162 @@
+"""Models of transformers' own classes: made from a config, their parameter table, and what their files hold.
+
+torch and transformers are loaded on use: whoever only checks other models needs neither.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from realhf.param_spec import InFile, ModelSpec, ParamSpec
+from realhf.transformers_config import TransformersConfig
+
+_AUTO = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
+
+
+def class_spec(config: TransformersConfig) -> ModelSpec:
+    """The parameter table: the tensors of the model's state dict, in its order, tied ones once.
+
+    Raises ValueError where transformers has no class, or one that cannot be used.
+    """
+    return _class_spec(json.dumps(dict(config.hf)), config)
+
+
+@lru_cache(maxsize=16)
+def _class_spec(_: str, config: TransformersConfig) -> ModelSpec:
+    """(Configs that differ in `hf` alone are equal.)"""
+    model = make_model(config, device="meta")
+    limit = getattr(model.config, "max_position_embeddings", None)
+    others = [m for m in model.modules() if m is not model.get_input_embeddings()]
+    learned = any(getattr(module, "num_embeddings", 0) >= (limit or 1) for module in others)
+    made = replace(
+        config, architecture=type(model).__name__,
+        num_positions=limit if learned else config.num_positions)  # fmt: skip
+    params = [
+        ParamSpec(names[0], tuple(tensor.shape), 0, part=names[0], in_file=InFile(names[0]),
+                  trainable=isinstance(tensor, import_module("torch").nn.Parameter))
+        for names, tensor in named_tensors(model)
+    ]  # fmt: skip
+    if odd := [param.name for param in params if not param.shape]:
+        raise ValueError(f"{made.architecture} is not supported: its parameter {odd[0]} is a single number")
+    return ModelSpec(made, tuple(params))
+
+
+@lru_cache(maxsize=16)
+def _file_spec(_: str, spec: ModelSpec) -> ModelSpec:
+    model = make_model(_config(spec), device="meta")
+    tensors = in_files(model, {names[0]: tensor for names, tensor in named_tensors(model)})
+    params = (ParamSpec(n, tuple(t.shape), 0, part=n, in_file=InFile(n)) for n, t in tensors.items())
+    return ModelSpec(spec.config, tuple(params))
+
+
+def file_spec(spec: ModelSpec) -> ModelSpec:
+    """The tensors of the model's files: some classes hold several of those as one."""
+    return _file_spec(json.dumps(dict(spec.config.hf)), spec)
+
+
+def in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """State dict -> what is written to files."""
+    return import_module("transformers.core_model_loading").revert_weight_conversion(model, dict(tensors))
+
+
+def make_model(config: TransformersConfig, *, device: Any, dtype: Any = None) -> Any:
+    """A model with memory but no values, without dropout; raises ValueError."""
+    torch, initialization = import_module("torch"), import_module("transformers.initialization")
+    with torch.device(device), initialization.no_init_weights():
+        model = _build(config, dtype=dtype)
+    model.tie_weights()
+    if config.head == "score" and not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise ValueError(f"transformers' {type(model).__name__} has no score per token: use another family")
+    return model.eval()
+
+
+def random_model(config: TransformersConfig, *, seed: int) -> Any:
+    """A model in float32 on the CPU with the values that its class draws."""
+    torch = import_module("torch")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _build(config, dtype=torch.float32)
+
+
+def read_model(directory: str, config: TransformersConfig, *, dtype: Any, seed: int) -> tuple[Any, list[str]]:
+    """The model of a directory on the CPU, and the names of what its files have beside it.
+
+    What they lack, the score head at most, is drawn from `seed`. Raises ValueError that names the directory.
+    """
+    torch, auto = import_module("torch"), _auto_class(config)
+    how = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model, info = auto.from_pretrained(
+                directory, config=_hf_config(config), dtype=dtype, output_loading_info=True,
+                ignore_mismatched_sizes=True, **how)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{directory}: transformers cannot read it: {_line(error)}") from error
+    if wrong := sorted(info["mismatched_keys"]):
+        name, there, here = wrong[0]
+        what = f"tensor {name} has shape {tuple(there)}"
+        raise ValueError(f"{directory}: {what}; the config says {tuple(here)}")
+    missing = sorted(name for name in info["missing_keys"] if not _is_head(name, config))
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ValueError(f"{directory}: parameter {missing[0]}{more} is in none of the safetensors files")
+    return model, sorted(info["unexpected_keys"])
+
+
+def named_tensors(model: Any) -> list[tuple[list[str], Any]]:
+    """Floating-point tensors of the state dict with all of their names; first the one that files have."""
+    tied, found = getattr(model, "all_tied_weights_keys", None) or {}, dict[int, tuple[list[str], Any]]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            names, _ = found.setdefault(id(tensor), ([], tensor))
+            names.append(name)
+    return [(sorted(names, key=lambda name: name in tied), tensor) for names, tensor in found.values()]
+
+
+def _build(config: TransformersConfig, *, dtype: Any) -> Any:
+    auto, hf_config = _auto_class(config), _hf_config(config)
+    try:
+        return auto.from_config(hf_config, dtype=dtype or import_module("torch").float32)
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        what = f"transformers makes no {config.head} model of a {config.family} config"
+        raise ValueError(f"{what}: {_line(error)}") from error
+
+
+def _hf_config(config: TransformersConfig) -> Any:
+    """transformers' own config, without dropout: reinforcement learning needs the probabilities that sampling
+    had."""
+    mapping = import_module("transformers").CONFIG_MAPPING
+    if config.family not in mapping:
+        raise ValueError(f"model_type is {config.family!r}, which this version of transformers does not know")
+    fields = {key: value for key, value in config.hf.items() if key not in ("dtype", "torch_dtype")}
+    if config.head == "score":
+        fields = {k: v for k, v in fields.items() if k not in ("id2label", "label2id")} | {"num_labels": 1}
+    try:
+        made = mapping[config.family].from_dict(fields)
+    except Exception as error:  # transformers validates with exceptions of several libraries.
+        raise ValueError(f"transformers refuses the config: {_line(error)}") from error
+    for key, value in made.to_dict().items():
+        if isinstance(value, float) and ("drop" in key):
+            setattr(made, key, 0.0)
+    return made
+
+
+def _auto_class(config: TransformersConfig) -> Any:
+    return getattr(import_module("transformers"), _AUTO[config.head])
+
+
+def _is_head(name: str, config: TransformersConfig) -> bool:
+    return config.head == "score" and name.startswith("score.")
+
+
+def _config(spec: ModelSpec) -> TransformersConfig:
+    assert isinstance(spec.config, TransformersConfig)
+    return spec.config
+
+
+def _line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

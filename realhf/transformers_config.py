@@ -1,0 +1,107 @@
+"""TransformersConfig: what is known without transformers of a model that one of its own classes computes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from realhf.families import FAMILIES, Family, Hf
+from realhf.hf_fields import CheckedFields, is_whole
+from realhf.layout import Layout
+from realhf.model_config import ACTIVATION_NAMES, ModelConfig
+
+_KEYS = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+}
+"""What families call the sizes that all dense decoders have."""
+_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+
+
+@dataclass(frozen=True)
+class TransformersConfig(ModelConfig):
+    """The config of a role whose engine is transformers. `hf` builds the model, so everything in it counts.
+
+    The sizes are an estimate, for the planner: those of the family's table where there is one, else of a
+    dense decoder by the usual fields.
+    """
+
+    lacks: str = ""  # The first usual field that config.json does not have: nothing can be planned.
+    has_table: bool = False
+    architecture: str = ""  # The class, once it has been made.
+
+    @classmethod
+    def from_hf(
+        cls, hf: Hf, *, head: str | None = None, generation: Hf | None = None
+    ) -> "TransformersConfig":
+        if not isinstance(hf, Mapping):
+            raise ValueError("it must be a JSON object")
+        family = hf.get("model_type")
+        if not isinstance(family, str):
+            raise ValueError("model_type is missing: it tells transformers which class to take")
+        if "quantization_config" in hf:
+            raise ValueError("the checkpoint is quantised (quantization_config): dequantise it first")
+        _check_eos(hf, generation or {})
+        try:
+            known = ModelConfig.from_hf(hf, head=head, generation=generation)
+        except ValueError:
+            sizes, lacks = _estimate(hf)
+            return cls(family, head=head or "lm", hf=dict(hf), generation=dict(generation or {}),
+                       lacks=lacks, **sizes)
+        return cls(**{part.name: getattr(known, part.name) for part in fields(known)}, has_table=True)
+
+    def to_hf(self) -> dict[str, Any]:
+        assert self.architecture, "only a class that was made is exported"
+        hf = dict(self.hf) | {"architectures": [self.architecture]}
+        if self.head == "score":
+            hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
+            hf.pop("num_labels", None)
+        return hf
+
+    @property
+    def describes(self) -> Family:
+        return FAMILIES[self.family] if self.has_table else Family(self.family)
+
+    def check_layout(self, layout: Layout) -> None:
+        if layout.strategy.num_ranks != layout.dp or layout.ep > 1:
+            legal = f"d{len(layout.ranks)}@{layout.mesh}"
+            raise ValueError(
+                f"layout {layout}: the transformers engine has whole replicas only, as in {legal}; use "
+                "engine native for other layouts"
+            )
+
+
+def _check_eos(hf: Hf, generation: Hf) -> None:
+    try:
+        CheckedFields(generation).get("eos_token_id")
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from error
+    CheckedFields(hf).get("eos_token_id")
+
+
+def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
+    """Fields of ModelConfig, and the first that could not be read, if any."""
+    vocabulary = hf.get("vocab_size")
+    if not is_whole(vocabulary):
+        raise ValueError(f"vocab_size is {vocabulary!r}: it must be a whole number of at least 1")
+    found = {name: _first(hf, keys) for name, keys in _KEYS.items()}
+    lacks = next((_KEYS[name][0] for name, value in found.items() if value is None), "")
+    if lacks:
+        found = dict.fromkeys(_KEYS, 1)
+    hidden, heads = found["hidden_size"] or 1, found["num_heads"] or 1
+    act = hf.get("hidden_act") or hf.get("activation_function") or hf.get("activation") or "gelu"
+    kv_heads = _first(hf, ("num_key_value_heads", "num_kv_heads"))
+    if hf.get("multi_query"):
+        kv_heads = 1
+    sizes: dict[str, Any] = {
+        **found, "vocab_size": vocabulary, "head_dim": _first(hf, ("head_dim",)) or max(1, hidden // heads),
+        "num_kv_heads": kv_heads if kv_heads and heads % kv_heads == 0 else heads,
+        "intermediate_size": _first(hf, _WIDTHS) or 4 * hidden,
+        "activation": act if act in ACTIVATION_NAMES else "gelu", "gated": act in ("silu", "swish"),
+        "tie_word_embeddings": hf.get("tie_word_embeddings") is True,
+    }  # fmt: skip
+    return sizes, lacks
+
+
+def _first(hf: Hf, keys: tuple[str, ...]) -> int | None:
+    return next((hf[key] for key in keys if is_whole(hf.get(key))), None)
