@@ -86,16 +86,21 @@ def read_model(directory: str, config: TransformersConfig, *, dtype: Any, seed: 
 
     What they lack, the score head at most, is drawn from `seed`. Raises ValueError that names the directory.
     """
-    torch, auto = import_module("torch"), _auto_class(config)
+    torch, auto, logging = import_module("torch"), _auto_class(config), import_module("transformers").logging
     how = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        verbosity = logging.get_verbosity()
+        logging.disable_progress_bar()  # What there is to say of the files is said below.
+        logging.set_verbosity_error()
         try:
             model, info = auto.from_pretrained(
                 directory, config=_hf_config(config), dtype=dtype, output_loading_info=True,
                 ignore_mismatched_sizes=True, **how)
         except (OSError, RuntimeError, ValueError) as error:
             raise ValueError(f"{directory}: transformers cannot read it: {_line(error)}") from error
+        finally:
+            logging.set_verbosity(verbosity)
     if wrong := sorted(info["mismatched_keys"]):
         name, there, here = wrong[0]
         what = f"tensor {name} has shape {tuple(there)}"
@@ -140,7 +145,7 @@ def _hf_config(config: TransformersConfig) -> Any:
     except Exception as error:  # transformers validates with exceptions of several libraries.
         raise ValueError(f"transformers refuses the config: {_line(error)}") from error
     for key, value in made.to_dict().items():
-        if isinstance(value, float) and ("drop" in key):
+        if isinstance(value, float) and "drop" in key:
             setattr(made, key, 0.0)
     return made
 

@@ -27,6 +27,7 @@ class TransformersModel(ShardedParameters):
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
     ) -> None:
         super().__init__(spec, groups, dtype=dtype, memory=memory)
+        self._can_recompute = False
         self.hf = make_model(self._own_config, device=groups.world.device, dtype=dtype)
         # Generation goes by what the call says, not by generation_config.json.
         self.hf.generation_config = import_module("transformers").GenerationConfig()
@@ -87,11 +88,12 @@ class TransformersModel(ShardedParameters):
 
     def _recompute(self, recompute: bool) -> None:
         """Layers do so in training mode only, in which nothing else differs: there is no dropout."""
-        if recompute and not self.hf.is_gradient_checkpointing:
+        if recompute and not self._can_recompute:
             if not self.hf.supports_gradient_checkpointing:
                 raise UserError(f"transformers' {type(self.hf).__name__} cannot recompute: plan without it")
             new = getattr(self.hf, "activation_checkpointing_enable", None)
             (new or self.hf.gradient_checkpointing_enable)({"use_reentrant": False})
+            self._can_recompute = True
         for module in self.hf.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.training = recompute
