@@ -25,7 +25,9 @@ models of the same families with one label (reward models, critics). Of each row
 by transformers' own class, is compared in float32 under all of its layouts (tests/test_families.py): logits
 within 1e-5, gradients within 1e-4 of each tensor's largest, 64 tokens of greedy generation identical, and
 the tensors of a directory that was read and written again byte for byte the same (`make test-families`). To
-add a family, see [adding-a-model.md](adding-a-model.md).
+add a family, see [adding-a-model.md](adding-a-model.md). Families without a row train as they are, in whole
+replicas, with transformers' own classes: `engine="transformers"`
+([how](adding-a-model.md#without-a-table); tested with Phi, GPT-NeoX, OPT and Mixtral).
 
 """
 NOTES = """\

@@ -45,9 +45,9 @@ def problem_of(
 
 def _model_role(name: str, role: Role) -> ModelRole:
     config = role.config()
-    if isinstance(config, TransformersConfig) and config.lacks:
-        why = f"config.json has no {config.lacks}, by which the planner knows sizes"
-        raise ValueError(f"{name}.model {role.model}: {why}; write the plan by hand")
+    if isinstance(config, TransformersConfig) and config.unplannable:
+        why = f"cannot be planned: {config.unplannable}; write the plan by hand"
+        raise ValueError(f"{name}.model {role.model} {why}")
     try:
         if (lora := role.resolved_lora()) is not None:
             adapter_spec(config, lora)

@@ -12,9 +12,10 @@ from realhf.model_config import ACTIVATION_NAMES, ModelConfig
 _KEYS = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
 }
 """What families call the sizes that all dense decoders have."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 
 
@@ -26,7 +27,7 @@ class TransformersConfig(ModelConfig):
     dense decoder by the usual fields.
     """
 
-    lacks: str = ""  # The first usual field that config.json does not have: nothing can be planned.
+    unplannable: str = ""  # Why the sizes say nothing, if they do not.
     has_table: bool = False
     architecture: str = ""  # The class, once it has been made.
 
@@ -42,13 +43,15 @@ class TransformersConfig(ModelConfig):
         if "quantization_config" in hf:
             raise ValueError("the checkpoint is quantised (quantization_config): dequantise it first")
         _check_eos(hf, generation or {})
+        read: dict[str, Any] = {"head": head or "lm", "hf": dict(hf), "generation": dict(generation or {})}
         try:
-            known = ModelConfig.from_hf(hf, head=head, generation=generation)
-        except ValueError:
-            sizes, lacks = _estimate(hf)
-            return cls(family, head=head or "lm", hf=dict(hf), generation=dict(generation or {}),
-                       lacks=lacks, **sizes)
-        return cls(**{part.name: getattr(known, part.name) for part in fields(known)}, has_table=True)
+            name = FAMILIES[family].architecture("lm")
+            known = ModelConfig.from_hf({**hf, "architectures": [name]}, head=head, generation=generation)
+        except (KeyError, ValueError):
+            sizes, unplannable = _estimate(hf)
+            return cls(family, unplannable=unplannable, **read, **sizes)
+        sizes = {part.name: getattr(known, part.name) for part in fields(known)}
+        return cls(**{**sizes, **read}, has_table=True)
 
     def to_hf(self) -> dict[str, Any]:
         assert self.architecture, "only a class that was made is exported"
@@ -80,14 +83,18 @@ def _check_eos(hf: Hf, generation: Hf) -> None:
 
 
 def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
-    """Fields of ModelConfig, and the first that could not be read, if any."""
+    """Fields of ModelConfig, and why the planner cannot go by them, if it cannot."""
+    if isinstance(text := hf.get("text_config"), Mapping):
+        return _estimate({**text, "text_config": None})[0], "it has more than a text model (text_config)"
     vocabulary = hf.get("vocab_size")
     if not is_whole(vocabulary):
         raise ValueError(f"vocab_size is {vocabulary!r}: it must be a whole number of at least 1")
     found = {name: _first(hf, keys) for name, keys in _KEYS.items()}
-    lacks = next((_KEYS[name][0] for name, value in found.items() if value is None), "")
-    if lacks:
+    why = next((f"config.json has no {_KEYS[name][0]}" for name, n in found.items() if n is None), "")
+    if why:
         found = dict.fromkeys(_KEYS, 1)
+    elif experts := [key for key in _EXPERTS if is_whole(hf.get(key), least=2)]:
+        why = f"it has experts ({experts[0]}), and its family no table"
     hidden, heads = found["hidden_size"] or 1, found["num_heads"] or 1
     act = hf.get("hidden_act") or hf.get("activation_function") or hf.get("activation") or "gelu"
     kv_heads = _first(hf, ("num_key_value_heads", "num_kv_heads"))
@@ -100,7 +107,7 @@ def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
         "activation": act if act in ACTIVATION_NAMES else "gelu", "gated": act in ("silu", "swish"),
         "tie_word_embeddings": hf.get("tie_word_embeddings") is True,
     }  # fmt: skip
-    return sizes, lacks
+    return sizes, why
 
 
 def _first(hf: Hf, keys: tuple[str, ...]) -> int | None:

@@ -7,8 +7,10 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from realhf.algorithms.sft import CrossEntropy
+from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
@@ -25,6 +27,7 @@ from realhf.nn.transformers_class import class_spec, file_spec
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import find_strategies
+from realhf.planning import problem_of
 from realhf.runtime.check import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.transformers_config import TransformersConfig
@@ -219,6 +222,9 @@ def test_exported_directories_open_in_transformers(made, tmp_path, family, head)
     spec, layout = file_spec(engine.model.spec), Layout.parse("d1@0")
     writer = CheckpointWriter(spec, layout, World(), dtype=DTYPES["float32"], leader=0)
     writer.write(tmp_path, engine.export_shards(), beside={})
+    written, theirs = (load_file(path / "model.safetensors") for path in (tmp_path, directory))
+    assert written.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in written.items())
     there = transformers.AutoConfig.from_pretrained(tmp_path)
     assert there.architectures == [type(model).__name__]
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
@@ -265,7 +271,7 @@ def test_grpo_from_the_command_line(tmp_path):
     with Command(*REALHF, "run", experiment, *words) as command:
         program = compile_program(*_grpo(tmp_path), world_size=1)
         expected = Trainer(program, World(), quiet=True).run()
-        code, _, err = command.finish()
+        code, _, err = command.finish(timeout=240)
     assert code == 0, err
     assert len(expected.metrics) == 2
     _, *metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")  # The first evaluation comes before.
@@ -279,6 +285,31 @@ def test_grpo_from_the_command_line(tmp_path):
     assert type(model).__name__ == "PhiForCausalLM"
     num_bytes = sum(tensor.numel() for tensor in model.parameters()) * 8
     assert summary["realloc"]["actor"]["bytes_per_step"] == num_bytes
+
+
+@pytest.mark.parametrize("kind", ["sft", "ppo"])
+def test_runs_are_those_of_the_native_engine(tmp_path, kind):
+    """In float32, from the same directories."""
+    config = transformers.AutoConfig.for_model(**HF_CONFIG, num_labels=1)
+    torch.manual_seed(0)
+    write_task(tmp_path)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    transformers.Qwen2ForSequenceClassification(config).save_pretrained(tmp_path / "score")
+    found = []
+    for engine in ("native", "transformers"):
+        experiment = make_experiment(kind, tmp_path, steps=2)
+        for name, role in experiment.roles().items():
+            if hasattr(experiment, name) and getattr(experiment, name) is not None:
+                model = str(tmp_path / "score" if role.head == "score" else tmp_path)
+                changes = {"model": model, "random_init": False, "dtype": "float32", "engine": engine}
+                setattr(experiment, name, replace(role, **changes))
+        assert {role.engine for role in experiment.roles().values()} == {engine}
+        found.append(Trainer(compile_program(experiment, None, world_size=1), World(), quiet=True).run())
+    for ours, theirs in zip(*(result.metrics for result in found), strict=True):
+        names = [name for name in ours if not name.startswith(("timing_s/", "perf/", "realloc"))]
+        assert "actor/grad_norm" in names
+        for name in names:
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.parametrize("layout", ["t2@0-1", "p2@0-1", "c2@0-1", "d2e2@0-1"])
@@ -333,7 +364,23 @@ def test_the_planner_takes_whole_replicas_of_a_dense_decoder():
     assert [str(strategy) for strategy in strategies] == ["d4"]
     exact = class_spec(config).numel
     assert model_spec(config).numel == pytest.approx(exact, rel=0.1)
-    assert TransformersConfig.from_hf({"model_type": "mamba", "vocab_size": 9}).lacks == "hidden_size"
+    exact = class_spec(known := TransformersConfig.from_hf(hf_config() | {"model_type": "qwen2"})).numel
+    assert model_spec(known).numel == exact and known.has_table
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_attention_heads": None}, "config.json has no num_attention_heads"),
+        ({"num_local_experts": 8}, r"it has experts \(num_local_experts\), and its family no table"),
+    ],
+)
+def test_what_has_no_usual_sizes_cannot_be_planned(task, tmp_path, changes, why):
+    (tmp_path / "config.json").write_text(json.dumps(PHI | changes))
+    experiment, _ = _grpo(task)
+    experiment.actor = replace(experiment.actor, model=str(tmp_path))
+    with pytest.raises(ValueError, match=f"actor.model {tmp_path} cannot be planned: {why}; write the plan"):
+        problem_of(experiment, Cluster.load("h100-2x8"))
 
 
 def test_role_refuses_adapters():
