@@ -29,6 +29,8 @@ class TransformersModel(ShardedParameters):
         super().__init__(spec, groups, dtype=dtype, memory=memory)
         self._can_recompute = False
         self.hf = make_model(self._own_config, device=groups.world.device, dtype=dtype)
+        # A padding token that was sampled is a token like others: its embedding has a gradient, too.
+        self.hf.get_input_embeddings().padding_idx = None
         # Generation goes by what the call says, not by generation_config.json.
         self.hf.generation_config = import_module("transformers").GenerationConfig()
         for names, tensor in named_tensors(self.hf):
