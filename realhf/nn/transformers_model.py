@@ -5,6 +5,8 @@ makes of a token: logits, or one score.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -78,24 +80,28 @@ class TransformersModel(ShardedParameters):
         limit, longest = self.config.num_positions, max(tokens.lengths, default=0)
         if limit is not None and longest > limit:
             raise UserError(f"a sequence has {longest} tokens; the model has learned {limit} positions")
-        self._recompute(recompute)
         lengths = torch.tensor(tokens.lengths, device=tokens.values.device)
         ids_BL = torch.nn.utils.rnn.pad_sequence(list(tokens.split()), batch_first=True)
         mask_BL = (torch.arange(longest, device=lengths.device) < lengths[:, None]).long()
         inputs = {"input_ids": ids_BL, "attention_mask": mask_BL, "use_cache": False}
-        if self.config.head == "lm":
-            return self.hf(**inputs).logits
-        hidden = getattr(self.hf, self.hf.base_model_prefix)(**inputs)[0]
+        with self._recomputing() if recompute else nullcontext():
+            if self.config.head == "lm":
+                return self.hf(**inputs).logits
+            hidden = getattr(self.hf, self.hf.base_model_prefix)(**inputs)[0]
         return self.hf.score(hidden)
 
-    def _recompute(self, recompute: bool) -> None:
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
         """Layers do so in training mode only, in which nothing else differs: there is no dropout."""
-        if recompute and not self._can_recompute:
+        if not self._can_recompute:
             if not self.hf.supports_gradient_checkpointing:
                 raise UserError(f"transformers' {type(self.hf).__name__} cannot recompute: plan without it")
             new = getattr(self.hf, "activation_checkpointing_enable", None)
             (new or self.hf.gradient_checkpointing_enable)({"use_reentrant": False})
             self._can_recompute = True
-        for module in self.hf.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.training = recompute
+        layers = [module for module in self.hf.modules() if hasattr(module, "gradient_checkpointing")]
+        for module in layers:
+            module.training = True
+        yield
+        for module in layers:  # In training mode there would be no cache to generate with.
+            module.training = False

@@ -148,6 +148,9 @@ def test_a_train_step_is_that_of_a_plain_loop(made, recompute):
     assert (metrics["loss"], metrics["grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(engine.shards()[name], tensor, rtol=0, atol=2e-6, msg=name)
+    for i, row in generated(engine, temperature=0.0).items():
+        ids = torch.tensor([ROWS[i][0]])
+        assert row[0] == model.generate(ids, do_sample=False, max_new_tokens=6)[0].tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
