@@ -103,26 +103,26 @@ class TransformersEngine(BaseEngine):
 def generate(
     model: TransformersModel, batch: Batch, work: Generate, *, prompt_key: str, stream: str
 ) -> list:
-    """The columns of `Generate`, at most `work.max_rows` rows at a time."""
+    """The columns of `Generate`; at most `work.max_rows` rows at a time, padded on the left."""
     prompts = batch[prompt_key].split()
     floats = torch.zeros(0, dtype=model.wide, device=model.flat.device)
-    sequences, masks, logprobs, finished = [], [], [], [floats]
-    for start in range(0, len(prompts), work.max_rows):
-        rows = slice(start, start + work.max_rows)
-        draw = _Draw(model, work, batch.ids[rows], seed=stream_seed(work.seed, stream))
-        tokens_BL, logprobs_BL = draw.run(prompts[rows])
+    rows: dict[int, tuple[Tensor, ...]] = {}
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))  # Neighbours need little padding.
+    for start in range(0, len(order), work.max_rows):
+        part = order[start : start + work.max_rows]
+        draw = _Draw(model, work, [batch.ids[i] for i in part], seed=stream_seed(work.seed, stream))
+        tokens_BL, logprobs_BL = draw.run([prompts[i] for i in part])
         ends_BL = torch.isin(tokens_BL, draw.eos_ids)
-        before_BL = ends_BL.long().cumsum(1) - ends_BL.long()
-        lengths = (before_BL == 0).sum(1).tolist()
-        finished.append(ends_BL.any(1).to(model.wide))
-        for prompt, length, tokens, logprob in zip(
-                prompts[rows], lengths, tokens_BL, logprobs_BL, strict=True):
-            sequences.append(torch.cat([prompt, tokens[:length]]))
-            made = logprob[:length].to(model.wide)
-            logprobs.append(torch.cat([made.new_zeros(len(prompt)), made]))
-            masks.append(torch.cat([made.new_zeros(len(prompt)), torch.ones_like(made)]))
-    floating = [Packed.of(columns, empty=floats) for columns in (masks, logprobs)]
-    return [Packed.of(sequences, empty=floats.long()), *floating, torch.cat(finished)]
+        lengths = (ends_BL.long().cumsum(1) - ends_BL.long() == 0).sum(1).tolist()
+        finished_B = ends_BL.any(1).to(model.wide)
+        drawn = zip(part, lengths, tokens_BL, logprobs_BL.to(model.wide), finished_B, strict=True)
+        for i, length, tokens_L, logprobs_L, finished in drawn:
+            before, made = logprobs_L.new_zeros(len(prompts[i])), logprobs_L[:length]
+            mask, logprobs = (torch.cat([before, x]) for x in (torch.ones_like(made), made))
+            rows[i] = torch.cat([prompts[i], tokens_L[:length]]), mask, logprobs, finished[None]
+    columns = [[rows[i][number] for i in range(len(prompts))] for number in range(4)]
+    packed = [Packed.of(c, empty=floats.long() if not n else floats) for n, c in enumerate(columns[:3])]
+    return [*packed, torch.cat([floats, *columns[3]])]
 
 
 class _Draw:
@@ -139,13 +139,12 @@ class _Draw:
         self._logprobs: list[Tensor] = []
 
     @torch.no_grad()
-    def run(self, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs (B, new tokens) of rows; behind a row's end they mean nothing."""
         eos = self.eos_ids.tolist()
         pad = torch.nn.utils.rnn.pad_sequence
         masks = [torch.ones_like(prompt) for prompt in prompts]
-        ids_BL, mask_BL = (
-            pad(rows, batch_first=True, padding_side="left") for rows in (list(prompts), masks))
+        ids_BL, mask_BL = (pad(rows, batch_first=True, padding_side="left") for rows in (prompts, masks))
         config = import_module("transformers").GenerationConfig(
             max_new_tokens=self._sampling.max_new_tokens, do_sample=False, use_cache=True,
             eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0)

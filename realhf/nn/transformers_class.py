@@ -15,6 +15,8 @@ from realhf.transformers_config import TransformersConfig
 
 _AUTO = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
 
+_REFUSED = {"rwkv": "its class in transformers mixes up the rows of a batch when it generates"}
+
 
 def class_spec(config: TransformersConfig) -> ModelSpec:
     """The parameter table: the tensors of the model's state dict, in its order, tied ones once.
@@ -137,6 +139,8 @@ def _hf_config(config: TransformersConfig) -> Any:
     mapping = import_module("transformers").CONFIG_MAPPING
     if config.family not in mapping:
         raise ValueError(f"model_type is {config.family!r}, which this version of transformers does not know")
+    if config.family in _REFUSED:
+        raise ValueError(f"model_type is {config.family!r}: {_REFUSED[config.family]}")
     fields = {key: value for key, value in config.hf.items() if key not in ("dtype", "torch_dtype")}
     if config.head == "score":
         fields = {k: v for k, v in fields.items() if k not in ("id2label", "label2id")} | {"num_labels": 1}
