@@ -46,11 +46,12 @@ class BaseEngine(ABC):
         """A micro-batch through this stage, from the previous stage's hidden states (None on the first)."""
 
     @abstractmethod
-    def _outputs(
-        self, x: torch.Tensor, tokens: Packed, *, mask: Packed | None, output: str, temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> Outputs:  # fmt: skip
-        """`logprobs` (and `entropy`), `values` or `scores` of what the last stage computed."""
+    def _finish(
+        self, x: torch.Tensor, samples: Batch, finish: Callable[[Outputs, Batch], torch.Tensor],
+        *, key: str, settings: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """`finish` of the outputs (`logprobs` and `entropy`, `values` or `scores`) of a micro-batch, made of
+        what the last stage computed. `settings`: which ones, and at which temperature."""
 
     def _routers(
         self, work: TrainStep, *, num_sequences: float, num_tokens: float
@@ -167,11 +168,10 @@ class BaseEngine(ABC):
         micro = [batch.select(part) for part in parts]
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            tokens, mask = micro[i][key], micro[i].fields.get("response_mask")
-            x = self._compute(tokens, hidden, recompute=recompute, routers=routers)
+            x = self._compute(micro[i][key], hidden, recompute=recompute, routers=routers)
             if not groups.is_last_stage:
                 return x
-            return finish(self._outputs(x, tokens, mask=mask, **settings), micro[i])
+            return self._finish(x, micro[i], finish, key=key, settings=settings)
 
         ranges = [token_range(len(samples[key].values), groups.cp) for samples in micro]
         shapes = [(stop - start, self._parameters.config.hidden_size) for start, stop in ranges]

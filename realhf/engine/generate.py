@@ -7,6 +7,7 @@ Under expert parallelism the ranks of an ep group pass through the experts toget
 (left) take part in the steps of the others with none.
 """
 
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby, product
@@ -15,7 +16,7 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Pending
-from realhf.engine.sampling import sample, stream_seed, uniform
+from realhf.engine.sampling import sample, uniform
 from realhf.engine.work import Generate, SamplingConfig
 from realhf.layout import even_split
 from realhf.nn.kv_cache import KVCache
@@ -28,7 +29,7 @@ def generate(model: Transformer, batch: Batch, work: Generate, *, prompt_key: st
     """The columns of `Generate`, on the last stage; `stream` (the call's name) has its own random numbers."""
     prompts = [prompt.tolist() for prompt in batch[prompt_key].split()]
     samples = list(zip(prompts, batch.ids, strict=True))
-    seed = stream_seed(work.seed, stream)
+    seed = (work.seed << 32) | zlib.crc32(stream.encode())
     cohorts: list[_Cohort] = []
     num_rounds, pp = -(-len(samples) // work.max_rows), model.groups.layout.pp
     if model.groups.ep.size > 1:

@@ -1,8 +1,9 @@
 """NativeEngine: one role's shard on this rank, under one layout, and the calls that it can run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,12 +99,12 @@ class NativeEngine(BaseEngine):
         router_losses = None if routers is None else routers.next_pass()
         return self.model(x, tokens.lengths, recompute=recompute, router_losses=router_losses)
 
-    def _outputs(
-        self, x: torch.Tensor, tokens: Packed, *, mask: Packed | None, output: str, temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> Outputs:  # fmt: skip
-        return compute_outputs(
-            self.model, x, tokens, mask=mask, output=output, temperature=temperature, entropy=entropy)
+    def _finish(
+        self, x: torch.Tensor, samples: Batch, finish: Callable[[Outputs, Batch], torch.Tensor],
+        *, key: str, settings: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        mask = samples.fields.get("response_mask")
+        return finish(compute_outputs(self.model, x, samples[key], mask=mask, **settings), samples)
 
     def _routers(self, work: TrainStep, *, num_sequences: float, num_tokens: float) -> Routers | None:
         return Routers(self.model, work, num_sequences=num_sequences, num_tokens=num_tokens)

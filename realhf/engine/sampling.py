@@ -5,8 +5,6 @@ and sums cross ranks (with top-k also their k largest, with top-p all).
 Shapes: B rows, V the rank's shard of the vocabulary, R ranks of the tensor-parallel group.
 """
 
-import zlib
-
 import torch
 from torch import Tensor
 
@@ -42,11 +40,6 @@ def uniform(seed: int, *, sample_ids: Tensor, positions: Tensor) -> Tensor:
     counter = [sample_ids & _MASK, sample_ids >> 32 & _MASK, positions, torch.zeros_like(positions)]
     words = philox_4x32(counter, (seed & _MASK, seed >> 32 & _MASK))
     return (words[0] >> 5 << 26 | words[1] >> 6).to(torch.float64) / 2.0**53
-
-
-def stream_seed(seed: int, stream: str) -> int:
-    """The seed of a call's own random numbers; `stream` is the call's name."""
-    return (seed << 32) | zlib.crc32(stream.encode())
 
 
 def sample(

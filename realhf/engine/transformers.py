@@ -4,9 +4,11 @@ Shape suffixes: T tokens of all sequences end to end, N those that are asked for
 its length, X what the head makes of a token, V the vocabulary.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.engine.base import BaseEngine, Outputs, output_batch
 from realhf.engine.protocol import DTYPES, Shards
 from realhf.engine.routers import Routers
-from realhf.engine.sampling import sample, stream_seed, uniform
+from realhf.engine.sampling import sample, uniform
 from realhf.engine.work import Generate, OptimizerConfig
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
@@ -71,6 +73,13 @@ class TransformersEngine(BaseEngine):
     ) -> Tensor:
         return self.model(tokens, recompute=recompute)
 
+    def _finish(
+        self, x: Tensor, samples: Batch, finish: Callable[[Outputs, Batch], Tensor],
+        *, key: str, settings: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        mask = samples.fields.get("response_mask")
+        return finish(self._outputs(x, samples[key], mask=mask, **settings), samples)
+
     def _outputs(
         self, x: Tensor, tokens: Packed, *, mask: Packed | None, output: str, temperature: float = 1.0,
         entropy: bool = False,
@@ -107,10 +116,11 @@ def generate(
     prompts = batch[prompt_key].split()
     floats = torch.zeros(0, dtype=model.wide, device=model.flat.device)
     rows: dict[int, tuple[Tensor, ...]] = {}
+    seed = (work.seed << 32) | zlib.crc32(stream.encode())  # The native engine's.
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))  # Neighbours need little padding.
     for start in range(0, len(order), work.max_rows):
         part = order[start : start + work.max_rows]
-        draw = _Draw(model, work, [batch.ids[i] for i in part], seed=stream_seed(work.seed, stream))
+        draw = _Draw(model, work, [batch.ids[i] for i in part], seed=seed)
         tokens_BL, logprobs_BL = draw.run([prompts[i] for i in part])
         ends_BL = torch.isin(tokens_BL, draw.eos_ids)
         lengths = (ends_BL.long().cumsum(1) - ends_BL.long() == 0).sum(1).tolist()
