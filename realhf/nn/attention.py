@@ -30,13 +30,13 @@ class AttentionKind:
 class Attend:
     """The attention of one layer in one pass: (kind, q_TND, k_TKD, v_TKD) -> out_TND.
 
-    With `cached`, keys and values that the cache is to hold in place of these. In decoding there is one token
-    a sequence, and keys and values are as cached.
+    With `cached`, keys and values that the cache is to hold in place of these. Where the tokens attend to
+    what is in the cache (`from_cache`), keys and values are given as it holds them.
     """
 
     layer: int  # Its number on this stage.
     compute: Callable[..., Tensor]
-    decoding: bool
+    from_cache: bool
 
     def __call__(
         self, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
@@ -95,6 +95,25 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kind: Att
     scores = (kind.softcap * torch.tanh(scores / kind.softcap)).masked_fill(~visible, -torch.inf)
     wide = torch.promote_types(q.dtype, torch.float32)
     return scores.softmax(-1, dtype=wide).to(q.dtype) @ v
+
+
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over all positions, `mask` added to the scores, and the log-sum-exp of these, without
+    gradients; all as (sequences, heads, positions, dim), with as many heads of queries as of keys."""
+    if q.device.type == "cpu" and kind.softcap is None:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(q, k, v, attn_mask=mask, scale=kind.scale)
+        return out, lse
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * kind.scale
+    if kind.softcap is not None:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
 
 
 @lru_cache(maxsize=16)

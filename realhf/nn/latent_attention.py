@@ -23,8 +23,8 @@ _NORM_EPS = 1e-6  # Of the latents' norms: transformers gives them none from con
 class LatentAttention(torch.nn.Module):
     """Attention over this rank's heads, whose keys and values are made from one latent a token.
 
-    The cache holds that latent with the key's rotated dims, which all heads share. Decoding is multi-query
-    attention over it: what would expand keys and values is applied to queries and outputs.
+    The cache holds that latent with the key's rotated dims, which all heads share. From the cache it is
+    multi-query attention: what would expand keys and values is applied to queries and outputs.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LatentAttention(torch.nn.Module):
         if angles is not None:
             q_TNR, k_T1R = (rotate(x, angles, interleaved=interleaved) for x in (q_TNR, k_T1R))
         cached_T1L = torch.cat((latent_TC[:, None], k_T1R), dim=2)
-        if attend.decoding:
+        if attend.from_cache:
             up_NPC, up_NVC = self._up()
             q_TNL = torch.cat((torch.einsum("tnp,npc->tnc", q_TNP, up_NPC), q_TNR), dim=2)
             out_TNC = attend(self.kind, q_TNL, cached_T1L, latent_TC[:, None])
