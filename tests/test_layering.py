@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
 NOUNS = (
-    "graph", "layout", "plan", "cluster", "families", "hf_fields", "lora", "model_config", "param_spec",
-    "shipped",
+    "cache_blocks", "graph", "layout", "plan", "cluster", "families", "hf_fields", "lora", "model_config",
+    "param_spec", "shipped",
 )  # fmt: skip
 LAYERS = {
     **dict.fromkeys(("errors", "units"), 0),

@@ -17,7 +17,7 @@ class BlockManager:
         """Free blocks, each now with one user; there are enough of them."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         self.num_free -= count
-        taken = []
+        taken: list[int] = []
         while len(taken) < count:
             block = heapq.heappop(self._front) if to_share else -heapq.heappop(self._back)
             if self._users[block] == 0:

@@ -14,6 +14,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from realhf.cache_blocks import blocks_for, num_blocks
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Pending
 from realhf.engine.block_manager import BlockManager
@@ -22,7 +23,8 @@ from realhf.engine.scheduler import Prompt, Scheduler, Step
 from realhf.engine.work import Generate
 from realhf.errors import UserError
 from realhf.layout import even_split
-from realhf.nn.block_tables import BLOCK_SIZE, BlockTables, num_blocks
+from realhf.nn.block_tables import BlockTables
+from realhf.nn.kv_cache import KVCache
 from realhf.nn.transformer import Transformer
 
 _GIB = 1 << 30
@@ -70,6 +72,7 @@ class _Cohort:
         """Some rank of the ep group may still have samples."""
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
+        self._cache: KVCache | None = None
         if samples:
             self._reserve(work, -(-work.max_rows // num_cohorts), num_cohorts)
 
@@ -83,7 +86,8 @@ class _Cohort:
             raise UserError(
                 f"a prompt has {longest - max_new} tokens and sampling.max_new_tokens is {max_new}: "
                 f"the model has learned {limit} positions")
-        wanted = blocks_for(prompts, num_slots=num_slots, max_new_tokens=max_new)
+        sizes = [(len(prompt.tokens), len(prompt.samples)) for prompt in prompts]
+        wanted = blocks_for(sizes, num_slots=num_slots, max_new_tokens=max_new)
         if work.kv_cache_gib is not None:
             budget = int(work.kv_cache_gib * _GIB / num_cohorts) // self._model.cache_block_bytes
             if budget < (least := num_blocks(longest) + 1):
@@ -122,7 +126,7 @@ class _Cohort:
 
     def _keep_company(self) -> None:
         """All ranks of the ep group make as many passes as the one that makes most."""
-        num_passes = 0 if self._step is None else _num_passes(self._step)
+        num_passes = 0 if self._step is None else self._step.num_passes
         most = max(self._groups.ep_control.all_gather_json(num_passes))
         self._has_company = most > 0
         if self._step is not None:
@@ -155,8 +159,13 @@ class _Cohort:
             decoding = self._tables.advance(self._device)
             last_B = self.tokens[self._at(step.rows, back=1)]
             yield self._handed_on(model.decode(self._input(last_B), cache, decoding))
-        fresh = [piece for piece in step.pieces if piece.start == 0]
-        if fresh:
+        if step.further is not None:
+            piece = step.further
+            tokens, places_L = piece.prompt.tokens, self._integers(piece.places)
+            ids_T = self._integers(tokens[piece.start : piece.stop])
+            hidden = model.extend(self._input(ids_T), cache, places_L, whole_len=len(tokens))
+            yield self._handed_on(hidden)[-1:].expand(len(piece.prompt.samples) * piece.is_last, -1)
+        if fresh := step.fresh:
             ids_T = self._integers([t for piece in fresh for t in piece.prompt.tokens[: piece.stop]])
             places_T = self._integers([place for piece in fresh for place in piece.places])
             lens, whole = [piece.stop for piece in fresh], [len(piece.prompt.tokens) for piece in fresh]
@@ -165,13 +174,6 @@ class _Cohort:
             ends = self._integers(lens).cumsum(0) - 1
             counts = self._integers([len(piece.prompt.samples) * piece.is_last for piece in fresh])
             yield hidden[ends.repeat_interleave(counts)] if self._groups.is_last_stage else hidden
-        for piece in step.pieces:
-            if piece.start > 0:
-                tokens, places_L = piece.prompt.tokens, self._integers(piece.places)
-                ids_T = self._integers(tokens[piece.start : piece.stop])
-                hidden = model.extend(self._input(ids_T), cache, places_L, whole_len=len(tokens))
-                count = len(piece.prompt.samples) * piece.is_last
-                yield self._handed_on(hidden)[-1:].expand(count, -1)
 
     def _take_tokens(self, step: Step) -> None:
         samples, groups = step.samples, self._groups
@@ -213,28 +215,10 @@ class _Cohort:
         return hidden
 
 
-def _num_passes(step: Step) -> int:
-    starts = [piece.start for piece in step.pieces]
-    return bool(step.rows) + (0 in starts) + sum(start > 0 for start in starts)
-
-
 def _by_prompt(prompts: Sequence[list[int]]) -> list[Prompt]:
     """Samples of equal prompts that are neighbours go together."""
     runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
     return [Prompt(prompts[run[0]], run) for run in runs]
-
-
-def blocks_for(prompts: Sequence[Prompt], *, num_slots: int, max_new_tokens: int) -> int:
-    """Blocks of cache with which `num_slots` rows need not wait for one another, even if all become as long
-    as they may. What their prompts share is counted for twice as many prompts as fill the slots."""
-    own: list[int] = []
-    shared: list[int] = []
-    for prompt in prompts:
-        count, length = len(prompt.samples), len(prompt.tokens)
-        shared.append(length // BLOCK_SIZE + 1 if count > 1 else 0)  # (and the last one, which is copied)
-        own += [num_blocks(length + max_new_tokens) - length // BLOCK_SIZE * (count > 1)] * count
-    num_prompts = -(-2 * num_slots * len(prompts) // max(1, len(own)))
-    return sum(sorted(own)[-num_slots:]) + sum(sorted(shared)[-num_prompts:])
 
 
 def _columns(cohorts: Sequence[_Cohort], model: Transformer) -> list:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from realhf.cache_blocks import BLOCK_SIZE, num_blocks
 from realhf.engine.block_manager import BlockManager
-from realhf.nn.block_tables import BLOCK_SIZE, BlockTables, num_blocks
+from realhf.nn.block_tables import BlockTables
 
 
 @dataclass(eq=False)
@@ -52,11 +53,27 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """First blocks are copied, then all rows decode, then pieces of prompts come in."""
+    """First blocks are copied, then all rows decode, then pieces of prompts come in, the rest of one that has
+    been begun before the others."""
 
     copies: list[tuple[int, int]]  # Block to copy from, block to copy to.
     rows: list[int]  # Samples that decode one token, in order of their slots.
     pieces: list[Piece]
+
+    @property
+    def further(self) -> Piece | None:
+        """What goes on with a prompt; nobody else's piece comes before it."""
+        return self.pieces[0] if self.pieces and self.pieces[0].start > 0 else None
+
+    @property
+    def fresh(self) -> list[Piece]:
+        """The other pieces, which begin their prompts."""
+        return self.pieces[self.further is not None :]
+
+    @property
+    def num_passes(self) -> int:
+        """Through the model."""
+        return bool(self.rows) + (self.further is not None) + bool(self.fresh)
 
     @property
     def samples(self) -> list[int]:

@@ -12,16 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BLOCK_SIZE = 64
-"""Tokens of one row in a block. Small ones share more and waste less, large ones are faster to attend to."""
+from realhf.cache_blocks import BLOCK_SIZE
 
 _DENSE = 0.5  # Of a range of blocks so many must be in use, or else those are picked out and copied.
 Integers = NDArray[np.int64]
-
-
-def num_blocks(num_tokens: int) -> int:
-    """Blocks that hold so many tokens of a row."""
-    return -(-num_tokens // BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
@@ -31,6 +25,7 @@ class BlockSet:
     blocks: slice | Tensor
     starts_P: Tensor  # Position of a block's first token.
     rows_PS: Tensor  # Where there are fewer rows, or none, any number stands.
+    width: int  # Behind so many tokens all of the blocks are empty.
 
 
 @dataclass(frozen=True)
@@ -110,10 +105,10 @@ class BlockTables:
         at_M, shared_B = np.arange(table_BM.shape[1]), self._num_shared[slots]
         places = table_BM[index, lens // BLOCK_SIZE] * BLOCK_SIZE + lens % BLOCK_SIZE
         self.lens[slots] += 1
-        own, own_places = self._set(self._owners, row_of, device)
+        own, own_places = self._set(self._owners, row_of, lens + 1, device)
         sets, parts_BM = [own], own_places[table_BM]
         if shared_B.any():
-            shared, shared_places = self._set(self._sharers, row_of, device)
+            shared, shared_places = self._set(self._sharers, row_of, lens + 1, device)
             sharers, before = self._sharers.shape[1], len(own.rows_PS)
             shared_parts_BM = before + shared_places[table_BM] * sharers + self._ordinals[slots][:, None]
             parts_BM = np.where(at_M < shared_B[:, None], shared_parts_BM, parts_BM)
@@ -124,7 +119,9 @@ class BlockTables:
         positions_B, places_B, parts = (torch.from_numpy(x).to(device) for x in (lens, places, parts_BM))
         return Decoding(slots, positions_B, places_B, tuple(sets), parts, missing)
 
-    def _set(self, users: Integers, row_of: Integers, device: torch.device) -> tuple[BlockSet, Integers]:
+    def _set(
+        self, users: Integers, row_of: Integers, lens: Integers, device: torch.device
+    ) -> tuple[BlockSet, Integers]:
         """The blocks that have such users, and every block's place among them."""
         used = np.flatnonzero((users >= 0).any(1))
         first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
@@ -135,5 +132,7 @@ class BlockTables:
         else:
             blocks = torch.from_numpy(used).to(device)
         places[used] = np.arange(len(used))
-        starts, rows = (torch.from_numpy(x).to(device) for x in (self._starts[used], row_of[users[used]]))
-        return BlockSet(blocks, starts, rows), places
+        starts_P, rows_PS = self._starts[used], row_of[users[used]]
+        width = int((lens[rows_PS] - starts_P[:, None]).max(initial=0))
+        starts, rows = (torch.from_numpy(x).to(device) for x in (starts_P, rows_PS))
+        return BlockSet(blocks, starts, rows, min(width, BLOCK_SIZE)), places

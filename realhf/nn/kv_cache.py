@@ -8,17 +8,20 @@ Shape suffixes: B rows, T tokens of all rows end to end, N query heads, K key-va
 key-value head, D head dim; P blocks, L tokens in a block, S rows that share one, M blocks of a row.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.cache_blocks import BLOCK_SIZE
 from realhf.nn.attention import AttentionKind, attention_with_lse
-from realhf.nn.block_tables import BLOCK_SIZE, BlockSet, Decoding
+from realhf.nn.block_tables import BlockSet, Decoding
 
 
 class KVCache:
-    """`num_blocks` blocks per local layer, each of (kv heads, BLOCK_SIZE, head_dim).
+    """`num_blocks` blocks per local layer, each of (BLOCK_SIZE, kv heads, head_dim).
 
     With `value_dim`, values are the first dims of the keys and not held a second time.
     """
@@ -27,22 +30,19 @@ class KVCache:
         self, num_layers: int, num_blocks: int, heads: int, dim: int, *, value_dim: int | None = None,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        # Zeros: what lies behind a row's end is multiplied by probability zero and must be finite.
-        shape = (1 if value_dim else 2, num_blocks, heads, BLOCK_SIZE, dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (1 if value_dim else 2, num_blocks, BLOCK_SIZE, heads, dim)
+        self.layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self._value_dim = value_dim
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, places_T: Tensor) -> None:
         """Stores tokens at `places_T`, which are block * BLOCK_SIZE + place in the block."""
-        block_T, at_T = places_T // BLOCK_SIZE, places_T % BLOCK_SIZE
         news = (k_TKD, v_TKD) if self._value_dim is None else (k_TKD,)
-        for cached, new in zip(self.layers[layer], news, strict=True):
-            cached[block_T, :, at_T] = new
+        for cached, new in zip(self.layers[layer].flatten(1, 2), news, strict=True):
+            cached.index_copy_(0, places_T, new)
 
     def read(self, layer: int, places_T: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at these places: k_TKD, v_TKD."""
-        block_T, at_T = places_T // BLOCK_SIZE, places_T % BLOCK_SIZE
-        k_TKD, *others = (cached[block_T, :, at_T] for cached in self.layers[layer])
+        k_TKD, *others = self.layers[layer].flatten(1, 2).index_select(1, places_T)
         return k_TKD, others[0] if others else k_TKD[..., : self._value_dim]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class KVCache:
 
     def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind, at: "Visible") -> Tensor:
         """Grouped-query attention of each row's newest token over its cached positions: out_BND."""
-        q_BKGD = q_BND.unflatten(1, (self.layers[layer].shape[2], -1))
+        q_BKGD = q_BND.unflatten(1, (self.layers[layer].shape[3], -1))
         parts = [self._part(layer, q_BKGD, kind, at, number) for number in range(len(at.decoding.sets))]
         outs, lses = zip(*parts, strict=True)
         out_XKGD, lse_XKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
@@ -71,7 +71,7 @@ class KVCache:
     ) -> tuple[Tensor, Tensor]:
         """Of every block of a set and each of its rows: out of (P * S, K, G, D) and log-sum-exp."""
         blocks = at.decoding.sets[number]
-        k, *others = self.layers[layer][:, blocks.blocks]
+        k, *others = self.layers[layer][:, blocks.blocks, : blocks.width].transpose(2, 3)
         v = others[0] if others else k
         num_sharers, group = blocks.rows_PS.shape[1], q_BKGD.shape[2]
         q_PSKGD = q_BKGD.index_select(0, blocks.rows_PS.flatten()).unflatten(0, blocks.rows_PS.shape)
@@ -100,7 +100,7 @@ class Visible:
         self, blocks: BlockSet, window: int | None, group: int, dtype: torch.dtype
     ) -> Tensor | None:
         last_PS1 = self.decoding.positions_B[blocks.rows_PS][:, :, None]
-        at_P1L = (blocks.starts_P[:, None] + torch.arange(BLOCK_SIZE, device=last_PS1.device))[:, None]
+        at_P1L = (blocks.starts_P[:, None] + torch.arange(blocks.width, device=last_PS1.device))[:, None]
         seen_PSL = at_P1L <= last_PS1
         if window is not None:
             seen_PSL = seen_PSL & (at_P1L > last_PS1 - window)
@@ -111,3 +111,12 @@ class Visible:
         # Finite, so that a block of which nothing is seen gets a weight of 0 instead of NaN.
         hidden = torch.finfo(dtype).min / 2
         return torch.zeros_like(seen_PSL, dtype=dtype).masked_fill(~seen_PSL, hidden)[:, None]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, as what lies behind a row's end is multiplied by probability zero and must be finite. On CPU
+    numpy's, whose pages take no memory, nor time, before they are written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

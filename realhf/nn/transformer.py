@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from realhf.cache_blocks import BLOCK_SIZE
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
 from realhf.nn.attention import Attend, AttentionKind, masked_attention, packed_attention
 from realhf.nn.block import Block, Norm
-from realhf.nn.block_tables import BLOCK_SIZE, Decoding
+from realhf.nn.block_tables import Decoding
 from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.kv_cache import KVCache, Visible
 from realhf.nn.lora import Adapter, Adapters
@@ -121,7 +122,8 @@ class Transformer(ShardedParameters):
         def attend(
             layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *cached: Tensor
         ) -> Tensor:
-            cache.write(layer, *cached, places_T)
+            k_cached, v_cached = cached
+            cache.write(layer, k_cached, v_cached, places_T)
             return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
 
         return self._stage(x, position_T, length_T, partial(Attend, compute=attend, from_cache=False))
@@ -134,9 +136,9 @@ class Transformer(ShardedParameters):
         position_T = position_L[-num_tokens:]
 
         def attend(
-            layer: int, kind: AttentionKind, q_TND: Tensor, *keys_and_values: Tensor
+            layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: Tensor
         ) -> Tensor:
-            cache.write(layer, *keys_and_values, places_L[-num_tokens:])
+            cache.write(layer, k_TKD, v_TKD, places_L[-num_tokens:])
             behind_TL = position_T[:, None] - position_L
             visible_TL = (behind_TL >= 0) & (behind_TL < (kind.window or len(places_L)))
             q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, places_L)))

@@ -7,9 +7,11 @@ Letters: T tokens of a micro-batch (over cp, a rank's part of them), R response 
 element in the model's dtype, w in that of what needs precision (float32; float64 of a float64 model).
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from realhf.cache_blocks import BLOCK_SIZE, num_blocks
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
@@ -236,7 +238,7 @@ class _Call:
         if self.strategy.cp > 1:  # What is sent and what is received; attention's output, that sent back.
             attending = e * tokens * (self._exchanged + max(self._exchanged, (outputs + 1) * a.attention))
         attention = 2 * hidden + projected + max(attending + hidden, hidden + self._reduced(hidden))
-        routed = e * tokens * a.routed
+        routed = e * tokens * a.routed * (1.5 if self.strategy.ep > 1 else 1)  # As sent and as received.
         width, up = e * tokens * a.mlp, self._mlp_kept // 2
         mlp = 3 * hidden + routed + max(2 * up * width, up * width + hidden + self._reduced(hidden))
         return max(norm, attention, mlp) + e * a.head_dim * tokens
@@ -345,31 +347,38 @@ class _Call:
         return max(shared, received)
 
     def generate(self) -> list[Parts]:
-        """The prefill of the last cohort, the copies of prompts' rows, decoding with sampling."""
+        """The cache, and the passes: of prompts, and of rows that decode and are sampled from."""
         a, e, w = self._at, self.role.itemsize, self.workload
-        samples = w.most_samples("generate", self.strategy.dp)
-        rows = max(1, min(w.max_rows, -(-samples // self.strategy.cp)))
-        cohorts = min(self.strategy.pp, rows)
-        cohort = -(-rows // cohorts)
-        prompts = min(cohort, -(-cohort // w.samples_per_prompt) + (cohort % w.samples_per_prompt > 0))
-        row = a.cached * e * (w.prompt_tokens + w.max_new_tokens)  # In one layer.
-        tokens, cache = prompts * w.prompt_tokens, rows * self._layers * row
+        samples = -(-w.most_samples("generate", self.strategy.dp) // self.strategy.cp)
+        cohorts = max(1, min(self.strategy.pp, samples, w.max_rows))
+        share = max(1, -(-samples // cohorts))  # Samples of a cohort, and so many of them decode at once.
+        cohort = min(share, -(-w.max_rows // cohorts))
+        prompts = -(-cohort // w.samples_per_prompt) + (cohort % w.samples_per_prompt > 0)
+        tokens = max(w.prompt_tokens, min(prompts * w.prompt_tokens, w.prefill_tokens))
+        block = a.cached * e * BLOCK_SIZE * self._layers
+        cache = float(cohorts * self._blocks(cohort, share) * block)
+        if w.kv_cache_gib is not None:
+            cache = min(cache, w.kv_cache_gib * 2**30)
         results = 16.0 * samples * max(w.max_new_tokens, 1) + 8 * samples * w.prompt_tokens
-        base = {"samples": results + _INDEX_BYTES * tokens}
+        base = {"samples": results + _INDEX_BYTES * tokens, "kv_cache": cache}
         if self.role.lora is not None and self.role.lora.merge:  # Taken to be of all weights.
             base["merged"] = e * float(num_params(self.role.spec, self.strategy, self.stage))
         messages = 0.0 if self.strategy.pp == 1 else self._hidden(max(tokens, cohort)) * 2
         base["messages"] = messages
-        before = (rows - cohort) * self._layers * row
-        hidden, prefill = self._hidden(tokens), self._forward_temporaries(tokens)
-        decode = self._forward_temporaries(cohort)
-        shrinks = w.response_tokens < w.max_new_tokens  # A layer is copied when rows have ended.
         moments = [
-            base | {"kv_cache": before + prompts * self._layers * row, "activations": prefill},
-            base | {"kv_cache": cache + prompts * row, "activations": hidden},
-            base | {"kv_cache": cache + (0.75 * cohort * row if shrinks else 0.0), "activations": decode},
+            base | {"activations": self._forward_temporaries(tokens)},
+            base | {"activations": self._forward_temporaries(cohort)},
         ]
         if self._is_last:  # Logits in w; in float64: divided, exponentials, their sums.
             logits = cohort * a.vocabulary * (_wide(self.role) + 24)
-            moments.append(base | {"kv_cache": cache, "logits": logits, "activations": self._hidden(cohort)})
+            moments.append(base | {"logits": logits, "activations": self._hidden(cohort)})
         return moments
+
+    def _blocks(self, rows: int, samples: int) -> int:
+        """Of the cache of one cohort: `blocks_for` prompts that are all alike."""
+        w = self.workload
+        length, shares = math.ceil(w.prompt_tokens), w.samples_per_prompt > 1
+        whole = length // BLOCK_SIZE * shares
+        prompts = -(-samples // w.samples_per_prompt)
+        prompts = min(prompts, -(-2 * rows * prompts // samples))
+        return rows * (num_blocks(length + w.max_new_tokens) - whole) + prompts * (whole + 1) * shares

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from realhf.cache_blocks import BLOCK_SIZE, blocks_for, num_blocks
 from realhf.engine.block_manager import BlockManager
-from realhf.engine.generate import blocks_for
 from realhf.engine.scheduler import Prompt, Scheduler
-from realhf.nn.block_tables import BLOCK_SIZE, BlockTables, num_blocks
+from realhf.nn.block_tables import BlockTables
 
 MAX_NEW = 150
 
@@ -23,6 +23,10 @@ def _prompts(rng, count):
         first = sum(len(prompt.samples) for prompt in prompts)
         prompts.append(Prompt(tokens, list(range(first, first + rng.randint(1, 5)))))
     return prompts
+
+
+def _sizes(prompts):
+    return [(len(prompt.tokens), len(prompt.samples)) for prompt in prompts]
 
 
 class _Replay:
@@ -56,6 +60,7 @@ class _Replay:
         if step.rows:
             self._decode(step.rows)
         assert sum(piece.stop - piece.start for piece in step.pieces) <= self.prefill_tokens
+        assert all(piece.start == 0 for piece in step.fresh)
         for piece in step.pieces:
             places = piece.places
             assert (self.memory[places[: piece.start]] == piece.prompt.tokens[: piece.start]).all()
@@ -104,7 +109,7 @@ def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
     samples = [sample for prompt in prompts for sample in prompt.samples]
     num_slots = rng.choice([1, 3, 8, 64])
     least = max(num_blocks(len(prompt.tokens) + MAX_NEW) for prompt in prompts) + 1
-    plenty = blocks_for(prompts, num_slots=num_slots, max_new_tokens=MAX_NEW)
+    plenty = blocks_for(_sizes(prompts), num_slots=num_slots, max_new_tokens=MAX_NEW)
     available = rng.choice([least, least + 2, max(least, plenty)])
     replay = _Replay(
         prompts, num_slots=num_slots, num_blocks_=available, prefill_tokens=rng.choice([7, 100, 10_000]),
@@ -134,7 +139,7 @@ def test_slots_are_filled_again_at_once():
 
 def test_samples_of_a_prompt_share_its_blocks():
     prompts = [Prompt(list(range(200)), list(range(8)))]
-    assert blocks_for(prompts, num_slots=8, max_new_tokens=20) == 4 + 8 * 1
+    assert blocks_for(_sizes(prompts), num_slots=8, max_new_tokens=20) == 4 + 8 * 1
     replay = _Replay(
         prompts, num_slots=8, num_blocks_=11, prefill_tokens=1000, restart_at=None, wanted=[20] * 8)
     replay.step()

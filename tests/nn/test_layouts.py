@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from realhf.layout import even_split
+from tests.nn.cached import CachedRows
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 
 LAYOUTS = [
@@ -102,14 +103,11 @@ def _tokens_that_agree(pool, hf, layout, *, recompute=False):
 def _decode(world, hf, layout):
     """Hidden states of a prefill and three decoding steps, on the last stage."""
     model = build(hf, world=world, layout=layout)
-    ids, rows = tokens(), len(SEQ_LENS)
-    cache = model.new_cache(rows, 12)
+    ids, count, rows = tokens(), len(SEQ_LENS), CachedRows(model, SEQ_LENS)
     with torch.no_grad():
-        hidden = [_pass_through(model, (len(ids), 32), ids, lambda x: model(x, SEQ_LENS, cache=cache))[1]]
+        hidden = [_pass_through(model, (len(ids), 32), ids, rows.prefill)[1]]
         for step in range(3):
-            hidden.append(
-                _pass_through(model, (rows, 32), ids[step : step + rows], lambda x: model.decode(x, cache))[1]
-            )
+            hidden.append(_pass_through(model, (count, 32), ids[step : step + count], rows.decode)[1])
     return torch.cat(hidden) if model.groups.is_last_stage else None
 
 
@@ -124,8 +122,8 @@ def test_decoding_is_that_of_one_process(pool, layout):
 
 def _decode_alone(hf):
     model = build(hf)
-    cache, ids = model.new_cache(len(SEQ_LENS), 12), tokens()
+    rows, ids = CachedRows(model, SEQ_LENS), tokens()
     with torch.no_grad():
-        hidden = [model(ids, SEQ_LENS, cache)]
-        hidden += [model.decode(ids[i : i + len(SEQ_LENS)], cache) for i in range(3)]
+        hidden = [rows.prefill(ids)]
+        hidden += [rows.decode(ids[i : i + len(SEQ_LENS)]) for i in range(3)]
     return torch.cat(hidden)

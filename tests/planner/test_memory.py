@@ -254,9 +254,9 @@ def test_activations_of_a_layer_against_megatron(tp):
 )
 def test_kv_cache_of_a_token_as_published(name, token_bytes):
     role, rows = ModelRole(ModelConfig.load(name)), 64
-    workload = Workload(rows, 1, response_tokens=999, max_new_tokens=999, samples_per_prompt=rows)
+    workload = Workload(rows, 24, response_tokens=1000, max_new_tokens=1000)
     parts = call_bytes(role, "generate", workload, ParallelStrategy(), 0, micro_batch_tokens=4096)
-    assert parts["kv_cache"] == rows * 1000 * token_bytes
+    assert parts["kv_cache"] == rows * 1024 * token_bytes
 
 
 def test_hundreds_of_strategies_are_asked_for_in_no_time():
