@@ -124,7 +124,9 @@ class Scheduler:
         rest = iter(ended[len(slots) :])
         for prompt in (piece.prompt for piece in self._last.pieces if piece.is_last):
             prompt.waiting = [sample for sample, end in zip(prompt.samples, rest, strict=False) if not end]
-            if prompt.waiting:
+            if len(prompt.tokens) == self._restart_at:
+                self._give_up(prompt)
+            elif prompt.waiting:
                 self._ready.append(prompt)
             else:
                 self._blocks.release(prompt.blocks)
@@ -138,6 +140,12 @@ class Scheduler:
     def _restart(self, sample: int) -> None:
         self.num_restarts += 1
         self._queue.appendleft(Prompt(self._history(sample), [sample]))
+
+    def _give_up(self, prompt: Prompt) -> None:
+        """All of its samples that wait are computed anew."""
+        self._blocks.release(prompt.blocks)
+        for sample in reversed(prompt.waiting):
+            self._restart(sample)
 
     def _restart_long_rows(self) -> None:
         if self._restart_at is not None:
@@ -160,10 +168,7 @@ class Scheduler:
             self._blocks.release(prompt.blocks)
             prompt.blocks, prompt.num_cached = [], 0
         elif self._ready and not (len(self._ready) == 1 and not self._rows):
-            prompt = self._ready.pop()
-            self._blocks.release(prompt.blocks)
-            for sample in reversed(prompt.waiting):
-                self._restart(sample)
+            self._give_up(self._ready.pop())
         else:
             self._restart(self._stop(next(reversed(self._rows))))
 

@@ -18,7 +18,7 @@ def _prompts(rng, count):
     """Of up to four blocks, some of whole blocks, with up to five samples each; every token is unique."""
     prompts, numbers = [], iter(range(10**9))
     for _ in range(count):
-        length = rng.choice([1, 2, 63, 64, 65, 128, rng.randint(1, 250)])
+        length = rng.choice([1, 2, 63, 64, 65, 100, 128, rng.randint(1, 250)])
         tokens = [next(numbers) for _ in range(length)]
         first = sum(len(prompt.samples) for prompt in prompts)
         prompts.append(Prompt(tokens, list(range(first, first + rng.randint(1, 5)))))
