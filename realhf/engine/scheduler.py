@@ -139,7 +139,8 @@ class Scheduler:
 
     def _restart(self, sample: int) -> None:
         self.num_restarts += 1
-        self._queue.appendleft(Prompt(self._history(sample), [sample]))
+        is_cut = bool(self._queue) and bool(self._queue[0].blocks)  # It stays in front.
+        self._queue.insert(is_cut, Prompt(self._history(sample), [sample]))
 
     def _give_up(self, prompt: Prompt) -> None:
         """All of its samples that wait are computed anew."""
