@@ -14,7 +14,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.engine.generate import generate
 from realhf.engine.micro_batch import micro_batches
 from realhf.engine.optimizer import ShardedAdamW
-from realhf.engine.outputs import compute_outputs
+from realhf.engine.outputs import compute_outputs, loss_by_parts
 from realhf.engine.pipeline import run_pipeline
 from realhf.engine.routers import Routers
 from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
@@ -223,6 +223,8 @@ class NativeEngine:
                 router_losses=None if routers is None else routers.next_pass())
             if not groups.is_last_stage:
                 return x
+            if x.requires_grad:
+                return loss_by_parts(model, x, micro[i], finish, key=key, **settings)
             return finish(compute_outputs(model, x, tokens, mask=mask, **settings), micro[i])
 
         ranges = [token_range(len(samples[key].values), groups.cp) for samples in micro]
