@@ -24,6 +24,10 @@ def balance(costs: Sequence[float], num_parts: int, *, limit: float = math.inf) 
 
 
 def micro_batches(lengths: Sequence[int], *, max_tokens: int, at_least: int = 1) -> list[list[int]]:
-    """Indices of micro-batches of at most `max_tokens` tokens (a longer sequence stands alone)."""
+    """Indices of micro-batches of at most `max_tokens` tokens (a longer sequence stands alone).
+
+    Sequences of equal length are neighbours: attention takes them together.
+    """
     num_parts = max(-(-sum(lengths) // max_tokens), min(at_least, len(lengths)))
-    return [part for part in balance(lengths, num_parts, limit=max_tokens) if part] if lengths else []
+    parts = balance(lengths, num_parts, limit=max_tokens) if lengths else []
+    return [sorted(part, key=lambda i: (lengths[i], i)) for part in parts if part]
