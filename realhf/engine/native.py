@@ -12,7 +12,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.generate import generate
-from realhf.engine.micro_batch import micro_batches
+from realhf.engine.micro_batch import attention_share, micro_batches
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.outputs import compute_outputs, loss_by_parts
 from realhf.engine.pipeline import run_pipeline
@@ -211,7 +211,9 @@ class NativeEngine:
         The ranks of an ep group pass through the experts together: the last micro-batches of some are empty.
         """
         groups, model, key = self.groups, self.model, call.inputs[0]
-        parts = micro_batches(batch[key].lengths, max_tokens=max_tokens, at_least=groups.layout.pp)
+        parts = micro_batches(
+            batch[key].lengths, max_tokens=max_tokens, at_least=groups.layout.pp,
+            attention=attention_share(model.spec))
         if groups.ep.size > 1:
             parts += [[]] * (max(groups.ep_control.all_gather_json(len(parts))) - len(parts))
         micro = [batch.select(part) for part in parts]
