@@ -12,9 +12,9 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.generate import generate
-from realhf.engine.micro_batch import micro_batches
+from realhf.engine.micro_batch import attention_share, micro_batches
 from realhf.engine.optimizer import ShardedAdamW
-from realhf.engine.outputs import compute_outputs
+from realhf.engine.outputs import compute_outputs, loss_by_parts
 from realhf.engine.pipeline import run_pipeline
 from realhf.engine.routers import Routers
 from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
@@ -211,7 +211,9 @@ class NativeEngine:
         The ranks of an ep group pass through the experts together: the last micro-batches of some are empty.
         """
         groups, model, key = self.groups, self.model, call.inputs[0]
-        parts = micro_batches(batch[key].lengths, max_tokens=max_tokens, at_least=groups.layout.pp)
+        parts = micro_batches(
+            batch[key].lengths, max_tokens=max_tokens, at_least=groups.layout.pp,
+            attention=attention_share(model.spec))
         if groups.ep.size > 1:
             parts += [[]] * (max(groups.ep_control.all_gather_json(len(parts))) - len(parts))
         micro = [batch.select(part) for part in parts]
@@ -223,6 +225,8 @@ class NativeEngine:
                 router_losses=None if routers is None else routers.next_pass())
             if not groups.is_last_stage:
                 return x
+            if x.requires_grad:
+                return loss_by_parts(model, x, micro[i], finish, key=key, **settings)
             return finish(compute_outputs(model, x, tokens, mask=mask, **settings), micro[i])
 
         ranges = [token_range(len(samples[key].values), groups.cp) for samples in micro]

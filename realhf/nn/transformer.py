@@ -6,7 +6,7 @@ query heads, K key-value heads, V part of the vocabulary; D head dim.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from realhf.cache_blocks import BLOCK_SIZE
-from realhf.dist.autograd import copy_to_group, sum_over_group
+from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
 from realhf.nn.attention import Attend, AttentionKind, masked_attention, packed_attention
@@ -23,10 +23,12 @@ from realhf.nn.block import Block, Norm
 from realhf.nn.block_tables import Decoding
 from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.kv_cache import KVCache, Visible
+from realhf.nn.linear import embedding
 from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.moe import RouterLosses
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
+from realhf.nn.vocab_parallel import Head
 from realhf.param_spec import ModelSpec
 
 
@@ -204,15 +206,15 @@ class Transformer(ShardedParameters):
     def _embed(self, ids_T: Tensor, position_T: Tensor) -> Tensor:
         weights, (start, stop) = self.of_layer(-1), self.vocab_range
         if self.groups.tp.size == 1:
-            x_TH = F.embedding(ids_T, weights["embedding.weight"])
+            x_TH = embedding(ids_T, weights["embedding.weight"])
         else:
             here_T = (ids_T >= start) & (ids_T < stop)
-            x_TH = F.embedding(torch.where(here_T, ids_T - start, 0), weights["embedding.weight"])
+            x_TH = embedding(torch.where(here_T, ids_T - start, 0), weights["embedding.weight"])
             x_TH = sum_over_group(x_TH * here_T[:, None], self.groups.tp)
         if (scale := self.config.embedding_scale) != 1:
             x_TH = x_TH * float(torch.tensor(scale, dtype=x_TH.dtype))  # Rounded first, as transformers does.
         if "positions.weight" in weights:
-            x_TH = x_TH + F.embedding(position_T, weights["positions.weight"])
+            x_TH = x_TH + embedding(position_T, weights["positions.weight"])
         return x_TH
 
     @property
@@ -220,16 +222,16 @@ class Transformer(ShardedParameters):
         """Length past which a sequence is computed anew: with longrope, all of its positions change."""
         return None if self._rope is None else self._rope.boundary
 
-    def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Last stage: logits_TV over `vocab_range`, in `wide`."""
+    @cached_property
+    def head(self) -> Head:
+        """Last stage: what makes logits over `vocab_range` of hidden states."""
         c = self.config
         weight = self.of_layer(-1)["embedding.weight"] if c.tied else self.of_layer(None)["lm_head.weight"]
-        logits_TV = F.linear(copy_to_group(hidden_TH, self.groups.tp), weight).to(self.wide)
-        if c.logit_scale != 1:
-            logits_TV = logits_TV * c.logit_scale
-        if (cap := c.logit_softcap) is not None:
-            logits_TV = cap * torch.tanh(logits_TV / cap)
-        return logits_TV
+        return Head(weight, self.vocab_range[0], self.groups.tp, scale=c.logit_scale, softcap=c.logit_softcap)
+
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        """Last stage: logits_TV over `vocab_range`, in `wide`."""
+        return self.head.logits(hidden_TH)
 
     def scores(self, hidden_TH: Tensor) -> Tensor:
         """Last stage of a model with a score head: scores_T, in `wide`."""
