@@ -158,6 +158,8 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             config = role.config()
             if config.moe is not None:
                 config.moe.check_groups()
+            if role.optimizer is not None:
+                config.to_hf()  # What is trained is exported.
         except ValueError as error:
             raise ValueError(f"{name}.model: {error}") from error
         if not role.random_init and not _has_weights(Path(role.model)):
