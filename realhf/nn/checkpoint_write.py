@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class CheckpointWriter:
     """Writes a model of one layout, as often as one likes; `leader` need not be in the layout.
 
     `stem` begins the names of the files. `config` is the name and content of the file that goes with them;
-    None: config.json of the model.
+    None: config.json of the model, with `fields` added.
 
     All is written by the leader's host, whose disk alone the directory needs to be on: by the ranks of the
     layout there, in place, each what it holds; what nobody there holds is sent to them block by block.
@@ -100,10 +101,11 @@ class CheckpointWriter:
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: torch.dtype, leader: int, max_shard_bytes: int = MAX_SHARD_BYTES, stem: str = "model",
         config: tuple[str, Mapping[str, object]] | None = None,
+        fields: Mapping[str, object] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._spec, self._rank, self._leader, self._dtype = spec, world.rank, leader, dtype
         self._files = plan_files(spec, dtype=dtype, max_shard_bytes=max_shard_bytes, stem=stem)
-        self._config = config or ("config.json", _model_config(spec, dtype))
+        self._config = config or ("config.json", {**_model_config(spec, dtype), **fields})
         host = world.neighbours(leader)
         self._writers = sorted(rank for rank in layout.ranks if rank in host) or [leader]
         self._parts = assign_parts(spec, layout, self._writers)
