@@ -229,5 +229,6 @@ def test_transformers_opens_the_critic(ppo):
     assert model.score.weight.shape == (1, 32)
     with torch.no_grad():
         alone = [model(torch.tensor([ids])).logits for ids in ([3, 4, 5], [6, 7])]
-        padded = model(torch.tensor([[3, 4, 5], [6, 7, 0]]), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
+        ids, mask = [[3, 4, 5], [6, 7, 0]], [[1, 1, 1], [1, 1, 0]]
+        padded = model(torch.tensor(ids), attention_mask=torch.tensor(mask))
     torch.testing.assert_close(padded.logits, torch.cat(alone), rtol=1e-9, atol=1e-9)

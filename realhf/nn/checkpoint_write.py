@@ -24,7 +24,10 @@ from realhf.param_spec import ModelSpec, ParamSpec, Region, region_size
 MAX_SHARD_BYTES = 5 * 10**9
 Beside = Path | str
 """A file that goes along: one that is copied, or its text."""
-_WEIGHTS = "model*.safetensors"
+_EXPORTED = (
+    "config.json", "adapter_config.json", "model*.safetensors", INDEX, "adapter_model*.safetensors",
+)  # fmt: skip
+"""Names of what an export consists of, beside what goes along."""
 _BLOCK_BYTES = 16 << 20
 """So much of a tensor is made contiguous, or travels to a writer, at a time."""
 
@@ -179,10 +182,14 @@ class CheckpointWriter:
                 _write_all(out.fileno(), data[i * length : (i + 1) * length], start + i * stride)
 
     def _finish(self, directory: Path, beside: Mapping[str, Beside]) -> None:
-        """Puts the finished files into their places; what an earlier export left there goes first."""
+        """Puts the finished files into their places; what an earlier export, of a model or of adapters, left
+        there goes first."""
         names, (config_file, config) = [file.name for file in self._files], self._config
-        for path in (directory / config_file, directory / INDEX, *directory.glob(_WEIGHTS)):
-            path.unlink(missing_ok=True)
+        mine = {_unfinished(name) for name in names}
+        for pattern in (*_EXPORTED, *map(_unfinished, _EXPORTED)):
+            for path in directory.glob(pattern):
+                if path.name not in mine:
+                    path.unlink()
         for name in names:
             os.replace(directory / _unfinished(name), directory / name)
         if len(names) > 1:

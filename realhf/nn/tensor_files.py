@@ -71,7 +71,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         files = json.loads(index.read_text())["weight_map"]
         assert isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         why = str(error) if isinstance(error, ValueError) else "it needs an object weight_map: tensor -> file"
         raise ValueError(f"{index} is not an index of safetensors files: {why}") from error
     if outside := [file for file in files.values() if Path(file).name != file]:
@@ -96,7 +96,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         header = json.loads(text)
         assert isinstance(header, dict)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt: its header is no JSON object") from error
     header.pop("__metadata__", None)
     begin = 8 + length
@@ -124,6 +124,7 @@ def _span(path: Path, name: str, fields: Any) -> tuple[int, int]:
     try:
         dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
         sizes = [*shape, start, stop]
+        assert isinstance(dtype, str)
         assert all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes)
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{path} is corrupt: its header does not say what tensor {name} is") from error

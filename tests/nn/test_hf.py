@@ -36,30 +36,31 @@ def _all_tensors(directory):
     return tensors
 
 
-def _assert_same(theirs, ours):
-    assert theirs.keys() == ours.keys()
-    for name, tensor in theirs.items():
-        assert tensor.dtype == ours[name].dtype and torch.equal(tensor, ours[name]), name
+def _differing(theirs, ours):
+    """Names of tensors that are not the same, or on one side only."""
+    both = theirs.keys() & ours.keys()
+    same = {n for n in both if theirs[n].dtype == ours[n].dtype and torch.equal(theirs[n], ours[n])}
+    return (theirs.keys() | ours.keys()) - same
 
 
 def _copy(world, source, target, dtype, layout, leader=0, max_shard_bytes=5 * 10**9):
-    """Reads and writes this rank's shard in a layout."""
+    """Reads and writes this rank's shard in a layout; the parameters that the files lack."""
     layout, spec = Layout.parse(layout), model_spec(ModelConfig.load(str(source)))
     regions = spec.held_by(layout, world.rank)
     shards = shards_of(torch.full((sum(map(region_size, regions.values())),), -1.0, dtype=dtype), regions)
-    if shards:
-        assert read_shards(source, spec, shards, regions) == []
+    missing = read_shards(source, spec, shards, regions) if shards else []
     if shards or world.rank == leader:
         options = {"dtype": dtype, "leader": leader, "max_shard_bytes": max_shard_bytes}
         CheckpointWriter(spec, layout, world, **options).write(target, shards, beside={})
+    return missing
 
 
 @pytest.mark.parametrize("case", ["gpt2", "deepseek-v3"])
 def test_bfloat16_comes_out_as_transformers_wrote_it(tmp_path, case):
     source, target = tmp_path / "source", tmp_path / "target"
     _save_by_transformers(source, case)
-    _copy(World(), source, target, torch.bfloat16, "d1@0")
-    _assert_same(load_file(source / "model.safetensors"), load_file(target / "model.safetensors"))
+    assert _copy(World(), source, target, torch.bfloat16, "d1@0") == []
+    assert not _differing(load_file(source / "model.safetensors"), load_file(target / "model.safetensors"))
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load(target, output_loading_info=True)
     assert model.dtype == torch.bfloat16
@@ -71,11 +72,11 @@ def test_bfloat16_comes_out_as_transformers_wrote_it(tmp_path, case):
 def test_layouts_read_and_write_sharded_files(pool, tmp_path, case, layout):
     source, target = tmp_path / "source", tmp_path / "target"
     _save_by_transformers(source, case, max_shard_size="20KB")
-    pool.run(_copy, source, target, torch.bfloat16, layout, 0, 20_000)
+    assert not any(pool.run(_copy, source, target, torch.bfloat16, layout, 0, 20_000))
     files = sorted(path.name for path in target.glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     theirs, ours = (_all_tensors(d) for d in (source, target))
-    _assert_same(theirs, ours)
+    assert not _differing(theirs, ours)
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in ours.values())
     assert index["weight_map"].keys() == ours.keys() and set(index["weight_map"].values()) == set(files)
@@ -89,23 +90,24 @@ def test_layouts_read_and_write_sharded_files(pool, tmp_path, case, layout):
 def test_layouts_read_and_write_experts(pool, tmp_path, layout):
     source, target = tmp_path / "source", tmp_path / "target"
     _save_by_transformers(source, "deepseek-v3", max_shard_size="20KB")
-    pool.run(_copy, source, target, torch.bfloat16, layout, 0, 20_000)
-    _assert_same(*(_all_tensors(d) for d in (source, target)))
+    assert not any(pool.run(_copy, source, target, torch.bfloat16, layout, 0, 20_000))
+    assert not _differing(*(_all_tensors(d) for d in (source, target)))
 
 
 def _copy_between_hosts(world, source, target, layout):
     store = dist.PrefixStore(f"hosts/{layout}", world._store)
     hosts = {"ranks_per_host": 2, "shared_memory": False}
     world = World(rank=world.rank, size=4, store=store, timeout_seconds=60, **hosts)
-    _copy(world, source, target / str(world.rank // 2), torch.bfloat16, layout)  # Each host has its own disk.
+    target = target / str(world.rank // 2)  # Each host has its own disk.
+    return _copy(world, source, target, torch.bfloat16, layout)
 
 
 @pytest.mark.parametrize("layout", ["t2@2-3", "t4@0-3", "p2@1-2", "d2t2@0-3"])
 def test_only_the_leaders_host_writes(pool, tmp_path, layout):
     source, target = tmp_path / "source", tmp_path / "target"
     _save_by_transformers(source, "gpt2")
-    pool.run(_copy_between_hosts, source, target, layout)
-    _assert_same(*(load_file(d / "model.safetensors") for d in (source, target / "0")))
+    assert not any(pool.run(_copy_between_hosts, source, target, layout))
+    assert not _differing(*(load_file(d / "model.safetensors") for d in (source, target / "0")))
     assert not (target / "1").exists()
 
 
@@ -113,8 +115,8 @@ def test_long_rows_are_read_piece_by_piece(pool, tmp_path):
     config = transformers.AutoConfig.for_model(**EVERY["llama"].hf(intermediate_size=5000, vocab_size=8))
     source, target = tmp_path / "source", tmp_path / "target"
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(source)
-    pool.run(_copy, source, target, torch.bfloat16, "t4@0-3")
-    _assert_same(*(load_file(d / "model.safetensors") for d in (source, target)))
+    assert not any(pool.run(_copy, source, target, torch.bfloat16, "t4@0-3"))
+    assert not _differing(*(load_file(d / "model.safetensors") for d in (source, target)))
 
 
 def test_replicas_share_the_writing_evenly():
@@ -198,8 +200,8 @@ def test_base_models_have_no_prefix(tmp_path, case):
     base |= {f"h.{i}.attn.{n}": torch.ones(1, 1, 9, 9) for i in range(4) for n in ("bias", "masked_bias")}
     base |= {f"layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(4)}
     save_file(base, tmp_path / "base" / "model.safetensors")
-    _copy(World(), tmp_path / "base", tmp_path / "out", torch.bfloat16, "d1@0")
-    _assert_same(tensors, load_file(tmp_path / "out" / "model.safetensors"))
+    assert _copy(World(), tmp_path / "base", tmp_path / "out", torch.bfloat16, "d1@0") == []
+    assert not _differing(tensors, load_file(tmp_path / "out" / "model.safetensors"))
 
 
 def test_a_tied_head_may_be_there_twice(directory):
@@ -220,8 +222,8 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, capsys):
     tensors = load_file(tmp_path / "source" / "model.safetensors")
     more = {f"model.layers.{i}.{n}.weight": torch.ones(3) for i in (4, 5) for n in ("eh_proj", "enorm")}
     save_file(tensors | more, tmp_path / "source" / "model.safetensors")
-    _copy(World(), tmp_path / "source", tmp_path / "out", torch.bfloat16, "d1@0")
-    _assert_same(tensors, load_file(tmp_path / "out" / "model.safetensors"))
+    assert _copy(World(), tmp_path / "source", tmp_path / "out", torch.bfloat16, "d1@0") == []
+    assert not _differing(tensors, load_file(tmp_path / "out" / "model.safetensors"))
     assert capsys.readouterr().err.endswith(": layers past num_hidden_layers 4 are left out: 4, 5\n")
 
 
@@ -325,6 +327,15 @@ FILES = {
     "a hole": (_header(ENTRY % (4, 12)) + bytes(12), "is corrupt: tensor a starts at byte "),
     "short": (_header(ENTRY % (0, 8)) + bytes(7), "is truncated: its tensors end at byte "),
     "long": (_header(ENTRY % (0, 8)) + bytes(9), "is corrupt: its tensors end at byte "),
+    "a nest": (_header("[" * 100_000), "is corrupt: its header is no JSON object"),
+    "a list as dtype": (
+        _header('{"a": {"dtype": ["F32"], "shape": [], "data_offsets": [0, 4]}}') + bytes(4),
+        "is corrupt: its header does not say what tensor a is",
+    ),
+    "a list as shape": (
+        _header('{"a": {"dtype": "F32", "shape": [[1]], "data_offsets": [0, 4]}}') + bytes(4),
+        "is corrupt: its header does not say what tensor a is",
+    ),
     "a new dtype": (_header('{"a": {"dtype": "F7", "shape": [], "data_offsets": [0, 0]}}'), "dtype 'F7'"),
 }
 
@@ -348,6 +359,7 @@ def test_a_file_that_shrinks_is_named(directory, monkeypatch):
 # What is wrong -> the index, given the names of the tensors; words of the sentence.
 INDICES = {
     "no JSON": (lambda names: "{", "index.json is not an index of safetensors files: "),
+    "a nest": (lambda names: "[" * 100_000, "it needs an object weight_map"),
     "a list": (lambda names: [], "index.json is not an index of safetensors files: it needs an object"),
     "no map": (lambda names: {"metadata": {}}, "it needs an object weight_map"),
     "lacks a file": (

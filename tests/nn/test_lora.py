@@ -235,6 +235,23 @@ def test_a_merged_directory_is_a_whole_model(tmp_path):
     torch.testing.assert_close(merged(ids[None]).logits, reference(ids[None]).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_the_other_kind_of_export_goes_first(tmp_path):
+    """Adapters over a model of several files, and a model over adapters; what was cut short goes, too."""
+    model = build(ModelConfig.from_hf(hf_config()), LoraConfig(rank=3), dtype=torch.float32)
+    save_weights(tmp_path, model, max_shard_bytes=20_000, beside={"README.md": "ours"})
+    assert len(list(tmp_path.glob("model-*"))) > 3
+    (tmp_path / "model-00001-of-00009.safetensors.part").touch()
+    (tmp_path / "notes.part").touch()
+    kept = {"README.md", "notes.part"}
+    save_adapters(tmp_path, model.adapters, base="base")
+    adapters = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == kept | adapters
+    (tmp_path / "adapter_config.json.part").touch()
+    (tmp_path / "adapter_model.safetensors.part").touch()
+    save_weights(tmp_path, model)
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"config.json", "model.safetensors"}
+
+
 def test_first_values_are_those_of_peft():
     """A is drawn like Kaiming's with a = sqrt(5), uniform up to 1 / sqrt(in); B is zero."""
     config = ModelConfig.from_hf(hf_config())
