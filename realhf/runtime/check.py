@@ -194,8 +194,8 @@ def _check_adapters(name: str, role: Role) -> None:
                 raise ValueError("lora: adapters of a frozen role do nothing unless lora.adapter is given")
             if role.random_init and role.optimizer is not None and not lora.export_merged:
                 raise ValueError(
-                    "lora: adapters of random weights fit no model that is kept: train from a model directory, "
-                    "or set lora.export_merged"
+                    "lora: adapters of random weights fit no model that is kept: train from a model "
+                    "directory, or set lora.export_merged"
                 )
             if lora.adapter is not None:
                 open_adapters(Path(lora.adapter), spec)
