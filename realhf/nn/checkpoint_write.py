@@ -1,6 +1,5 @@
 """Writes Hugging Face model directories: every rank its own part of the files, side by side."""
 
-import ctypes
 import json
 import math
 import os
@@ -18,7 +17,8 @@ from torch import Tensor
 from realhf.dist.group import World
 from realhf.layout import Layout
 from realhf.nn.checkpoint import box_in_tensor, params_by_tensor, tensor_shape
-from realhf.nn.tensor_files import DTYPES, INDEX, pack_header, pack_index
+from realhf.nn.host_tensors import in_file_order, memory_of
+from realhf.nn.tensor_files import INDEX, STORED_DTYPES, pack_header, pack_index
 from realhf.param_spec import ModelSpec, ParamSpec, Region, region_size
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -45,7 +45,7 @@ def plan_files(
 ) -> list[ShardFile]:
     """The model's tensors in table order, in files of at most `max_shard_bytes` unless one alone has more."""
     shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
-    stored = next(name for name, known in DTYPES.items() if getattr(torch, known) == dtype)
+    stored = next(name for name, known in STORED_DTYPES.items() if getattr(torch, known) == dtype)
     files: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -204,20 +204,6 @@ def _model_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, object]:
     config = spec.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     return config
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, which must outlive this view of them.
-
-    (After `Tensor.numpy` torch would never again free or resize its storage.)
-    """
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def in_file_order(param: ParamSpec, shard: Tensor) -> Tensor:
-    """A view of a region with the dims as in a checkpoint."""
-    return shard.T if param.in_file.transposed else shard
 
 
 def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+STORED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The dtypes that are read and written: their names in a header, and torch's."""
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16,
@@ -129,7 +129,8 @@ def _span(path: Path, name: str, fields: Any) -> tuple[int, int]:
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{path} is corrupt: its header does not say what tensor {name} is") from error
     if dtype not in _BITS:
-        raise ValueError(f"{path}: tensor {name} has dtype {dtype!r}: supported are {', '.join(DTYPES)}")
+        legal = f"supported are {', '.join(STORED_DTYPES)}"
+        raise ValueError(f"{path}: tensor {name} has dtype {dtype!r}: {legal}")
     if (stop - start) * 8 != math.prod(shape) * _BITS[dtype]:
         what = f"{dtype} of shape {tuple(shape)}"
         raise ValueError(f"{path} is corrupt: tensor {name}, {what}, has {stop - start} bytes")

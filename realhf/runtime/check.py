@@ -11,7 +11,8 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
-from realhf.nn.checkpoint import open_adapters, open_checkpoint
+from realhf.nn.checkpoint import open_checkpoint
+from realhf.nn.peft import open_adapters
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import (

@@ -18,7 +18,7 @@ from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.layout import Layout
 from realhf.nn.checkpoint_write import Beside, CheckpointWriter
-from realhf.nn.peft import adapter_writer
+from realhf.nn.hf import adapter_writer
 from realhf.param_spec import Region, is_sharded, region_size
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats

@@ -14,9 +14,9 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec, legal_targets
 from realhf.model_config import ModelConfig
-from realhf.nn.hf import load_adapters, load_weights, save_weights
+from realhf.nn.hf import load_adapters, load_weights, save_adapters, save_weights
 from realhf.nn.lora import Adapters
-from realhf.nn.peft import save_adapters
+from realhf.nn.peft import resolved
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import model_spec
 from tests.families import CASES, MOE_CASES
@@ -65,7 +65,7 @@ def by_peft(directory, name, *, head="lm", **settings):
 
 def ours(directory, *, dtype=torch.float32, head="lm", world=None, layout="d1@0"):
     config = ModelConfig.load(str(directory / "base"), head=head)
-    lora = LoraConfig(adapter=str(directory / "adapter")).resolved()
+    lora = resolved(LoraConfig(adapter=str(directory / "adapter")))
     model = build(config, lora, dtype=dtype, world=world, layout=layout)
     load_weights(directory / "base", model)
     load_adapters(directory / "adapter", model.adapters)
@@ -305,10 +305,33 @@ def test_adapters_of_other_kinds_are_refused(tmp_path, field, value, message):
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     settings["lora_dropout"] = 0.1
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    assert LoraConfig(adapter=str(tmp_path)).resolved().rank == 2
+    assert resolved(LoraConfig(adapter=str(tmp_path))).rank == 2
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {field: value}))
     with pytest.raises(ValueError, match=f"adapter_config.json: {message}"):
-        LoraConfig(adapter=str(tmp_path)).resolved()
+        resolved(LoraConfig(adapter=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"rank": 3}, "lora.rank is 3, but .*adapter_config.json says 2: leave it out"),
+        ({"alpha": 5.0}, "lora.alpha is 5.0, but .* says 4.0"),
+        ({"use_rslora": True}, "lora.use_rslora is True, but .* says False"),
+        ({"target_modules": ("q_proj",)}, r"lora.target_modules is \('q_proj',\), but .* says \('k_proj'"),
+        ({"rank": 2, "alpha": 4.0, "target_modules": ("q_proj", "k_proj")}, None),
+        ({}, None),
+    ],
+)
+def test_settings_must_not_contradict_the_adapters(tmp_path, given, words):
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    lora = LoraConfig(adapter=str(tmp_path), **given)
+    if words is None:
+        assert resolved(lora).target_modules == ("k_proj", "q_proj")
+        assert resolved(resolved(lora)) == resolved(lora)
+        return
+    with pytest.raises(ValueError, match=words):
+        resolved(lora)
 
 
 def test_wrong_tensors_are_named(tmp_path):
