@@ -36,6 +36,8 @@ def params_by_tensor(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
 
 def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
     """Shape in a checkpoint of the tensor with these parameters."""
+    if params[0].limbs > 1:
+        return params[0].shape[1:]
     rows, *rest = params[0].shape
     shape = (sum(param.shape[0] for param in params), *rest)
     return shape[::-1] if params[0].in_file.transposed else shape
@@ -43,6 +45,8 @@ def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
 
 def box_in_tensor(param: ParamSpec, region: Region) -> Region:
     """Where a region of a parameter lies in its tensor of a checkpoint."""
+    if param.limbs > 1:
+        return region[1:]
     (low, high), *rest = region
     box = ((low + param.in_file.start, high + param.in_file.start), *rest)
     return box[::-1] if param.in_file.transposed else box

@@ -17,7 +17,7 @@ from torch import Tensor
 from realhf.dist.group import World
 from realhf.layout import Layout
 from realhf.nn.checkpoint import box_in_tensor, params_by_tensor, tensor_shape
-from realhf.nn.host_tensors import in_file_order, memory_of
+from realhf.nn.host_tensors import dtype_in_file, in_file_order, memory_of
 from realhf.nn.tensor_files import INDEX, STORED_DTYPES, pack_header, pack_index
 from realhf.param_spec import ModelSpec, ParamSpec, Region, region_size
 
@@ -44,12 +44,15 @@ def plan_files(
     spec: ModelSpec, *, dtype: torch.dtype, max_shard_bytes: int, stem: str = "model"
 ) -> list[ShardFile]:
     """The model's tensors in table order, in files of at most `max_shard_bytes` unless one alone has more."""
-    shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
-    stored = next(name for name, known in STORED_DTYPES.items() if getattr(torch, known) == dtype)
+    stored = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
+    tensors = {
+        name: (dtype_in_file(params[0], dtype), tensor_shape(params))
+        for name, params in params_by_tensor(spec.params).items()
+    }
     files: list[list[str]] = [[]]
     filled = 0
-    for name, shape in shapes.items():
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    for name, (own, shape) in tensors.items():
+        num_bytes = torch.Size(shape).numel() * own.itemsize
         if files[-1] and filled + num_bytes > max_shard_bytes:
             files.append([])
             filled = 0
@@ -58,7 +61,10 @@ def plan_files(
     count = len(files)
     names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     names = names if count > 1 else [f"{stem}.safetensors"]
-    headers = [pack_header((name, stored, shapes[name]) for name in file) for file in files]
+    headers = [
+        pack_header((name, stored[own], shape) for name in file for own, shape in [tensors[name]])
+        for file in files
+    ]
     return [ShardFile(name, *header) for name, header in zip(names, headers, strict=True)]
 
 
@@ -161,8 +167,9 @@ class CheckpointWriter:
             return
         box = box_in_tensor(part.param, part.region)
         shape = [stop - start for start, stop in box]
-        for row, like in _blocks(torch.empty(shape, dtype=self._dtype, device="meta")):
-            block = torch.empty(like.shape, dtype=self._dtype)
+        dtype = dtype_in_file(part.param, self._dtype)
+        for row, like in _blocks(torch.empty(shape, dtype=dtype, device="meta")):
+            block = torch.empty(like.shape, dtype=dtype)
             self._group.exchange([], [(peers.index(part.sender), block)])
             self._write(directory, part, row, block)
 
@@ -170,14 +177,14 @@ class CheckpointWriter:
         """Writes rows of a part, from its own row `row` on, to where they belong."""
         name, box = part.param.in_file.name, box_in_tensor(part.param, part.region)
         file, shape = self._file_of[name], self._shapes[name]
-        stride = self._dtype.itemsize * math.prod(shape[1:])
+        stride = block.itemsize * math.prod(shape[1:])
         start = file.starts[name] + (box[0][0] + row) * stride
         data = memory_of(block)
         with open(directory / _unfinished(file.name), "r+b", buffering=0) as out:
             if box[1:] == tuple((0, size) for size in shape[1:]):
                 _write_all(out.fileno(), data, start)
                 return
-            length, start = len(data) // len(block), start + box[1][0] * self._dtype.itemsize
+            length, start = len(data) // len(block), start + box[1][0] * block.itemsize
             for i in range(len(block)):
                 _write_all(out.fileno(), data[i * length : (i + 1) * length], start + i * stride)
 
@@ -194,7 +201,8 @@ class CheckpointWriter:
             os.replace(directory / _unfinished(name), directory / name)
         if len(names) > 1:
             files = {name: file.name for name, file in self._file_of.items() if name}
-            _put(directory / INDEX, pack_index(files, self._spec.numel * self._dtype.itemsize))
+            num_bytes = sum(file.starts[""] - len(file.header) for file in self._files)
+            _put(directory / INDEX, pack_index(files, num_bytes))
         for name, content in beside.items():
             _put(directory / name, content)
         _put(directory / config_file, json.dumps(config, indent=2) + "\n")

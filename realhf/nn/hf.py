@@ -17,6 +17,7 @@ from realhf.lora import LoraConfig
 from realhf.nn.checkpoint import LM_HEAD, box_in_tensor, open_checkpoint
 from realhf.nn.checkpoint_write import MAX_SHARD_BYTES, Beside, CheckpointWriter
 from realhf.nn.host_tensors import in_file_order, memory_of
+from realhf.nn.limbs import split_into
 from realhf.nn.lora import Adapters
 from realhf.nn.peft import CONFIG_FILE, STEM, adapter_config, open_adapters
 from realhf.nn.tensor_files import STORED_DTYPES, StoredTensor
@@ -143,12 +144,17 @@ class _Reader:
     ) -> None:  # fmt: skip
         """Reads what there is of a rank's parameters, in the order of the files."""
         reads: list[tuple[StoredTensor, Region, Tensor]] = []
+        sums: list[tuple[Tensor, Tensor]] = []
         for param in spec.params:
             if param.name in shards and param.in_file.name in tensors:
                 box, tensor = box_in_tensor(param, regions[param.name]), tensors[param.in_file.name]
-                reads.append((tensor, box, in_file_order(param, shards[param.name])))
+                target = in_file_order(param, shards[param.name])
+                sums += [(shards[param.name], target)] if param.limbs > 1 else []
+                reads.append((tensor, box, target))
         for tensor, box, shard in sorted(reads, key=lambda read: (read[0].path, read[0].start, read[1])):
             self.read(tensor, box, shard)
+        for limbs, values in sums:
+            split_into(limbs, values)
 
     def read(self, tensor: StoredTensor, box: Region, target: Tensor) -> None:
         """Reads into `target`, cast to its dtype."""

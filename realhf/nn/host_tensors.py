@@ -2,8 +2,10 @@
 
 import ctypes
 
+import torch
 from torch import Tensor
 
+from realhf.nn.limbs import joined, wide
 from realhf.param_spec import ParamSpec
 
 
@@ -17,5 +19,12 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def in_file_order(param: ParamSpec, shard: Tensor) -> Tensor:
-    """A view of a region with the dims as in a checkpoint."""
+    """A region with the dims as in a checkpoint: a view, but for the sum of limbs."""
+    if param.limbs > 1:
+        return joined(shard)
     return shard.T if param.in_file.transposed else shard
+
+
+def dtype_in_file(param: ParamSpec, dtype: torch.dtype) -> torch.dtype:
+    """What a parameter of a model of this dtype is written in."""
+    return wide(dtype) if param.limbs > 1 else dtype

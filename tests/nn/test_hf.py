@@ -16,17 +16,23 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.nn.checkpoint_write import CheckpointWriter, assign_parts
 from realhf.nn.hf import load_weights, read_shards, save_weights
+from realhf.nn.limbs import joined, split_into
 from realhf.param_spec import model_spec, region_size
 from realhf.realloc.bind import shards_of
 from tests.families import CASES, MOE_CASES
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 
 EVERY = CASES | MOE_CASES
+CHOICE_BIAS = "e_score_correction_bias"
 
 def _save_by_transformers(directory, case, dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**EVERY[case].hf())
-    transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(directory, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    for module in model.modules():
+        if hasattr(module, CHOICE_BIAS):  # In float32 in a model of any dtype, as from_pretrained has it.
+            setattr(module, CHOICE_BIAS, torch.randn_like(getattr(module, CHOICE_BIAS), dtype=torch.float32))
+    model.save_pretrained(directory, **options)
 
 
 def _all_tensors(directory):
@@ -65,6 +71,36 @@ def test_bfloat16_comes_out_as_transformers_wrote_it(tmp_path, case):
     model, info = load(target, output_loading_info=True)
     assert model.dtype == torch.bfloat16
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_float32_in_a_bfloat16_model(tmp_path):
+    """DeepSeek's choice of experts: in memory, when it travels, and in both directions of files."""
+    _save_by_transformers(tmp_path / "theirs", "deepseek-v3")
+    config = ModelConfig.load(str(tmp_path / "theirs"))
+    model = build(config.to_hf(), dtype=torch.bfloat16)
+    load_weights(tmp_path / "theirs", model)
+    save_weights(tmp_path / "ours", model)
+    theirs, ours = (load_file(tmp_path / d / "model.safetensors") for d in ("theirs", "ours"))
+    biases = {name: tensor for name, tensor in theirs.items() if name.endswith(CHOICE_BIAS)}
+    assert len(biases) == 3 and {tensor.dtype for tensor in biases.values()} == {torch.float32}
+    assert not _differing(theirs, ours)
+    for name, bias in biases.items():
+        assert not torch.equal(bias, bias.bfloat16().float())
+        assert torch.equal(joined(model.shards()[name].float().bfloat16()), bias)  # (The optimizer's copy.)
+        moe = model.blocks[int(name.split(".")[2])].mlp
+        assert torch.equal(joined(moe.choice_bias), bias)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert {b.dtype for n, b in again.named_buffers() if n.endswith(CHOICE_BIAS)} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype, lost", [
+    (torch.float64, 0), (torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 2**-25)])  # fmt: skip
+def test_limbs_add_up_to_the_values(dtype, lost):
+    values = torch.cat([torch.randn(1000) * scale for scale in (1, 1e-3, 30)])
+    values = torch.cat([values, torch.tensor([0.0, 1.0, 1 - 2**-24, 2 - 2**-23, -(1 + 2**-23)])])
+    limbs = torch.empty(3, len(values), dtype=dtype)
+    split_into(limbs, values)
+    assert (joined(limbs) - values).abs().max() <= lost
 
 
 @pytest.mark.parametrize("layout", ["t2p2@0-3", "d2t2@0-3"])

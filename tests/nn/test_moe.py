@@ -10,6 +10,7 @@ from realhf.layout import Layout
 from realhf.nn.context_parallel import token_range
 from realhf.nn.grouped import grouped_linear
 from realhf.nn.hf import load_weights
+from realhf.nn.limbs import split_into
 from realhf.nn.moe import RouterLosses
 from tests.families import MOE_CASES, YARN
 from tests.nn.tiny import SEQ_LENS, backward_of_both, build
@@ -141,7 +142,7 @@ def _spread_choice(model):
     """Gives DeepSeek's choice of experts its bias, which a new model lacks."""
     for name, shard in model.shards().items():
         if name.endswith("e_score_correction_bias"):
-            shard.copy_(torch.linspace(-0.2, 0.2, len(shard)))
+            split_into(shard, torch.linspace(-0.2, 0.2, shard.shape[1]))
 
 
 @pytest.mark.parametrize("layout, name", LAYOUTS)
