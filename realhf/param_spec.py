@@ -8,7 +8,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -132,6 +132,11 @@ class ModelSpec:
     def numel(self) -> int:
         """Number of parameters, as they are published."""
         return sum(param.numel // param.limbs for param in self.params)
+
+    def without_limbs(self) -> "ModelSpec":
+        """The table with every parameter in the shape that it has in a checkpoint."""
+        params = (replace(p, shape=p.shape[1:], limbs=1) if p.limbs > 1 else p for p in self.params)
+        return ModelSpec(self.config, tuple(params))
 
     def stage_layers(self, strategy: ParallelStrategy, stage: int) -> range:
         return range(*even_split(self.config.num_layers, strategy.pp, stage))
