@@ -76,8 +76,10 @@ class Transformer(ShardedParameters):
 
     @torch.no_grad()
     def merged_model(self) -> "Transformer":
-        """A copy without adapters that computes the same. All ranks of the layout must call this."""
-        copy = Transformer(self.spec, self.groups, dtype=self.flat.dtype, memory=self.flat.clone())
+        """A copy in host memory, without adapters, with the same results. All ranks of the layout must call
+        this."""
+        host = self.flat.to("cpu", copy=True)
+        copy = Transformer(self.spec, self.groups, dtype=self.flat.dtype, memory=host)
         for adapter in self._adapted:
             start = adapter.weight.storage_offset()
             copy.flat[start:][: adapter.weight.numel()].view_as(adapter.weight).copy_(adapter.merged())

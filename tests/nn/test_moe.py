@@ -11,10 +11,11 @@ from realhf.layout import Layout
 from realhf.nn.context_parallel import token_range
 from realhf.nn.grouped import grouped_linear
 from realhf.nn.hf import load_weights
+from realhf.nn.limbs import split_into
 from realhf.nn.moe import RouterLosses
 from tests.families import MOE_CASES, YARN
 from tests.nn.cached import CachedRows
-from tests.nn.tiny import SEQ_LENS, build
+from tests.nn.tiny import SEQ_LENS, backward_of_both, build
 
 YARN_MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}
 VARIANTS = {
@@ -71,13 +72,7 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, name):
     model = build(hf_config(name), dtype=torch.float32)
     assert load_weights(tmp_path, model) == []
     model.enable_grad()
-    ids = tokens()
-    logits = model.logits(model(ids, SEQ_LENS))
-    expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    weights = torch.randn(logits.shape)
-    (logits * weights).sum().backward()
-    (expected * weights).sum().backward()
+    torch.testing.assert_close(*backward_of_both(model, reference, tokens()), rtol=1e-5, atol=1e-5)
     grads = _by_expert({key: value.grad for key, value in reference.named_parameters()}, model.spec)
     for key, grad in model.grad_shards().items():
         if key.endswith("e_score_correction_bias"):
@@ -149,7 +144,7 @@ def _spread_choice(model):
     """Gives DeepSeek's choice of experts its bias, which a new model lacks."""
     for name, shard in model.shards().items():
         if name.endswith("e_score_correction_bias"):
-            shard.copy_(torch.linspace(-0.2, 0.2, len(shard)))
+            split_into(shard, torch.linspace(-0.2, 0.2, shard.shape[1]))
 
 
 @pytest.mark.parametrize("layout, name", LAYOUTS)

@@ -9,7 +9,7 @@ import transformers
 from realhf.nn.attention import AttentionKind, packed_attention
 from realhf.nn.hf import load_weights
 from tests.nn.cached import CachedRows
-from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
+from tests.nn.tiny import SEQ_LENS, backward_of_both, build, hf_config, tokens
 
 
 class _Float64Rotary(torch.nn.Module):
@@ -60,14 +60,8 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, architecture, 
     model = build(hf)
     assert load_weights(tmp_path, model) == []
     model.enable_grad()
-    ids = tokens()
-    logits = model.logits(model(ids, SEQ_LENS))
-    expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
-    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
-    weights = torch.randn(logits.shape, dtype=torch.float64)
     for _ in range(2):  # two micro-batches accumulate
-        (model.logits(model(ids, SEQ_LENS)) * weights).sum().backward()
-    (2 * (expected * weights).sum()).backward()
+        torch.testing.assert_close(*backward_of_both(model, reference, tokens()), rtol=1e-10, atol=1e-10)
     grads = {name: value.grad for name, value in reference.named_parameters()}
     assert grads.keys() == model.shards().keys()
     for name, grad in model.grad_shards().items():
