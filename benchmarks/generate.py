@@ -22,6 +22,8 @@ in nothing but the number of steps, beside what the machine allows: FLOPs at the
 product, or bytes (weights, cached keys and values, logits) at the measured speed of a copy, whichever takes
 longer.
 
+On a machine that is not idle, `ratio_of_cpu_seconds` in the JSON is a better guide than `ratio`.
+
 Exit code 1: a goal was missed.
 """
 
@@ -117,16 +119,20 @@ def summary(answers: dict[str, list[dict[str, Any]]], base: dict[str, int]) -> d
     """Medians of the sides, and ours relative to the others."""
     speeds = {name: [a["tokens"] / a["seconds"] for a in found] for name, found in answers.items()}
     peaks = {name: max(a["peak_bytes"] for a in found) - base[name] for name, found in answers.items()}
-    ratios = {
-        name: statistics.median(a / b for a, b in zip(speeds["ours"], speed, strict=True))
-        for name, speed in speeds.items() if name != "ours"
-    }  # fmt: skip
+    cpu = {name: [a["tokens"] / a["cpu_seconds"] for a in found] for name, found in answers.items()}
+    ratios, cpu_ratios = (
+        {
+            name: statistics.median(a / b for a, b in zip(rates["ours"], rate, strict=True))
+            for name, rate in rates.items() if name != "ours"
+        }
+        for rates in (speeds, cpu)
+    )  # fmt: skip
     return {
         "tokens_per_second": {name: statistics.median(speed) for name, speed in speeds.items()},
         "mean_tokens": {
             name: statistics.fmean(a["tokens"] for a in found) / ROWS for name, found in answers.items()},
         "peak_mib": {name: peak / 2**20 for name, peak in peaks.items()},
-        "ratio": ratios, "repetitions": answers,
+        "ratio": ratios, "ratio_of_cpu_seconds": cpu_ratios, "repetitions": answers,
     }  # fmt: skip
 
 

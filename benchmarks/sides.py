@@ -27,9 +27,10 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARA
             "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "",
             "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
 _FREED_STAYS = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1)}
-_ENVIRONMENT = {OURS: _FREED_STAYS, THEIRS: {}}
-"""Of ours, what `realhf run` sets for itself; a rival runs as its user starts it. Only that threads wait asleep
-holds for all: on a machine that does something else besides, waiting awake costs a rival most of its time."""
+_ENVIRONMENT = {OURS: _FREED_STAYS | {"PYTHONPATH": str(HERE.parent)}, THEIRS: {}}
+"""Of ours, what `realhf run` sets for itself; a rival runs as its user starts it. That threads wait asleep
+holds for all: where the machine does other things besides, waiting awake would cost a rival most of its time.
+"""
 
 
 class SideError(RuntimeError):

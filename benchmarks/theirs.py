@@ -133,7 +133,7 @@ def _arguments(kind: Any, settings: dict[str, Any], num_rows: int, out: str, **m
         per_device_train_batch_size=micro_batch, gradient_accumulation_steps=num_rows // micro_batch,
         optim="adamw_torch_fused", learning_rate=optimizer["lr"], weight_decay=optimizer["weight_decay"],
         adam_beta1=optimizer["betas"][0], adam_beta2=optimizer["betas"][1], max_grad_norm=1.0,
-        lr_scheduler_type="constant", gradient_checkpointing=False, logging_steps=1, save_strategy="no",
+        lr_scheduler_type="constant", logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, remove_unused_columns=False, seed=0, **more,
     )  # fmt: skip
 
@@ -161,7 +161,8 @@ def grpo(desk: Desk) -> None:
             GRPOConfig, settings, settings["prompts"] * settings["group"], out,
             num_generations=settings["group"], max_completion_length=settings["max_new_tokens"],
             temperature=1.0, top_k=0, top_p=1.0, beta=0.0, num_iterations=1, loss_type="grpo",
-            shuffle_dataset=False, use_transformers_continuous_batching=settings["continuous"],
+            gradient_checkpointing=False, shuffle_dataset=False,
+            use_transformers_continuous_batching=settings["continuous"],
         )  # fmt: skip
         trainer = Told(
             model=model, reward_funcs=_reward, args=arguments,
@@ -202,7 +203,7 @@ def _policy_loss(desk: Desk, trainer: Any) -> None:
         loss.backward()
         grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        desk.answer(loss=float(loss), grad_norm=float(norm))
+        desk.answer(loss=loss.item(), grad_norm=norm.item())
 
 
 KINDS = {"generate": generate, "train": train, "grpo": grpo}

@@ -8,17 +8,18 @@ library samples lengths from the same, nearly geometric distribution, with one p
 import json
 import math
 import random
+import string
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from realhf.shipped import shipped_dir
 
 SIZES = ("tiny", "100m")
 PAD, END = 0, 1
+LETTERS = string.ascii_letters + string.digits
 _FIRST_WORD = 2
 _LARGE = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
@@ -38,19 +39,18 @@ def config_of(size: str) -> Qwen2Config:
 
 
 def write_model(directory: Path, size: str, *, end_probability: float, seed: int = 0) -> None:
-    """Config, float32 weights and a tokenizer whose words are `w2 w3 ...`."""
+    """Config, float32 weights and a tokenizer that makes a token of every letter."""
     torch.manual_seed(seed)
     config = config_of(size)
     model = Qwen2ForCausalLM(config)
     _set_end(model, end_probability)
     model.generation_config.update(eos_token_id=END, pad_token_id=PAD)
     model.save_pretrained(directory)
-    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(_FIRST_WORD, config.vocab_size))]
-    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", padding_side="left"
-    ).save_pretrained(directory)
+    words = ["<pad>", "<eos>", *LETTERS, *(f"word{i}" for i in range(config.vocab_size))][: config.vocab_size]
+    Qwen2Tokenizer(
+        {word: i for i, word in enumerate(words)}, merges=[], pad_token="<pad>", eos_token="<eos>",
+        unk_token="<pad>", padding_side="left",
+    ).save_pretrained(directory)  # fmt: skip
 
 
 @torch.no_grad()
@@ -83,7 +83,13 @@ def geometric_lengths(count: int, *, mean: float, most: int, seed: int = 0) -> l
     return [min(most, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean))) for _ in range(count)]
 
 
+def texts(lengths: list[int], *, seed: int = 0) -> list[str]:
+    """Random letters, so many tokens."""
+    rng = random.Random(seed)
+    return ["".join(rng.choices(LETTERS, k=length)) for length in lengths]
+
+
 def sequences(lengths: list[int], *, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Random words of these lengths."""
+    """Random tokens."""
     rng = random.Random(seed)
     return [[rng.randrange(_FIRST_WORD, vocab_size) for _ in range(length)] for length in lengths]
