@@ -2,6 +2,7 @@
 # make test                           sets up .venv and runs the tests
 # make test-families                 every model family under every layout (`make test` has a part of it)
 # make check                          ruff, mypy and the layering test
+# make bench-setup                    sets up .venv-bench: the libraries that benchmarks compare with
 #
 # This installs the pinned CPU build of torch. On a machine with CUDA, install by hand instead:
 #   python3 -m venv .venv && .venv/bin/pip install torch && .venv/bin/pip install --no-build-isolation -e '.[gpu,dev]'
@@ -11,14 +12,22 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+BENCH_STAMP := .venv-bench/.installed
 
-.PHONY: setup demo test test-families check clean
+.PHONY: setup bench-setup demo test test-families check clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+bench-setup: setup $(BENCH_STAMP)
+
+$(BENCH_STAMP): constraints.txt benchmarks/requirements.txt
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -r benchmarks/requirements.txt
 	touch $@
 
 demo: setup

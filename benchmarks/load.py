@@ -24,18 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
-from harness import (
-    Goal,
-    machine,
-    median_of_slowest,
-    progress,
-    report,
-    run_ranks,
-    scratch_directory,
-    time_interleaved,
-)
 from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -116,7 +107,7 @@ def measure(rank: int, nproc: int, store: dist.Store, settings: Settings, layout
     model.flat.zero_()
     rivals["get_slice"]()
     assert wanted == checksum(model), "the ways read differently"
-    seconds = time_interleaved(rivals, repeats=settings.repeats, barrier=world.control.barrier)
+    seconds = harness.time_interleaved(rivals, repeats=settings.repeats, barrier=world.control.barrier)
     return {"shard_mib": shard, "extra_mib": peak - shard, "seconds": seconds}
 
 
@@ -147,7 +138,7 @@ def row(layout: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "layout": layout, "shard_mib": [round(r["shard_mib"], 1) for r in by_rank],
         "extra_mib": [round(r["extra_mib"], 1) for r in by_rank],
-        "seconds": {name: median_of_slowest([r["seconds"][name] for r in by_rank]) for name in names},
+        "seconds": {name: harness.median_of_slowest([r["seconds"][name] for r in by_rank]) for name in names},
         "ratio": statistics.median(ours / theirs for ours, theirs in pairs), "repetitions": repetitions,
     }  # fmt: skip
 
@@ -171,22 +162,22 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     args = parser.parse_args()
-    hardware, rows = machine(), []
-    with scratch_directory(7 * args.mib << 20) as scratch:
+    hardware, rows = harness.machine(), []
+    with harness.scratch_directory(7 * args.mib << 20) as scratch:
         settings = Settings(args.mib, args.repeats, tuple(args.layouts), scratch)
-        run_ranks(write, NPROC, settings)
+        harness.run_ranks(write, NPROC, settings)
         for layout in args.layouts:
-            rows.append(row(layout, run_ranks(measure, NPROC, settings, layout)))
-            progress(f"{layout}: {rows[-1]['seconds']}, extra MiB by rank {rows[-1]['extra_mib']}")
+            rows.append(row(layout, harness.run_ranks(measure, NPROC, settings, layout)))
+            harness.progress(f"{layout}: {rows[-1]['seconds']}, extra MiB by rank {rows[-1]['extra_mib']}")
     goals = [
-        Goal("worst extra MiB of a rank", max(max(r["extra_mib"]) for r in rows), at_most=_MAX_EXTRA_MIB),
-        *(Goal(f"{r['layout']}: ours / get_slice", r["ratio"], at_most=_MAX_RATIO) for r in rows),
+        harness.Goal("worst extra MiB", max(max(r["extra_mib"]) for r in rows), at_most=_MAX_EXTRA_MIB),
+        *(harness.Goal(f"{r['layout']}: ours / get_slice", r["ratio"], at_most=_MAX_RATIO) for r in rows),
     ]
     document = {
         "benchmark": "load", "machine": hardware, "settings": vars(args),
         "checkpoint_bytes": llama(args.mib).numel * 2, "rows": rows,
     }  # fmt: skip
-    return report(document, tables=[table(rows)], goals=goals, as_json=args.json)
+    return harness.report(document, tables=[table(rows)], goals=goals, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """Writes docs/models.md from the tables that the code and the tests use: `python docs/models.py`."""
 
 import sys
-from functools import partial
 from pathlib import Path
-
-import transformers
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -21,26 +18,34 @@ HEAD = """\
 <!-- Written by `python docs/models.py` from realhf/families.py, tests/families.py and models/. -->
 
 A model is a Hugging Face directory, in and out: causal language models, and the sequence classification
-models of the same families with one label (reward models, critics). Of each row a tiny random model, made
-by transformers' own class, is compared in float32 under all of its layouts (tests/test_families.py): logits
-within 1e-5, gradients within 1e-4 of each tensor's largest, 64 tokens of greedy generation identical, and
-the tensors of a directory that was read and written again byte for byte the same (`make test-families`). To
-add a family, see [adding-a-model.md](adding-a-model.md). Families without a row train as they are, in whole
-replicas, with transformers' own classes: `engine="transformers"`
-([how](adding-a-model.md#without-a-table); tested with Phi, GPT-NeoX, OPT and Mixtral).
+models of the same families with one label (reward models, critics). transformers has no such class for
+{without}: critics and reward models of these are not trained, as nothing could open them.
+
+Of each row a tiny random model, made by transformers' own class, is compared in float32 under all of its
+layouts (tests/test_families.py): logits within 1e-5, gradients within 1e-4 of each tensor's largest entry, 64
+tokens of greedy generation identical, and the tensors of a directory that was read and written again byte for
+byte the same (`make test-families`). To add a family, see [adding-a-model.md](adding-a-model.md). Families
+without a row train as they are, in whole replicas, with transformers' own classes: `engine="transformers"`
+([how](adding-a-model.md#without-a-table); tested with Phi, GPT-NeoX, OPT, Mamba and Mixtral).
 
 """
 NOTES = """\
 
 Rotary embeddings: {ropes}. `dynamic` and `longrope` depend on the length of
-a sequence; each sequence of a packed batch goes by its own.
+a sequence; each sequence of a packed batch goes by its own. While a sequence grows past the boundary
+(`original_max_position_embeddings` of longrope, `max_position_embeddings` of dynamic), the tokens before it
+are sampled at the shorter sequence's frequencies: the log-probs of generation then differ from those that
+training computes of the whole sequence.
 
 What a config.json says of dropout is ignored: reinforcement learning needs the probabilities that sampling
 had. Quantised checkpoints are refused. DeepSeek-V3's layer for predicting a second token is left out.
+Gemma 3 is the text model (the 1B checkpoints): those published from 4B on are Gemma3ForConditionalGeneration,
+with a vision tower, and are refused.
 
 ## Shipped configs
 
-For planning without weights, `realhf plan` and `realhf realloc` take these names (parameters as published;
+For planning without weights, `realhf plan` and `realhf realloc` take these names (parameters as published, a
+tied head once, less the vision towers of Gemma 3 and the layer of DeepSeek-V3 that predicts a second token;
 tests/test_shipped_models.py).
 
 """
@@ -51,7 +56,7 @@ def families() -> list[str]:
     for cases, layouts in ((CASES, LAYOUTS), (MOE_CASES, (*LAYOUTS, *MOE_LAYOUTS))):
         for case in cases.values():
             family = FAMILIES[case.family]
-            classes = ", ".join(filter(partial(hasattr, transformers), map(family.architecture, HEADS)))
+            classes = ", ".join(filter(None, map(family.architecture, HEADS)))
             rows.append(f"| {case.about} | {classes} | {' '.join(layouts)} |")
     return rows
 
@@ -67,8 +72,9 @@ def shipped() -> list[str]:
 
 
 def page() -> str:
-    tables = HEAD + "\n".join(families()) + "\n" + NOTES.format(ropes=", ".join(ROPE_KEYS))
-    return tables + "\n".join(shipped()) + "\n"
+    without = " and ".join(family.prefix for family in FAMILIES.values() if family.score_class is None)
+    notes = NOTES.format(ropes=", ".join(ROPE_KEYS))
+    return HEAD.format(without=without) + "\n".join([*families(), notes + "\n".join(shipped()), ""])
 
 
 if __name__ == "__main__":

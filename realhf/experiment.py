@@ -8,6 +8,7 @@ from realhf.engine.work import Generate, OptimizerConfig
 from realhf.graph import DataflowGraph
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
+from realhf.nn.peft import resolved
 from realhf.transformers_config import TransformersConfig
 
 
@@ -45,7 +46,7 @@ class Role:
 
     def resolved_lora(self) -> LoraConfig | None:
         """Its `lora`, with what the directory says from which the adapters start."""
-        return None if self.lora is None else self.lora.resolved()
+        return None if self.lora is None else resolved(self.lora)
 
     @property
     def weights_source(self) -> tuple[str | bool, ...]:

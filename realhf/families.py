@@ -1,4 +1,5 @@
-"""The model families: how each one's config.json is read, and what its parameters are called. Data only.
+"""The model families: how each one's config.json is read, and what its parameters are called. A table, and
+the functions by which it reads fields that are computed from several keys.
 
 A new decoder whose parts exist already needs one entry here and one line in the tests' table; see
 docs/adding-a-model.md.
@@ -102,13 +103,14 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     lm_class: str = "ForCausalLM"  # What follows the prefix in the name of the class, by head.
-    score_class: str = "ForSequenceClassification"
+    score_class: str | None = "ForSequenceClassification"  # None: transformers has no such class.
     more_layers: bool = False  # Checkpoints have layers past num_hidden_layers, for multi-token prediction.
     transposed: bool = False  # Checkpoints hold the weights of its linear layers as (in, out).
 
-    def architecture(self, head: str) -> str:
-        """The class in transformers of models with this head, "lm" or "score"."""
-        return self.prefix + {"lm": self.lm_class, "score": self.score_class}[head]
+    def architecture(self, head: str) -> str | None:
+        """The class in transformers of models with this head, "lm" or "score", if there is one."""
+        suffix = {"lm": self.lm_class, "score": self.score_class}[head]
+        return None if suffix is None else self.prefix + suffix
 
 
 def _types(hf: Hf, default: Callable[[int], bool]) -> list[str]:
@@ -273,7 +275,7 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "granite": Family(
-        "Granite",
+        "Granite", score_class=None,
         reads={
             **_ATTENTION_BIAS, "mlp_bias": "mlp_bias", "embedding_scale": "embedding_multiplier",
             "residual_scale": "residual_multiplier", "attention_scale": "attention_multiplier",
@@ -302,7 +304,7 @@ FAMILIES: Mapping[str, Family] = {
         only=_EVERY_LAYER | {"use_sliding_window": False}, moe=_QWEN_MOE, defaults={"norm_topk_prob": False},
     ),
     "olmoe": Family(
-        "Olmoe", LLAMA | EXPERTS | QK_NORM, sets={"qk_norm": "all"}, reads=_ATTENTION_BIAS,
+        "Olmoe", LLAMA | EXPERTS | QK_NORM, score_class=None, sets={"qk_norm": "all"}, reads=_ATTENTION_BIAS,
         only={"clip_qkv": None}, moe={**_QWEN_MOE, "expert_width": "intermediate_size"},
         defaults={"norm_topk_prob": False, "rms_norm_eps": 1e-5},
     ),

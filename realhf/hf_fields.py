@@ -23,7 +23,7 @@ def _is_list(is_legal: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(is_legal, value))
 
 
-def _is_index(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return is_whole(value, least=0)
 
 
@@ -32,22 +32,22 @@ def _is_bool(value: Any) -> bool:
 
 
 def _is_eos(value: Any) -> bool:
-    return _is_index(value) or _is_list(_is_index)(value)
+    return _is_count(value) or _is_list(_is_count)(value)
 
 
-_SIZE, _SHARE = "a whole number of at least 1", "a whole number of at least 0"
+_SIZE, _COUNT = "a whole number of at least 1", "a whole number of at least 0"
 _KINDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads n_embd n_layer n_head "
      "n_positions num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size "
      "shared_expert_intermediate_size n_group topk_group kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-     "v_head_dim no_rope_layer_interval", is_whole, _SIZE),
-    ("num_key_value_heads head_dim n_inner q_lora_rank sliding_window_pattern", _or_none(is_whole),
-     f"{_SIZE}, or null"),
-    ("n_shared_experts first_k_dense_replace max_window_layers", _is_index, _SHARE),
-    ("sliding_window", _or_none(_is_index), f"{_SHARE}, or null"),
+     "v_head_dim no_rope_layer_interval original_max_position_embeddings", is_whole, _SIZE),
+    ("num_key_value_heads head_dim n_inner q_lora_rank sliding_window_pattern max_position_embeddings",
+     _or_none(is_whole), f"{_SIZE}, or null"),
+    ("n_shared_experts first_k_dense_replace max_window_layers", _is_count, _COUNT),
+    ("sliding_window", _or_none(_is_count), f"{_COUNT}, or null"),
     ("rms_norm_eps layer_norm_epsilon query_pre_attn_scalar routed_scaling_factor embedding_multiplier "
      "residual_multiplier attention_multiplier logits_scaling rope_theta rope_local_base_freq "
-     "partial_rotary_factor", is_positive, "a number above 0"),
+     "partial_rotary_factor initializer_range", is_positive, "a number above 0"),
     ("attn_logit_softcapping final_logit_softcapping", _or_none(is_positive), "a number above 0, or null"),
     ("tie_word_embeddings attention_bias mlp_bias norm_topk_prob rope_interleave", _is_bool, "true or false"),
     ("use_sliding_window", _or_none(_is_bool), "true, false or null"),

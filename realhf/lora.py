@@ -1,10 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): its settings, and the parameter table of a model's adapters."""
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from realhf.hf_fields import is_positive, is_whole
@@ -13,20 +11,8 @@ from realhf.param_spec import InFile, ModelSpec, ParamSpec, model_spec
 
 PREFIX = "base_model.model."
 """What PEFT writes before the names of parameters."""
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-SAVED_MODULES = ("score", "classifier")
-"""Heads that PEFT trains as a whole beside the adapters; `classifier` stands for other models' heads."""
 _ATTENTION = {f"{part}.weight" for part in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")}
 _MLP = {f"{prefix}{part}.weight" for prefix in ("", "shared_") for part in ("gate", "up", "down")}
-_READ = {
-    "r", "lora_alpha", "target_modules", "use_rslora", "peft_type", "task_type", "bias", "modules_to_save",
-    "init_lora_weights",
-}  # fmt: skip
-_WITHOUT_EFFECT = {
-    "lora_dropout", "fan_in_fan_out", "base_model_name_or_path", "inference_mode", "revision", "peft_version",
-    "auto_mapping", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying",
-}  # fmt: skip
-"""Fields of adapter_config.json that say nothing about what an adapter computes once it is trained."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +29,7 @@ class LoraConfig:
     use_rslora: bool = False  # The product is scaled by alpha / sqrt(rank) (Kalajdzievski 2023).
     merge: bool = False  # Generation computes with W + scale B A, in memory that is freed behind it.
     adapter: str | None = None
-    """PEFT directory to start from; its rank, alpha, target modules and rslora hold in place of the above."""
+    """PEFT directory to start from; its rank, alpha, target modules and rslora hold, not the defaults."""
     export_merged: bool = False  # Exports are whole models with the adapters merged in, not PEFT directories.
 
     def __post_init__(self) -> None:
@@ -67,50 +53,6 @@ class LoraConfig:
     @property
     def all_linear(self) -> bool:
         return self.target_modules in ("all-linear", ("all-linear",))
-
-    def resolved(self) -> "LoraConfig":
-        """With what the directory says from which the adapters start. Raises ValueError naming its field."""
-        if self.adapter is None:
-            return self
-        return replace(self, **_read_settings(Path(self.adapter) / CONFIG_FILE))
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """The fields of LoraConfig that an adapter_config.json has."""
-    try:
-        hf = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"lora.adapter: {path} cannot be read: {error}") from error
-    if not isinstance(hf, Mapping):
-        raise ValueError(f"lora.adapter: {path} is not a JSON object")
-    targets: Any = hf.get("target_modules")
-    is_list = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
-    saved = [] if hf.get("modules_to_save") is None else hf["modules_to_save"]
-    legal: dict[str, tuple[bool, str]] = {
-        "peft_type": (hf.get("peft_type") == "LORA", '"LORA"'),
-        "task_type": (hf.get("task_type") in (None, "CAUSAL_LM", "SEQ_CLS"), '"CAUSAL_LM" and "SEQ_CLS"'),
-        "bias": (hf.get("bias", "none") == "none", '"none"'),
-        "r": (is_whole(hf.get("r")), "a whole number of at least 1"),
-        "lora_alpha": (is_positive(hf.get("lora_alpha")), "a number above 0"),
-        "use_rslora": (isinstance(hf.get("use_rslora", False), bool), "true and false"),
-        "target_modules": (is_list or targets == "all-linear", 'a list of names, or "all-linear"'),
-        "modules_to_save": (
-            isinstance(saved, list) and all(name in SAVED_MODULES for name in saved), 'null and ["score"]'),
-        # (Other ways to initialise adapters change the base weights, too.)
-        "init_lora_weights": (
-            hf.get("init_lora_weights", True) in (True, False, "gaussian", "eva", "orthogonal"),
-            'true, false, "gaussian", "eva" and "orthogonal"'),
-    }
-    unknown = [key for key in hf if key not in _READ | _WITHOUT_EFFECT]
-    legal |= {key: (not hf[key], "false" if isinstance(hf[key], bool) else "null") for key in unknown}
-    for key, (is_legal, supported) in legal.items():
-        if not is_legal:
-            value = json.dumps(hf.get(key))
-            raise ValueError(f"lora.adapter: {path}: {key} is {value}; supported is {supported}")
-    return {
-        "rank": hf["r"], "alpha": float(hf["lora_alpha"]), "use_rslora": hf.get("use_rslora", False),
-        "target_modules": tuple(sorted(targets)) if is_list else "all-linear",
-    }  # fmt: skip
 
 
 def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:

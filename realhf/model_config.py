@@ -13,14 +13,17 @@ from realhf.shipped import resolve
 HEADS = ("lm", "score")  # Logits over the vocabulary; one number per token (critics, reward models).
 ACTIVATION_NAMES = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 ROPE_KEYS = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_LENGTH),
     "longrope": ("short_factor", "long_factor"),
 }  # fmt: skip
 """Rotary embeddings that `nn` computes, and what config.json must say of them."""
 _ARCHITECTURES = {
-    family.architecture(head): (name, head) for name, family in FAMILIES.items() for head in HEADS
+    architecture: (name, head)
+    for name, family in FAMILIES.items() for head in HEADS
+    if (architecture := family.architecture(head)) is not None
 }
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
@@ -160,7 +163,8 @@ class ModelConfig:
             CheckedFields(generation or {}).get("eos_token_id")
         except ValueError as error:
             raise ValueError(f"generation_config.json: {error}") from error
-        full.get("eos_token_id")
+        for key in ("eos_token_id", "initializer_range", "max_position_embeddings", _ORIGINAL_LENGTH):
+            full.get(key)
         if other := [kind for kind in full.get("layer_types") or () if kind not in LAYER_TYPES]:
             raise ValueError(f"layer_types has {_json(other[0])}: legal are {' and '.join(LAYER_TYPES)}")
         try:
@@ -204,9 +208,14 @@ class ModelConfig:
             raise ValueError(f"model config {path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json of an exported model with this head."""
-        hf = dict(self.hf)
-        hf["architectures"] = [self.describes.architecture(self.head)]
+        """The config.json of an exported model with this head. Raises ValueError where there is no class."""
+        hf, architecture = dict(self.hf), self.describes.architecture(self.head)
+        if architecture is None:
+            raise ValueError(
+                f"transformers has no sequence classification model of {self.describes.prefix}, as which a "
+                "model with a score head is exported: take one of another family"
+            )
+        hf["architectures"] = [architecture]
         if self.head == "score":
             hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
             hf.pop("num_labels", None)
@@ -301,6 +310,10 @@ def _check_rope(config: ModelConfig, rope: Mapping[str, Any], where: str) -> Non
         raise ValueError(f"rope type {kind!r} is not supported; legal are {', '.join(ROPE_KEYS)}")
     if lacking := [key for key in ROPE_KEYS[kind] if key not in rope]:
         raise ValueError(f"rope_scaling of type {kind!r} lacks {lacking[0]}")
+    try:
+        CheckedFields(rope).get(_ORIGINAL_LENGTH)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     lists = [key for key in ROPE_KEYS[kind] if key in ("short_factor", "long_factor")]
     for key in ("rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]):
         if key not in lists and not is_positive(rope[key]):

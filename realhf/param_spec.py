@@ -8,7 +8,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from realhf.model_config import ModelConfig
 Region = tuple[tuple[int, int], ...]  # A box of a tensor: one half-open index range per dim.
 Placement = tuple[tuple[Region, tuple[int, ...]], ...]
 """Distinct regions of a parameter under a layout, by tp index, each with the sorted ranks that hold it."""
+NUM_LIMBS = 3  # 8 bits each in bfloat16: a float32 has 24.
 _BOTH_ENDS = -1  # The stage of an embedding that is also the head.
 
 
@@ -94,6 +95,9 @@ class ParamSpec:
     partial: bool = False  # Every tp rank holds the whole of it and computes a part of its gradient.
     in_file: InFile = InFile("")
     trainable: bool = True  # The optimizer changes it.
+    limbs: int = 1
+    """If more, they are the first dim of `shape`: the values, which files have in float32, are their sum, so
+    that they keep that precision in memory of any dtype (nn/limbs.py)."""
 
     @property
     def numel(self) -> int:
@@ -126,7 +130,13 @@ class ModelSpec:
 
     @property
     def numel(self) -> int:
-        return sum(param.numel for param in self.params)
+        """Number of parameters, as they are published."""
+        return sum(param.numel // param.limbs for param in self.params)
+
+    def without_limbs(self) -> "ModelSpec":
+        """The table with every parameter in the shape that it has in a checkpoint."""
+        params = (replace(p, shape=p.shape[1:], limbs=1) if p.limbs > 1 else p for p in self.params)
+        return ModelSpec(self.config, tuple(params))
 
     def stage_layers(self, strategy: ParallelStrategy, stage: int) -> range:
         return range(*even_split(self.config.num_layers, strategy.pp, stage))
@@ -305,7 +315,7 @@ class _Table:
     def add(
         self, part: str, shape: tuple[int, ...], layer: int | None, split_dim: int | None = None,
         num_units: int = 1, *, expert: int | None = None, partial: bool = False, transposed: bool = False,
-        trainable: bool = True,
+        trainable: bool = True, limbs: int = 1,
     ) -> None:  # fmt: skip
         part_name, _, kind = part.rpartition(".")
         module = self._names[part_name]
@@ -317,7 +327,7 @@ class _Table:
         self.params.append(
             ParamSpec(
                 name, shape, layer, split_dim, num_units, expert, part, partial,
-                InFile(in_file, start, transposed), trainable,
+                InFile(in_file, start, transposed), trainable, limbs,
             )
         )  # fmt: skip
 
@@ -365,7 +375,8 @@ def _routing(table: _Table, layer: int) -> None:
     assert moe is not None
     table.add("router.weight", (moe.num_experts, c.hidden_size), layer)
     if moe.router_bias:
-        table.add("router.e_score_correction_bias", (moe.num_experts,), layer, trainable=False)
+        shape = (NUM_LIMBS, moe.num_experts)  # (transformers keeps it in float32 whatever the model's dtype.)
+        table.add("router.e_score_correction_bias", shape, layer, trainable=False, limbs=NUM_LIMBS)
     if moe.shared_width:
         _mlp(table, "shared_", moe.shared_width, layer)
     if moe.shared_gate:

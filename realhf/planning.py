@@ -64,7 +64,10 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
     if isinstance(work, HostFunction):
         return Workload(samples, **common, seconds=experiment.expected.host_seconds)
     if isinstance(work, Generate):
-        return Workload(samples, **common, max_rows=work.max_rows)
+        return Workload(
+            samples, **common, max_rows=work.max_rows, kv_cache_gib=work.kv_cache_gib,
+            prefill_tokens=work.prefill_tokens,
+        )  # fmt: skip
     if isinstance(work, TrainStep):
         return Workload(
             samples, **common, minibatches=work.minibatches, epochs=work.epochs, output=work.loss.output,

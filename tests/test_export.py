@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realhf.runtime.export import files_beside
+from realhf.experiment import Role
+from realhf.model_config import ModelConfig
+from realhf.runtime.check import compile_program
+from realhf.runtime.export import base_name, config_fields, files_beside
 from tests.cli_tools import GRPO_LAYOUTS, REALHF, Command, grpo_run, read_jsonl, write_experiment, write_plan
-from tests.runtime.tiny import make_experiment, write_task
+from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 
 COMMON = {
     "reward/mean",
@@ -41,7 +44,8 @@ def grpo() -> Path:
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("ppo")
-    experiment, out = write_experiment(directory, "ppo", steps=2), directory / "run"
+    experiment = write_experiment(directory, "ppo", model={"pad_token_id": None}, steps=2)
+    out = directory / "run"
     layouts = {
         "actor_generate": "d2@0-1",
         "reward_forward": "d1@0",
@@ -162,7 +166,7 @@ def test_what_goes_along(tmp_path):
     (task / "generation_config.json").write_text('{"eos_token_id": 1}')
     experiment = make_experiment("ppo", task)
     for role, kind in (("actor", "text-generation"), ("critic", "text-classification")):
-        files = files_beside(experiment, role, experiment.roles()[role].config(), step=2)
+        files = files_beside(experiment, role, step=2)
         card = files.pop("README.md")
         names = {path.name for path in task.iterdir()} - {"config.json", "data.jsonl", "README.md"}
         names -= {"generation_config.json"} if role == "critic" else set()
@@ -181,11 +185,35 @@ def test_export_has_the_tokenizer_as_it_was(grpo):
     assert found == {"config.json", "model.safetensors", "README.md", *names}
 
 
+def test_the_padding_is_the_tokenizers_where_the_config_says_none():
+    config = ModelConfig.from_hf({**HF_CONFIG, "pad_token_id": None}, head="score")
+    assert config_fields(config, pad_token_id=5) == {"pad_token_id": 5}
+    assert config_fields(config, pad_token_id=None) == {}
+    assert config_fields(config, pad_token_id=1) == {}, "it ends responses, whose last token has the score"
+    assert config_fields(replace(config, head="lm"), pad_token_id=5) == {}
+    assert config_fields(replace(config, hf=HF_CONFIG), pad_token_id=5) == {}
+
+
+@pytest.mark.parametrize("architecture", ["GraniteForCausalLM", "OlmoeForCausalLM"])
+def test_a_critic_that_transformers_cannot_open_is_refused(tmp_path, architecture):
+    experts = {"num_experts": 2, "num_experts_per_tok": 1}
+    task = write_task(tmp_path)
+    (task / "config.json").write_text(json.dumps({**HF_CONFIG, **experts, "architectures": [architecture]}))
+    experiment = make_experiment("ppo", task)
+    with pytest.raises(ValueError, match="critic.model: transformers has no sequence classification model"):
+        compile_program(experiment, None, world_size=1)
+    compile_program(make_experiment("grpo", task), None, world_size=1)
+
+
 def test_the_base_model_is_named(tmp_path):
+    role = Role(str(tmp_path / "model"))
+    assert base_name(role) == str(tmp_path / "model")
+    (tmp_path / "model").symlink_to("models--org--other")
+    assert base_name(role) == "org/other"
     task = write_task(tmp_path / "models--org--base")
     experiment = make_experiment("grpo", task)
     experiment.actor = replace(experiment.actor, random_init=False)
-    files = files_beside(experiment, "actor", experiment.actor.config(), step=1)
+    files = files_beside(experiment, "actor", step=1)
     assert yaml.safe_load(files["README.md"].split("---\n")[1]) == {
         "base_model": "org/base", "library_name": "transformers", "pipeline_tag": "text-generation",
         "tags": ["realhf", "grpo"],
@@ -200,4 +228,7 @@ def test_transformers_opens_the_critic(ppo):
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float64)
     assert model.score.weight.shape == (1, 32)
     with torch.no_grad():
-        assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+        alone = [model(torch.tensor([ids])).logits for ids in ([3, 4, 5], [6, 7])]
+        ids, mask = [[3, 4, 5], [6, 7, 0]], [[1, 1, 1], [1, 1, 0]]
+        padded = model(torch.tensor(ids), attention_mask=torch.tensor(mask))
+    torch.testing.assert_close(padded.logits, torch.cat(alone), rtol=1e-9, atol=1e-9)

@@ -19,7 +19,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy, even_split
 from realhf.model_config import ModelConfig
 from realhf.nn.hf import save_weights
-from realhf.param_spec import model_spec
+from realhf.param_spec import model_spec, region_slices
 from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS, QUICK, SIZES
 
 ALL = {**CASES, **MOE_CASES}
@@ -98,6 +98,11 @@ def _on_rank(world, directory, text, target):
     return *_logits_and_gradients(engine, layout, world.rank), generated
 
 
+def _choice_biases(model):
+    """What DeepSeek's routers add to scores when they choose experts: buffers, which are not trained."""
+    return [value for key, value in model.named_buffers() if key.endswith("e_score_correction_bias")]
+
+
 @lru_cache(maxsize=1)
 def _reference(name, directory):
     """By transformers: logits, gradients by name in the checkpoint, and greedy continuations."""
@@ -105,9 +110,8 @@ def _reference(name, directory):
     config = transformers.AutoConfig.for_model(**ALL[name].hf())
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for value in model.parameters():
-            if value.dim() == 1:  # Norms and biases, which start as ones and zeros.
-                value.add_(torch.randn_like(value) * 0.2)
+        for value in (*(p for p in model.parameters() if p.dim() == 1), *_choice_biases(model)):
+            value.add_(torch.randn_like(value) * 0.2)  # Norms and biases start as ones and zeros.
     model.save_pretrained(directory)
     logits = torch.cat([model(part[None]).logits[0] for part in _tokens(sum(LENGTHS)).split(LENGTHS)])
     (logits * _logit_weights()).sum().backward()
@@ -126,15 +130,21 @@ def _reference(name, directory):
 ONE_OF_EACH = {case.family: name for name, case in reversed(ALL.items())}
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classes_are_those_of_transformers(family):
+    """A family has no class for scores only where transformers has none."""
+    described = FAMILIES[family]
+    assert hasattr(transformers, described.architecture("lm"))
+    architecture = described.architecture("score") or f"{described.prefix}ForSequenceClassification"
+    assert hasattr(transformers, architecture) == (described.score_class is not None)
+
+
+@pytest.mark.parametrize("name", [n for family, n in ONE_OF_EACH.items() if FAMILIES[family].score_class])
 def test_reward_model(tmp_path, name):
     """A sequence classification model with one label: its scores, and the way back."""
     torch.manual_seed(0)
-    architecture = FAMILIES[ALL[name].family].architecture("score")
-    reference_class = getattr(transformers, architecture, None)
-    if reference_class is None:
-        pytest.skip(f"transformers has no {architecture}")
     hf = ALL[name].hf(num_labels=1)
+    reference_class = getattr(transformers, FAMILIES[ALL[name].family].architecture("score"))
     reference = reference_class(transformers.AutoConfig.for_model(**hf)).eval()
     reference.save_pretrained(tmp_path / "theirs")
     spec = model_spec(ModelConfig.load(str(tmp_path / "theirs")))
@@ -171,36 +181,47 @@ def test_family_under_layout(pool, base, name, layout):
     num_ranks = ParallelStrategy.parse(layout).num_ranks
     text = f"{layout}@{MESHES[num_ranks]}"
     results = pool.run(_on_rank, str(base / name), text, str(base / name / layout), num_ranks=num_ranks)
-    _check_logits(results, logits)
-    _check_gradients(results, model_spec(ModelConfig.load(str(base / name))), Layout.parse(text), gradients)
+    torch.testing.assert_close(_whole_logits(results, like=logits), logits, rtol=1e-5, atol=1e-5)
+    params = {param.name: param for param in model_spec(ModelConfig.load(str(base / name))).params}
+    sums = _sums_over_replicas(results, Layout.parse(text))
+    assert {key for key, *_ in sums} == set(params)
+    for (key, region, *_), gradient in sums.items():
+        if not params[key].trainable:
+            assert not gradient.any(), f"{layout} {key}"
+            continue
+        theirs, largest = _of_transformers(gradients, params[key], region)
+        assert largest > 0 or params[key].expert is not None, f"{layout} {key}"
+        torch.testing.assert_close(gradient, theirs, rtol=0, atol=1e-4 * largest, msg=f"{layout} {key}")
     generated = {i: row for _, _, rows in results for i, row in rows.items()}
     assert [generated[i] for i in range(NUM_PROMPTS)] == tokens.tolist()
     theirs, ours = (load_file(base / name / d / "model.safetensors") for d in ("", layout))
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[key], ours[key]) for key in ours)
 
 
-def _check_logits(results, expected):
-    found = torch.full_like(expected, torch.nan)
+def _whole_logits(results, *, like):
+    """NaN where no rank has any."""
+    found = torch.full_like(like, torch.nan)
     for pieces, _, _ in results:
         for row, column, logits in pieces:
             found[row : row + logits.shape[0], column : column + logits.shape[1]] = logits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    return found
 
 
-def _check_gradients(results, spec, layout, expected):
-    """What ranks have over dp and cp adds up to regions of the gradient, at every stage and tp rank."""
+def _sums_over_replicas(results, layout):
+    """(parameter, region, stage, tp index) -> the sum of the gradients that ranks over dp and cp have."""
     sums = {}
     for rank, (_, gradients, _) in zip(layout.ranks, results, strict=True):
         at = layout.coordinate(rank)
         for param, (region, gradient) in gradients.items():
             key = (param, region, at.pp, at.tp)
             sums[key] = sums.get(key, 0) + gradient
-    params = {param.name: param for param in spec.params}
-    assert {param for param, *_ in sums} == set(params)
-    for (name, ((low, high), *rest), *_), gradient in sums.items():
-        _, start, transposed = params[name].in_file
-        whole = expected[params[name].in_file.name]
-        whole = whole.T if transposed else whole
-        part = whole[tuple(slice(*span) for span in ((low + start, high + start), *rest))]
-        scale = max(float(whole.abs().max()), 1.0)
-        torch.testing.assert_close(gradient / scale, part / scale, rtol=0, atol=1e-4, msg=f"{layout} {name}")
+    return sums
+
+
+def _of_transformers(gradients, param, region):
+    """A region of a parameter's gradient, and the largest entry of the gradient of its whole tensor."""
+    _, start, transposed = param.in_file
+    whole = gradients[param.in_file.name]
+    rows = whole.T if transposed else whole
+    (low, high), *rest = region
+    return rows[region_slices(((low + start, high + start), *rest))], float(whole.abs().max())

@@ -192,6 +192,10 @@ def test_end_of_sequence_in_the_generation_config():
         (GEMMA3, {"full_attention": 1, "sliding_attention": {}}, "full_attention is 1: it must be"),
         (GEMMA3, {"full_attention": {}, "sliding_attention": {"rope_theta": None}},
          "rope_parameters.sliding_attention: rope_theta is not set: it must be a number above 0"),
+        (LLAMA, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "64"},
+         'rope_parameters: original_max_position_embeddings is "64": it must be a whole number'),
+        (GEMMA3, {"full_attention": {"original_max_position_embeddings": 0}, "sliding_attention": {}},
+         "rope_parameters.full_attention: original_max_position_embeddings is 0: it must be"),
     ],
 )  # fmt: skip
 def test_refuses_rotary_parameters(hf, rope, sentence):
@@ -223,6 +227,15 @@ def test_heads_and_the_way_back_to_hf():
     assert ModelConfig.from_hf(tied).to_hf() == tied
 
 
+@pytest.mark.parametrize(
+    "hf", [{**LLAMA, "architectures": ["GraniteForCausalLM"]},
+           {**QWEN3_MOE, "architectures": ["OlmoeForCausalLM"]}])  # fmt: skip
+def test_scores_of_families_without_a_class_cannot_be_exported(hf):
+    assert ModelConfig.from_hf(hf).to_hf() == hf
+    with pytest.raises(ValueError, match="no sequence classification model of (Granite|Olmoe), as which"):
+        ModelConfig.from_hf(hf, head="score").to_hf()
+
+
 def test_loads_a_model_directory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert ModelConfig.load(str(tmp_path)) == ModelConfig.from_hf(LLAMA)
@@ -242,6 +255,8 @@ def test_loads_a_model_directory(tmp_path):
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling of type 'linear' lacks factor"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported; legal are"),
         ({"hidden_act": "swish2"}, "hidden_act is 'swish2'; supported are silu, gelu"),
+        ({"initializer_range": "0.02"}, 'initializer_range is "0.02": it must be a number above 0'),
+        ({"original_max_position_embeddings": 8.5}, "original_max_position_embeddings is 8.5: it must be"),
         ({"intermediate_size": "20"}, "intermediate_size is \"20\": it must be a whole number of at least 1"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8}, "clip_qkv is 8; supported is not set"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 4, "layer_types": ["full_attention"]},

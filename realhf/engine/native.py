@@ -12,8 +12,8 @@ from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.base import BaseEngine, Outputs, output_batch
 from realhf.engine.generate import generate
-from realhf.engine.micro_batch import micro_batches
-from realhf.engine.outputs import compute_outputs
+from realhf.engine.micro_batch import attention_share, micro_batches
+from realhf.engine.outputs import compute_outputs, loss_by_parts
 from realhf.engine.protocol import DTYPES, Shards
 from realhf.engine.routers import Routers
 from realhf.engine.work import Generate, OptimizerConfig, TrainStep
@@ -87,7 +87,9 @@ class NativeEngine(BaseEngine):
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """The ranks of an ep group pass through the experts together: the last ones of some are empty."""
         groups = self.groups
-        parts = micro_batches(lengths, max_tokens=max_tokens, at_least=groups.layout.pp)
+        parts = micro_batches(
+            lengths, max_tokens=max_tokens, at_least=groups.layout.pp,
+            attention=attention_share(self.model.spec))
         if groups.ep.size > 1:
             parts += [[]] * (max(groups.ep_control.all_gather_json(len(parts))) - len(parts))
         return parts
@@ -103,6 +105,8 @@ class NativeEngine(BaseEngine):
         self, x: torch.Tensor, samples: Batch, finish: Callable[[Outputs, Batch], torch.Tensor],
         *, key: str, settings: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
+        if x.requires_grad:
+            return loss_by_parts(self.model, x, samples, finish, key=key, **settings)
         mask = samples.fields.get("response_mask")
         return finish(compute_outputs(self.model, x, samples[key], mask=mask, **settings), samples)
 

@@ -118,6 +118,6 @@ class ShardedAdamW:
         if gather:  # (a no-op for one replica)
             for section in self._sections:
                 section.group.all_gather_chunks(section.params)
-        self._model.zero_grad_buffer()
+        self._model.forget_grads()
         self.num_steps += 1
         return {"grad_norm": grad_norm, "lr": rate}

@@ -1,12 +1,16 @@
 """From the last stage's hidden states to what calls and losses ask for."""
 
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
 import torch
 
-from realhf.data.batch import Packed
+from realhf.data.batch import Batch, Packed
 from realhf.dist.autograd import sum_over_group
 from realhf.nn.context_parallel import token_range
 from realhf.nn.transformer import Transformer
-from realhf.nn.vocab_parallel import vocab_parallel_entropy, vocab_parallel_logprobs
+from realhf.nn.vocab_parallel import head_logprobs
 
 
 def compute_outputs(
@@ -27,18 +31,93 @@ def compute_outputs(
     if output == "scores":
         here = ((ends > start) & (ends <= stop)).nonzero()[:, 0]
         return {"scores": scatter(model.scores(hidden_TH[ends[here] - 1 - start]), here, len(ends))}
-    wanted_T = torch.ones_like(tokens.values, dtype=torch.bool) if mask is None else mask.values != 0
-    wanted_T[(ends - counts)[counts > 0]] = False
-    positions, num_tokens = wanted_T.nonzero()[:, 0], len(wanted_T)
+    wanted_T, num_tokens = wanted(tokens, mask), len(tokens.values)
+    positions = wanted_T.nonzero()[:, 0]
     positions = positions[(positions > start) & (positions <= stop)]  # The state before chooses a token.
-    states_NH = hidden_TH[positions - 1 - start]
+    states_NH = _Rows.apply(hidden_TH, positions - 1 - start)
     if output == "values":
         return {"values": scatter(model.scores(states_NH), positions, num_tokens)}
-    logits_NV, labels_N, group = model.logits(states_NH), tokens.values[positions], model.groups.tp
-    logprobs_N = vocab_parallel_logprobs(
-        logits_NV, labels_N, vocab_start=model.vocab_range[0], group=group, temperature=temperature)
+    logprobs_N, entropy_N = head_logprobs(
+        states_NH, tokens.values[positions], model.head, temperature=temperature, entropy=entropy)
     outputs = {"logprobs": scatter(logprobs_N, positions, num_tokens)}
-    if entropy:
-        entropy_N = vocab_parallel_entropy(logits_NV, group=group, temperature=temperature)
+    if entropy_N is not None:
         outputs["entropy"] = scatter(entropy_N, positions, num_tokens)
     return outputs
+
+
+def wanted(tokens: Packed, mask: Packed | None) -> torch.Tensor:
+    """For every token, whether its output is wanted: it is in the mask and not the first of its sequence."""
+    wanted_T = torch.ones_like(tokens.values, dtype=torch.bool) if mask is None else mask.values != 0
+    counts = torch.tensor(tokens.lengths, dtype=torch.long, device=wanted_T.device)
+    wanted_T[(counts.cumsum(0) - counts)[counts > 0]] = False
+    return wanted_T
+
+
+def loss_by_parts(
+    model: Transformer, hidden_TH: torch.Tensor, samples: Batch,
+    loss: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor], *, key: str, **settings: Any,
+) -> torch.Tensor:  # fmt: skip
+    """The loss of `compute_outputs`, for as many samples at a time as have logits in one chunk.
+
+    Each part goes backward at once, up to the hidden states: only of a sample that has more logits than a
+    chunk they must be computed twice.
+    """
+    tokens, mask = samples[key], samples.fields.get("response_mask")
+    by_parts = settings["output"] == "logprobs" and model.groups.cp.size == 1
+    limit = model.head.chunk_tokens if by_parts else len(tokens.values)
+    if len(tokens.values) <= limit:
+        return loss(compute_outputs(model, hidden_TH, tokens, mask=mask, **settings), samples)
+    ends = torch.tensor(tokens.lengths).cumsum(0)
+    sums = torch.nn.functional.pad(wanted(tokens, mask).cumsum(0), (1, 0))[ends.to(hidden_TH.device)]
+    bounds, starts = _cuts(sums.tolist(), limit), [0, *ends.tolist()]
+    grad_TH, values = torch.empty_like(hidden_TH), []
+    for first, last in pairwise(bounds):
+        rows = slice(starts[first], starts[last])
+        part_TH = hidden_TH.detach()[rows].requires_grad_()
+        part = samples.select(range(first, last))
+        outputs = compute_outputs(
+            model, part_TH, part[key], mask=part.fields.get("response_mask"), **settings)
+        value = loss(outputs, part)
+        value.backward()
+        grad_TH[rows] = 0.0 if part_TH.grad is None else part_TH.grad
+        values.append(value.detach())
+    return _KnownGradient.apply(hidden_TH, torch.stack(values).sum(), grad_TH)
+
+
+def _cuts(sums: Sequence[int], limit: int) -> list[int]:
+    """Bounds of runs of samples that have at most `limit` each, or are alone; `sums` are running totals."""
+    bounds, before = [0], 0
+    for i, total in enumerate(sums):
+        if total - before > limit and i > bounds[-1]:
+            bounds.append(i)
+            before = sums[i - 1]
+    return [*bounds, len(sums)]
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of rising numbers. (The backward pass of indexing would add to rows one by one.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
+        return out.index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+class _KnownGradient(torch.autograd.Function):
+    """A loss of `x` whose gradient has been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        ctx.grad = grad
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        known, ctx.grad = ctx.grad, None
+        return known.mul_(grad), None, None

@@ -5,41 +5,46 @@ and sums cross ranks (with top-k also their k largest, with top-p all).
 Shapes: B rows, V the rank's shard of the vocabulary, R ranks of the tensor-parallel group.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.dist.group import Group
 from realhf.engine.work import SamplingConfig
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+Words = NDArray[np.uint64]
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_MASK = 0xFFFFFFFF
+_MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-def philox_4x32(counter: list[Tensor], key: tuple[int, int], *, rounds: int = 10) -> list[Tensor]:
-    """Four 32-bit words, as int64 tensors, from a counter of four such words and a key of two numbers."""
+def philox_4x32(counter: Sequence[Words], key: tuple[int, int], *, rounds: int = 10) -> list[Words]:
+    """Four 32-bit words, as uint64 arrays, from a counter of four such words and a key of two numbers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        low0, high0 = _multiply(c0, _MULTIPLIERS[0])
-        low1, high1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = (product1 >> _HALF) ^ c1 ^ np.uint64(k0), (product0 >> _HALF) ^ c3 ^ np.uint64(k1)
+        c1, c3 = product1 & _MASK, product0 & _MASK
+        k0, k1 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
     return [c0, c1, c2, c3]
 
 
-def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Low and high 32 bits of a 32 x 32 bit product; done in halves, because int64 has a sign."""
-    low = (x & 0xFFFF) * factor
-    high = (x >> 16) * factor + (low >> 16)
-    return ((high & 0xFFFF) << 16) | (low & 0xFFFF), high >> 16
+def uniform(seed: int, *, sample_ids: Integers, positions: Integers) -> Floats:
+    """Numbers in [0, 1) of float64 with 53 random bits, a function of (seed, sample id, position) alone.
 
-
-def uniform(seed: int, *, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Numbers in [0, 1) of float64 with 53 random bits, a function of (seed, sample id, position) alone."""
-    counter = [sample_ids & _MASK, sample_ids >> 32 & _MASK, positions, torch.zeros_like(positions)]
-    words = philox_4x32(counter, (seed & _MASK, seed >> 32 & _MASK))
-    return (words[0] >> 5 << 26 | words[1] >> 6).to(torch.float64) / 2.0**53
+    Made on the host, where both are known before the logits are.
+    """
+    ids, at = sample_ids.astype(np.uint64), positions.astype(np.uint64)
+    counter = [ids & _MASK, ids >> _HALF, at, np.zeros_like(at)]
+    words = philox_4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    bits = words[0] >> np.uint64(5) << np.uint64(26) | words[1] >> np.uint64(6)
+    return bits.astype(np.float64) / 2.0**53
 
 
 def sample(

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,7 +144,7 @@ class _Draw:
         self, model: TransformersModel, work: Generate, sample_ids: list[int], *, seed: int
     ) -> None:
         self._model, self._sampling, self._seed = model, work.sampling, seed
-        self._sample_ids = torch.tensor(sample_ids, device=model.flat.device)
+        self._sample_ids = np.array(sample_ids, dtype=np.int64)
         self.eos_ids = torch.tensor(model.config.eos_token_ids, dtype=torch.long, device=model.flat.device)
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
@@ -164,9 +165,9 @@ class _Draw:
 
     def __call__(self, input_ids: Tensor, logits_BV: Tensor) -> Tensor:
         """Leaves the drawn tokens alone possible."""
-        positions = torch.full_like(self._sample_ids, len(self._tokens))
-        draws = uniform(self._seed, sample_ids=self._sample_ids, positions=positions)
-        group = self._model.groups.tp
+        positions = np.full_like(self._sample_ids, len(self._tokens))
+        draws = torch.from_numpy(uniform(self._seed, sample_ids=self._sample_ids, positions=positions))
+        draws, group = draws.to(logits_BV.device), self._model.groups.tp
         tokens_B, logprobs_B = sample(logits_BV, draws, config=self._sampling, vocab_start=0, group=group)
         self._tokens.append(tokens_B)
         self._logprobs.append(logprobs_B)

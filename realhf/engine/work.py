@@ -76,7 +76,15 @@ class Generate(Work):
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
-    max_rows: int = 512  # Sequences that a rank decodes at once; the KV cache is sized for them.
+    max_rows: int = 512  # Sequences that a rank decodes at once; those that are left wait for a free slot.
+    kv_cache_gib: float | None = None  # Of a rank's memory; None: what `max_rows` of full length need.
+    prefill_tokens: int = 8192  # Of prompts in one pass; a longer prompt is cut into pieces.
+
+    def __post_init__(self) -> None:
+        _require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
+        gib = self.kv_cache_gib
+        _require(gib is None or gib > 0, "kv_cache_gib", gib, "be above 0")
+        _require(self.prefill_tokens >= 1, "prefill_tokens", self.prefill_tokens, "be at least 1")
 
 
 @dataclass(frozen=True)

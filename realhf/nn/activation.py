@@ -2,28 +2,117 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.model_config import ModelConfig
+from realhf.nn.gradients import collects
 
 Activation = Callable[[Tensor], Tensor]
 """up_TF -> hidden_TF; of a gated MLP the first half of F is the gate and it gives half as many."""
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
+
+
+class Curve(NamedTuple):
+    """A function of single numbers, and what makes the input's gradient of the output's and the input."""
+
+    compute: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+def _relu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.aten.threshold_backward(grad, x, 0)
+
+
+_SILU = Curve(F.silu, torch.ops.aten.silu_backward)
+_GELU = Curve(F.gelu, torch.ops.aten.gelu_backward)
+_GELU_TANH = Curve(
+    partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"))
+ACTIVATIONS = {
+    "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
+    "relu": Curve(F.relu, _relu_backward),
+}  # fmt: skip
+_PART_NUMEL = 1 << 17
+"""Elements that are worked on at a time on CPU, so that they stay in a core's cache."""
 
 
 def activation(config: ModelConfig) -> Activation:
-    act = ACTIVATIONS[config.activation]
+    curve, gated = ACTIVATIONS[config.activation], config.gated
 
-    def gated(up_TF: Tensor) -> Tensor:
-        gate_TF, up_TF = up_TF.chunk(2, dim=1)
-        return act(gate_TF) * up_TF
+    def activate(up_TF: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and up_TF.requires_grad:
+            return _Activate.apply(up_TF, curve, gated)
+        return _activate(up_TF, curve, gated)
 
-    return gated if config.gated else act
+    return activate
+
+
+def activated_linear(config: ModelConfig, up_TF: Tensor, weight_HF: Tensor) -> Tensor:
+    """The activation and the down-projection behind it, which keep `up_TF` only for the backward pass."""
+    curve, gated = ACTIVATIONS[config.activation], config.gated
+    if torch.is_grad_enabled() and collects(weight_HF):
+        return _ActivatedLinear.apply(up_TF, weight_HF, curve, gated)
+    return F.linear(activation(config)(up_TF), weight_HF)
+
+
+def _parts(x_TF: Tensor) -> list[slice]:
+    rows = len(x_TF) if x_TF.is_cuda else max(1, _PART_NUMEL // x_TF.shape[1])
+    return [slice(start, start + rows) for start in range(0, len(x_TF), max(1, rows))]
+
+
+def _activate(up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:
+    if not gated:
+        return curve.compute(up_TF)
+    gate_TF, up_TF = up_TF.chunk(2, dim=1)
+    out_TF = up_TF.new_empty(up_TF.shape)
+    for at in _parts(out_TF):
+        torch.mul(curve.compute(gate_TF[at]), up_TF[at], out=out_TF[at])
+    return out_TF
+
+
+def _gradient(grad_TF: Tensor, up_TF: Tensor, curve: Curve, gated: bool, *, again: bool = False) -> Tensor:
+    """Of `up_TF`, from that of what `_activate` gives; `again`: which is then written over `grad_TF`."""
+    if not gated:
+        out_TF = curve.backward(grad_TF, up_TF)
+        if again:
+            grad_TF.copy_(curve.compute(up_TF))
+        return out_TF
+    out_TF = torch.empty_like(up_TF)
+    gate_TF, up_TF = up_TF.chunk(2, dim=1)
+    grad_gate_TF, grad_up_TF = out_TF.chunk(2, dim=1)
+    for at in _parts(grad_TF):
+        activated = curve.compute(gate_TF[at])
+        torch.mul(activated, grad_TF[at], out=grad_up_TF[at])
+        grad_gate_TF[at] = curve.backward(grad_TF[at] * up_TF[at], gate_TF[at])
+        if again:
+            torch.mul(activated, up_TF[at], out=grad_TF[at])
+    return out_TF
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:
+        ctx.save_for_backward(up_TF)
+        ctx.curve, ctx.gated = curve, gated
+        return _activate(up_TF, curve, gated)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None, None]:
+        return _gradient(grad_TF, ctx.saved_tensors[0], ctx.curve, ctx.gated), None, None
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, up_TF: Tensor, weight_HF: Tensor, curve: Curve, gated: bool) -> Tensor:
+        ctx.save_for_backward(up_TF)
+        ctx.weight, ctx.curve, ctx.gated = weight_HF, curve, gated
+        return F.linear(_activate(up_TF, curve, gated), weight_HF)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:
+        hidden_TF = grad_TH @ ctx.weight  # First its gradient.
+        grad_TF = _gradient(hidden_TF, ctx.saved_tensors[0], ctx.curve, ctx.gated, again=True)
+        ctx.weight.add_product(grad_TH, hidden_TF)
+        return grad_TF, None, None, None

@@ -4,7 +4,7 @@ Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value
 sequences of equal length: S their number, L their length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -30,13 +30,13 @@ class AttentionKind:
 class Attend:
     """The attention of one layer in one pass: (kind, q_TND, k_TKD, v_TKD) -> out_TND.
 
-    With `cached`, keys and values that the cache is to hold in place of these. In decoding there is one token
-    a sequence, and keys and values are as cached.
+    With `cached`, keys and values that the cache is to hold in place of these. Where the tokens attend to
+    what is in the cache (`from_cache`), keys and values are given as it holds them.
     """
 
     layer: int  # Its number on this stage.
     compute: Callable[..., Tensor]
-    decoding: bool
+    from_cache: bool
 
     def __call__(
         self, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
@@ -59,14 +59,59 @@ def packed_attention(
             if dim != k_TKD.shape[-1]:  # The kernels want it to be that of the keys.
                 v_TKD = F.pad(v_TKD, (0, k_TKD.shape[-1] - dim))
             return kernel(q_TND, k_TKD, v_TKD, starts, starts, longest, longest)[..., :dim]
-    # One call per run of neighbours of equal length. `split` is used because its backward is one `cat`.
+    # One call per run of neighbours of equal length.
     runs = [(length, len(list(run))) for length, run in groupby(n for n in seq_lens if n)]
+    plain = kind.softcap is None and (kind.window is None or kind.window >= max(seq_lens))
+    plain = plain and v_TKD.shape[-1] == k_TKD.shape[-1]
+    if plain and q_TND.device.type == "cpu" and torch.is_grad_enabled():
+        return _Flash.apply(q_TND, k_TKD, v_TKD, runs, kind.scale)
+    # (`split` is used because its backward is one `cat`.)
     sizes = [length * count for length, count in runs]
     outs = []
     for (length, count), *qkv in zip(runs, *(x.split(sizes) for x in (q_TND, k_TKD, v_TKD)), strict=True):
         q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
         outs.append(_equal_lengths(q, k, v, kind).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
+
+
+class _Flash(torch.autograd.Function):
+    """torch's flash attention on CPU, run by run, with one output of all runs: autograd would keep each run's
+    besides. It takes fewer heads of keys than of queries, and gives gradients so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, runs: list[tuple[int, int]], scale: float
+    ) -> Tensor:
+        out_TND, lse = torch.empty_like(q_TND, memory_format=torch.contiguous_format), []
+        compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        for out, *qkv in _by_runs((out_TND, q_TND, k_TKD, v_TKD), runs):
+            values, lse_of_run = compute(*qkv, 0.0, True, scale=scale)
+            out.copy_(values)
+            lse.append(lse_of_run)
+        ctx.save_for_backward(q_TND, k_TKD, v_TKD, out_TND, *lse)
+        ctx.runs, ctx.scale = runs, scale
+        return out_TND
+
+    @staticmethod
+    def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor | None, ...]:
+        q_TND, k_TKD, v_TKD, out_TND, *lse = ctx.saved_tensors
+        compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = [x.new_empty(x.shape) for x in (q_TND, k_TKD, v_TKD)]
+        views = _by_runs((grad_TND, q_TND, k_TKD, v_TKD, out_TND, *grads), ctx.runs)
+        for (*given, grad_q, grad_k, grad_v), lse_of_run in zip(views, lse, strict=True):
+            found = compute(*given, lse_of_run, 0.0, True, scale=ctx.scale)
+            for place, grad in zip((grad_q, grad_k, grad_v), found, strict=True):
+                place.copy_(grad)
+        return *grads, None, None
+
+
+def _by_runs(tensors: Sequence[Tensor], runs: list[tuple[int, int]]) -> Iterator[tuple[Tensor, ...]]:
+    """Views of each run's part of the tensors: (sequences, heads, positions, dim) each."""
+    start = 0
+    for length, count in runs:
+        stop = start + length * count
+        yield tuple(x[start:stop].unflatten(0, (count, length)).transpose(1, 2) for x in tensors)
+        start = stop
 
 
 def _equal_lengths(q_SNLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, kind: AttentionKind) -> Tensor:
@@ -95,6 +140,25 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kind: Att
     scores = (kind.softcap * torch.tanh(scores / kind.softcap)).masked_fill(~visible, -torch.inf)
     wide = torch.promote_types(q.dtype, torch.float32)
     return scores.softmax(-1, dtype=wide).to(q.dtype) @ v
+
+
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over all positions, `mask` added to the scores, and the log-sum-exp of these, without
+    gradients; all as (sequences, heads, positions, dim), with as many heads of queries as of keys."""
+    if q.device.type == "cpu" and kind.softcap is None:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(q, k, v, attn_mask=mask, scale=kind.scale)
+        return out, lse
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * kind.scale
+    if kind.softcap is not None:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
 
 
 @lru_cache(maxsize=16)

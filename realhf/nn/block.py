@@ -12,11 +12,12 @@ from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.model_config import ModelConfig
-from realhf.nn.activation import activation
+from realhf.nn.activation import activated_linear, activation
 from realhf.nn.attention import Attend, AttentionKind
 from realhf.nn.latent_attention import LatentAttention
 from realhf.nn.lora import Adapted, linear
 from realhf.nn.moe import Moe, RouterLosses
+from realhf.nn.norm import rms_norm
 from realhf.nn.parameters import Weights
 from realhf.nn.rope import Angles, rotate
 
@@ -34,12 +35,7 @@ class Norm(torch.nn.Module):
             return x
         if self.bias is not None:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        if self.offset == 0:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # A weight near -1 or 0 would lose its digits in the sum: Gemma adds in float32.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight.to(wide) + self.offset
-        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
 
 class Block(torch.nn.Module):
@@ -108,13 +104,14 @@ class Attention(torch.nn.Module):
         N, K = self.num_heads, self.num_kv_heads
         adapters = self.adapters
         qkv = linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias, adapters.get("qkv.weight"))
-        qk, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).split((N + K, K), dim=1)
+        qkv = qkv.unflatten(1, (-1, self.config.head_dim))
         if self.config.qk_norm is not None:
-            qk = torch.cat([self._normed(x, norm) for x, norm in zip(
-                qk.split((N, K), dim=1), (self.q_norm, self.k_norm), strict=True)], dim=1)
+            q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
+            q_TND, k_TKD = self._normed(q_TND, self.q_norm), self._normed(k_TKD, self.k_norm)
+            qkv = torch.cat((q_TND, k_TKD, v_TKD), dim=1)
         if angles is not None:
-            qk = rotate(qk, angles, interleaved=self.config.rope_interleaved)
-        q_TND, k_TKD = qk.split((N, K), dim=1)
+            qkv = rotate(qkv, angles, interleaved=self.config.rope_interleaved, num_heads=N + K)
+        q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
         y_TH = linear(
             attend(self.kind, q_TND, k_TKD, v_TKD).flatten(1), self.out, adapter=adapters.get("o.weight"))
         y_TH = sum_over_group(y_TH, self.tp)
@@ -143,7 +140,7 @@ class Mlp(torch.nn.Module):
         self, config: ModelConfig, weights: Weights, tp: Group, adapters: Adapted, *, prefix: str = ""
     ) -> None:
         super().__init__()
-        self.tp, self.activation = tp, activation(config)
+        self.tp, self.config, self.activation = tp, config, activation(config)
         up = f"{prefix}{'gate_up' if config.gated else 'up'}"
         self.up, self.up_bias = weights[f"{up}.weight"], weights.get(f"{up}.bias")
         self.down, self.down_bias = weights[f"{prefix}down.weight"], weights.get(f"{prefix}down.bias")
@@ -152,5 +149,9 @@ class Mlp(torch.nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         up_TF = linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
-        y_TH = sum_over_group(linear(self.activation(up_TF), self.down, adapter=self.down_adapter), self.tp)
+        if self.down_adapter is None:
+            y_TH = activated_linear(self.config, up_TF, self.down)
+        else:
+            y_TH = self.down_adapter(self.activation(up_TF), None)
+        y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.down_bias is None else y_TH + self.down_bias

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.lora import WEIGHTS_FILE
-from realhf.nn.tensor_files import DTYPES, StoredTensor, find_tensors, read_header
+from realhf.nn.tensor_files import STORED_DTYPES, StoredTensor, find_tensors
 from realhf.param_spec import ModelSpec, ParamSpec, Region
 
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
@@ -37,6 +36,8 @@ def params_by_tensor(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
 
 def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
     """Shape in a checkpoint of the tensor with these parameters."""
+    if params[0].limbs > 1:
+        return params[0].shape[1:]
     rows, *rest = params[0].shape
     shape = (sum(param.shape[0] for param in params), *rest)
     return shape[::-1] if params[0].in_file.transposed else shape
@@ -44,6 +45,8 @@ def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
 
 def box_in_tensor(param: ParamSpec, region: Region) -> Region:
     """Where a region of a parameter lies in its tensor of a checkpoint."""
+    if param.limbs > 1:
+        return region[1:]
     (low, high), *rest = region
     box = ((low + param.in_file.start, high + param.in_file.start), *rest)
     return box[::-1] if param.in_file.transposed else box
@@ -61,7 +64,7 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
         if name in tensors:
             raise ValueError(f"{directory} has {name} twice, with and without the prefix {prefix!r}")
         if name in shapes:
-            _check(tensor, stored_name, shapes[name])
+            check_tensor(tensor, stored_name, shapes[name])
             tensors[name] = tensor
         elif stored_name == LM_HEAD and config.tied:
             head_copy = tensor
@@ -74,7 +77,7 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
             raise ValueError(f"{tensor.path}: {what}")
     embedding = f"{config.describes.names['embedding']}.weight"
     if head_copy is not None:
-        _check(head_copy, LM_HEAD, shapes[embedding])
+        check_tensor(head_copy, LM_HEAD, shapes[embedding])
         if embedding not in tensors:
             tensors[embedding], head_copy = head_copy, None
     missing = sorted(shapes.keys() - tensors)
@@ -88,32 +91,16 @@ def check_tensors(directory: Path) -> None:
     """Reads the headers. Raises ValueError where files are no safetensors files, or hold what is not read."""
     for name, tensor in find_tensors(directory).items():
         if tensor.dtype.startswith("F"):  # (Of masks and the like transformers makes its own.)
-            _check(tensor, name, tensor.shape)
+            check_tensor(tensor, name, tensor.shape)
 
 
-def open_adapters(directory: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The tensors of a PEFT directory, which may lack the score head. Raises ValueError as above."""
-    path = directory / WEIGHTS_FILE
-    shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
-    if not path.is_file():
-        raise ValueError(f"{directory} has no {WEIGHTS_FILE}; adapters are read from safetensors only")
-    tensors = read_header(path)
-    optional = {param.in_file.name for param in spec.params if param.part == SCORE}
-    if unknown := sorted(tensors.keys() - shapes):
-        raise ValueError(f"{path}: {unknown[0]} is no adapter of this {spec.config.family} model")
-    if missing := sorted(shapes.keys() - tensors - optional):
-        raise ValueError(f"{path}: {missing[0]} is missing")
-    for name, tensor in tensors.items():
-        _check(tensor, name, shapes[name])
-    return tensors
-
-
-def _check(tensor: StoredTensor, name: str, shape: tuple[int, ...]) -> None:
+def check_tensor(tensor: StoredTensor, name: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless the tensor has this shape and a dtype that is read."""
     where = f"{tensor.path}: tensor {name} has"
     if name == SCORE and tensor.shape[1:] == shape[1:] and tensor.shape != shape:
         raise ValueError(f"{where} {tensor.shape[0]} rows: only reward models of num_labels 1 are supported")
-    if tensor.dtype not in DTYPES:
-        legal = f"supported are {', '.join(DTYPES)}"
+    if tensor.dtype not in STORED_DTYPES:
+        legal = f"supported are {', '.join(STORED_DTYPES)}"
         raise ValueError(f"{where} dtype {tensor.dtype}: {legal}; dequantise the checkpoint first")
     if tensor.shape != shape:
         raise ValueError(f"{where} shape {tensor.shape}; the config says {shape}")

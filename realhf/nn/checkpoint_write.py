@@ -1,6 +1,5 @@
 """Writes Hugging Face model directories: every rank its own part of the files, side by side."""
 
-import ctypes
 import json
 import math
 import os
@@ -9,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -17,13 +17,17 @@ from torch import Tensor
 from realhf.dist.group import World
 from realhf.layout import Layout
 from realhf.nn.checkpoint import box_in_tensor, params_by_tensor, tensor_shape
-from realhf.nn.tensor_files import DTYPES, INDEX, pack_header, pack_index
+from realhf.nn.host_tensors import dtype_in_file, in_file_order, memory_of
+from realhf.nn.tensor_files import INDEX, STORED_DTYPES, pack_header, pack_index
 from realhf.param_spec import ModelSpec, ParamSpec, Region, region_size
 
 MAX_SHARD_BYTES = 5 * 10**9
 Beside = Path | str
 """A file that goes along: one that is copied, or its text."""
-_WEIGHTS = "model*.safetensors"
+_EXPORTED = (
+    "config.json", "adapter_config.json", "model*.safetensors", INDEX, "adapter_model*.safetensors",
+)  # fmt: skip
+"""Names of what an export consists of, beside what goes along."""
 _BLOCK_BYTES = 16 << 20
 """So much of a tensor is made contiguous, or travels to a writer, at a time."""
 
@@ -40,12 +44,15 @@ def plan_files(
     spec: ModelSpec, *, dtype: torch.dtype, max_shard_bytes: int, stem: str = "model"
 ) -> list[ShardFile]:
     """The model's tensors in table order, in files of at most `max_shard_bytes` unless one alone has more."""
-    shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
-    stored = next(name for name, known in DTYPES.items() if getattr(torch, known) == dtype)
+    stored = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
+    tensors = {
+        name: (dtype_in_file(params[0], dtype), tensor_shape(params))
+        for name, params in params_by_tensor(spec.params).items()
+    }
     files: list[list[str]] = [[]]
     filled = 0
-    for name, shape in shapes.items():
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    for name, (own, shape) in tensors.items():
+        num_bytes = torch.Size(shape).numel() * own.itemsize
         if files[-1] and filled + num_bytes > max_shard_bytes:
             files.append([])
             filled = 0
@@ -54,7 +61,10 @@ def plan_files(
     count = len(files)
     names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     names = names if count > 1 else [f"{stem}.safetensors"]
-    headers = [pack_header((name, stored, shapes[name]) for name in file) for file in files]
+    headers = [
+        pack_header((name, stored[own], shape) for name in file for own, shape in [tensors[name]])
+        for file in files
+    ]
     return [ShardFile(name, *header) for name, header in zip(names, headers, strict=True)]
 
 
@@ -90,7 +100,7 @@ class CheckpointWriter:
     """Writes a model of one layout, as often as one likes; `leader` need not be in the layout.
 
     `stem` begins the names of the files. `config` is the name and content of the file that goes with them;
-    None: config.json of the model.
+    None: config.json of the model, with `fields` added.
 
     All is written by the leader's host, whose disk alone the directory needs to be on: by the ranks of the
     layout there, in place, each what it holds; what nobody there holds is sent to them block by block.
@@ -100,10 +110,11 @@ class CheckpointWriter:
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: torch.dtype, leader: int, max_shard_bytes: int = MAX_SHARD_BYTES, stem: str = "model",
         config: tuple[str, Mapping[str, object]] | None = None,
+        fields: Mapping[str, object] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._spec, self._rank, self._leader, self._dtype = spec, world.rank, leader, dtype
         self._files = plan_files(spec, dtype=dtype, max_shard_bytes=max_shard_bytes, stem=stem)
-        self._config = config or ("config.json", _model_config(spec, dtype))
+        self._config = config or ("config.json", {**_model_config(spec, dtype), **fields})
         host = world.neighbours(leader)
         self._writers = sorted(rank for rank in layout.ranks if rank in host) or [leader]
         self._parts = assign_parts(spec, layout, self._writers)
@@ -156,8 +167,9 @@ class CheckpointWriter:
             return
         box = box_in_tensor(part.param, part.region)
         shape = [stop - start for start, stop in box]
-        for row, like in _blocks(torch.empty(shape, dtype=self._dtype, device="meta")):
-            block = torch.empty(like.shape, dtype=self._dtype)
+        dtype = dtype_in_file(part.param, self._dtype)
+        for row, like in _blocks(torch.empty(shape, dtype=dtype, device="meta")):
+            block = torch.empty(like.shape, dtype=dtype)
             self._group.exchange([], [(peers.index(part.sender), block)])
             self._write(directory, part, row, block)
 
@@ -165,27 +177,32 @@ class CheckpointWriter:
         """Writes rows of a part, from its own row `row` on, to where they belong."""
         name, box = part.param.in_file.name, box_in_tensor(part.param, part.region)
         file, shape = self._file_of[name], self._shapes[name]
-        stride = self._dtype.itemsize * math.prod(shape[1:])
+        stride = block.itemsize * math.prod(shape[1:])
         start = file.starts[name] + (box[0][0] + row) * stride
         data = memory_of(block)
         with open(directory / _unfinished(file.name), "r+b", buffering=0) as out:
             if box[1:] == tuple((0, size) for size in shape[1:]):
                 _write_all(out.fileno(), data, start)
                 return
-            length, start = len(data) // len(block), start + box[1][0] * self._dtype.itemsize
+            length, start = len(data) // len(block), start + box[1][0] * block.itemsize
             for i in range(len(block)):
                 _write_all(out.fileno(), data[i * length : (i + 1) * length], start + i * stride)
 
     def _finish(self, directory: Path, beside: Mapping[str, Beside]) -> None:
-        """Puts the finished files into their places; what an earlier export left there goes first."""
+        """Puts the finished files into their places; what an earlier export, of a model or of adapters, left
+        there goes first."""
         names, (config_file, config) = [file.name for file in self._files], self._config
-        for path in (directory / config_file, directory / INDEX, *directory.glob(_WEIGHTS)):
-            path.unlink(missing_ok=True)
+        mine = {_unfinished(name) for name in names}
+        for pattern in (*_EXPORTED, *map(_unfinished, _EXPORTED)):
+            for path in directory.glob(pattern):
+                if path.name not in mine:
+                    path.unlink()
         for name in names:
             os.replace(directory / _unfinished(name), directory / name)
         if len(names) > 1:
             files = {name: file.name for name, file in self._file_of.items() if name}
-            _put(directory / INDEX, pack_index(files, self._spec.numel * self._dtype.itemsize))
+            num_bytes = sum(file.starts[""] - len(file.header) for file in self._files)
+            _put(directory / INDEX, pack_index(files, num_bytes))
         for name, content in beside.items():
             _put(directory / name, content)
         _put(directory / config_file, json.dumps(config, indent=2) + "\n")
@@ -195,20 +212,6 @@ def _model_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, object]:
     config = spec.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     return config
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, which must outlive this view of them.
-
-    (After `Tensor.numpy` torch would never again free or resize its storage.)
-    """
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def in_file_order(param: ParamSpec, shard: Tensor) -> Tensor:
-    """A view of a region with the dims as in a checkpoint."""
-    return shard.T if param.in_file.transposed else shard
 
 
 def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:

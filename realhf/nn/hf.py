@@ -1,4 +1,4 @@
-"""Hugging Face model and PEFT directories into a model, and models out, by the parameter table.
+"""Hugging Face model and PEFT directories in and out, by the parameter table.
 
 Only safetensors and JSON are read.
 """
@@ -11,10 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from realhf.nn.checkpoint import LM_HEAD, box_in_tensor, open_adapters, open_checkpoint
-from realhf.nn.checkpoint_write import MAX_SHARD_BYTES, Beside, CheckpointWriter, in_file_order, memory_of
+from realhf.dist.group import World
+from realhf.layout import Layout
+from realhf.lora import LoraConfig
+from realhf.nn.checkpoint import LM_HEAD, box_in_tensor, open_checkpoint
+from realhf.nn.checkpoint_write import MAX_SHARD_BYTES, Beside, CheckpointWriter
+from realhf.nn.host_tensors import in_file_order, memory_of
+from realhf.nn.limbs import split_into
 from realhf.nn.lora import Adapters
-from realhf.nn.tensor_files import DTYPES, StoredTensor
+from realhf.nn.peft import CONFIG_FILE, STEM, adapter_config, open_adapters
+from realhf.nn.tensor_files import STORED_DTYPES, StoredTensor
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec, Region
 
@@ -89,6 +95,30 @@ def save_weights(
     writer.write(Path(directory), model.shards(), beside=beside or {})
 
 
+def save_adapters(directory: str | Path, adapters: Adapters, *, base: str) -> None:
+    """Writes a directory that `peft.PeftModel.from_pretrained` opens, at the layout's first rank.
+
+    Collective over the ranks of the layout; `base` names the model beneath.
+    """
+    groups = adapters.groups
+    writer = adapter_writer(
+        adapters.spec, adapters.lora, groups.layout, groups.world, dtype=adapters.flat.dtype,
+        leader=groups.layout.ranks[0], base=base,
+    )  # fmt: skip
+    writer.write(Path(directory), adapters.shards(), beside={})
+
+
+def adapter_writer(
+    spec: ModelSpec, lora: LoraConfig, layout: Layout, world: World,
+    *, dtype: torch.dtype, leader: int, base: str,
+) -> CheckpointWriter:  # fmt: skip
+    """What writes PEFT directories of adapters that are in this layout."""
+    return CheckpointWriter(
+        spec, layout, world, dtype=dtype, leader=leader, max_shard_bytes=sys.maxsize, stem=STEM,
+        config=(CONFIG_FILE, adapter_config(spec.config, lora, base=base)),
+    )  # fmt: skip
+
+
 class _Reader:
     """Reads boxes of tensors out of files, of which it keeps the last one open."""
 
@@ -100,6 +130,10 @@ class _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file that is open, if one is."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -110,16 +144,21 @@ class _Reader:
     ) -> None:  # fmt: skip
         """Reads what there is of a rank's parameters, in the order of the files."""
         reads: list[tuple[StoredTensor, Region, Tensor]] = []
+        sums: list[tuple[Tensor, Tensor]] = []
         for param in spec.params:
             if param.name in shards and param.in_file.name in tensors:
                 box, tensor = box_in_tensor(param, regions[param.name]), tensors[param.in_file.name]
-                reads.append((tensor, box, in_file_order(param, shards[param.name])))
+                target = in_file_order(param, shards[param.name])
+                sums += [(shards[param.name], target)] if param.limbs > 1 else []
+                reads.append((tensor, box, target))
         for tensor, box, shard in sorted(reads, key=lambda read: (read[0].path, read[0].start, read[1])):
             self.read(tensor, box, shard)
+        for limbs, values in sums:
+            split_into(limbs, values)
 
     def read(self, tensor: StoredTensor, box: Region, target: Tensor) -> None:
         """Reads into `target`, cast to its dtype."""
-        as_stored = target.dtype == getattr(torch, DTYPES[tensor.dtype])
+        as_stored = target.dtype == getattr(torch, STORED_DTYPES[tensor.dtype])
         if as_stored and target.device.type == "cpu" and target.is_contiguous():
             memory = memory_of(target)
             row_bytes, itemsize = tensor.num_bytes // tensor.shape[0], target.dtype.itemsize
@@ -151,7 +190,8 @@ class _Reader:
             last = min(high, first + step)
             block = self._block[: (last - first) * row_bytes]
             self._fill(memory_of(block), tensor, first * row_bytes)
-            values = block.view(getattr(torch, DTYPES[tensor.dtype])).view(last - first, *tensor.shape[1:])
+            dtype = getattr(torch, STORED_DTYPES[tensor.dtype])
+            values = block.view(dtype).view(last - first, *tensor.shape[1:])
             yield slice(first - low, last - low), values[:, slice(*columns[0])] if columns else values
 
     def _fill(self, memory: memoryview, tensor: StoredTensor, start: int) -> None:
@@ -159,7 +199,7 @@ class _Reader:
         position = tensor.start + start
         try:
             if self._file < 0 or self._path != tensor.path:
-                self.__exit__()
+                self.close()
                 self._path, self._file = tensor.path, os.open(tensor.path, os.O_RDONLY)
             while len(memory):
                 count = os.preadv(self._file, [memory], position)

@@ -1,67 +1,122 @@
-"""KVCache: keys and values of one rank's layers during generation, and attention of single tokens over it.
+"""KVCache: keys and values of one rank's layers in blocks, and attention of the newest tokens over them.
 
-Shape suffixes: B rows, T tokens of all rows end to end, N query heads, K key-value heads, D head dim,
-L filled positions of the longest row.
+The blocks are attended to where they lie, each for itself and a shared one once for all of its rows; what
+comes of it is put together by log-sum-exp (Dao et al. 2023, "Flash-Decoding"; the shared prefix as in
+Hydragen, arXiv:2402.05099).
+
+Shape suffixes: B rows, T tokens of all rows end to end, N query heads, K key-value heads, G queries per
+key-value head, D head dim; P blocks, L tokens in a block, S rows that share one, M blocks of a row.
 """
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.nn.attention import AttentionKind, masked_attention
+from realhf.cache_blocks import BLOCK_SIZE
+from realhf.nn.attention import AttentionKind, attention_with_lse
+from realhf.nn.block_tables import BlockSet, Decoding
 
 
 class KVCache:
-    """K and V of `shape` (rows, kv heads, max_len, head_dim) per local layer; `lens` has the rows' lengths.
+    """`num_blocks` blocks per local layer, each of (BLOCK_SIZE, kv heads, head_dim).
 
     With `value_dim`, values are the first dims of the keys and not held a second time.
-    Prompts come by one `start` and a `write` in every layer; a decoding step is an `advance`, then a `write`
-    and an `attention` in every layer.
     """
 
     def __init__(
-        self, num_layers: int, shape: tuple[int, int, int, int], *, value_dim: int | None = None,
+        self, num_layers: int, num_blocks: int, heads: int, dim: int, *, value_dim: int | None = None,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        # Zeros: what lies behind a row's end is multiplied by probability zero and must be finite.
-        parts = 2 if value_dim is None else 1
-        self._kv = [torch.zeros(parts, *shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (1 if value_dim else 2, num_blocks, BLOCK_SIZE, heads, dim)
+        self.layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self._value_dim = value_dim
-        self._longest = 0
-        self.lens = torch.zeros(shape[0], dtype=torch.long, device=device)
 
-    def start(self, lens: Tensor) -> None:
-        """The rows now hold prompts of these lengths (on the host)."""
-        self.lens, self._longest = lens.to(self.lens.device), int(lens.max())
-
-    def advance(self) -> None:
-        """Every row gets one more token."""
-        self.lens = self.lens + 1
-        self._longest += 1
-        self._visible_BL = torch.arange(self._longest, device=self.lens.device) < self.lens[:, None]
-
-    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, *, row_T: Tensor, position_T: Tensor) -> None:
+    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, places_T: Tensor) -> None:
+        """Stores tokens at `places_T`, which are block * BLOCK_SIZE + place in the block."""
         news = (k_TKD, v_TKD) if self._value_dim is None else (k_TKD,)
-        for cached, new in zip(self._kv[layer].transpose(2, 3), news, strict=True):
-            cached[row_T, position_T] = new
+        for cached, new in zip(self.layers[layer].flatten(1, 2), news, strict=True):
+            cached.index_copy_(0, places_T, new)
 
-    def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind) -> Tensor:
+    def read(self, layer: int, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at these places: k_TKD, v_TKD."""
+        k_TKD, *others = self.layers[layer].flatten(1, 2).index_select(1, places_T)
+        return k_TKD, others[0] if others else k_TKD[..., : self._value_dim]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Blocks that rows are about to write to, but share."""
+        for layer in self.layers:
+            layer[:, list(targets)] = layer[:, list(sources)]
+
+    def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind, at: "Visible") -> Tensor:
         """Grouped-query attention of each row's newest token over its cached positions: out_BND."""
-        visible_BL = self._visible_BL
-        if kind.window is not None and kind.window < self._longest:
-            at = torch.arange(self._longest, device=self.lens.device)
-            visible_BL = visible_BL & (at >= self.lens[:, None] - kind.window)
-        k, *others = self._kv[layer][..., : self._longest, :]
-        v = others[0] if others else k[..., : self._value_dim]
-        q = q_BND.unflatten(1, (k.shape[1], -1))  # the query heads of a group in the place of positions
-        return masked_attention(q, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
+        q_BKGD = q_BND.unflatten(1, (self.layers[layer].shape[3], -1))
+        parts = [self._part(layer, q_BKGD, kind, at, number) for number in range(len(at.decoding.sets))]
+        outs, lses = zip(*parts, strict=True)
+        out_XKGD, lse_XKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
+        parts_BM, missing_BM = at.decoding.parts_BM, at.decoding.missing_BM
+        if parts_BM.shape[1] == 1:
+            return out_XKGD.index_select(0, parts_BM[:, 0]).flatten(1, 2)
+        lse_BMKG = lse_XKG[parts_BM]
+        if missing_BM is not None:
+            lse_BMKG = lse_BMKG.masked_fill(missing_BM[:, :, None, None], -torch.inf)
+        weights_BMKG, out_BMKGD = lse_BMKG.softmax(1), out_XKGD[parts_BM].to(lse_BMKG.dtype)
+        out_BKGD = torch.einsum("bmkg,bmkgd->bkgd", weights_BMKG, out_BMKGD)
+        return out_BKGD.flatten(1, 2).to(q_BND.dtype)
 
-    def keep(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was: drops finished rows, reorders, or copies a row."""
-        for layer, old in enumerate(self._kv):
-            self._kv[layer] = old[:, rows]
-        self.lens = self.lens[rows]
-        self._longest = int(self.lens.max()) if len(rows) else 0
+    def _part(
+        self, layer: int, q_BKGD: Tensor, kind: AttentionKind, at: "Visible", number: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of every block of a set and each of its rows: out of (P * S, K, G, D) and log-sum-exp."""
+        blocks = at.decoding.sets[number]
+        k, *others = self.layers[layer][:, blocks.blocks, : blocks.width].transpose(2, 3)
+        v = others[0] if others else k
+        num_sharers, group = blocks.rows_PS.shape[1], q_BKGD.shape[2]
+        q_PSKGD = q_BKGD.index_select(0, blocks.rows_PS.flatten()).unflatten(0, blocks.rows_PS.shape)
+        q = q_PSKGD.transpose(1, 2).flatten(2, 3)  # Sharers and groups in the place of positions.
+        out, lse = attention_with_lse(q, k, v, kind, at.mask(number, kind.window, group, q.dtype))
+        out = out.unflatten(2, (num_sharers, group)).transpose(1, 2).flatten(0, 1)
+        lse = lse.unflatten(2, (num_sharers, group)).transpose(1, 2).flatten(0, 1)
+        return out if others else out[..., : self._value_dim], lse
 
-    def repeat(self, counts: Tensor) -> None:
-        """Each row becomes that many equal neighbours: n samples of one prompt."""
-        self.keep(torch.repeat_interleave(counts))
+
+class Visible:
+    """What the newest tokens see, the same in all layers of a kind."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self.decoding = decoding
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def mask(self, number: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores over set `number`: (P, 1, S * G or 1, L); None: all is seen."""
+        if (number, window) not in self._masks:
+            blocks = self.decoding.sets[number]
+            self._masks[number, window] = self._mask(blocks, window, group, dtype)
+        return self._masks[number, window]
+
+    def _mask(
+        self, blocks: BlockSet, window: int | None, group: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        last_PS1 = self.decoding.positions_B[blocks.rows_PS][:, :, None]
+        at_P1L = (blocks.starts_P[:, None] + torch.arange(blocks.width, device=last_PS1.device))[:, None]
+        seen_PSL = at_P1L <= last_PS1
+        if window is not None:
+            seen_PSL = seen_PSL & (at_P1L > last_PS1 - window)
+        if seen_PSL.all():
+            return None
+        if blocks.rows_PS.shape[1] > 1:
+            seen_PSL = seen_PSL.repeat_interleave(group, dim=1)
+        # Finite, so that a block of which nothing is seen gets a weight of 0 instead of NaN.
+        hidden = torch.finfo(dtype).min / 2
+        return torch.zeros_like(seen_PSL, dtype=dtype).masked_fill(~seen_PSL, hidden)[:, None]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, as what lies behind a row's end is multiplied by probability zero and must be finite. On CPU
+    numpy's, whose pages take no memory, nor time, before they are written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

@@ -7,7 +7,6 @@ without position, R rotated ones, D = P + R, V value dims.
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.dist.autograd import copy_to_group, sum_over_group
@@ -15,6 +14,7 @@ from realhf.dist.group import Group
 from realhf.model_config import ModelConfig
 from realhf.nn.attention import Attend, AttentionKind
 from realhf.nn.lora import Adapted, linear
+from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
 
 _NORM_EPS = 1e-6  # Of the latents' norms: transformers gives them none from config.json.
@@ -23,8 +23,8 @@ _NORM_EPS = 1e-6  # Of the latents' norms: transformers gives them none from con
 class LatentAttention(torch.nn.Module):
     """Attention over this rank's heads, whose keys and values are made from one latent a token.
 
-    The cache holds that latent with the key's rotated dims, which all heads share. Decoding is multi-query
-    attention over it: what would expand keys and values is applied to queries and outputs.
+    The cache holds that latent with the key's rotated dims, which all heads share. From the cache it is
+    multi-query attention: what would expand keys and values is applied to queries and outputs.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class LatentAttention(torch.nn.Module):
         mla, interleaved = self.mla, self.config.rope_interleaved
         q_TNP, q_TNR = self._queries(x_TH).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
         latent_TC, k_TR = self._linear("kv_a", x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
-        latent_TC = F.rms_norm(latent_TC, self.kv_a_norm.shape, self.kv_a_norm, _NORM_EPS)
+        latent_TC = rms_norm(latent_TC, self.kv_a_norm, _NORM_EPS)
         latent_TC, k_T1R = (copy_to_group(x, self.tp) for x in (latent_TC, k_TR[:, None]))
         if angles is not None:
             q_TNR, k_T1R = (rotate(x, angles, interleaved=interleaved) for x in (q_TNR, k_T1R))
         cached_T1L = torch.cat((latent_TC[:, None], k_T1R), dim=2)
-        if attend.decoding:
+        if attend.from_cache:
             up_NPC, up_NVC = self._up()
             q_TNL = torch.cat((torch.einsum("tnp,npc->tnc", q_TNP, up_NPC), q_TNR), dim=2)
             out_TNC = attend(self.kind, q_TNL, cached_T1L, latent_TC[:, None])
@@ -73,7 +73,7 @@ class LatentAttention(torch.nn.Module):
         else:
             assert self.q_a_norm is not None
             latent = self._linear("q_a", x_TH)
-            latent = F.rms_norm(latent, self.q_a_norm.shape, self.q_a_norm, _NORM_EPS)
+            latent = rms_norm(latent, self.q_a_norm, _NORM_EPS)
             q = self._linear("q_b", copy_to_group(latent, self.tp))
         return q.unflatten(1, (self.num_heads, -1))
 

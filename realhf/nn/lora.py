@@ -12,6 +12,7 @@ from torch import Tensor
 from realhf.dist.parallel import ParallelGroups
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
+from realhf.nn.linear import linear as plain_linear
 from realhf.nn.parameters import ShardedParameters
 
 
@@ -74,7 +75,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, adapter: Adapter | None = None
 ) -> Tensor:
     """A linear layer, with its adapter if it has one."""
-    return F.linear(x, weight, bias) if adapter is None else adapter(x, bias)
+    return plain_linear(x, weight, bias) if adapter is None else adapter(x, bias)
 
 
 class Adapters(ShardedParameters):

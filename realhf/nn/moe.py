@@ -18,6 +18,7 @@ from realhf.layout import even_split
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
 from realhf.nn.grouped import grouped_linear
+from realhf.nn.limbs import joined
 
 
 class RouterLosses:
@@ -119,7 +120,8 @@ class Moe(torch.nn.Module):
         else:
             logits_TE = F.linear(x_TH, self.router)
             scores_TE = logits_TE.softmax(-1, dtype=wide)
-        expert_TK = _choose(scores_TE.detach(), self.choice_bias, moe)
+        bias_E = None if self.choice_bias is None else joined(self.choice_bias.detach())
+        expert_TK = _choose(scores_TE.detach(), bias_E, moe)
         weights_TK = scores_TE.gather(1, expert_TK)
         if moe.normalize:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

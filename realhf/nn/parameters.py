@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Collection, Mapping
-from functools import partial
 from itertools import accumulate
 from typing import Self
 
@@ -11,12 +10,13 @@ import torch
 from torch import Tensor
 
 from realhf.dist.parallel import ParallelGroups
+from realhf.nn.gradients import Weight
 from realhf.param_spec import ModelSpec, ParamSpec, region_size, region_slices
 from realhf.realloc.bind import shards_of
 
 _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 """Parts that lie side by side and are computed with as one."""
-Weights = Mapping[str, torch.nn.Parameter]
+Weights = Mapping[str, Weight]
 """A layer's weights by part ("o.weight"); q, k and v are one ("qkv.weight"), gate and up another."""
 
 
@@ -44,7 +44,7 @@ class ShardedParameters(torch.nn.Module):
         assert self.flat.numel() == sum(sizes) and self.flat.dtype == dtype
         self._shards = shards_of(self.flat, self.regions)
         self.grad_buffer: Tensor | None = None
-        """Gradients in the places of `flat`; every backward pass adds to it."""
+        """Gradients in the places of `flat`: backward passes add to them, `finish_grads` completes them."""
         self._rows: dict[tuple[int | None, str], dict[str, int]] = {}
         """Layer and part -> the parts that were fused into it, and their numbers of rows."""
         self._by_layer = self._fuse_weights()
@@ -60,9 +60,9 @@ class ShardedParameters(torch.nn.Module):
         at_both_ends = self.config.tied and groups.ends is not None
         self._at_both_ends = [p.name for p in held if p.part == "embedding.weight" and at_both_ends]
 
-    def _fuse_weights(self) -> dict[int | None, dict[str, torch.nn.Parameter]]:
+    def _fuse_weights(self) -> dict[int | None, dict[str, Weight]]:
         starts: dict[tuple[int | None, str], int] = {}
-        weights: dict[int | None, dict[str, torch.nn.Parameter]] = {}
+        weights: dict[int | None, dict[str, Weight]] = {}
         for p in self.spec.params:
             if p.name not in self.regions:
                 continue
@@ -70,7 +70,7 @@ class ShardedParameters(torch.nn.Module):
             part, (rows, *rest) = self._fused_part(p), (hi - lo for lo, hi in self.regions[p.name])
             self._rows.setdefault((p.layer, part), {})[p.part] = rows
             view = self.flat[starts.setdefault((p.layer, part), start) : stop].view(-1, *rest)
-            weights.setdefault(p.layer, {})[part] = torch.nn.Parameter(view, requires_grad=False)
+            weights.setdefault(p.layer, {})[part] = Weight(view, requires_grad=False)
         return weights
 
     def _fused_part(self, param: ParamSpec) -> str:
@@ -133,8 +133,7 @@ class ShardedParameters(torch.nn.Module):
         """Makes the parameters trainable; call it once."""
         self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
         for weight in self._weights():
-            view = self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight)
-            weight.requires_grad_(True).register_post_accumulate_grad_hook(partial(_move_grad, view))
+            weight.collect(self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight))
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Switches autograd on or off for these parameters."""
@@ -142,12 +141,17 @@ class ShardedParameters(torch.nn.Module):
             weight.requires_grad_(requires_grad)
         return self
 
-    def _weights(self) -> list[torch.nn.Parameter]:
+    def _weights(self) -> list[Weight]:
         return [weight for weights in self._by_layer.values() for weight in weights.values()]
 
     def zero_grad_buffer(self) -> None:
         assert self.grad_buffer is not None, "enable_grad comes first"
         self.grad_buffer.zero_()
+
+    def forget_grads(self) -> None:
+        """What comes next is the first gradient of a step."""
+        for weight in self._weights():
+            weight.is_empty = True
 
     def finish_grads(self) -> None:
         """Completes gradients after the last backward pass of a step, within one replica.
@@ -156,6 +160,8 @@ class ShardedParameters(torch.nn.Module):
         norms of heads, the whole side of adapters), and what both stages have that hold a tied embedding.
         What the replicas have, which are over dp and cp, the optimizer adds up.
         """
+        for weight in self._weights():
+            weight.finish()
         grads = self.grad_shards()
         for members, names in self._partial.items():
             parts = [grads[name].view(-1) for name in names]
@@ -165,10 +171,3 @@ class ShardedParameters(torch.nn.Module):
         for name in self._at_both_ends:
             assert self.groups.ends is not None
             self.groups.ends.all_reduce(grads[name])
-
-
-def _move_grad(view: Tensor, weight: Tensor) -> None:
-    """Adds a fresh gradient to its place in the gradient buffer."""
-    assert weight.grad is not None
-    view.add_(weight.grad)
-    weight.grad = None

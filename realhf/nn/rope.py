@@ -86,12 +86,42 @@ class Rotary:
         return import_module("transformers").AutoConfig.for_model(self._config.family, **fields)
 
 
-def rotate(x_TND: Tensor, angles: Angles, *, interleaved: bool) -> Tensor:
-    """Turns the first R dims of each head: dim i with dim i + R/2, or neighbours where `interleaved`."""
+def rotate(x_TND: Tensor, angles: Angles, *, interleaved: bool, num_heads: int | None = None) -> Tensor:
+    """Turns the first R dims of each head: dim i with dim i + R/2, or neighbours where `interleaved`.
+
+    With `num_heads`, those behind the first so many stay as they are.
+    """
     cos, sin = angles
-    rotated = 2 * cos.shape[-1]
-    x_TNR, rest = x_TND[..., :rotated], x_TND[..., rotated:]
-    a, b = (x_TNR[..., ::2], x_TNR[..., 1::2]) if interleaved else x_TNR.chunk(2, dim=-1)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    y_TNR = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return y_TNR if rest.shape[-1] == 0 else torch.cat((y_TNR, rest), dim=-1)
+    return _Rotate.apply(x_TND, cos, sin, interleaved, x_TND.shape[1] if num_heads is None else num_heads)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is turned the other way round: nothing but the angles is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, num_heads: int
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.settings = interleaved, num_heads
+        return _rotated(x_TND, cos, sin, interleaved, num_heads, sign=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotated(grad_TND, *ctx.saved_tensors, *ctx.settings, sign=-1), None, None, None, None
+
+
+def _rotated(
+    x_TND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, num_heads: int, *, sign: int
+) -> Tensor:
+    y_TND, size = x_TND.new_empty(x_TND.shape), 2 * cos.shape[-1]
+    y_TND[:, num_heads:] = x_TND[:, num_heads:]
+    x_TND, out_TND = x_TND[:, :num_heads], y_TND[:, :num_heads]
+    if size < x_TND.shape[2]:
+        out_TND[..., size:] = x_TND[..., size:]
+    a, b, c, d = (
+        part for x in (x_TND[..., :size], out_TND[..., :size])
+        for part in ((x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)))
+    torch.mul(a, cos, out=c).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=d).addcmul_(a, sin, value=sign)
+    return y_TND

@@ -13,7 +13,7 @@ from typing import Any
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+STORED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The dtypes that are read and written: their names in a header, and torch's."""
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16,
@@ -71,7 +71,7 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         files = json.loads(index.read_text())["weight_map"]
         assert isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
         why = str(error) if isinstance(error, ValueError) else "it needs an object weight_map: tensor -> file"
         raise ValueError(f"{index} is not an index of safetensors files: {why}") from error
     if outside := [file for file in files.values() if Path(file).name != file]:
@@ -96,7 +96,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         header = json.loads(text)
         assert isinstance(header, dict)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt: its header is no JSON object") from error
     header.pop("__metadata__", None)
     begin = 8 + length
@@ -124,11 +124,13 @@ def _span(path: Path, name: str, fields: Any) -> tuple[int, int]:
     try:
         dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
         sizes = [*shape, start, stop]
+        assert isinstance(dtype, str)
         assert all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sizes)
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{path} is corrupt: its header does not say what tensor {name} is") from error
     if dtype not in _BITS:
-        raise ValueError(f"{path}: tensor {name} has dtype {dtype!r}: supported are {', '.join(DTYPES)}")
+        legal = f"supported are {', '.join(STORED_DTYPES)}"
+        raise ValueError(f"{path}: tensor {name} has dtype {dtype!r}: {legal}")
     if (stop - start) * 8 != math.prod(shape) * _BITS[dtype]:
         what = f"{dtype} of shape {tuple(shape)}"
         raise ValueError(f"{path} is corrupt: tensor {name}, {what}, has {stop - start} bytes")

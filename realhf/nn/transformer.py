@@ -6,7 +6,7 @@ query heads, K key-value heads, V part of the vocabulary; D head dim.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,17 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from realhf.dist.autograd import copy_to_group, sum_over_group
+from realhf.cache_blocks import BLOCK_SIZE
+from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
-from realhf.nn.attention import Attend, AttentionKind, packed_attention
+from realhf.nn.attention import Attend, AttentionKind, masked_attention, packed_attention
 from realhf.nn.block import Block, Norm
+from realhf.nn.block_tables import Decoding
 from realhf.nn.context_parallel import attend_over_group, token_range
-from realhf.nn.kv_cache import KVCache
+from realhf.nn.kv_cache import KVCache, Visible
+from realhf.nn.linear import embedding
 from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.moe import RouterLosses
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
+from realhf.nn.vocab_parallel import Head
 from realhf.param_spec import ModelSpec
 
 
@@ -72,8 +76,10 @@ class Transformer(ShardedParameters):
 
     @torch.no_grad()
     def merged_model(self) -> "Transformer":
-        """A copy without adapters that computes the same. All ranks of the layout must call this."""
-        copy = Transformer(self.spec, self.groups, dtype=self.flat.dtype, memory=self.flat.clone())
+        """A copy in host memory, without adapters, with the same results. All ranks of the layout must call
+        this."""
+        host = self.flat.to("cpu", copy=True)
+        copy = Transformer(self.spec, self.groups, dtype=self.flat.dtype, memory=host)
         for adapter in self._adapted:
             start = adapter.weight.storage_offset()
             copy.flat[start:][: adapter.weight.numel()].view_as(adapter.weight).copy_(adapter.merged())
@@ -84,44 +90,84 @@ class Transformer(ShardedParameters):
     # Computation
 
     def forward(
-        self, x: Tensor, seq_lens: list[int], cache: KVCache | None = None, *, recompute: bool = False,
+        self, x: Tensor, seq_lens: list[int], *, recompute: bool = False,
         router_losses: RouterLosses | None = None,
     ) -> Tensor:  # fmt: skip
         """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
 
-        With a cache it is the prefill: sequence i goes to row i of the emptied cache. Without one, ranks
-        over cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every block
-        keeps only its input and is computed again in the backward pass (Chen et al. 2016). Routers add what
-        they find to `router_losses`.
+        Ranks over cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every
+        block keeps only its input and is computed again in the backward pass (Chen et al. 2016). Routers add
+        what they find to `router_losses`.
         """
-        limit, longest = self.config.num_positions, max(seq_lens, default=0)
-        if limit is not None and longest > limit:
-            raise UserError(f"a sequence has {longest} tokens; the model has learned {limit} positions")
-        counts = torch.tensor(seq_lens, dtype=torch.long)
-        row_T = torch.repeat_interleave(counts)
-        position_T = (torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]).to(x.device)
-        length_T = counts[row_T].to(x.device)
-        row_T = row_T.to(x.device)
-        if cache is not None:
-            cache.start(counts)
+        self._check_lengths(seq_lens)
+        row_T, position_T, length_T = self._places(seq_lens, x.device)
         cp, more = self.groups.cp, dict[str, Any](recompute=recompute, router_losses=router_losses)
         mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
             router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
-        if cache is None and cp.size > 1:
+        attend = partial(self._attend_packed, seq_lens)
+        if cp.size > 1:
             x = x[mine] if self.groups.is_first_stage else x
-            attends = partial(Attend, compute=partial(self._attend_part, seq_lens), decoding=False)
-            return self._stage(x, position_T[mine], length_T[mine], attends, **more)
+            attend = partial(self._attend_part, seq_lens)
+        attends = partial(Attend, compute=attend, from_cache=False)
+        return self._stage(x, position_T[mine], length_T[mine], attends, **more)
+
+    def prefill(
+        self, x: Tensor, seq_lens: list[int], cache: KVCache, places_T: Tensor,
+        *, whole_lens: list[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`forward`, without gradients and not over cp, of the beginnings of sequences that will have
+        `whole_lens` tokens (None: these are all of them); keys and values go to these places of the cache."""
+        self._check_lengths(whole_lens or seq_lens)
+        row_T, position_T, length_T = self._places(seq_lens, x.device)
+        if whole_lens is not None:
+            length_T = torch.tensor(whole_lens, device=x.device)[row_T]
 
         def attend(
-            index: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *cached: Tensor
+            layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *cached: Tensor
         ) -> Tensor:
-            if cache is not None:
-                cache.write(index, *cached, row_T=row_T, position_T=position_T)
+            k_cached, v_cached = cached
+            cache.write(layer, k_cached, v_cached, places_T)
             return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
 
-        attends = partial(Attend, compute=attend, decoding=False)
-        return self._stage(x, position_T, length_T, attends, **more)
+        return self._stage(x, position_T, length_T, partial(Attend, compute=attend, from_cache=False))
+
+    def extend(self, x: Tensor, cache: KVCache, places_L: Tensor, *, whole_len: int) -> Tensor:
+        """The next tokens of one sequence of `whole_len`, whose tokens up to the last of these have
+        `places_L` in the cache: ids_T on the first stage, else hidden_TH; gives hidden_TH."""
+        self._check_lengths([whole_len])
+        num_tokens, position_L = len(x), torch.arange(len(places_L), device=x.device)
+        position_T = position_L[-num_tokens:]
+
+        def attend(
+            layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: Tensor
+        ) -> Tensor:
+            cache.write(layer, k_TKD, v_TKD, places_L[-num_tokens:])
+            behind_TL = position_T[:, None] - position_L
+            visible_TL = (behind_TL >= 0) & (behind_TL < (kind.window or len(places_L)))
+            q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, places_L)))
+            return masked_attention(q, k, v, visible_TL, kind)[0].transpose(0, 1)
+
+        lengths_T = torch.full_like(position_T, whole_len)
+        return self._stage(x, position_T, lengths_T, partial(Attend, compute=attend, from_cache=True))
+
+    def _check_lengths(self, seq_lens: list[int]) -> None:
+        limit, longest = self.config.num_positions, max(seq_lens, default=0)
+        if limit is not None and longest > limit:
+            raise UserError(f"a sequence has {longest} tokens; the model has learned {limit} positions")
+
+    def _places(self, seq_lens: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every token its sequence, its position in it and its length: row_T, position_T, length_T."""
+        counts = torch.tensor(seq_lens, dtype=torch.long)
+        row_T = torch.repeat_interleave(counts)
+        position_T = torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]
+        return row_T.to(device), position_T.to(device), counts[row_T].to(device)
+
+    def _attend_packed(
+        self, seq_lens: list[int], _: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        *__: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
 
     def _attend_part(
         self, seq_lens: list[int], _: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
@@ -132,19 +178,18 @@ class Transformer(ShardedParameters):
         return attend_over_group(
             attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(seq_lens))
 
-    def decode(self, x: Tensor, cache: KVCache) -> Tensor:
-        """One new token per cache row: ids_B on the first stage, else hidden_BH; gives hidden_BH."""
-        position_B = cache.lens
-        row_B = torch.arange(len(position_B), device=x.device)
-        cache.advance()
+    def decode(self, x: Tensor, cache: KVCache, decoding: Decoding) -> Tensor:
+        """One new token of every row of `decoding`: ids_B on the first stage, else hidden_BH; hidden_BH."""
+        visible = Visible(decoding)
 
         def attend(
-            index: int, kind: AttentionKind, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor, *_: Tensor
+            layer: int, kind: AttentionKind, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor, *_: Tensor
         ) -> Tensor:
-            cache.write(index, k_BKD, v_BKD, row_T=row_B, position_T=position_B)
-            return cache.attention(index, q_BND, kind)
+            cache.write(layer, k_BKD, v_BKD, decoding.places_B)
+            return cache.attention(layer, q_BND, kind, visible)
 
-        return self._stage(x, position_B, cache.lens, partial(Attend, compute=attend, decoding=True))
+        position_B = decoding.positions_B
+        return self._stage(x, position_B, position_B + 1, partial(Attend, compute=attend, from_cache=True))
 
     def _stage(
         self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Attend],
@@ -163,15 +208,15 @@ class Transformer(ShardedParameters):
     def _embed(self, ids_T: Tensor, position_T: Tensor) -> Tensor:
         weights, (start, stop) = self.of_layer(-1), self.vocab_range
         if self.groups.tp.size == 1:
-            x_TH = F.embedding(ids_T, weights["embedding.weight"])
+            x_TH = embedding(ids_T, weights["embedding.weight"])
         else:
             here_T = (ids_T >= start) & (ids_T < stop)
-            x_TH = F.embedding(torch.where(here_T, ids_T - start, 0), weights["embedding.weight"])
+            x_TH = embedding(torch.where(here_T, ids_T - start, 0), weights["embedding.weight"])
             x_TH = sum_over_group(x_TH * here_T[:, None], self.groups.tp)
         if (scale := self.config.embedding_scale) != 1:
             x_TH = x_TH * float(torch.tensor(scale, dtype=x_TH.dtype))  # Rounded first, as transformers does.
         if "positions.weight" in weights:
-            x_TH = x_TH + F.embedding(position_T, weights["positions.weight"])
+            x_TH = x_TH + embedding(position_T, weights["positions.weight"])
         return x_TH
 
     @property
@@ -179,16 +224,16 @@ class Transformer(ShardedParameters):
         """Length past which a sequence is computed anew: with longrope, all of its positions change."""
         return None if self._rope is None else self._rope.boundary
 
-    def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Last stage: logits_TV over `vocab_range`, in `wide`."""
+    @cached_property
+    def head(self) -> Head:
+        """Last stage: what makes logits over `vocab_range` of hidden states."""
         c = self.config
         weight = self.of_layer(-1)["embedding.weight"] if c.tied else self.of_layer(None)["lm_head.weight"]
-        logits_TV = F.linear(copy_to_group(hidden_TH, self.groups.tp), weight).to(self.wide)
-        if c.logit_scale != 1:
-            logits_TV = logits_TV * c.logit_scale
-        if (cap := c.logit_softcap) is not None:
-            logits_TV = cap * torch.tanh(logits_TV / cap)
-        return logits_TV
+        return Head(weight, self.vocab_range[0], self.groups.tp, scale=c.logit_scale, softcap=c.logit_softcap)
+
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        """Last stage: logits_TV over `vocab_range`, in `wide`."""
+        return self.head.logits(hidden_TH)
 
     def scores(self, hidden_TH: Tensor) -> Tensor:
         """Last stage of a model with a score head: scores_T, in `wide`."""
@@ -201,11 +246,22 @@ class Transformer(ShardedParameters):
         trained = self.adapters.of_layer(None) if self.adapters is not None else {}
         return trained.get("score.weight", self.of_layer(None).get("score.weight"))
 
-    def new_cache(self, rows: int, max_len: int) -> KVCache:
+    def new_cache(self, num_blocks: int) -> KVCache:
         """An empty cache for this stage's layers."""
+        heads, dim, value_dim = self._cache_heads
+        return KVCache(
+            len(self.blocks), num_blocks, heads, dim, value_dim=value_dim, dtype=self.flat.dtype,
+            device=self.flat.device)
+
+    @property
+    def cache_block_bytes(self) -> int:
+        """Of one block of the cache, in all of this stage's layers."""
+        heads, dim, value_dim = self._cache_heads
+        parts = 1 if value_dim else 2
+        return len(self.blocks) * parts * heads * BLOCK_SIZE * dim * self.flat.itemsize
+
+    @property
+    def _cache_heads(self) -> tuple[int, int, int | None]:
         block = self.blocks[0]
         assert isinstance(block, Block)
-        heads, dim, value_dim = block.attention.cache_heads
-        return KVCache(
-            len(self.blocks), (rows, heads, max_len, dim), value_dim=value_dim, dtype=self.flat.dtype,
-            device=self.flat.device)
+        return block.attention.cache_heads

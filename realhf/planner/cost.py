@@ -20,7 +20,6 @@ from realhf.planner.rates import Cost, Rates, Span, wide_bytes
 from realhf.planner.sizes import exchanged, held_params
 
 _SPANS = 24  # Into which the steps of a generation are cut.
-_COMPACTION = 1.15  # The KV cache keeps finished rows until a quarter of them has ended.
 
 
 class Options(NamedTuple):
@@ -216,12 +215,13 @@ def _train(
 def _generate(
     rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans
 ) -> CallCost:
-    """Waves of at most `max_rows` rows, cut into one cohort per stage: prefill, then one token per step."""
+    """One cohort of rows per stage. While samples wait, every slot has a row; the last `max_rows` samples
+    then run out one by one. All begin with their prompts' prefill."""
     samples = math.ceil(work.most_samples("generate", strategy.dp) / strategy.cp)
-    waves = math.ceil(samples / work.max_rows)
-    rows = samples / waves
+    rows: float = min(samples, work.max_rows)
     cohorts = min(strategy.pp, math.ceil(rows))
-    rows /= cohorts
+    waves = samples / rows  # Times that all slots are filled.
+    rows = rows / cohorts
     distinct = max(1.0, rows / work.samples_per_prompt)
     tokens, squared = distinct * work.prompt_tokens, distinct * work.prompt_tokens**2
     layers = _stages(role, strategy)
@@ -237,8 +237,13 @@ def _generate(
     weights = np.maximum(np.add.reduceat(somebody, starts), 1e-30)
     running, context = (
         np.add.reduceat(somebody * each, starts) / weights
-        for each in (np.clip(rows * alive * _COMPACTION, 1.0, rows), work.prompt_tokens + steps)
+        for each in (np.clip(rows * alive, 1.0, rows), work.prompt_tokens + steps)
     )
+    # Before that: full slots, whose rows are on average as far as the mean of all their tokens.
+    mean = float(alive.sum())
+    weights = np.append(weights, (waves - 1) * mean)
+    running = np.append(running, rows)
+    context = np.append(context, work.prompt_tokens + float((alive * steps).sum()) / mean)
     compute, wires = rates.decode_block(
         role, groups.tp, groups.ep, rows=running, context=context
     )
@@ -250,9 +255,9 @@ def _generate(
         step = np.maximum(step, (compute + wires) * role.config.num_layers + head + pp * hop)
     parts = {
         "prefill": waves * prefill.seconds,
-        "decode": waves * float(((compute * deepest + head) * cohorts * weights).sum()),
-        groups.within: waves * float((wires * deepest * cohorts * weights).sum()),
+        "decode": float(((compute * deepest + head) * cohorts * weights).sum()),
+        groups.within: float((wires * deepest * cohorts * weights).sum()),
     }
-    seconds = waves * (prefill.seconds + float((step * weights).sum()))
+    seconds = waves * prefill.seconds + float((step * weights).sum())
     parts["pipeline"] = max(0.0, seconds - sum(parts.values()))
     return CallCost(seconds, parts)

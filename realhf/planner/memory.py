@@ -7,9 +7,11 @@ Letters: T tokens of a micro-batch (over cp, a rank's part of them), R response 
 element in the model's dtype, w in that of what needs precision (float32; float64 of a float64 model).
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from realhf.cache_blocks import BLOCK_SIZE, num_blocks
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
@@ -26,8 +28,11 @@ _FRAGMENTATION = 0.05  # Share of a device's memory that the allocator cannot us
 _CONTEXT_BYTES = 1 << 30  # Of libraries and of communication buffers; a Python process on CPU takes no less.
 _SAMPLE_BYTES = 64  # Of a token in the inputs of a call: ids, mask and columns of the loss, twice.
 _INDEX_BYTES = 40  # Of a token of a micro-batch: row, position and other integers.
-_SLICE_NUMEL = 1 << 18  # Logits that the log-probs look at at once on CPU; see nn/vocab_parallel.py.
-_CUDA_SLICES = 256
+_CHUNK_NUMEL = 1 << 24  # Logits that exist at a time on CPU, and those that are looked at at once; see
+_SLICE_NUMEL = 1 << 18  # nn/vocab_parallel.py. On CUDA as many times more:
+_CUDA_CHUNKS, _CUDA_SLICES = 8, 256
+_PART_NUMEL = 1 << 17  # Elements that norms and activations work on at a time on CPU.
+_BLOCK_NUMEL, _CUDA_BLOCKS = 1 << 22, 64  # Of a product that is added in another dtype; nn/gradients.py.
 
 
 def available_bytes(cluster: Cluster) -> float:
@@ -153,30 +158,32 @@ class _Call:
         return self.role.itemsize * self._at.hidden * tokens
 
     def _norm_saved(self, hidden: float) -> float:
-        """What a norm of `hidden` elements per token keeps of a token besides its output.
+        """What a norm of `hidden` elements per token keeps of a token besides its output: its input."""
+        return self.role.itemsize * hidden + _wide(self.role) * (2 if self.role.config.norm == "layer" else 1)
 
-        Without a kernel of its own it is computed in w from a copy of the input and keeps that and the
-        normalised input, if that has a weight to train. LayerNorm has one everywhere.
-        """
+    def _norm_temporaries(self, numel: float, *, backward: bool) -> float:
+        """Of a norm's pass: what it gives, and copies of the part that it works on."""
         e, w = self.role.itemsize, _wide(self.role)
-        if self.role.config.norm == "layer":
-            return e * hidden + 2 * w
-        return e * hidden + w if self.fused else (1 + (self.role.lora is None)) * w * hidden + w
+        if self.fused or self.role.config.norm == "layer":
+            return e * numel
+        copies = 2 * (e < w) + (2 if backward else 0)
+        return e * numel + w * copies * self._part(numel)
 
-    def _norm_temporaries(self, tokens: float) -> float:
-        """Of a norm's backward pass."""
-        steps = 4 * _wide(self.role) * self._at.hidden * tokens
-        return steps if self._norms_in_steps else self._hidden(tokens)
-
-    @property
-    def _norms_in_steps(self) -> bool:
-        """Whether norms have no kernel of their own."""
-        return not self.fused and self.role.config.norm == "rms"
+    def _part(self, numel: float) -> float:
+        """Of so many elements, those that norms and activations work on at a time."""
+        return numel if self.fused else min(numel, _PART_NUMEL)
 
     @property
     def _mlp_kept(self) -> int:
-        """Of an MLP's width: gate, up, activation and product, or without a gate up and activation."""
-        return 4 if self.role.config.gated else 2
+        """Of an MLP's width: gate and up, or up; and what they give, where experts or adapters want it."""
+        config = self.role.config
+        return (2 if config.gated else 1) + (config.moe is not None or self.role.lora is not None)
+
+    def _product(self, numel: float) -> float:
+        """A gradient of a weight on its way to the gradient buffer: none is made where dtypes agree."""
+        if self.role.itemsize == _wide(self.role) or self.role.lora is not None:
+            return 0.0
+        return self.role.itemsize * min(numel, _BLOCK_NUMEL * (_CUDA_BLOCKS if self.fused else 1))
 
     def _reduced(self, num_bytes: float) -> float:
         """Temporaries of a sum over tp."""
@@ -190,20 +197,25 @@ class _Call:
     def _block_saved(self, tokens: float) -> float:
         """What autograd keeps of one decoder layer (nn/transformer.py), in order:
 
-        norm | its output, for qkv | qkv, of which v is a view | rotated q, k | attention's output, twice if
-        it is put together from runs of equal lengths, and its logsumexp | norm | its output, for gate and up
-        | gate, up, silu(gate), their product. The sums with the residual stream are the norms' inputs.
-        Where families have norms behind attention and MLP, what these give is not kept.
+        norm's input | its output, for qkv | qkv, with queries and keys rotated | attention's output and its
+        logsumexp | norm's input | its output, for gate and up | gate and up. The sums with the residual
+        stream are the norms' inputs. Where families have norms behind attention and MLP, they keep what these
+        give; norms of queries and keys keep qkv as it was.
         """
         a, e = self._at, self.role.itemsize
         norms = a.norms * self._norm_saved(a.hidden) + 2 * e * a.hidden
         if self.role.config.qk_norm:
-            norms += self._norm_saved(a.rotated)
-        outputs, inputs = 1 if self.fused else 2, a.qkv + a.rotated
+            norms += e * a.qkv + _wide(self.role) * a.heads
+        outputs, inputs = 1, self._attended
         if self.strategy.cp > 1:  # What came from other ranks; the output as it goes and as it comes back.
             outputs, inputs = 2, self._exchanged
         attention = e * (a.latents + inputs + outputs * a.attention) + 4 * a.heads
         return tokens * (norms + attention + e * (self._mlp_kept * a.mlp + a.routed + self._ranks))
+
+    @property
+    def _attended(self) -> int:
+        """Elements per token of queries, keys and values as attention takes them."""
+        return self._at.qkv + (self._at.rotated if self.role.config.mla is not None else 0)
 
     @cached_property
     def _ranks(self) -> int:
@@ -220,25 +232,35 @@ class _Call:
         s = self.strategy
         return exchanged(self.role.config, s.tp, s.cp) if s.cp > 1 else 0
 
-    def _slices(self, numel: float, copies: int) -> float:
-        """Copies of a slice of the logits, and the slice before, which goes when the next one has come."""
-        limit = _SLICE_NUMEL * (_CUDA_SLICES if self.fused else 1)
-        return _wide(self.role) * (copies * min(numel, limit) + (limit if numel > limit else 0))
+    def _chunk(self, numel: float) -> float:
+        """Of so many logits, those that exist at a time."""
+        return min(numel, max(self._at.vocabulary, _CHUNK_NUMEL * (_CUDA_CHUNKS if self.fused else 1)))
+
+    def _logits(self, numel: float, *, copies: int) -> float:
+        """A chunk of the logits and copies in w of the slice of it that is looked at.
+
+        Another dtype is copied to w, too, and the slice before goes when the next one has come.
+        """
+        limit, chunk = _SLICE_NUMEL * (_CUDA_SLICES if self.fused else 1), self._chunk(numel)
+        e, w = self.role.itemsize, _wide(self.role)
+        copies += (1 + (chunk > limit)) * (e < w)
+        return e * chunk + w * copies * min(chunk, limit)
 
     def _forward_temporaries(self, tokens: float) -> float:
         """One layer without autograd at its widest: in a norm, in attention or in the MLP."""
         a, e, hidden = self._at, self.role.itemsize, self._hidden(tokens)
-        steps = 3 * _wide(self.role) * a.hidden * tokens
-        norm = 2 * hidden + (steps if self._norms_in_steps else hidden)
+        norm = hidden + self._norm_temporaries(a.hidden * tokens, backward=False)
         outputs = 1 if self.fused else 2
-        projected = e * tokens * (a.latents + a.qkv + a.rotated)
+        projected = e * tokens * (a.latents + self._attended)
+        turned = e * tokens * a.qkv * (a.rotated > 0)
         attending = e * tokens * outputs * a.attention
         if self.strategy.cp > 1:  # What is sent and what is received; attention's output, that sent back.
             attending = e * tokens * (self._exchanged + max(self._exchanged, (outputs + 1) * a.attention))
-        attention = 2 * hidden + projected + max(attending + hidden, hidden + self._reduced(hidden))
-        routed = e * tokens * a.routed
-        width, up = e * tokens * a.mlp, self._mlp_kept // 2
-        mlp = 3 * hidden + routed + max(2 * up * width, up * width + hidden + self._reduced(hidden))
+        attention = 2 * hidden + projected + max(turned, attending + hidden, hidden + self._reduced(hidden))
+        routed = e * tokens * a.routed * (1.5 if self.strategy.ep > 1 else 1)  # As sent and as received.
+        width, up = e * tokens * a.mlp, 2 if self.role.config.gated else 1
+        part = e * self._part(tokens * a.mlp)
+        mlp = 3 * hidden + routed + up * width + max(width + part, hidden + self._reduced(hidden))
         return max(norm, attention, mlp) + e * a.head_dim * tokens
 
     # Moments
@@ -252,9 +274,8 @@ class _Call:
             base["messages"] = self._hidden(tokens) * (sends + (not self._is_first))
         moments = [base | {"activations": self._forward_temporaries(tokens)}]
         if self._has_logits:
-            e, w, numel = self.role.itemsize, _wide(self.role), responses * self._at.vocabulary
             states = {"activations": self._hidden(tokens + responses)}
-            logits = max(w * numel + (e * numel if e < w else 0), w * numel + self._slices(numel, 1))
+            logits = self._logits(responses * self._at.vocabulary, copies=0)
             moments.append(base | states | {"logits": logits})
         return moments
 
@@ -277,51 +298,46 @@ class _Call:
         moments = self._ends_of_training(base, kept, tokens, responses)
         if self.recompute:  # One layer at a time has all of its activations.
             base["activations"] += block
-        # The backward pass of the last layer: its MLP with activations as they are, or freed up to the norm
-        # or the gradient of a weight.
-        mlp, weight = e * tokens * self._at.mlp, float(e * self._at.widest_weight)
+        # The backward pass of the last layer: its MLP with activations as they are, then without; attention.
+        mlp, product = e * tokens * self._at.mlp, self._product(self._at.widest_weight)
         freed = self._mlp_kept * mlp
-        before = hidden + e * self._at.mlp * self._at.hidden
-        if self.role.lora is not None:  # No weight has a gradient; adding in place copies that of the sum.
-            weight, before = 3.0 * mlp, hidden
-        head = self._tied_gradient
+        up = (2 if self.role.config.gated else 1) * mlp
+        qkv = e * tokens * self._at.qkv
+        part = 3 * e * self._part(tokens * self._at.mlp)
+        if self.role.config.moe is not None:  # Experts' weights have gradients of their own.
+            product = max(product, float(e * self._at.widest_weight))
+        widest = mlp + up + max(part, product)
+        if self.role.lora is not None:  # Two linear layers' gradients of one input, and their sum.
+            widest = max(3 * mlp, up + part)
         for temporaries in (
             hidden + self._reduced(hidden),  # (still forward)
-            before + mlp, hidden + freed / 2, hidden - freed / 2 + weight,
-            -freed + hidden + self._norm_temporaries(tokens),
-            -freed + 2 * hidden + self._reduced(hidden),
+            hidden + widest, 2 * hidden - freed + up + product,
+            -freed + hidden + self._norm_temporaries(self._at.hidden * tokens, backward=True),
+            -freed + 2 * hidden + self._reduced(hidden), -freed + 2 * hidden + 2 * qkv,
         ):
-            moments.append(base | {"gradients": head + temporaries})
+            moments.append(base | {"gradients": temporaries})
         return [*moments, self._inputs(tokens) | {"optimizer": self._optimizer_temporaries}]
 
     def _ends_of_training(self, base: Parts, kept: float, tokens: float, responses: float) -> list[Parts]:
         """What is before the first layer and behind the last, at its peaks."""
         a, e, w, hidden = self._at, self.role.itemsize, _wide(self.role), self._hidden(tokens)
-        weight, moments = e * a.vocabulary * a.hidden * (self.role.lora is None), []
-        if self._is_first:  # The other micro-batches in flight, and the embedding's gradient.
+        moments = []
+        if self._is_first:  # The other micro-batches in flight, and rows for the embedding's gradient.
             others = base | {"activations": base["activations"] - kept}
-            copies = 3 if self._tied_gradient else 1
-            moments.append(others | {"gradients": 2 * hidden + copies * weight})
+            moments.append(others | {"gradients": 2 * hidden + (w * a.hidden * tokens if e < w else 0.0)})
         if self._is_last:  # What the last norm keeps, and the states that it gives.
             norm = tokens * self._norm_saved(a.hidden)
             base = base | {"activations": base["activations"] + norm + self._hidden(responses)}
-            moments.append(base | {"gradients": self._tied_gradient + self._norm_temporaries(tokens)})
+            norm = hidden + self._norm_temporaries(a.hidden * tokens, backward=True)
+            moments.append(base | {"gradients": norm})
         if self._has_logits:
-            numel = responses * a.vocabulary
-            cast = e * numel if e < w else 0.0
-            moments += [
-                base | {"logits": w * numel + cast},
-                base | {"logits": w * numel + self._slices(numel, 3 if self.workload.entropy else 1)},
-                base | {"logits": 2 * w * numel + self._slices(numel, 1)},
-                base | {"logits": e * numel, "gradients": weight + self._hidden(responses)},
-            ]
+            numel, states = responses * a.vocabulary, self._hidden(responses)
+            logits = self._logits(numel, copies=int(self.workload.entropy))
+            moments.append(base | {"logits": logits, "gradients": states})
+            chunk = e * self._chunk(numel)
+            product = self._product(a.vocabulary * a.hidden)
+            moments.append(base | {"logits": chunk, "gradients": product + states})
         return moments
-
-    @property
-    def _tied_gradient(self) -> float:
-        """The head's gradient of a tied embedding, which waits for the embedding's own."""
-        here = self.role.config.tied and self.strategy.pp == 1 and self.role.lora is None
-        return float(self.role.itemsize * self._at.vocabulary * self._at.hidden) if here else 0.0
 
     @property
     def _optimizer_temporaries(self) -> float:
@@ -345,31 +361,38 @@ class _Call:
         return max(shared, received)
 
     def generate(self) -> list[Parts]:
-        """The prefill of the last cohort, the copies of prompts' rows, decoding with sampling."""
+        """The cache, and the passes: of prompts, and of rows that decode and are sampled from."""
         a, e, w = self._at, self.role.itemsize, self.workload
-        samples = w.most_samples("generate", self.strategy.dp)
-        rows = max(1, min(w.max_rows, -(-samples // self.strategy.cp)))
-        cohorts = min(self.strategy.pp, rows)
-        cohort = -(-rows // cohorts)
-        prompts = min(cohort, -(-cohort // w.samples_per_prompt) + (cohort % w.samples_per_prompt > 0))
-        row = a.cached * e * (w.prompt_tokens + w.max_new_tokens)  # In one layer.
-        tokens, cache = prompts * w.prompt_tokens, rows * self._layers * row
+        samples = -(-w.most_samples("generate", self.strategy.dp) // self.strategy.cp)
+        cohorts = max(1, min(self.strategy.pp, samples, w.max_rows))
+        share = max(1, -(-samples // cohorts))  # Samples of a cohort, and so many of them decode at once.
+        cohort = min(share, -(-w.max_rows // cohorts))
+        prompts = -(-cohort // w.samples_per_prompt) + (cohort % w.samples_per_prompt > 0)
+        tokens = max(w.prompt_tokens, min(prompts * w.prompt_tokens, w.prefill_tokens))
+        block = a.cached * e * BLOCK_SIZE * self._layers
+        cache = float(cohorts * self._blocks(cohort, share) * block)
+        if w.kv_cache_gib is not None:
+            cache = min(cache, w.kv_cache_gib * 2**30)
         results = 16.0 * samples * max(w.max_new_tokens, 1) + 8 * samples * w.prompt_tokens
-        base = {"samples": results + _INDEX_BYTES * tokens}
+        base = {"samples": results + _INDEX_BYTES * tokens, "kv_cache": cache}
         if self.role.lora is not None and self.role.lora.merge:  # Taken to be of all weights.
             base["merged"] = e * float(num_params(self.role.spec, self.strategy, self.stage))
         messages = 0.0 if self.strategy.pp == 1 else self._hidden(max(tokens, cohort)) * 2
         base["messages"] = messages
-        before = (rows - cohort) * self._layers * row
-        hidden, prefill = self._hidden(tokens), self._forward_temporaries(tokens)
-        decode = self._forward_temporaries(cohort)
-        shrinks = w.response_tokens < w.max_new_tokens  # A layer is copied when rows have ended.
         moments = [
-            base | {"kv_cache": before + prompts * self._layers * row, "activations": prefill},
-            base | {"kv_cache": cache + prompts * row, "activations": hidden},
-            base | {"kv_cache": cache + (0.75 * cohort * row if shrinks else 0.0), "activations": decode},
+            base | {"activations": self._forward_temporaries(tokens)},
+            base | {"activations": self._forward_temporaries(cohort)},
         ]
         if self._is_last:  # Logits in w; in float64: divided, exponentials, their sums.
             logits = cohort * a.vocabulary * (_wide(self.role) + 24)
-            moments.append(base | {"kv_cache": cache, "logits": logits, "activations": self._hidden(cohort)})
+            moments.append(base | {"logits": logits, "activations": self._hidden(cohort)})
         return moments
+
+    def _blocks(self, rows: int, samples: int) -> int:
+        """Of the cache of one cohort: `blocks_for` prompts that are all alike."""
+        w = self.workload
+        length, shares = math.ceil(w.prompt_tokens), w.samples_per_prompt > 1
+        whole = length // BLOCK_SIZE * shares
+        prompts = -(-samples // w.samples_per_prompt)
+        prompts = min(prompts, -(-2 * rows * prompts // samples))
+        return rows * (num_blocks(length + w.max_new_tokens) - whole) + prompts * (whole + 1) * shares

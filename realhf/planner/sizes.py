@@ -51,7 +51,7 @@ def exchanged(config: ModelConfig, tp: int, cp: int) -> int:
 
 
 def num_params(spec: ModelSpec, strategy: ParallelStrategy, stage: int) -> int:
-    """Parameters on the fullest tp and ep rank of a pipeline stage."""
+    """Elements of parameters on the fullest tp and ep rank of a pipeline stage."""
     return sum(held_params(spec.config, strategy, stage))
 
 

@@ -11,7 +11,8 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
-from realhf.nn.checkpoint import check_tensors, open_adapters, open_checkpoint
+from realhf.nn.checkpoint import check_tensors, open_checkpoint
+from realhf.nn.peft import open_adapters
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import (
     FIRST_TAG,
@@ -163,6 +164,8 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             if config.moe is not None:
                 config.moe.check_groups()
             spec = spec_of(config)
+            if role.optimizer is not None:
+                spec.config.to_hf()  # What is trained is exported.
         except ValueError as error:
             raise ValueError(f"{name}.model: {error}") from error
         if not role.random_init and not _has_weights(Path(role.model)):
@@ -201,6 +204,11 @@ def _check_adapters(name: str, role: Role) -> None:
             spec = adapter_spec(role.config(), lora)
             if lora.adapter is None and role.optimizer is None:
                 raise ValueError("lora: adapters of a frozen role do nothing unless lora.adapter is given")
+            if role.random_init and role.optimizer is not None and not lora.export_merged:
+                raise ValueError(
+                    "lora: adapters of random weights fit no model that is kept: train from a model "
+                    "directory, or set lora.export_merged"
+                )
             if lora.adapter is not None:
                 open_adapters(Path(lora.adapter), spec)
     except ValueError as error:

@@ -1,10 +1,9 @@
 """What goes along with exported weights: the tokenizer, the source's licence, and a model card."""
 
 import json
-import re
 from pathlib import Path
 
-from realhf.experiment import Experiment
+from realhf.experiment import Experiment, Role
 from realhf.model_config import ModelConfig
 from realhf.nn.checkpoint_write import Beside
 
@@ -16,15 +15,15 @@ _TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*")
 _GENERATION = "generation_config.json"
 
 
-def files_beside(experiment: Experiment, name: str, config: ModelConfig, *, step: int) -> dict[str, Beside]:
-    """Name -> file or text, for the export of a role, of this config, behind step `step`."""
+def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, Beside]:
+    """Name -> file or text, for the export of a role behind step `step`."""
     role = experiment.roles()[name]
     files: dict[str, Beside] = dict(_matching(Path(experiment.tokenizer_dir()), _TOKENIZER))
     source = Path(role.model)
     source = source.parent if source.name == "config.json" else source
     if source.is_dir():
         files |= _matching(source, _TERMS + (_GENERATION,) * (role.head == "lm"))
-    method, base = type(experiment).__name__, None if role.random_init else _base_name(source, config)
+    method, base = type(experiment).__name__, None if role.random_init else base_name(role)
     library = "transformers" if role.lora is None or role.lora.export_merged else "peft"
     card = _card(name, role.head, method=method, base=base, step=step, library=library)
     return files | {"README.md": card}
@@ -35,14 +34,24 @@ def _matching(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     return {str(path.relative_to(directory)): path for path in paths}
 
 
-def _base_name(directory: Path, config: ModelConfig) -> str:
-    """The hub's name of a model, where its config or the hub's cache tells it; else that of its directory."""
-    given = config.hf.get("_name_or_path")
-    if isinstance(given, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", given):
-        return given
-    path = directory.resolve()
+def config_fields(config: ModelConfig, *, pad_token_id: int | None) -> dict[str, object]:
+    """What the config.json of an exported model says beyond its source's; the token is the tokenizer's.
+
+    transformers scores several sequences at once only if it knows the padding, in front of which it takes the
+    score: not what also ends responses, as that would be taken for padding.
+    """
+    known = config.hf.get("pad_token_id") is not None or pad_token_id in (None, *config.eos_token_ids)
+    return {"pad_token_id": pad_token_id} if config.head == "score" and not known else {}
+
+
+def base_name(role: Role) -> str:
+    """Of the model that a role starts from: the hub's name where it lies in the hub's cache, else its path.
+
+    (What a config says of its origin, `_name_or_path`, can be what the model was itself trained from.)
+    """
+    path = Path(role.model).resolve()
     cached = [part for part in path.parts if part.startswith("models--")]
-    return cached[-1].removeprefix("models--").replace("--", "/", 1) if cached else path.name
+    return cached[-1].removeprefix("models--").replace("--", "/", 1) if cached else str(path)
 
 
 def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:

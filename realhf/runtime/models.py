@@ -20,7 +20,7 @@ from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.layout import Layout
 from realhf.nn.checkpoint_write import Beside, CheckpointWriter
-from realhf.nn.peft import adapter_writer
+from realhf.nn.hf import adapter_writer
 from realhf.nn.transformers_class import file_spec
 from realhf.param_spec import Region, is_sharded, region_size
 from realhf.realloc.bind import Staging
@@ -34,6 +34,7 @@ from realhf.runtime.actions import (
     parameter_specs,
     role_of,
 )
+from realhf.runtime.export import base_name
 from realhf.runtime.offload import OffloadedWeights
 
 ENGINES: Mapping[str, Callable[..., Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
@@ -301,26 +302,28 @@ class ModelStore:
         return moved
 
     def export(
-        self, role: str, directory: Path, *, beside: Mapping[str, Beside] | None = None
-    ) -> None:
-        """Writes the role's home copy as a Hugging Face directory on rank 0's host, and files `beside`, which
-        rank 0 gives. Every rank calls this; those that are neither rank 0 nor in the home do nothing."""
+        self, role: str, directory: Path, *, beside: Mapping[str, Beside] | None = None,
+        fields: Mapping[str, object] | None = None,
+    ) -> None:  # fmt: skip
+        """Writes the role's home copy as a Hugging Face directory on rank 0's host, with files `beside` and
+        `fields` added to a model's config.json, which rank 0 gives. Every rank calls this; those that are
+        neither rank 0 nor in the home do nothing."""
         if self._is_sharded(name := self._trained(role)):
             self.start(self._gathering(name))
         home = (role, self.homes[role])
         if home in self._engines or self._world.rank == 0:
             # It moves parameters too, so it takes its turn among the reallocations.
             ready = torch.cuda.current_stream().record_event() if self._on_cuda else None
-            self._thread.submit(self._save, home, directory, beside or {}, ready).result()
+            self._thread.submit(self._save, home, directory, beside or {}, fields or {}, ready).result()
 
     def _save(
         self, copy: tuple[str, Layout], directory: Path, beside: Mapping[str, Beside],
-        ready: torch.cuda.Event | None,
+        fields: Mapping[str, object], ready: torch.cuda.Event | None,
     ) -> None:  # fmt: skip
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
         role, layout = copy
-        writer = self._writer(role, layout)
+        writer = self._writer(role, layout, fields)
         with self._in_use(copy):
             shards = self._engines[copy].export_shards() if copy in self._engines else {}
             try:
@@ -329,7 +332,7 @@ class ModelStore:
                 what = f"{error.filename or directory} cannot be written: {error.strerror}"
                 raise UserError(what) from error
 
-    def _writer(self, role: str, layout: Layout) -> CheckpointWriter:
+    def _writer(self, role: str, layout: Layout, fields: Mapping[str, object]) -> CheckpointWriter:
         """What writes the role's directories: of a model, or of adapters."""
         settings = self._roles[role]
         how: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "leader": 0}
@@ -337,6 +340,6 @@ class ModelStore:
         if lora is None or lora.export_merged:
             spec = self._specs[role]
             spec = file_spec(spec) if settings.engine == "transformers" else spec
-            return CheckpointWriter(spec, layout, self._world, **how)
+            return CheckpointWriter(spec, layout, self._world, fields=fields, **how)
         spec = self._specs[adapters_of(role)]
-        return adapter_writer(spec, lora, layout, self._world, base=settings.model, **how)
+        return adapter_writer(spec, lora, layout, self._world, base=base_name(settings), **how)

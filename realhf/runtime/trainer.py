@@ -12,10 +12,11 @@ from realhf.data.loader import Loader
 from realhf.dist.group import Outbox, World
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
+from realhf.nn.checkpoint_write import Beside
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.check import Program
 from realhf.runtime.executor import Executor, HostContext, StepRecord
-from realhf.runtime.export import files_beside
+from realhf.runtime.export import config_fields, files_beside
 from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
 from realhf.runtime.progress import Progress
@@ -116,9 +117,11 @@ class Trainer:
         trainable = [name for name, role in self._program.roles.items() if role.optimizer is not None]
         for i, name in enumerate(trainable):
             directory = self._out / "hf" / f"step_{step}" / (name if i else "")
-            config = self._configs[name]
-            beside = files_beside(experiment, name, config, step=step) if self._is_main else {}
-            self._store.export(name, directory, beside=beside)
+            beside, fields = dict[str, Beside](), dict[str, object]()
+            if self._is_main:
+                beside, pad = files_beside(experiment, name, step=step), self._context.tokenizer.pad_token_id
+                fields = config_fields(self._configs[name], pad_token_id=pad)
+            self._store.export(name, directory, beside=beside, fields=fields)
 
     def _finish(self, *, seconds: float) -> dict[str, Any]:
         steps, history, scores = self._program.experiment.steps, self._journal.history, self._journal.scores

@@ -11,6 +11,7 @@ from realhf.engine.work import Generate, LogProbs, OptimizerConfig, SamplingConf
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
+from realhf.nn.limbs import split_into
 from realhf.param_spec import model_spec
 from tests.families import MOE_CASES
 
@@ -29,7 +30,7 @@ def _engine(name, world, layout, *, head="lm", optimizer=None):
     engine.load(None, seed=0)
     for key, shard in engine.shards().items():
         if key.endswith("e_score_correction_bias"):
-            shard.copy_(torch.linspace(-0.2, 0.2, len(shard)))
+            split_into(shard, torch.linspace(-0.2, 0.2, shard.shape[1]))
     return engine
 
 

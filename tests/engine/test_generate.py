@@ -7,6 +7,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.work import Generate, LogProbs, SamplingConfig, Scores, Values
+from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
@@ -29,15 +30,20 @@ def _engine(directory, world=None, layout="d1@0"):
     return engine
 
 
-def _generate(engine, prompts, *, seed=0, max_rows=512, first_id=0, **sampling):
+def _generate(
+    engine, prompts, *, seed=0, max_rows=512, first_id=0, kv_cache_gib=None, prefill_tokens=8192, **sampling
+):
     """Responses, log-probs and finished flags, and the columns that they are cut from."""
+    work = Generate(
+        SamplingConfig(**{"max_new_tokens": NUM_NEW} | sampling), seed=seed, max_rows=max_rows,
+        kv_cache_gib=kv_cache_gib, prefill_tokens=prefill_tokens)
     call = FunctionCall(
         name="actor_generate",
         kind="generate",
         inputs=("prompt_ids",),
         outputs=("sequence_ids", "response_mask", "gen_logprobs", "finished"),
         role="actor",
-        work=Generate(SamplingConfig(max_new_tokens=NUM_NEW, **sampling), seed=seed, max_rows=max_rows),
+        work=work,
     )
     ids = list(range(first_id, first_id + len(prompts)))
     batch = Batch(ids, {"prompt_ids": Packed.of([torch.tensor(p) for p in prompts])})
@@ -132,6 +138,44 @@ def test_samples_depend_on_seed_and_sample_id_and_not_on_what_runs_beside_them(c
     assert _generate(engine, prompts[4:6], seed=3, first_id=4)[0] == whole[4:6]
     assert _generate(engine, prompts, seed=4)[0] != whole
     assert _generate(engine, prompts, seed=3, first_id=len(prompts))[0] != whole
+
+
+LONG = 90  # New tokens: rows cross from block to block.
+
+
+def _long_prompts():
+    """Of up to three blocks, some of whole ones, with up to four samples each."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = [3, 130, 130, 130, 130, 64, 64, 1, 65, 65, 65, 20]
+    prompts = {n: torch.randint(2, 67, (n,), generator=generator).tolist() for n in set(lengths)}
+    return [prompts[length] for length in lengths]
+
+
+def _generate_long(world, layout, directory, options):
+    parsed = Layout.parse(layout)
+    if world.rank not in parsed:
+        return None
+    settings = {"seed": 3, "max_new_tokens": LONG, **options}
+    return _generate(_engine(directory, world, layout), _long_prompts(), **settings)[0]
+
+
+def test_tokens_are_the_same_whatever_the_slots_the_memory_and_the_pieces(pool, tmp_path):
+    plain_model(tmp_path, initializer_range=0.4, eos_token_id=8, max_position_embeddings=512)
+    expected = _generate_long(World(), "d1@0", tmp_path, {})
+    lengths = {len(response) for response in expected}
+    assert LONG in lengths and len(lengths) > 3
+    block = 4 * 2 * 64 * 2 * 8 * 8 / 2**30  # GiB: layers, K and V, tokens, heads, dims, bytes
+    for options in (
+        {"max_rows": 1}, {"max_rows": 5}, {"prefill_tokens": 50}, {"prefill_tokens": 7, "max_rows": 3},
+        {"kv_cache_gib": 5 * block}, {"kv_cache_gib": 9 * block, "prefill_tokens": 100},
+    ):  # fmt: skip
+        assert _generate_long(World(), "d1@0", tmp_path, options) == expected, options
+    tight = {"kv_cache_gib": 12 * block, "prefill_tokens": 60, "max_rows": 6}
+    for layout in ("t2@0-1", "p2@0-1", "t2p2@0-3"):
+        results = [r for r in pool.run(_generate_long, layout, tmp_path, tight) if r is not None]
+        assert results and all(result == expected for result in results), layout
+    with pytest.raises(UserError, match="kv_cache_gib is .*: one sample of 220 tokens .* needs"):
+        _generate_long(World(), "d1@0", tmp_path, {"kv_cache_gib": 4 * block})
 
 
 def test_no_prompts_give_empty_columns(case):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -23,10 +24,15 @@ def _words(text):
 
 
 def test_philox_gives_the_known_answers():
-    counters = [torch.tensor(words) for words in zip(*(_words(c) for c, _, _ in KNOWN_ANSWERS), strict=True)]
+    columns = zip(*(_words(counter) for counter, _, _ in KNOWN_ANSWERS), strict=True)
+    counters = [np.array(words, np.uint64) for words in columns]
     for i, (_, key, answer) in enumerate(KNOWN_ANSWERS):
         result = philox_4x32(counters, tuple(_words(key)))
         assert [int(word[i]) for word in result] == _words(answer)
+
+
+def _uniform(seed, sample_ids, positions):
+    return torch.from_numpy(uniform(seed, sample_ids=sample_ids.numpy(), positions=positions.numpy()))
 
 
 def _chi_square(counts, expected):
@@ -40,7 +46,7 @@ def _chi_square_limit(freedom, z=4.75):
 
 def test_uniform_numbers_are_uniform_and_independent():
     ids, positions = torch.arange(400).repeat_interleave(100), torch.arange(100).repeat(400)
-    draws = uniform(7 << 32 | 5, sample_ids=ids, positions=positions)
+    draws = _uniform(7 << 32 | 5, ids, positions)
     assert draws.dtype == torch.float64 and float(draws.min()) >= 0 and float(draws.max()) < 1
     assert len(draws.unique()) == len(draws)
     for values in (draws, draws * 4096 % 1):  # also of the lower bits
@@ -51,8 +57,8 @@ def test_uniform_numbers_are_uniform_and_independent():
         pairs = ((a * 8).long() * 8 + (b * 8).long()).flatten().bincount(minlength=64).double()
         assert _chi_square(pairs, torch.full((64,), a.numel() / 64)) < _chi_square_limit(63)
     for other in (7 << 32 | 6, 8 << 32 | 5):
-        assert not torch.isin(uniform(other, sample_ids=ids, positions=positions), draws).any()
-    far = uniform(5, sample_ids=torch.tensor([3, 3 + (1 << 32)]), positions=torch.tensor([1, 1]))
+        assert not torch.isin(_uniform(other, ids, positions), draws).any()
+    far = _uniform(5, torch.tensor([3, 3 + (1 << 32)]), torch.tensor([1, 1]))
     assert far[0] != far[1]
 
 
@@ -73,7 +79,7 @@ def _warped(logits, temperature, top_k, top_p):
 )
 def test_tokens_follow_the_distribution_that_transformers_would_sample(temperature, top_k, top_p):
     logits, num = torch.randn(1, 23, generator=torch.Generator().manual_seed(1)).double(), 20_000
-    draws = uniform(11, sample_ids=torch.arange(num), positions=torch.zeros(num, dtype=torch.long))
+    draws = _uniform(11, torch.arange(num), torch.zeros(num, dtype=torch.long))
     tokens, logprobs = _sample(
         logits.expand(num, -1), draws, temperature=temperature, top_k=top_k, top_p=top_p
     )

@@ -5,8 +5,10 @@ from itertools import product
 
 import pytest
 
-from realhf.engine.micro_batch import balance, micro_batches
+from realhf.engine.micro_batch import attention_share, balance, micro_batches
 from realhf.engine.pipeline import one_forward_one_backward
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
 
 
 def _simulate(num_micro_batches, num_stages):
@@ -87,12 +89,33 @@ def test_micro_batches_keep_their_promises():
     for _ in range(300):
         lengths = [rng.choice([0, 1, 3, 7, 8, 30]) for _ in range(rng.randint(0, 12))]
         max_tokens, at_least = rng.randint(1, 40), rng.randint(1, 5)
-        parts = micro_batches(lengths, max_tokens=max_tokens, at_least=at_least)
+        options = {"at_least": at_least, "attention": rng.choice([0.0, 0.1])}
+        parts = micro_batches(lengths, max_tokens=max_tokens, **options)
         assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
         assert all(parts) and len(parts) >= min(at_least, len(lengths))
         for part in parts:
             assert len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens
+            assert [lengths[i] for i in part] == sorted(lengths[i] for i in part)
         # Not more than twice what any packing needs, apart from what `at_least` asks for.
         need = -(-sum(lengths) // max_tokens)
         alone = sum(length > max_tokens / 2 for length in lengths)
         assert len(parts) <= max(2 * need + 1, alone + need, at_least)
+
+
+def test_micro_batches_balance_attention_too():
+    """One long sequence weighs as much as more tokens of short ones, as far as the limit lets them."""
+    lengths = [100] + [10] * 20
+    parts = micro_batches(lengths, max_tokens=200, attention=0.01)
+    spread = [sum(lengths[i] for i in part) for part in parts]
+    assert sorted(spread) == [110, 190]  # 100 + 0.01 * 100^2 = 200; 11 for each of the others.
+    assert [len(part) for part in micro_batches(lengths, max_tokens=150, attention=0.01)] == [6, 15]
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-0.5b", "qwen3-30b-a3b"])
+def test_attention_share_is_that_of_flops(name):
+    spec = model_spec(ModelConfig.load(name))
+    c = spec.config
+    active = {"llama-7b": 6.607e9, "qwen2.5-0.5b": 0.494e9, "qwen3-30b-a3b": 3.04e9}[name]  # (published)
+    n = 4096
+    linear, attention = 2 * active * n, c.num_layers * 2 * n**2 * c.num_heads * c.head_dim
+    assert attention_share(spec) * n == pytest.approx(attention / linear, rel=0.03)

@@ -16,17 +16,23 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.nn.checkpoint_write import CheckpointWriter, assign_parts
 from realhf.nn.hf import load_weights, read_shards, save_weights
+from realhf.nn.limbs import joined, split_into
 from realhf.param_spec import model_spec, region_size
 from realhf.realloc.bind import shards_of
 from tests.families import CASES, MOE_CASES
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 
 EVERY = CASES | MOE_CASES
+CHOICE_BIAS = "e_score_correction_bias"
 
 def _save_by_transformers(directory, case, dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**EVERY[case].hf())
-    transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(directory, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    for module in model.modules():
+        if hasattr(module, CHOICE_BIAS):  # In float32 in a model of any dtype, as from_pretrained has it.
+            setattr(module, CHOICE_BIAS, torch.randn_like(getattr(module, CHOICE_BIAS), dtype=torch.float32))
+    model.save_pretrained(directory, **options)
 
 
 def _all_tensors(directory):
@@ -36,34 +42,65 @@ def _all_tensors(directory):
     return tensors
 
 
-def _assert_same(theirs, ours):
-    assert theirs.keys() == ours.keys()
-    for name, tensor in theirs.items():
-        assert tensor.dtype == ours[name].dtype and torch.equal(tensor, ours[name]), name
+def _differing(theirs, ours):
+    """Names of tensors that are not the same, or on one side only."""
+    both = theirs.keys() & ours.keys()
+    same = {n for n in both if theirs[n].dtype == ours[n].dtype and torch.equal(theirs[n], ours[n])}
+    return (theirs.keys() | ours.keys()) - same
 
 
 def _copy(world, source, target, dtype, layout, leader=0, max_shard_bytes=5 * 10**9):
-    """Reads and writes this rank's shard in a layout."""
+    """Reads and writes this rank's shard in a layout; the parameters that the files lack."""
     layout, spec = Layout.parse(layout), model_spec(ModelConfig.load(str(source)))
     regions = spec.held_by(layout, world.rank)
     shards = shards_of(torch.full((sum(map(region_size, regions.values())),), -1.0, dtype=dtype), regions)
-    if shards:
-        assert read_shards(source, spec, shards, regions) == []
+    missing = read_shards(source, spec, shards, regions) if shards else []
     if shards or world.rank == leader:
         options = {"dtype": dtype, "leader": leader, "max_shard_bytes": max_shard_bytes}
         CheckpointWriter(spec, layout, world, **options).write(target, shards, beside={})
+    return missing
 
 
 @pytest.mark.parametrize("case", ["gpt2", "deepseek-v3"])
 def test_bfloat16_comes_out_as_transformers_wrote_it(tmp_path, case):
     source, target = tmp_path / "source", tmp_path / "target"
     _save_by_transformers(source, case)
-    _copy(World(), source, target, torch.bfloat16, "d1@0")
-    _assert_same(load_file(source / "model.safetensors"), load_file(target / "model.safetensors"))
+    assert _copy(World(), source, target, torch.bfloat16, "d1@0") == []
+    assert not _differing(load_file(source / "model.safetensors"), load_file(target / "model.safetensors"))
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load(target, output_loading_info=True)
     assert model.dtype == torch.bfloat16
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_float32_in_a_bfloat16_model(tmp_path):
+    """DeepSeek's choice of experts: in memory, when it travels, and in both directions of files."""
+    _save_by_transformers(tmp_path / "theirs", "deepseek-v3")
+    config = ModelConfig.load(str(tmp_path / "theirs"))
+    model = build(config.to_hf(), dtype=torch.bfloat16)
+    load_weights(tmp_path / "theirs", model)
+    save_weights(tmp_path / "ours", model)
+    theirs, ours = (load_file(tmp_path / d / "model.safetensors") for d in ("theirs", "ours"))
+    biases = {name: tensor for name, tensor in theirs.items() if name.endswith(CHOICE_BIAS)}
+    assert len(biases) == 3 and {tensor.dtype for tensor in biases.values()} == {torch.float32}
+    assert not _differing(theirs, ours)
+    for name, bias in biases.items():
+        assert not torch.equal(bias, bias.bfloat16().float())
+        assert torch.equal(joined(model.shards()[name].float().bfloat16()), bias)  # (The optimizer's copy.)
+        moe = model.blocks[int(name.split(".")[2])].mlp
+        assert torch.equal(joined(moe.choice_bias), bias)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert {b.dtype for n, b in again.named_buffers() if n.endswith(CHOICE_BIAS)} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype, lost", [
+    (torch.float64, 0), (torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 2**-25)])  # fmt: skip
+def test_limbs_add_up_to_the_values(dtype, lost):
+    values = torch.cat([torch.randn(1000) * scale for scale in (1, 1e-3, 30)])
+    values = torch.cat([values, torch.tensor([0.0, 1.0, 1 - 2**-24, 2 - 2**-23, -(1 + 2**-23)])])
+    limbs = torch.empty(3, len(values), dtype=dtype)
+    split_into(limbs, values)
+    assert (joined(limbs) - values).abs().max() <= lost
 
 
 @pytest.mark.parametrize("layout", ["t2p2@0-3", "d2t2@0-3"])
@@ -71,11 +108,11 @@ def test_bfloat16_comes_out_as_transformers_wrote_it(tmp_path, case):
 def test_layouts_read_and_write_sharded_files(pool, tmp_path, case, layout):
     source, target = tmp_path / "source", tmp_path / "target"
     _save_by_transformers(source, case, max_shard_size="20KB")
-    pool.run(_copy, source, target, torch.bfloat16, layout, 0, 20_000)
+    assert not any(pool.run(_copy, source, target, torch.bfloat16, layout, 0, 20_000))
     files = sorted(path.name for path in target.glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     theirs, ours = (_all_tensors(d) for d in (source, target))
-    _assert_same(theirs, ours)
+    assert not _differing(theirs, ours)
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in ours.values())
     assert index["weight_map"].keys() == ours.keys() and set(index["weight_map"].values()) == set(files)
@@ -89,23 +126,24 @@ def test_layouts_read_and_write_sharded_files(pool, tmp_path, case, layout):
 def test_layouts_read_and_write_experts(pool, tmp_path, layout):
     source, target = tmp_path / "source", tmp_path / "target"
     _save_by_transformers(source, "deepseek-v3", max_shard_size="20KB")
-    pool.run(_copy, source, target, torch.bfloat16, layout, 0, 20_000)
-    _assert_same(*(_all_tensors(d) for d in (source, target)))
+    assert not any(pool.run(_copy, source, target, torch.bfloat16, layout, 0, 20_000))
+    assert not _differing(*(_all_tensors(d) for d in (source, target)))
 
 
 def _copy_between_hosts(world, source, target, layout):
     store = dist.PrefixStore(f"hosts/{layout}", world._store)
     hosts = {"ranks_per_host": 2, "shared_memory": False}
     world = World(rank=world.rank, size=4, store=store, timeout_seconds=60, **hosts)
-    _copy(world, source, target / str(world.rank // 2), torch.bfloat16, layout)  # Each host has its own disk.
+    target = target / str(world.rank // 2)  # Each host has its own disk.
+    return _copy(world, source, target, torch.bfloat16, layout)
 
 
 @pytest.mark.parametrize("layout", ["t2@2-3", "t4@0-3", "p2@1-2", "d2t2@0-3"])
 def test_only_the_leaders_host_writes(pool, tmp_path, layout):
     source, target = tmp_path / "source", tmp_path / "target"
     _save_by_transformers(source, "gpt2")
-    pool.run(_copy_between_hosts, source, target, layout)
-    _assert_same(*(load_file(d / "model.safetensors") for d in (source, target / "0")))
+    assert not any(pool.run(_copy_between_hosts, source, target, layout))
+    assert not _differing(*(load_file(d / "model.safetensors") for d in (source, target / "0")))
     assert not (target / "1").exists()
 
 
@@ -113,8 +151,8 @@ def test_long_rows_are_read_piece_by_piece(pool, tmp_path):
     config = transformers.AutoConfig.for_model(**EVERY["llama"].hf(intermediate_size=5000, vocab_size=8))
     source, target = tmp_path / "source", tmp_path / "target"
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(source)
-    pool.run(_copy, source, target, torch.bfloat16, "t4@0-3")
-    _assert_same(*(load_file(d / "model.safetensors") for d in (source, target)))
+    assert not any(pool.run(_copy, source, target, torch.bfloat16, "t4@0-3"))
+    assert not _differing(*(load_file(d / "model.safetensors") for d in (source, target)))
 
 
 def test_replicas_share_the_writing_evenly():
@@ -198,8 +236,8 @@ def test_base_models_have_no_prefix(tmp_path, case):
     base |= {f"h.{i}.attn.{n}": torch.ones(1, 1, 9, 9) for i in range(4) for n in ("bias", "masked_bias")}
     base |= {f"layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(4)}
     save_file(base, tmp_path / "base" / "model.safetensors")
-    _copy(World(), tmp_path / "base", tmp_path / "out", torch.bfloat16, "d1@0")
-    _assert_same(tensors, load_file(tmp_path / "out" / "model.safetensors"))
+    assert _copy(World(), tmp_path / "base", tmp_path / "out", torch.bfloat16, "d1@0") == []
+    assert not _differing(tensors, load_file(tmp_path / "out" / "model.safetensors"))
 
 
 def test_a_tied_head_may_be_there_twice(directory):
@@ -220,8 +258,8 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, capsys):
     tensors = load_file(tmp_path / "source" / "model.safetensors")
     more = {f"model.layers.{i}.{n}.weight": torch.ones(3) for i in (4, 5) for n in ("eh_proj", "enorm")}
     save_file(tensors | more, tmp_path / "source" / "model.safetensors")
-    _copy(World(), tmp_path / "source", tmp_path / "out", torch.bfloat16, "d1@0")
-    _assert_same(tensors, load_file(tmp_path / "out" / "model.safetensors"))
+    assert _copy(World(), tmp_path / "source", tmp_path / "out", torch.bfloat16, "d1@0") == []
+    assert not _differing(tensors, load_file(tmp_path / "out" / "model.safetensors"))
     assert capsys.readouterr().err.endswith(": layers past num_hidden_layers 4 are left out: 4, 5\n")
 
 
@@ -325,6 +363,15 @@ FILES = {
     "a hole": (_header(ENTRY % (4, 12)) + bytes(12), "is corrupt: tensor a starts at byte "),
     "short": (_header(ENTRY % (0, 8)) + bytes(7), "is truncated: its tensors end at byte "),
     "long": (_header(ENTRY % (0, 8)) + bytes(9), "is corrupt: its tensors end at byte "),
+    "a nest": (_header("[" * 100_000), "is corrupt: its header is no JSON object"),
+    "a list as dtype": (
+        _header('{"a": {"dtype": ["F32"], "shape": [], "data_offsets": [0, 4]}}') + bytes(4),
+        "is corrupt: its header does not say what tensor a is",
+    ),
+    "a list as shape": (
+        _header('{"a": {"dtype": "F32", "shape": [[1]], "data_offsets": [0, 4]}}') + bytes(4),
+        "is corrupt: its header does not say what tensor a is",
+    ),
     "a new dtype": (_header('{"a": {"dtype": "F7", "shape": [], "data_offsets": [0, 0]}}'), "dtype 'F7'"),
 }
 
@@ -348,6 +395,7 @@ def test_a_file_that_shrinks_is_named(directory, monkeypatch):
 # What is wrong -> the index, given the names of the tensors; words of the sentence.
 INDICES = {
     "no JSON": (lambda names: "{", "index.json is not an index of safetensors files: "),
+    "a nest": (lambda names: "[" * 100_000, "it needs an object weight_map"),
     "a list": (lambda names: [], "index.json is not an index of safetensors files: it needs an object"),
     "no map": (lambda names: {"metadata": {}}, "it needs an object weight_map"),
     "lacks a file": (

@@ -11,17 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
-from realhf.layout import Layout, even_split
+from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec, legal_targets
 from realhf.model_config import ModelConfig
-from realhf.nn.hf import load_adapters, load_weights, save_weights
+from realhf.nn.hf import load_adapters, load_weights, save_adapters, save_weights
 from realhf.nn.lora import Adapters
-from realhf.nn.peft import save_adapters
+from realhf.nn.peft import resolved
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import model_spec
 from tests.families import CASES, MOE_CASES
 from tests.nn.test_layouts import _pass_through
-from tests.nn.tiny import SEQ_LENS, hf_config, tokens
+from tests.nn.tiny import SEQ_LENS, backward_of_both, compare, hf_config, step, tokens
 
 FAMILIES = ("llama", "llama-bias", "qwen3", "phi-3", "gpt2", "gemma-2", "glm-4")
 LAYOUTS = ("t4@0-3", "p2@0,1", "t2p2@0-3")
@@ -65,7 +65,7 @@ def by_peft(directory, name, *, head="lm", **settings):
 
 def ours(directory, *, dtype=torch.float32, head="lm", world=None, layout="d1@0"):
     config = ModelConfig.load(str(directory / "base"), head=head)
-    lora = LoraConfig(adapter=str(directory / "adapter")).resolved()
+    lora = resolved(LoraConfig(adapter=str(directory / "adapter")))
     model = build(config, lora, dtype=dtype, world=world, layout=layout)
     load_weights(directory / "base", model)
     load_adapters(directory / "adapter", model.adapters)
@@ -76,12 +76,7 @@ def ours(directory, *, dtype=torch.float32, head="lm", world=None, layout="d1@0"
 def test_logits_and_gradients_are_those_of_peft(tmp_path, name):
     reference, model, ids = by_peft(tmp_path, name), ours(tmp_path), tokens()
     model.adapters.enable_grad()
-    logits = model.logits(model(ids, SEQ_LENS))
-    expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    weights = torch.randn(logits.shape)
-    (logits * weights).sum().backward()
-    (expected * weights).sum().backward()
+    torch.testing.assert_close(*backward_of_both(model, reference, ids), rtol=1e-4, atol=1e-4)
     grads = {key.replace(".default", ""): weight.grad for key, weight in reference.named_parameters()}
     for param in model.adapters.spec.params:
         rows = slice(param.in_file.start, param.in_file.start + param.shape[0])
@@ -129,44 +124,13 @@ def test_directories_are_peft_directories(pool, tmp_path, name):
     assert kept["use_rslora"] and kept.items() <= given.items()
 
 
-def _train(world, hf, lora, layout, recompute=False):
-    """Of this rank's tokens, logits of the last stage; the gradients of every adapter."""
-    model = build(ModelConfig.from_hf(hf), lora, world=world, layout=layout)
-    adapters, groups, stage, ids = model.adapters, model.groups, model.groups.at.pp, tokens()
-    adapters.enable_grad()
-    run = partial(model, seq_lens=SEQ_LENS, recompute=recompute)
-    rows = even_split(len(ids), groups.layout.cp, groups.at.cp)
-    x, hidden = ids, None
-    if not groups.is_first_stage:
-        x = torch.empty((rows[1] - rows[0], 32), dtype=model.flat.dtype)
-        groups.pp.exchange([], [(stage - 1, x)])
-        x.requires_grad_()
-    hidden, logits = run(x), None
-    if groups.is_last_stage:
-        logits = model.logits(hidden)
-        weights = torch.randn(len(ids), 67, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
-        (logits * weights[slice(*rows), slice(*model.vocab_range)]).sum().backward()
-    else:
-        groups.pp.exchange([(stage + 1, hidden.detach())], [])
-        grad = torch.empty_like(hidden)
-        groups.pp.exchange([], [(stage + 1, grad)])
-        hidden.backward(grad)
-    if not groups.is_first_stage:
-        groups.pp.exchange([(stage - 1, x.grad)], [])
-    adapters.finish_grads()
-    groups.cp.all_reduce(adapters.grad_buffer)  # (The optimizer's part of the sum.)
-    pieces = [(name, region, adapters.grad_shards()[name]) for name, region in adapters.regions.items()]
-    return logits if logits is None else (rows, model.vocab_range, logits.detach()), pieces
-
-
-def _train_on(world, hf, lora, layout, recompute):
-    ranks = {int(r) for r in layout.split("@")[1].replace("-", ",").split(",")}
-    return _train(world, hf, lora, layout, recompute) if world.rank in ranks or "-" in layout else None
+def _train(world, hf, lora, layout, recompute):
+    if world.rank not in Layout.parse(layout):
+        return None
+    return step(build(ModelConfig.from_hf(hf), lora, world=world, layout=layout), recompute=recompute)
 
 
 SOME = LoraConfig(rank=3, target_modules=("q_proj", "v_proj", "up_proj", "down_proj"))
-
-
 ALL = LoraConfig(rank=3)
 HF = {
     "qwen2": hf_config(),
@@ -188,18 +152,9 @@ HF = {
 )
 def test_layouts_compute_what_one_process_does(pool, layout, family, lora):
     hf = HF[family]
-    (*_, expected), pieces = _train(World(), hf, lora, "d1@0")
-    whole = {name: grad for name, _, grad in pieces}
-    results = [r for r in pool.run(_train_on, hf, lora, layout, layout[0] == "t") if r is not None]
-    for logits, pieces in results:
-        if logits is not None:
-            rows, columns, values = logits
-            theirs = expected[slice(*rows), slice(*columns)]
-            torch.testing.assert_close(values, theirs, rtol=1e-9, atol=1e-9)
-        for name, region, grad in pieces:
-            at = tuple(slice(*extent) for extent in region)
-            torch.testing.assert_close(grad, whole[name][at], rtol=1e-9, atol=1e-9, msg=f"{layout} {name}")
-    assert any(logits is not None for logits, _ in results)
+    alone = step(build(ModelConfig.from_hf(hf), lora))
+    results = [r for r in pool.run(_train, hf, lora, layout, layout[0] == "t") if r is not None]
+    assert compare(results, alone) == ([], set(range(sum(SEQ_LENS))))
 
 
 def _merged_logits(world, hf, layout):
@@ -233,6 +188,23 @@ def test_a_merged_directory_is_a_whole_model(tmp_path):
     save_weights(tmp_path / "merged", ours(tmp_path).merged_model())
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(ids[None]).logits, reference(ids[None]).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_other_kind_of_export_goes_first(tmp_path):
+    """Adapters over a model of several files, and a model over adapters; what was cut short goes, too."""
+    model = build(ModelConfig.from_hf(hf_config()), LoraConfig(rank=3), dtype=torch.float32)
+    save_weights(tmp_path, model, max_shard_bytes=20_000, beside={"README.md": "ours"})
+    assert len(list(tmp_path.glob("model-*"))) > 3
+    (tmp_path / "model-00001-of-00009.safetensors.part").touch()
+    (tmp_path / "notes.part").touch()
+    kept = {"README.md", "notes.part"}
+    save_adapters(tmp_path, model.adapters, base="base")
+    adapters = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == kept | adapters
+    (tmp_path / "adapter_config.json.part").touch()
+    (tmp_path / "adapter_model.safetensors.part").touch()
+    save_weights(tmp_path, model)
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"config.json", "model.safetensors"}
 
 
 def test_first_values_are_those_of_peft():
@@ -333,10 +305,33 @@ def test_adapters_of_other_kinds_are_refused(tmp_path, field, value, message):
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     settings["lora_dropout"] = 0.1
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    assert LoraConfig(adapter=str(tmp_path)).resolved().rank == 2
+    assert resolved(LoraConfig(adapter=str(tmp_path))).rank == 2
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {field: value}))
     with pytest.raises(ValueError, match=f"adapter_config.json: {message}"):
-        LoraConfig(adapter=str(tmp_path)).resolved()
+        resolved(LoraConfig(adapter=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"rank": 3}, "lora.rank is 3, but .*adapter_config.json says 2: leave it out"),
+        ({"alpha": 5.0}, "lora.alpha is 5.0, but .* says 4.0"),
+        ({"use_rslora": True}, "lora.use_rslora is True, but .* says False"),
+        ({"target_modules": ("q_proj",)}, r"lora.target_modules is \('q_proj',\), but .* says \('k_proj'"),
+        ({"rank": 2, "alpha": 4.0, "target_modules": ("q_proj", "k_proj")}, None),
+        ({}, None),
+    ],
+)
+def test_settings_must_not_contradict_the_adapters(tmp_path, given, words):
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    lora = LoraConfig(adapter=str(tmp_path), **given)
+    if words is None:
+        assert resolved(lora).target_modules == ("k_proj", "q_proj")
+        assert resolved(resolved(lora)) == resolved(lora)
+        return
+    with pytest.raises(ValueError, match=words):
+        resolved(lora)
 
 
 def test_wrong_tensors_are_named(tmp_path):

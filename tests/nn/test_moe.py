@@ -4,15 +4,18 @@ import pytest
 import torch
 import transformers
 
+from realhf.cache_blocks import BLOCK_SIZE
 from realhf.dist.group import World
 from realhf.engine.pipeline import run_pipeline
 from realhf.layout import Layout
 from realhf.nn.context_parallel import token_range
 from realhf.nn.grouped import grouped_linear
 from realhf.nn.hf import load_weights
+from realhf.nn.limbs import split_into
 from realhf.nn.moe import RouterLosses
 from tests.families import MOE_CASES, YARN
-from tests.nn.tiny import SEQ_LENS, build
+from tests.nn.cached import CachedRows
+from tests.nn.tiny import SEQ_LENS, backward_of_both, build
 
 YARN_MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}
 VARIANTS = {
@@ -69,13 +72,7 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, name):
     model = build(hf_config(name), dtype=torch.float32)
     assert load_weights(tmp_path, model) == []
     model.enable_grad()
-    ids = tokens()
-    logits = model.logits(model(ids, SEQ_LENS))
-    expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    weights = torch.randn(logits.shape)
-    (logits * weights).sum().backward()
-    (expected * weights).sum().backward()
+    torch.testing.assert_close(*backward_of_both(model, reference, tokens()), rtol=1e-5, atol=1e-5)
     grads = _by_expert({key: value.grad for key, value in reference.named_parameters()}, model.spec)
     for key, grad in model.grad_shards().items():
         if key.endswith("e_score_correction_bias"):
@@ -147,7 +144,7 @@ def _spread_choice(model):
     """Gives DeepSeek's choice of experts its bias, which a new model lacks."""
     for name, shard in model.shards().items():
         if name.endswith("e_score_correction_bias"):
-            shard.copy_(torch.linspace(-0.2, 0.2, len(shard)))
+            split_into(shard, torch.linspace(-0.2, 0.2, shard.shape[1]))
 
 
 @pytest.mark.parametrize("layout, name", LAYOUTS)
@@ -202,24 +199,29 @@ def test_balance_loss_is_that_of_transformers_on_one_sequence_and_layer():
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3-yarn", "deepseek-v3-halves", "qwen3-moe"])
 def test_decoding_with_the_cache_is_the_full_forward(name):
     model = build(hf_config(name))
-    prompts = list(tokens().split(SEQ_LENS))
-    cache = model.new_cache(len(prompts), max_len=12)
+    sequences, lens, rows = list(tokens().split(SEQ_LENS)), SEQ_LENS, CachedRows(model, SEQ_LENS)
     with torch.no_grad():
         full = model(tokens(), SEQ_LENS)
-        torch.testing.assert_close(model(tokens(), SEQ_LENS, cache=cache), full, rtol=1e-12, atol=1e-12)
-        cache.keep(torch.tensor([2, 0, 0, 4]))
-        sequences = [prompts[i] for i in (2, 0, 0, 4)]
+        torch.testing.assert_close(rows.prefill(tokens()), full, rtol=1e-12, atol=1e-12)
         for step in range(3):
-            new = torch.randint(1, 67, (4,), generator=torch.Generator().manual_seed(step))
+            new = torch.randint(1, 67, (len(lens),), generator=torch.Generator().manual_seed(step))
             sequences = [torch.cat((s, t[None])) for s, t in zip(sequences, new, strict=True)]
             lens = [len(s) for s in sequences]
             full = model(torch.cat(sequences), lens)[torch.tensor(lens).cumsum(0) - 1]
-            torch.testing.assert_close(model.decode(new, cache), full, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(rows.decode(new), full, rtol=1e-11, atol=1e-11)
+
+
+def test_a_piece_attends_to_cached_latents():
+    model, ids = build(hf_config("deepseek-v3")), tokens()
+    rows = CachedRows(model, [len(ids)])
+    with torch.no_grad():
+        pieces = torch.cat([rows.prefill(ids[:7], first=7), rows.extend(ids[7:], 0)])
+        torch.testing.assert_close(pieces, model(ids, [len(ids)]), rtol=1e-11, atol=1e-11)
 
 
 def test_the_cache_of_latent_attention_holds_latents():
     model = build(hf_config("deepseek-v3"))
-    assert [kv.shape for kv in model.new_cache(3, max_len=7)._kv] == [(1, 3, 1, 7, 10 + 4)] * 4
+    assert [kv.shape for kv in model.new_cache(3).layers] == [(1, 3, BLOCK_SIZE, 1, 10 + 4)] * 4
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0], [0, 5, 0]])

@@ -8,7 +8,8 @@ import transformers
 
 from realhf.nn.attention import AttentionKind, packed_attention
 from realhf.nn.hf import load_weights
-from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
+from tests.nn.cached import CachedRows
+from tests.nn.tiny import SEQ_LENS, backward_of_both, build, hf_config, tokens
 
 
 class _Float64Rotary(torch.nn.Module):
@@ -59,14 +60,8 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, architecture, 
     model = build(hf)
     assert load_weights(tmp_path, model) == []
     model.enable_grad()
-    ids = tokens()
-    logits = model.logits(model(ids, SEQ_LENS))
-    expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
-    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
-    weights = torch.randn(logits.shape, dtype=torch.float64)
     for _ in range(2):  # two micro-batches accumulate
-        (model.logits(model(ids, SEQ_LENS)) * weights).sum().backward()
-    (2 * (expected * weights).sum()).backward()
+        torch.testing.assert_close(*backward_of_both(model, reference, tokens()), rtol=1e-10, atol=1e-10)
     grads = {name: value.grad for name, value in reference.named_parameters()}
     assert grads.keys() == model.shards().keys()
     for name, grad in model.grad_shards().items():
@@ -120,25 +115,33 @@ def test_bfloat16_accumulates_gradients_in_float32():
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.bfloat16, 0.1)])
 def test_decoding_with_the_cache_is_the_full_forward(dtype, tolerance):
     model = build(hf_config(), dtype=dtype)
-    prompts = list(tokens().split(SEQ_LENS))
-    cache = model.new_cache(len(prompts), max_len=16)
+    lens = [5, 1, 63, 70, 3]
+    sequences = list(torch.randint(67, (sum(lens),), generator=torch.Generator().manual_seed(1)).split(lens))
+    rows = CachedRows(model, lens)
     with torch.no_grad():
-        hidden = model(torch.cat(prompts), SEQ_LENS, cache=cache)
-        torch.testing.assert_close(hidden, model(torch.cat(prompts), SEQ_LENS))
-        cache.repeat(torch.tensor([2, 1, 1, 3, 1]))  # grows
-        sequences = [prompts[i] for i in (0, 0, 1, 2, 3, 3, 3, 4)]
-        for step in range(6):
+        hidden = rows.prefill(torch.cat(sequences))
+        torch.testing.assert_close(hidden, model(torch.cat(sequences), lens))
+        for step in range(5):
             new = torch.randint(67, (len(sequences),), generator=torch.Generator().manual_seed(step))
             sequences = [torch.cat((s, t[None])) for s, t in zip(sequences, new, strict=True)]
-            hidden = model.decode(new, cache)
-            lens = [len(s) for s in sequences]
-            assert cache.lens.tolist() == lens
+            hidden, lens = rows.decode(new), [len(s) for s in sequences]
             full = model(torch.cat(sequences), lens)[torch.tensor(lens).cumsum(0) - 1]
             torch.testing.assert_close(hidden, full, rtol=tolerance, atol=tolerance)
-            if step in (2, 3):  # drops the longest row first
-                kept = [0, 2, 3, 6, 7] if step == 2 else [4, 1]
-                cache.keep(torch.tensor(kept))
-                sequences = [sequences[i] for i in kept]
+            if step == 2:  # the longest
+                rows.stop(3)
+                del sequences[3]
+
+
+def test_a_prompt_in_pieces_is_the_full_forward():
+    model, ids = build(hf_config()), tokens()
+    rows = CachedRows(model, [len(ids)])
+    with torch.no_grad():
+        pieces = [rows.prefill(ids[:4], first=4)]
+        rows.lens = [20]
+        pieces.append(rows.extend(ids[4:20], 0))
+        rows.lens = [len(ids)]
+        pieces.append(rows.extend(ids[20:], 0))
+        torch.testing.assert_close(torch.cat(pieces), model(ids, [len(ids)]), rtol=1e-12, atol=1e-12)
 
 
 def test_empty_sequences_take_no_part_in_attention():

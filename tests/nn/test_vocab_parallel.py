@@ -1,67 +1,124 @@
-"""Log-probs and entropy against torch.log_softmax, on one rank and with the vocabulary split."""
+"""Log-probs and entropy of a head against torch.log_softmax, by chunks, on one rank and with the vocabulary
+split."""
 
 import pytest
 import torch
 
 from realhf.dist.group import World
 from realhf.layout import even_split
-from realhf.nn.vocab_parallel import vocab_parallel_entropy, vocab_parallel_logprobs
+from realhf.nn.gradients import Weight
+from realhf.nn.vocab_parallel import Head, head_logprobs
+from tests.realloc.test_memory import Storages
 
-T, V = 40, 101
+T, H, V = 41, 12, 101
+PLAIN, CAPPED = {}, {"scale": 0.7, "softcap": 3.0}
 
 
 def _inputs():
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(T, V, generator=generator, dtype=torch.float64) * 5
-    logits[3] += 1000.0
-    return logits, torch.randint(V, (T,), generator=generator), torch.randn(T, generator=generator)
+    hidden = torch.randn(T, H, generator=generator, dtype=torch.float64) * 2
+    hidden[3] *= 300.0
+    weight = torch.randn(V, H, generator=generator, dtype=torch.float64)
+    labels = torch.randint(V, (T,), generator=generator)
+    return hidden, weight, labels, torch.randn(T, generator=generator).double()
 
 
-def _run(world, ranks, temperature):
-    """This rank's log-probs, entropy and gradient of its logits."""
-    logits, labels, weights = _inputs()
+def _run(world, ranks, temperature, settings, chunk):
+    """This rank's log-probs, entropy, gradient of the hidden states and of its part of the weight."""
+    hidden, weight, labels, factors = _inputs()
     group = world.group(ranks)
     start, stop = even_split(V, group.size, group.index)
-    mine = logits[:, start:stop].clone().requires_grad_()
-    options = {"group": group, "temperature": temperature}
-    logprobs = vocab_parallel_logprobs(mine, labels, vocab_start=start, **options)
-    entropy = vocab_parallel_entropy(mine, **options)
-    (weights * logprobs).sum().backward()
+    hidden.requires_grad_()
+    mine = weight[start:stop].clone().requires_grad_()
+    logprobs, entropy = head_logprobs(
+        hidden, labels, Head(mine, start, group, **settings), temperature=temperature, entropy=True,
+        chunk_tokens=chunk)
+    (factors * logprobs).sum().backward()
     assert not entropy.requires_grad
-    return logprobs.detach(), entropy, mine.grad
+    return logprobs.detach(), entropy, hidden.grad, mine.grad
 
 
-def _expected(temperature):
-    logits, labels, weights = _inputs()
-    logits.requires_grad_()
+def _expected(temperature, settings):
+    hidden, weight, labels, factors = _inputs()
+    hidden.requires_grad_(), weight.requires_grad_()
+    logits = hidden @ weight.T * settings.get("scale", 1)
+    if (cap := settings.get("softcap")) is not None:
+        logits = cap * torch.tanh(logits / cap)
     logp = (logits / temperature).log_softmax(-1)
     logprobs, entropy = logp[torch.arange(T), labels], -(logp * logp.exp()).sum(-1)
-    (weights * logprobs).sum().backward()
-    return logprobs.detach(), entropy.detach(), logits.grad
+    (factors * logprobs).sum().backward()
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
+@pytest.mark.parametrize("chunk", [1, 7, T, 1000])
+@pytest.mark.parametrize("settings", [PLAIN, CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_one_rank(temperature):
-    torch.testing.assert_close(_run(World(), (0,), temperature), _expected(temperature))
+def test_one_rank(temperature, settings, chunk):
+    expected = _expected(temperature, settings)
+    torch.testing.assert_close(_run(World(), (0,), temperature, settings, chunk), expected)
 
 
+@pytest.mark.parametrize("chunk", [3, 1000])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_split_vocabulary(pool, num_ranks):
-    results = pool.run(_run, tuple(range(num_ranks)), 0.7, num_ranks=num_ranks)
-    logprobs, entropy, grad = _expected(0.7)
+def test_split_vocabulary(pool, num_ranks, chunk):
+    results = pool.run(_run, tuple(range(num_ranks)), 0.7, CAPPED, chunk, num_ranks=num_ranks)
+    logprobs, entropy, grad_hidden, grad_weight = _expected(0.7, CAPPED)
     for result in results:
-        torch.testing.assert_close(result[:2], (logprobs, entropy))
-        assert torch.equal(result[0], results[0][0]) and torch.equal(result[1], results[0][1])
-    torch.testing.assert_close(torch.cat([r[2] for r in results], dim=1), grad)
+        torch.testing.assert_close(result[:3], (logprobs, entropy, grad_hidden))
+        assert all(torch.equal(x, y) for x, y in zip(result[:3], results[0][:3], strict=True))
+    torch.testing.assert_close(torch.cat([r[3] for r in results]), grad_weight)
+
+
+@pytest.mark.parametrize("chunk", [2, 5])
+def test_gradients_by_differences(chunk):
+    """More often than once from the same forward pass, too, as gradcheck does it."""
+    hidden, weight, labels, _ = _inputs()
+    inputs = hidden[:5].clone().requires_grad_(), weight[:9].clone().requires_grad_()
+
+    def logprobs(hidden, weight):
+        head = Head(weight, 0, World().group((0,)), **CAPPED)
+        return head_logprobs(hidden, labels[:5] % 9, head, chunk_tokens=chunk)[0]
+
+    assert torch.autograd.gradcheck(logprobs, inputs)
+
+
+def test_a_weight_that_collects_its_gradients():
+    hidden, plain, labels, factors = _inputs()
+    for dtype, chunk in ((torch.float64, 10), (torch.bfloat16, 10), (torch.float32, T)):
+        weight = Weight(plain.to(dtype), requires_grad=False)
+        weight.collect(torch.full((V, H), torch.nan, dtype=torch.promote_types(dtype, torch.float32)))
+        head = Head(weight, 0, World().group((0,)))
+        for _ in range(2):
+            logprobs, _ = head_logprobs(hidden.to(dtype), labels, head, chunk_tokens=chunk)
+            (factors * logprobs).sum().backward()
+        tolerance = {"rtol": 0.05, "atol": 0.2} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(
+            weight.total, 2 * _expected(1.0, PLAIN)[3].to(weight.total.dtype), **tolerance)
+        assert weight.grad is None
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_no_more_logits_than_a_chunk(trained):
+    hidden, weight = torch.randn(600, 16), torch.randn(4000, 16).requires_grad_(trained)
+    labels, head = torch.randint(4000, (600,)), Head(weight, 0, World().group((0,)))
+    hidden.requires_grad_(trained)
+    with Storages() as storages:
+        logprobs, _ = head_logprobs(hidden, labels, head, entropy=True, chunk_tokens=50)
+        if trained:
+            logprobs.sum().backward()
+    chunk, slices = 50 * 4000 * 4, 4 * (1 << 18) * 4
+    assert storages.peak < 2 * chunk + slices + 3 * weight.nbytes < 600 * 4000 * 4
 
 
 def test_many_slices_give_the_same():
-    logits, labels = torch.randn(700, 1500), torch.randint(1500, (700,))
-    options = {"vocab_start": 0, "group": World().group((0,))}
-    logprobs = vocab_parallel_logprobs(logits, labels, **options)
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, labels[:, None])[:, 0])
-    logits = logits.bfloat16()
-    half = vocab_parallel_logprobs(logits, labels, **options)
+    hidden, weight, labels = torch.randn(700, 8), torch.randn(1500, 8), torch.randint(1500, (700,))
+    group = World().group((0,))
+    logprobs, _ = head_logprobs(hidden, labels, Head(weight, 0, group))
+    expected = (hidden @ weight.T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    half, _ = head_logprobs(hidden, labels, Head(weight, 0, group))
     assert half.dtype == torch.float32
-    torch.testing.assert_close(half, logits.float().log_softmax(-1).gather(1, labels[:, None])[:, 0])
-    assert vocab_parallel_logprobs(logits[:0], labels[:0], **options).shape == (0,)
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    torch.testing.assert_close(half, logits.log_softmax(-1).gather(1, labels[:, None])[:, 0])
+    assert head_logprobs(hidden[:0], labels[:0], Head(weight, 0, group))[0].shape == (0,)

@@ -1,15 +1,18 @@
 """Tiny models for the tests of realhf.nn: grouped-query attention and sizes that nothing divides evenly."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
+from realhf.engine.pipeline import run_pipeline
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
+from realhf.nn.context_parallel import token_range
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import model_spec
+from realhf.param_spec import Region, model_spec, region_slices
 
 SEQ_LENS = [5, 1, 9, 9, 3]
 
@@ -54,3 +57,66 @@ def build(
 
 def tokens() -> torch.Tensor:
     return torch.randint(67, (sum(SEQ_LENS),), generator=torch.Generator().manual_seed(1))
+
+
+Logits = tuple[tuple[int, int], tuple[int, int], torch.Tensor]
+"""[first, last) of their tokens, [first, last) of the vocabulary, values."""
+Step = tuple[Logits | None, list[tuple[str, Region, torch.Tensor]]]
+"""What a rank finds: logits on the last stage, and every parameter's gradient."""
+
+
+def step(model: Transformer, *, recompute: bool = False) -> Step:
+    """All tokens through the stages and back, from the sum of the logits times random numbers.
+
+    The gradients are of the model, or of its adapters, and are summed over cp as the optimizer would do.
+    """
+    trained = model if model.adapters is None else model.adapters
+    trained.enable_grad()
+    groups, ids, found = model.groups, tokens(), list[Logits]()
+    rows, columns = token_range(len(ids), groups.cp), model.vocab_range
+
+    def forward(_: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        hidden = model(ids if hidden is None else hidden, SEQ_LENS, recompute=recompute)
+        if not groups.is_last_stage:
+            return hidden
+        logits = model.logits(hidden)
+        found.append((rows, columns, logits.detach()))
+        weights = torch.randn(len(ids), 67, dtype=logits.dtype, generator=torch.Generator().manual_seed(2))
+        return (logits * weights[slice(*rows), slice(*columns)]).sum()
+
+    shape = (rows[1] - rows[0], model.config.hidden_size)
+    run_pipeline(forward, groups, hidden_shapes=[shape], dtype=model.flat.dtype)
+    trained.finish_grads()
+    assert trained.grad_buffer is not None
+    groups.cp.all_reduce(trained.grad_buffer)
+    grads = trained.grad_shards()
+    return (found or [None])[0], [(name, region, grads[name]) for name, region in trained.regions.items()]
+
+
+def compare(results: Sequence[Step], alone: Step) -> tuple[list[str], set[int]]:
+    """What ranks have otherwise than one process, "logits" or parameters; and whose logits they have."""
+    assert alone[0] is not None
+    expected, whole = alone[0][2], {name: grad for name, _, grad in alone[1]}
+    others, seen = [], set[int]()
+    for logits, pieces in results:
+        if logits is not None:
+            rows, columns, values = logits
+            theirs = expected[slice(*rows), slice(*columns)]
+            others += [] if torch.allclose(values, theirs, rtol=1e-10, atol=1e-10) else ["logits"]
+            seen |= set(range(*rows))
+        for name, region, grad in pieces:
+            theirs = whole[name][region_slices(region)]
+            others += [] if torch.allclose(grad, theirs, rtol=1e-9, atol=1e-9) else [name]
+    return others, seen
+
+
+def backward_of_both(
+    model: Transformer, reference: Callable[..., Any], ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a model and of transformers'; from the sums of both, times random numbers, it goes back."""
+    logits = model.logits(model(ids, SEQ_LENS))
+    expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
+    weights = torch.randn(logits.shape, dtype=logits.dtype)
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    return logits.detach(), expected.detach()

@@ -1,7 +1,9 @@
 """Memory during a reallocation: new tensor storage, counted operator by operator."""
 
+import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,23 +25,29 @@ SPEC = model_spec(ModelConfig("llama", 2000, 64, 256, 8, 4, 4, 16))
 
 
 class Storages(TorchDispatchMode):
-    """Counts the bytes of storage that came to life under it, and their peak."""
+    """Counts the bytes of storage that came to life under it, and their peak; memory of numpy's from when a
+    tensor of it is first computed with."""
 
     def __init__(self):
         super().__init__()
         self.now = self.peak = 0
         self._known = set()
+        for x in gc.get_objects():
+            if isinstance(x, torch.Tensor):
+                self._meet(x, num_bytes=0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        old = {x.untyped_storage()._cdata for x in known}
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and (at := x.untyped_storage()._cdata) not in old | self._known:
-                self._known.add(at)
-                self._count(x.untyped_storage().nbytes())
-                weakref.finalize(x.untyped_storage(), self._forget, at, x.untyped_storage().nbytes())
+        for x in tree_leaves((args, kwargs, result)):
+            if isinstance(x, torch.Tensor):
+                self._meet(x, num_bytes=x.untyped_storage().nbytes())
         return result
+
+    def _meet(self, x, *, num_bytes):
+        if (at := x.untyped_storage()._cdata) not in self._known:
+            self._known.add(at)
+            self._count(num_bytes)
+            weakref.finalize(x.untyped_storage(), self._forget, at, num_bytes)
 
     def _count(self, num_bytes):
         self.now += num_bytes
@@ -57,6 +65,15 @@ def test_the_counter_counts():
         del x
         z = y.to(torch.float64)
     assert storages.peak == 4000 + 4000 + 8000 - 4000 and storages.now == y.nbytes + z.nbytes
+
+
+def test_the_counter_counts_memory_of_numpy():
+    before = torch.from_numpy(np.zeros(7))
+    with Storages() as storages:
+        x = torch.from_numpy(np.zeros(10)).view(2, 5)
+        assert storages.now == 80 and float(x.sum() + before.sum()) == 0
+        del x
+    assert storages.now < 80 < storages.peak
 
 
 def _move(world, source, target, eta, sharded, dtype):

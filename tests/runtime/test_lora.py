@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -45,7 +46,8 @@ def _experiment(kind, task, lora=LORA, **changes):
     for name in ("actor", "critic") if kind == "ppo" else ("actor",):
         role = getattr(experiment, name)
         optimizer = replace(role.optimizer, lr=2e-2, warmup_steps=0)
-        setattr(experiment, name, replace(role, lora=lora, optimizer=optimizer))
+        base = {"model": str(task / "base"), "random_init": False}
+        setattr(experiment, name, replace(role, lora=lora, optimizer=optimizer, **base))
     return experiment
 
 
@@ -66,7 +68,12 @@ def _run(world, kind, layouts, task, lora, out=None, changes=()):
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    return write_task(tmp_path_factory.mktemp("task"))
+    """With a model in `base`."""
+    task = write_task(tmp_path_factory.mktemp("task"))
+    save_weights(task / "base", build(HF_CONFIG, dtype=torch.float32))
+    for file in task.glob("tokenizer*"):
+        (task / "base" / file.name).write_bytes(file.read_bytes())
+    return task
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +84,15 @@ def reference(pool, task):
     }
 
 
-def _assert_equal(ours, expected):
-    assert ours[0] == expected[0]
-    assert ours[2]["eval_last"] == pytest.approx(expected[2]["eval_last"], rel=1e-9)
-    for metrics, wanted in zip(ours[1], expected[1], strict=True):
-        for name in wanted:
-            if not name.startswith(("timing_s/", "perf/", "realloc")):
-                assert math.isclose(metrics[name], wanted[name], rel_tol=1e-9, abs_tol=1e-12), name
+def _differences(ours, expected):
+    """What another plan has changed: "tokens", the last score, names of metrics by step."""
+    found = ["tokens"] if ours[0] != expected[0] else []
+    pairs = {"eval_last": (ours[2]["eval_last"], expected[2]["eval_last"])}
+    for step, (metrics, wanted) in enumerate(zip(ours[1], expected[1], strict=True)):
+        names = (name for name in wanted if not name.startswith(("timing_s/", "perf/", "realloc")))
+        pairs |= {(step, name): (metrics[name], wanted[name]) for name in names}
+    close = partial(math.isclose, rel_tol=1e-9, abs_tol=1e-12)
+    return found + [name for name, pair in pairs.items() if not close(*pair)]
 
 
 def _slow(layouts):
@@ -95,12 +104,12 @@ QUICK = (PLANS[2], PLANS[4])
 
 @pytest.mark.parametrize("layouts", [p if p in QUICK else _slow(p) for p in PLANS], ids="-".join)
 def test_a_plan_does_not_change_results(pool, task, reference, layouts):
-    _assert_equal(pool.run(_run, "grpo", layouts, task, LORA)[0], reference["grpo"])
+    assert _differences(pool.run(_run, "grpo", layouts, task, LORA)[0], reference["grpo"]) == []
 
 
 def test_critics_with_adapters_train_their_head_under_every_plan(pool, task, reference):
     layouts = ("d2@0-1", "d1@2", "d1@3", "t2@2-3", "p2@0-1", "d2t2@0-3")
-    _assert_equal(pool.run(_run, "ppo", layouts, task, LORA)[0], reference["ppo"])
+    assert _differences(pool.run(_run, "ppo", layouts, task, LORA)[0], reference["ppo"]) == []
 
 
 def test_adapters_learn(reference):
@@ -131,10 +140,7 @@ def test_after_the_first_step_only_adapters_move(pool, task):
 
 def _memory(world, task, layouts):
     """Whether this rank's reference is the actor's memory; models loaded; that training changes no base."""
-    experiment = _experiment("grpo", task)
-    source = task / "weights"
-    experiment.actor = replace(experiment.actor, model=str(source), random_init=False)
-    program = compile_program(experiment, _plan(layouts), world_size=4)
+    program = compile_program(_experiment("grpo", task), _plan(layouts), world_size=4)
     with patch("realhf.engine.native.load_weights", wraps=load_weights) as loads:
         trainer = Trainer(program, world, quiet=True)
     store = trainer._store
@@ -155,37 +161,28 @@ def _memory(world, task, layouts):
         (("d4@0-3", "d2@2-3", "d2t2@0-3"), [False] * 4, [1, 1, 2, 2]),
     ],
 )
-def test_the_reference_is_the_memory_beneath_the_adapters(pool, tmp_path, layouts, shared, loaded):
-    write_task(tmp_path)
-    save_weights(tmp_path / "weights", build(HF_CONFIG))
-    for file in tmp_path.glob("tokenizer*"):
-        (tmp_path / "weights" / file.name).write_bytes(file.read_bytes())
-    results = pool.run(_memory, tmp_path, layouts)
+def test_the_reference_is_the_memory_beneath_the_adapters(pool, task, layouts, shared, loaded):
+    results = pool.run(_memory, task, layouts)
     assert [r[0] for r in results] == shared
     assert [r[1] for r in results] == loaded
     assert all(r[2] for r in results)
 
 
 @pytest.mark.parametrize("layouts", [_slow(PLANS[1]), PLANS[2]], ids="-".join)
-def test_exports_are_peft_directories(pool, tmp_path, layouts):
+def test_exports_are_peft_directories(pool, task, tmp_path, layouts):
     """Opened by PEFT they answer as the merged model does, and a run goes on from them."""
-    write_task(tmp_path)
-    base = build(HF_CONFIG, dtype=torch.float32)
-    save_weights(tmp_path / "base", base)
-    for file in tmp_path.glob("tokenizer*"):
-        (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
-
     outs = {}
     for merged in (False, True):
         outs[merged] = tmp_path / f"merged-{merged}"
         outs[merged].mkdir()
         lora = replace(LORA, export_merged=merged)
-        summary = pool.run(_export, tmp_path, layouts, lora, outs[merged])[0]
+        summary = pool.run(_export, task, layouts, lora, outs[merged])[0]
         outs[merged] = Path(summary["hf_dir"])
     settings = json.loads((outs[False] / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(tmp_path / "base") and settings["r"] == 3
+    assert settings["base_model_name_or_path"] == str(task / "base") and settings["r"] == 3
+    assert f'base_model: "{task}/base"' in (outs[False] / "README.md").read_text()
     assert transformers.AutoTokenizer.from_pretrained(outs[False]).vocab_size == HF_CONFIG["vocab_size"]
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(task / "base")
     opened = peft.PeftModel.from_pretrained(plain, outs[False])
     whole = transformers.AutoModelForCausalLM.from_pretrained(outs[True])
     ids = torch.arange(2, 16)[None]
@@ -195,9 +192,9 @@ def test_exports_are_peft_directories(pool, tmp_path, layouts):
     going_on = LoraConfig(adapter=str(outs[False]))
     out = tmp_path / "again"
     out.mkdir()
-    experiment = _from(tmp_path, going_on, lr=0.0)
+    experiment = _from(task, going_on, lr=0.0)
     assert experiment.roles()["ref"].lora == going_on, "the actor's initial weights"
-    again = pool.run(_export, tmp_path, layouts, going_on, out, 0.0)[0]
+    again = pool.run(_export, task, layouts, going_on, out, 0.0)[0]
     kept = load_file(Path(again["hf_dir"]) / "adapter_model.safetensors")
     assert kept.keys() == trained.keys() and all(torch.equal(kept[name], trained[name]) for name in kept)
 
@@ -205,8 +202,7 @@ def test_exports_are_peft_directories(pool, tmp_path, layouts):
 def _from(task, lora, *, lr):
     experiment = _experiment("grpo", task, lora, steps=2)
     optimizer = replace(experiment.actor.optimizer, lr=lr, weight_decay=0.0)
-    experiment.actor = replace(
-        experiment.actor, model=str(task / "base"), random_init=False, dtype="float32", optimizer=optimizer)
+    experiment.actor = replace(experiment.actor, dtype="float32", optimizer=optimizer)
     return experiment
 
 
@@ -216,22 +212,25 @@ def _export(world, task, layouts, lora, out, lr=2e-2):
 
 
 def _sizes(world, task):
+    """Of this rank, numbers of gradients: of the base, of adapters, as the table has it, of a copy's; and of
+    what its optimizer owns."""
     program = compile_program(_experiment("grpo", task), _plan(PLANS[1]), world_size=4)
     store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
     engine = store.engine("actor", program.homes["actor"])
     held = parameter_specs(program.roles)["actor.lora"].held_by(program.homes["actor"], world.rank)
-    assert engine.model.grad_buffer is None, "the base has no gradients"
-    assert engine.adapters.grad_buffer.numel() == sum(map(region_size, held.values()))
     copy = store.engine("actor", Layout.parse("d4@0-3"))
-    assert copy.adapters.grad_buffer is None
-    return engine._optimizer._master.numel()
+    buffers = [parameters.grad_buffer for parameters in (engine.model, engine.adapters, copy.adapters)]
+    base, adapters, copied = (0 if buffer is None else buffer.numel() for buffer in buffers)
+    expected = sum(map(region_size, held.values()))
+    return base, adapters, expected, copied, engine._optimizer._master.numel()
 
 
 def test_only_adapters_have_gradients_and_an_optimizer(pool, task):
     experiment = _experiment("grpo", task)
     adapters = parameter_specs(experiment.roles())["actor.lora"]
     whole = sum(map(region_size, adapters.held_by(Layout.parse("t2@0-1"), 0).values()))
-    owned = pool.run(_sizes, task)
+    bases, gradients, expected, copies, owned = zip(*pool.run(_sizes, task), strict=True)
+    assert not any(bases) and not any(copies) and gradients == expected
     assert owned[0] + owned[2] == whole and abs(owned[0] - owned[2]) < 0.1 * whole
 
 
@@ -254,6 +253,11 @@ def test_what_is_wrong_with_adapters_is_said_before_the_run(task, tmp_path):
     assert f"actor.lora.adapter: {tmp_path} has no adapter_model.safetensors" in fault(actor=gone)
     frozen = replace(actor, optimizer=None)
     assert fault(ref=frozen) == "ref.lora: adapters of a frozen role do nothing unless lora.adapter is given"
+    drawn = replace(actor, model=str(task), random_init=True)
+    assert fault(actor=drawn).startswith("actor.lora: adapters of random weights fit no model")
+    experiment = _experiment("grpo", task)
+    experiment.actor = replace(drawn, lora=replace(LORA, export_merged=True))
+    compile_program(experiment, None, world_size=1)
     follower = replace(actor, optimizer=None, lora=None, follows="actor")
     assert "a role that trains adapters has no followers" in fault(ref=follower)
     with pytest.raises(ValueError, match="a role that follows another cannot have adapters"):

@@ -1,0 +1,222 @@
+"""Our generation beside transformers' `generate` and its continuous batching (`generate_batch`).
+
+    make bench-setup
+    python benchmarks/generate.py                                 # everything; about an hour
+    python benchmarks/generate.py --models tiny --dtypes float32  # minutes
+    python benchmarks/generate.py --quick                         # a try: one repetition of the tiny model
+
+All have the same random weights and prompts, sample at temperature 1 without filters, and use two threads;
+256 rows in one batch. Workloads:
+
+- equal: prompts of 16 to 32 tokens, 64 new ones, nobody ends early;
+- spread: the same, but lengths are geometric with a mean of a quarter of the 64;
+- shared: 32 prompts of 192 tokens, 8 samples of each, of 32 tokens.
+
+Each way is a process of its own that has loaded before; they take turns, each time another one first. A
+speed is response tokens really made (padding is none) per second of the whole call, prefill included; a ratio
+is the median over repetitions of ours to theirs in the same one. Memory is the peak of the process less what
+it had before the model was loaded.
+
+Decode efficiency: seconds per decoding step, from equal calls with few and with all new tokens, which differ
+in nothing but the number of steps, beside what the machine allows: FLOPs at the fastest measured matrix
+product, or bytes (weights, cached keys and values, logits) at the measured speed of a copy, whichever takes
+longer.
+
+On a machine that is not idle, `ratio_of_cpu_seconds` in the JSON is a better guide than `ratio`.
+
+Exit code 1: a goal was missed.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import Goal, machine, progress, report, scratch_directory
+from limits import decode_work
+from rich.table import Table
+from sides import OURS, THEIRS, Side, alternate
+from workloads import SIZES, config_of, sequences, write_model
+
+ROWS = 256
+GOALS = {"equal": 1.5, "spread": 3.0, "shared": 4.0}
+_CONTINUOUS_GOAL, _DECODE_GOAL = 1.0, 0.5
+_FEW_TOKENS = 8
+_SCRATCH_BYTES = 2 << 30
+_RIVALS = ("generate", "generate_batch")
+
+
+class Workload(NamedTuple):
+    prompt_lengths: tuple[int, int]
+    group: int
+    max_new_tokens: int
+    end_probability: float
+
+
+WORKLOADS = {
+    "equal": Workload((16, 32), 1, 64, 0.0),
+    "spread": Workload((16, 32), 1, 64, 1 / 16),
+    "shared": Workload((192, 192), 8, 32, 0.0),
+}
+
+
+class Scene(NamedTuple):
+    """What is measured at once."""
+
+    size: str
+    dtype: str
+    workload: str
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.size} {self.dtype} {self.workload}"
+
+    @property
+    def model(self) -> Path:
+        ends = WORKLOADS[self.workload].end_probability > 0
+        return self.directory / f"{self.size}-{'ends' if ends else 'never_ends'}"
+
+
+def prepare(scene: Scene) -> dict[str, Any]:
+    """Settings of the sides; writes the model and the prompts that they name, unless they are there."""
+    workload = WORKLOADS[scene.workload]
+    if not scene.model.exists():
+        write_model(scene.model, scene.size, end_probability=workload.end_probability)
+    data = scene.directory / f"{scene.size}-{scene.workload}.json"
+    first, last = workload.prompt_lengths
+    lengths = [first + i % (last - first + 1) for i in range(ROWS // workload.group)]
+    data.write_text(json.dumps(sequences(lengths, vocab_size=config_of(scene.size).vocab_size)))
+    return {
+        "kind": "generate", "model": str(scene.model), "data": str(data), "dtype": scene.dtype,
+        "group": workload.group,
+    }  # fmt: skip
+
+
+def run(scene: Scene, *, repeats: int, rivals: Sequence[str]) -> dict[str, Any]:
+    """A row of the table."""
+    settings, most = prepare(scene), WORKLOADS[scene.workload].max_new_tokens
+    with ExitStack() as stack:
+        sides = {"ours": stack.enter_context(Side(OURS, settings))}
+        for rival in rivals:
+            more = {"continuous": rival == "generate_batch"}
+            sides[rival] = stack.enter_context(Side(THEIRS, settings | more))
+        base = {name: side.loaded["base_bytes"] for name, side in sides.items()}
+        asks = {name: partial(side.ask, max_new_tokens=most) for name, side in sides.items()}
+        answers = alternate(asks, repeats=repeats)
+        row = {"size": scene.size, "dtype": scene.dtype, "workload": scene.workload, **summary(answers, base)}
+        if scene.workload == "equal":
+            row["decode"] = decode(scene, sides["ours"], most=most, repeats=repeats)
+        return row
+
+
+def summary(answers: dict[str, list[dict[str, Any]]], base: dict[str, int]) -> dict[str, Any]:
+    """Medians of the sides, and ours relative to the others."""
+    speeds = {name: [a["tokens"] / a["seconds"] for a in found] for name, found in answers.items()}
+    peaks = {name: max(a["peak_bytes"] for a in found) - base[name] for name, found in answers.items()}
+    cpu = {name: [a["tokens"] / a["cpu_seconds"] for a in found] for name, found in answers.items()}
+    ratios, cpu_ratios = (
+        {
+            name: statistics.median(a / b for a, b in zip(rates["ours"], rate, strict=True))
+            for name, rate in rates.items() if name != "ours"
+        }
+        for rates in (speeds, cpu)
+    )  # fmt: skip
+    return {
+        "tokens_per_second": {name: statistics.median(speed) for name, speed in speeds.items()},
+        "mean_tokens": {
+            name: statistics.fmean(a["tokens"] for a in found) / ROWS for name, found in answers.items()},
+        "peak_mib": {name: peak / 2**20 for name, peak in peaks.items()},
+        "ratio": ratios, "ratio_of_cpu_seconds": cpu_ratios, "repetitions": answers,
+    }  # fmt: skip
+
+
+def decode(scene: Scene, ours: Side, *, most: int, repeats: int) -> dict[str, float]:
+    """Achieved and attainable seconds of a decoding step."""
+    asks = {n: partial(ours.ask, max_new_tokens=n) for n in (_FEW_TOKENS, most)}
+    answers = alternate({str(n): ask for n, ask in asks.items()}, repeats=repeats)
+    limits = ours.ask("limits")
+    few, many = (statistics.median(a["seconds"] for a in answers[str(n)]) for n in asks)
+    seconds = (many - few) / (most - _FEW_TOKENS)
+    length = statistics.fmean(WORKLOADS[scene.workload].prompt_lengths) + (most + _FEW_TOKENS) / 2
+    flops, moved = decode_work(config_of(scene.size), rows=ROWS, length=length, dtype=scene.dtype)
+    by_flops, by_bytes = flops / limits["peak_flops"], moved / limits["copy_bytes_per_second"]
+    return {
+        **limits, "step_seconds": seconds, "attainable_by_flops": by_flops, "attainable_by_bytes": by_bytes,
+        "efficiency": max(by_flops, by_bytes) / seconds,
+    }  # fmt: skip
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    found = []
+    for row in rows:
+        name = f"{row['size']} {row['dtype']} {row['workload']}"
+        for rival, ratio in row["ratio"].items():
+            least = GOALS[row["workload"]] if rival == "generate" else _CONTINUOUS_GOAL
+            found.append(Goal(f"{name}: ours / {rival}", ratio, at_least=least))
+        if "decode" in row and row["size"] == "100m":
+            efficiency = row["decode"]["efficiency"]
+            found.append(Goal(f"{name}: decode efficiency", efficiency, at_least=_DECODE_GOAL))
+    return found
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    words = ("model", "dtype", "workload")
+    speeds = Table(title="Response tokens per second, and ours relative to that")
+    for column in (*words, "mean tokens", "ours", "peak MiB", *_RIVALS, "peak MiB of generate"):
+        speeds.add_column(column, justify="left" if column in words else "right")
+    limits = Table(title="A decoding step of 256 rows, milliseconds")
+    columns = ("takes", "by FLOPs", "by bytes", "efficiency", "peak GFLOP/s", "copy GB/s")
+    for column in (*words[:2], *columns):
+        limits.add_column(column, justify="left" if column in words else "right")
+    for row in rows:
+        speed, ratio, mib = row["tokens_per_second"], row["ratio"], row["peak_mib"]
+        others = [f"{speed[r]:.0f} ({ratio[r]:.2f})" if r in ratio else "-" for r in _RIVALS]
+        theirs = f"{mib['generate']:.0f}" if "generate" in mib else "-"
+        speeds.add_row(
+            row["size"], row["dtype"], row["workload"], f"{row['mean_tokens']['ours']:.1f}",
+            f"{speed['ours']:.0f}", f"{mib['ours']:.0f}", *others, theirs)
+        if found := row.get("decode"):
+            times = (found[key] for key in ("step_seconds", "attainable_by_flops", "attainable_by_bytes"))
+            limits.add_row(
+                row["size"], row["dtype"], *(f"{1000 * x:.1f}" for x in times),
+                f"{found['efficiency']:.2f}", f"{found['peak_flops'] / 1e9:.0f}",
+                f"{found['copy_bytes_per_second'] / 1e9:.1f}")
+    return [speeds, limits]
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--models", nargs="+", default=list(SIZES), choices=SIZES)
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    add("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    add("--rivals", nargs="*", default=list(_RIVALS), choices=_RIVALS)
+    add("--repeats", type=int, help="default: 5 of the tiny model, 3 of the large one")
+    add("--quick", action="store_true", help="one repetition of the tiny model in float32")
+    add("--json", action="store_true", help="one JSON document on standard output")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.dtypes, args.repeats = ["tiny"], ["float32"], 1
+    hardware, rows = machine(), []
+    with scratch_directory(_SCRATCH_BYTES) as scratch:
+        for size in args.models:
+            for dtype in args.dtypes:
+                for workload in args.workloads:
+                    scene = Scene(size, dtype, workload, Path(scratch))
+                    repeats = args.repeats or {"tiny": 5}.get(size, 3)
+                    rows.append(run(scene, repeats=repeats, rivals=args.rivals))
+                    speeds = {name: round(speed) for name, speed in rows[-1]["tokens_per_second"].items()}
+                    progress(f"{scene.name}: tokens/s {speeds}")
+    document = {"benchmark": "generate", "machine": hardware, "settings": vars(args), "rows": rows}
+    return report(document, tables=tables(rows), goals=goals(rows), as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

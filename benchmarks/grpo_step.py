@@ -1,0 +1,260 @@
+"""A whole GRPO step beside that of TRL's GRPOTrainer; and ours on two processes beside one.
+
+    make bench-setup
+    python benchmarks/grpo_step.py                                 # everything; about an hour
+    python benchmarks/grpo_step.py --models tiny --dtypes float32  # minutes
+    python benchmarks/grpo_step.py --quick                         # a try: one repetition of the tiny model
+
+A step answers 32 prompts 8 times with up to 64 tokens, scores the answers by a function, and makes one
+optimizer step; no KL term, so no reference. Ours runs an experiment as `realhf run` does, in one process.
+Both have the same random weights, prompts and hyperparameters, two threads, and the micro-batch size that was
+fastest for them here (it is tried first; `--micro-batch OURS THEIRS` saves that time). bfloat16 is mixed
+precision on both sides: theirs is `bf16=True`, ours bfloat16 weights with a float32 master copy. Lengths:
+
+- equal: every answer has 64 tokens;
+- spread: they are geometric with a mean of about a quarter of 64.
+
+Both are processes that have loaded before and take turns, each time the other one first. A ratio is the
+median over repetitions of their seconds per answer token to ours (on equal lengths that is: per step).
+Losses and gradient norms are compared on the same answers, with log-probs of an earlier policy made up.
+
+Two processes of one thread against one of two: the demo's experiment after its warm-up, by `realhf run`, in
+turns; seconds of its calls say where the rest goes.
+
+On a machine that is not idle, `ratio_of_cpu_seconds` in the JSON is a better guide than `ratio`.
+
+Exit code 1: a goal was missed.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import Goal, machine, progress, report, scratch_directory
+from rich.table import Table
+from sides import HERE, OURS, THEIRS, Side, alternate, best_micro_batch
+from workloads import SIZES, config_of, geometric_lengths, sequences, texts, write_model
+
+WORKLOADS = ("equal", "spread")
+GOALS = {"equal": 1.3, "spread": 2.5}
+_SCALING_GOAL = 0.9
+_LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
+_PROMPTS, _GROUP, _MAX_NEW = 32, 8, 64
+_OUR_TRIES, _THEIR_TRIES = (2048, 4096, 8192, 16384, 32768), (8, 16, 32, 64, 128, 256)
+_OPTIMIZER = {"lr": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.0}
+_SCRATCH_BYTES = 2 << 30
+_EXAMPLES = HERE.parent / "examples"
+
+
+class Scene(NamedTuple):
+    """What is measured at once."""
+
+    size: str
+    dtype: str
+    workload: str
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.size} {self.dtype} {self.workload}"
+
+    @property
+    def vocab_size(self) -> int:
+        return config_of(self.size).vocab_size
+
+
+def prepare(scene: Scene) -> dict[str, Any]:
+    """Settings of the sides; writes the model and the prompts that they name."""
+    model, data = scene.directory / f"{scene.size}-{scene.workload}", scene.directory / f"{scene.size}.jsonl"
+    if not model.exists():
+        write_model(model, scene.size, end_probability={"equal": 0.0, "spread": 1 / 16}[scene.workload])
+    prompts = texts([16 + i % 17 for i in range(4 * _PROMPTS)])
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    return {
+        "kind": "grpo", "model": str(model), "data": str(data), "dtype": scene.dtype, "optimizer": _OPTIMIZER,
+        "prompts": _PROMPTS, "group": _GROUP, "max_new_tokens": _MAX_NEW, "steps": 100, "continuous": False,
+    }  # fmt: skip
+
+
+def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dict[str, Any]:
+    """A row of the table."""
+    settings, tried = prepare(scene), dict[str, dict[int, float]]()
+    if micro_batch is None:
+        found = best_micro_batch(OURS, settings, _OUR_TRIES), best_micro_batch(THEIRS, settings, _THEIR_TRIES)
+        micro_batch, tried = [best for best, _ in found], {"ours": found[0][1], "trl": found[1][1]}
+        progress(f"{scene.name}: seconds by micro-batch {tried}")
+    sizes = dict(zip(("ours", "trl"), micro_batch, strict=True))
+    with (
+        Side(OURS, settings | {"micro_batch": sizes["ours"]}) as ours,
+        Side(THEIRS, settings | {"micro_batch": sizes["trl"]}) as theirs,
+    ):
+        sides = {"ours": ours, "trl": theirs}
+        base = {name: side.loaded["base_bytes"] for name, side in sides.items()}
+        answers = alternate({name: partial(side.ask) for name, side in sides.items()}, repeats=repeats)
+    ratio, cpu_ratio = (
+        statistics.median(
+            b[key] / b["response_length"] / a[key] * a["response_length"]
+            for a, b in zip(answers["ours"], answers["trl"], strict=True))
+        for key in ("seconds", "cpu_seconds")
+    )  # fmt: skip
+    calls = answers["ours"][0]["calls"]
+    return {
+        "size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "micro_batch": sizes,
+        "tried": tried,
+        "seconds": {name: median(found, "seconds") for name, found in answers.items()},
+        "response_length": {name: median(found, "response_length") for name, found in answers.items()},
+        "ratio": ratio, "ratio_of_cpu_seconds": cpu_ratio,
+        "calls": {call: statistics.median(a["calls"][call] for a in answers["ours"]) for call in calls},
+        "peak_mib": {
+            name: (max(a["peak_bytes"] for a in found) - base[name]) / 2**20
+            for name, found in answers.items()},
+        "equal_data": compare_losses(scene, settings), "repetitions": answers,
+    }  # fmt: skip
+
+
+def median(answers: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(answer[key] for answer in answers)
+
+
+def compare_losses(scene: Scene, settings: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Loss and gradient norm of both sides on the same 32 answers."""
+    rng, count = random.Random(0), 32
+    lengths = geometric_lengths(count, mean=16, most=_MAX_NEW, seed=2)
+    prompts = sequences([16 + i % 17 for i in range(count)], vocab_size=scene.vocab_size, seed=3)
+    answers = sequences(lengths, vocab_size=scene.vocab_size, seed=4)
+    usual = -math.log(scene.vocab_size)
+    rows = [
+        {"prompt": prompt, "completion": answer, "advantage": rng.gauss(0, 1),
+         "logprobs": [usual + rng.gauss(0, 0.1) for _ in answer]}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]  # fmt: skip
+    path = scene.directory / "batch.json"
+    path.write_text(json.dumps(rows))
+    found = {}
+    for name, script, micro_batch in (("ours", OURS, 16384), ("trl", THEIRS, 32)):
+        with Side(script, settings | {"batch": str(path), "micro_batch": micro_batch}) as side:
+            found[name] = side.ask()
+    return found
+
+
+# Two processes
+
+
+def scaling(directory: Path, *, repeats: int, steps: int) -> dict[str, Any]:
+    """Seconds per step of the demo's experiment on one process and on two, and of its calls."""
+    _realhf(directory, "sft", 1, directory / "sft", [])
+    warm = json.loads((directory / "sft" / "summary.json").read_text())["hf_dir"]
+    found: dict[str, list[list[dict[str, float]]]] = {"one": [], "two": []}
+    for repeat in range(repeats):
+        for nproc, name in ((1, "one"), (2, "two"))[:: 1 if repeat % 2 else -1]:
+            out = directory / f"{name}-{repeat}"
+            options = ("--steps", str(steps), "--actor.model", warm, "--eval-every", "0")
+            _realhf(directory, "grpo", nproc, out, [*options, "--eval-dataset.max-rows", "8"])
+            lines = (out / "metrics.jsonl").read_text().splitlines()
+            found[name].append([row for row in map(json.loads, lines) if row["step"] > 2])
+    timings = [key for key in found["two"][0][0] if key.startswith("timing_s/")]
+    medians = {
+        name: {
+            key.removeprefix("timing_s/"): statistics.median(row.get(key, 0.0) for run in runs for row in run)
+            for key in timings}
+        for name, runs in found.items()
+    }  # fmt: skip
+    by_run = {name: [median(run, "timing_s/step") for run in runs] for name, runs in found.items()}
+    ratios = (one / two for one, two in zip(by_run["one"], by_run["two"], strict=True))
+    return {"seconds": medians, "runs": by_run, "throughput": statistics.median(ratios)}
+
+
+def _realhf(directory: Path, example: str, nproc: int, out: Path, words: list[str]) -> None:
+    """`realhf run` of an example on processes with two threads in all."""
+    command = [sys.executable, "-m", "realhf", "run", str(_EXAMPLES / f"{example}.py"), "--nproc", str(nproc)]
+    path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"OMP_NUM_THREADS": str(2 // nproc), "PYTHONPATH": path}
+    subprocess.run(
+        [*command, "--out", str(out), *words], check=True, cwd=directory, env=environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+
+
+# Reports
+
+
+def goals(rows: Sequence[dict[str, Any]], scaled: dict[str, Any] | None) -> list[Goal]:
+    found = []
+    for row in rows:
+        name = f"{row['size']} {row['dtype']} {row['workload']}"
+        found.append(Goal(f"{name}: ours / TRL", row["ratio"], at_least=GOALS[row["workload"]]))
+        for key, what in (("loss", "losses"), ("grad_norm", "gradient norms")):
+            ours, theirs = (row["equal_data"][side][key] for side in ("ours", "trl"))
+            apart, most = 1000 * abs(ours / theirs - 1), 1000 * _LOSS_TOLERANCE[row["dtype"]]
+            found.append(Goal(f"{name}: {what} apart, relative, x 1000", apart, at_most=most))
+    if scaled is not None:
+        what = "two processes of one thread / one of two, steps per second"
+        found.append(Goal(what, scaled["throughput"], at_least=_SCALING_GOAL))
+    return found
+
+
+def tables(rows: Sequence[dict[str, Any]], scaled: dict[str, Any] | None) -> list[Table]:
+    made = Table(title="Seconds of a GRPO step (micro-batch: our tokens, their sequences)")
+    words, each = ("model", "dtype", "lengths"), ("micro", "MiB", "mean tokens")
+    for column in (*words, "ours", *each, "TRL", *each, "ratio", "our generation", "training"):
+        made.add_column(column, justify="left" if column in words else "right")
+    forms = {"seconds": ".2f", "micro_batch": "d", "peak_mib": ".0f", "response_length": ".1f"}
+    for row in rows:
+        cells = [format(row[key][name], form) for name in ("ours", "trl") for key, form in forms.items()]
+        calls = (f"{row['calls'][call]:.2f}" for call in ("actor_generate", "actor_train"))
+        made.add_row(row["size"], row["dtype"], row["workload"], *cells, f"{row['ratio']:.2f}", *calls)
+    if scaled is None:
+        return [made]
+    title = "The demo's step on one process and on two (slowest rank)"
+    parts = Table("seconds of", "one process", "two", title=title)
+    for key, seconds in scaled["seconds"]["one"].items():
+        parts.add_row(key, f"{seconds:.3f}", f"{scaled['seconds']['two'][key]:.3f}")
+    return [made, parts]
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--models", nargs="*", default=list(SIZES), choices=SIZES)
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    add("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    text = "tokens of ours and sequences of theirs, instead of trying"
+    add("--micro-batch", nargs=2, type=int, metavar=("OURS", "THEIRS"), help=text)
+    add("--repeats", type=int, help="default: 5 of the tiny model, 3 of the large one and of two processes")
+    add("--no-scaling", action="store_true", help="without two processes against one")
+    add("--quick", action="store_true", help="one repetition of the tiny model in float32")
+    add("--json", action="store_true", help="one JSON document on standard output")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.dtypes, args.repeats, args.no_scaling = ["tiny"], ["float32"], 1, True
+        args.micro_batch = args.micro_batch or [16384, 64]
+    hardware, rows, scaled = machine(), [], None
+    with scratch_directory(_SCRATCH_BYTES) as scratch:
+        for size in args.models:
+            for dtype in args.dtypes:
+                for workload in args.workloads:
+                    scene = Scene(size, dtype, workload, Path(scratch))
+                    repeats = args.repeats or {"tiny": 5}.get(size, 3)
+                    rows.append(run(scene, repeats=repeats, micro_batch=args.micro_batch))
+                    progress(f"{scene.name}: seconds {rows[-1]['seconds']}, ratio {rows[-1]['ratio']:.2f}")
+        if not args.no_scaling:
+            scaled = scaling(Path(scratch), repeats=args.repeats or 3, steps=14)
+            progress(f"two processes at {scaled['throughput']:.2f} of one")
+    document = {
+        "benchmark": "grpo_step", "machine": hardware, "settings": vars(args), "rows": rows,
+        "scaling": scaled,
+    }  # fmt: skip
+    return report(document, tables=tables(rows, scaled), goals=goals(rows, scaled), as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

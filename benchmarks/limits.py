@@ -1,0 +1,62 @@
+"""What a machine allows: measured peaks, and the seconds that work of a model takes at these."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+_GEMMS = ((1024, 1024, 1024), (2048, 2048, 2048), (256, 768, 32000), (256, 768, 4096), (4096, 768, 4096))
+"""Squares, and what a model of 100M parameters consists of."""
+_COPY_BYTES = 1 << 28
+_SECONDS_EACH = 0.4
+
+
+def measure_limits(dtype: str) -> dict[str, float]:
+    """FLOP/s of the fastest matrix product and bytes/s (read and written) of a copy, in this process."""
+    kind = getattr(torch, dtype)
+    rates = []
+    for m, k, n in _GEMMS:
+        a, b, out = torch.randn(m, k).to(kind), torch.randn(n, k).to(kind), torch.empty(m, n, dtype=kind)
+        rates.append(2 * m * k * n / _median(partial(torch.matmul, a, b.T, out=out)))
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    target = source.clone()
+    copy_seconds = _median(partial(target.copy_, source))
+    return {"peak_flops": max(rates), "copy_bytes_per_second": 2 * _COPY_BYTES / copy_seconds}
+
+
+def _median(run: Callable[[], object]) -> float:
+    run()
+    times, end = list[float](), time.perf_counter() + _SECONDS_EACH
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def matrix_parameters(config: Any) -> int:
+    """Those that every token is multiplied with, output head included, of a Qwen2-like config."""
+    c, head = config, config.hidden_size // config.num_attention_heads
+    attention = c.hidden_size * head * 2 * (c.num_attention_heads + c.num_key_value_heads)
+    layer = attention + 3 * c.hidden_size * c.intermediate_size
+    return c.num_hidden_layers * layer + c.vocab_size * c.hidden_size
+
+
+def decode_work(config: Any, *, rows: int, length: float, dtype: str) -> tuple[float, float]:
+    """FLOPs and bytes of a decoding step of rows of this mean length: weights, the cached keys and values,
+    and the logits (float32) are moved once."""
+    c, item = config, getattr(torch, dtype).itemsize
+    head = c.hidden_size // c.num_attention_heads
+    keys = rows * length * c.num_hidden_layers * head
+    flops = 2 * rows * matrix_parameters(c) + 4 * keys * c.num_attention_heads
+    moved = item * matrix_parameters(c) + 2 * item * keys * c.num_key_value_heads + 4 * rows * c.vocab_size
+    return flops, moved
+
+
+def train_flops(config: Any, lengths: list[int]) -> float:
+    """Forward and backward pass: 6 per parameter and token, and those of causal attention, half a square."""
+    attention = 12 * config.num_hidden_layers * config.hidden_size * sum(n * n / 2 for n in lengths)
+    return 6 * matrix_parameters(config) * sum(lengths) + attention

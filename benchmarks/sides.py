@@ -1,0 +1,167 @@
+"""The two ends between a benchmark and the sides that it compares. Needs the standard library only, as one
+end runs in a rival's environment.
+
+A side is a process that loads once and does one repetition per line of JSON on its standard input, which it
+answers with a line of JSON. While it waits it blocks in `read`: only one side computes at a time.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+HERE = Path(__file__).parent
+OURS, THEIRS = HERE / "ours.py", HERE / "theirs.py"
+BENCH_PYTHON = HERE.parent / ".venv-bench" / "bin" / "python"
+"""Made by `make bench-setup`."""
+_MUCH_SLOWER = 1.15
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+            "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "",
+            "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
+_FREED_STAYS = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1)}
+_ENVIRONMENT = {OURS: _FREED_STAYS | {"PYTHONPATH": str(HERE.parent)}, THEIRS: {}}
+"""Of ours, what `realhf run` sets for itself; a rival runs as its user starts it. That threads wait asleep
+holds for all: where the machine does other things besides, waiting awake would cost a rival most of its time.
+"""
+
+
+class SideError(RuntimeError):
+    """A side failed or ended; the message is its own traceback where there is one."""
+
+
+class Side:
+    """The benchmark's end: a process that runs `script` with these settings (JSON)."""
+
+    def __init__(self, script: Path, settings: Mapping[str, Any], *, threads: int = 2) -> None:
+        python = sys.executable if script == OURS else str(BENCH_PYTHON)
+        if shutil.which(python) is None:
+            raise SideError(f"there is no {python}: run `make bench-setup` first")
+        environment = os.environ | _OFFLINE | _ENVIRONMENT[script] | {"OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            [python, str(script), json.dumps({**settings, "threads": threads})], env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def loaded(self) -> dict[str, Any]:
+        """What it said when it had loaded, for which this waits."""
+        if self._loaded is None:
+            self._loaded = self._answer()
+        return self._loaded
+
+    def ask(self, do: str = "run", **request: Any) -> dict[str, Any]:
+        """Its answer to one request."""
+        assert self.loaded is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SideError(f"{self._process.args} ended with code {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise SideError(answer["error"])
+        return answer
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def alternate(
+    sides: Mapping[str, Callable[[], dict[str, Any]]], *, repeats: int, warmups: int = 1
+) -> dict[str, list[dict[str, Any]]]:
+    """Answers by side and repetition. Every repetition asks all sides, each time another one first."""
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    names = list(sides)
+    for repeat in range(-warmups, repeats):
+        shift = repeat % len(names)
+        for name in names[shift:] + names[:shift]:
+            answer = sides[name]()
+            if repeat >= 0:
+                answers[name].append(answer)
+    return answers
+
+
+def best_micro_batch(
+    script: Path, settings: Mapping[str, Any], tried: Sequence[int]
+) -> tuple[int, dict[int, float]]:
+    """The fastest of rising sizes, and the seconds of each; those behind a much slower one are left out."""
+    seconds: dict[int, float] = {}
+    for size in tried:
+        with Side(script, {**settings, "micro_batch": size}) as side:
+            side.ask()
+            seconds[size] = side.ask()["seconds"]
+        if seconds[size] > _MUCH_SLOWER * min(seconds.values()):
+            break
+    return min(seconds, key=lambda size: seconds[size]), seconds
+
+
+# The other end
+
+
+class Desk:
+    """The side's end. What libraries print goes to standard error from now on."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self.settings: dict[str, Any] = json.loads(sys.argv[1])
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """The requests, each of which must be answered before the next."""
+        for line in sys.stdin:
+            yield json.loads(line)
+
+    def answer(self, **document: Any) -> None:
+        self._out.write(json.dumps(document) + "\n")
+        self._out.flush()
+
+    def serve(self, work: Callable[["Desk"], None]) -> None:
+        """Runs `work`, which answers; its exception is the last answer."""
+        try:
+            work(self)
+        except Exception:
+            self.answer(error=traceback.format_exc())
+
+
+class Measured:
+    """Times what runs inside: `cost` has wall and CPU seconds, and the peak of memory in bytes."""
+
+    def __enter__(self) -> "Measured":
+        Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
+        self._cpu, self._start = time.process_time(), time.perf_counter()
+        self.cost: dict[str, float] = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        seconds, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu
+        self.cost = {"seconds": seconds, "cpu_seconds": cpu, "peak_bytes": memory_bytes("VmHWM")}
+
+
+def memory_bytes(key: str) -> int:
+    """VmRSS (memory now) or VmHWM (its peak) of this process."""
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Of both sides' GRPO: cheap, and different for the samples of a prompt."""
+    return [float(sum(ids) % 7) for ids in completion_ids]

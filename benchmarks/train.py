@@ -1,0 +1,197 @@
+"""Our optimizer step beside that of the Hugging Face Trainer, on the same sequences.
+
+    make bench-setup
+    python benchmarks/train.py                                 # everything; about an hour
+    python benchmarks/train.py --models tiny --dtypes float32  # minutes
+    python benchmarks/train.py --quick                         # a try: one repetition of the tiny model
+
+A step is forward and backward pass over a batch with the causal language model's loss, clipping, and fused
+AdamW: ours a train step on packed sequences, theirs `Trainer` with padded micro-batches. Both have the same
+random weights, hyperparameters and data, two threads, and the micro-batch size that was fastest for them here
+(it is tried first; `--micro-batch OURS THEIRS` saves that time). bfloat16 is mixed precision on both sides:
+theirs is autocast, ours bfloat16 weights with a float32 master copy. Batches:
+
+- equal: sequences of 256 tokens;
+- spread: twice as many, of geometric lengths with a mean of a quarter of the maximum of 512.
+
+Both are processes that have loaded before and take turns, each time the other one first. A ratio is the
+median over repetitions of ours to theirs in tokens per second, padding not counted. Memory is the peak of the
+process less what it had before the model was loaded. Both follow the same loss curve, or a goal is missed.
+
+Efficiency is the seconds that the FLOPs take (6 per parameter and token, and attention) at the fastest matrix
+product measured beside the run, divided by those that the step takes.
+
+On a machine that is not idle, `ratio_of_cpu_seconds` in the JSON is a better guide than `ratio`.
+
+Exit code 1: a goal was missed.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import Goal, machine, progress, report, scratch_directory
+from limits import train_flops
+from rich.table import Table
+from sides import OURS, THEIRS, Side, alternate, best_micro_batch
+from workloads import SIZES, config_of, geometric_lengths, sequences, write_model
+
+WORKLOADS = ("equal", "spread")
+GOALS = {"equal": 1.1, "spread": 2.0}
+_EFFICIENCY_GOAL = 0.6
+_LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}
+_NUM_EQUAL = {"tiny": 64, "100m": 16}
+_OUR_TRIES, _THEIR_TRIES = (1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16, 32, 64)
+_OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
+_SCRATCH_BYTES = 1 << 30
+
+
+class Scene(NamedTuple):
+    """What is measured at once."""
+
+    size: str
+    dtype: str
+    workload: str
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.size} {self.dtype} {self.workload}"
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the sequences of a batch."""
+        count = _NUM_EQUAL[self.size]
+        if self.workload == "equal":
+            return [256] * count
+        return geometric_lengths(2 * count, mean=128, most=512)
+
+
+def prepare(scene: Scene) -> dict[str, Any]:
+    """Settings of the sides; writes the model and the data that they name."""
+    model, data = scene.directory / scene.size, scene.directory / f"{scene.size}-{scene.workload}.json"
+    if not model.exists():
+        write_model(model, scene.size, end_probability=0.0)
+    data.write_text(json.dumps(sequences(scene.lengths, vocab_size=config_of(scene.size).vocab_size)))
+    return {
+        "kind": "train", "model": str(model), "data": str(data), "dtype": scene.dtype,
+        "optimizer": _OPTIMIZER, "steps": 100,
+    }  # fmt: skip
+
+
+def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dict[str, Any]:
+    """A row of the table."""
+    settings, lengths = prepare(scene), scene.lengths
+    tried: dict[str, dict[int, float]] = {}
+    if micro_batch is None:
+        found = best_micro_batch(OURS, settings, _OUR_TRIES), best_micro_batch(
+            THEIRS, settings, [n for n in _THEIR_TRIES if len(lengths) % n == 0])
+        micro_batch, tried = [best for best, _ in found], {"ours": found[0][1], "trainer": found[1][1]}
+        progress(f"{scene.name}: seconds by micro-batch {tried}")
+    scripts = {"ours": OURS, "trainer": THEIRS}
+    sizes = dict(zip(scripts, micro_batch, strict=True))
+    with (
+        Side(OURS, settings | {"micro_batch": sizes["ours"]}) as ours,
+        Side(THEIRS, settings | {"micro_batch": sizes["trainer"]}) as theirs,
+    ):
+        sides = {"ours": ours, "trainer": theirs}
+        base = {name: side.loaded["base_bytes"] for name, side in sides.items()}
+        answers = alternate({name: partial(side.ask) for name, side in sides.items()}, repeats=repeats)
+        limits = ours.ask("limits")
+    least = train_flops(config_of(scene.size), lengths) / limits["peak_flops"]
+    return {
+        "size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "micro_batch": sizes,
+        "tried": tried,
+        **summary(answers, base, num_tokens=sum(lengths)), **limits, "attainable_seconds": least,
+        "efficiency": {name: least / median(found, "seconds") for name, found in answers.items()},
+    }  # fmt: skip
+
+
+def summary(
+    answers: dict[str, list[dict[str, Any]]], base: dict[str, int], *, num_tokens: int
+) -> dict[str, Any]:
+    """Medians of both sides, ours relative to theirs, and how far their losses are apart."""
+    pairs = list(zip(answers["ours"], answers["trainer"], strict=True))
+    return {
+        "tokens_per_second": {name: num_tokens / median(found, "seconds") for name, found in answers.items()},
+        "ratio": statistics.median(b["seconds"] / a["seconds"] for a, b in pairs),
+        "ratio_of_cpu_seconds": statistics.median(b["cpu_seconds"] / a["cpu_seconds"] for a, b in pairs),
+        "loss_difference": max(abs(a["loss"] / b["loss"] - 1) for a, b in pairs),
+        "peak_mib": {
+            name: (max(a["peak_bytes"] for a in found) - base[name]) / 2**20
+            for name, found in answers.items()},
+        "repetitions": answers,
+    }  # fmt: skip
+
+
+def median(answers: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(answer[key] for answer in answers)
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    found = []
+    for row in rows:
+        name, mib = f"{row['size']} {row['dtype']} {row['workload']}", row["peak_mib"]
+        apart = f"{name}: losses apart, relative, x 1000"
+        found += [
+            Goal(f"{name}: ours / Trainer", row["ratio"], at_least=GOALS[row["workload"]]),
+            Goal(f"{name}: peak memory, ours / Trainer", mib["ours"] / mib["trainer"], at_most=1.0),
+            Goal(apart, 1000 * row["loss_difference"], at_most=1000 * _LOSS_TOLERANCE[row["dtype"]]),
+        ]
+        if row["size"] == "100m":
+            what = f"{name}: training efficiency"
+            found.append(Goal(what, row["efficiency"]["ours"], at_least=_EFFICIENCY_GOAL))
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    made = Table(title="Tokens per second of an optimizer step (micro-batch: our tokens, their sequences)")
+    words, each = ("model", "dtype", "batch"), ("micro", "MiB", "efficiency")
+    for column in (*words, "ours", *each, "Trainer", *each, "ratio", "peak GFLOP/s"):
+        made.add_column(column, justify="left" if column in words else "right")
+    forms = {"tokens_per_second": ".0f", "micro_batch": "d", "peak_mib": ".0f", "efficiency": ".2f"}
+    for row in rows:
+        cells = [format(row[key][name], form) for name in ("ours", "trainer") for key, form in forms.items()]
+        made.add_row(
+            row["size"], row["dtype"], row["workload"], *cells, f"{row['ratio']:.2f}",
+            f"{row['peak_flops'] / 1e9:.0f}")  # fmt: skip
+    return made
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--models", nargs="+", default=list(SIZES), choices=SIZES)
+    add("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    add("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    text = "tokens of ours and sequences of theirs, instead of trying"
+    add("--micro-batch", nargs=2, type=int, metavar=("OURS", "THEIRS"), help=text)
+    add("--repeats", type=int, help="default: 7 of the tiny model, 3 of the large one")
+    add("--quick", action="store_true", help="one repetition of the tiny model in float32")
+    add("--json", action="store_true", help="one JSON document on standard output")
+    args = parser.parse_args()
+    if args.quick:
+        args.models, args.dtypes, args.repeats = ["tiny"], ["float32"], 1
+        args.micro_batch = args.micro_batch or [8192, 16]
+    hardware, rows = machine(), []
+    with scratch_directory(_SCRATCH_BYTES) as scratch:
+        for size in args.models:
+            for dtype in args.dtypes:
+                for workload in args.workloads:
+                    scene = Scene(size, dtype, workload, Path(scratch))
+                    repeats = args.repeats or {"tiny": 7}.get(size, 3)
+                    rows.append(run(scene, repeats=repeats, micro_batch=args.micro_batch))
+                    speeds = {name: round(speed) for name, speed in rows[-1]["tokens_per_second"].items()}
+                    progress(f"{scene.name}: tokens/s {speeds}")
+    document = {"benchmark": "train", "machine": hardware, "settings": vars(args), "rows": rows}
+    return report(document, tables=[table(rows)], goals=goals(rows), as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What the sides of a benchmark get alike: a model with random weights as a Hugging Face directory; prompts.
+
+How long answers are is decided by the model: one dim of its residual stream is constant, and the end token's
+output weight there makes that token come with a given probability after every token, or never. So every
+library samples lengths from the same, nearly geometric distribution, with one plain end token.
+"""
+
+import json
+import math
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from realhf.shipped import shipped_dir
+
+SIZES = ("tiny", "100m")
+PAD, END = 0, 1
+LETTERS = string.ascii_letters + string.digits
+_FIRST_WORD = 2
+_LARGE = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "intermediate_size": 2048, "vocab_size": 32000, "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_NEVER = -30.0  # Its logit.
+
+
+def config_of(size: str) -> Qwen2Config:
+    """`tiny`: the shipped model of that name, as large as the demo's. `100m`: 100M parameters, like Qwen2."""
+    fields: dict[str, Any] = _LARGE
+    if size == "tiny":
+        fields = json.loads((shipped_dir("models") / "tiny.json").read_text())
+        fields = {name: fields[name] for name in _LARGE}
+    return Qwen2Config(**fields, pad_token_id=PAD, eos_token_id=END, bos_token_id=None)
+
+
+def write_model(directory: Path, size: str, *, end_probability: float, seed: int = 0) -> None:
+    """Config, float32 weights and a tokenizer that makes a token of every letter."""
+    torch.manual_seed(seed)
+    config = config_of(size)
+    model = Qwen2ForCausalLM(config)
+    _set_end(model, end_probability)
+    model.generation_config.update(eos_token_id=END, pad_token_id=PAD)
+    model.save_pretrained(directory)
+    words = ["<pad>", "<eos>", *LETTERS, *(f"word{i}" for i in range(config.vocab_size))][: config.vocab_size]
+    Qwen2Tokenizer(
+        {word: i for i, word in enumerate(words)}, merges=[], pad_token="<pad>", eos_token="<eos>",
+        unk_token="<pad>", padding_side="left",
+    ).save_pretrained(directory)  # fmt: skip
+
+
+@torch.no_grad()
+def _set_end(model: Qwen2ForCausalLM, probability: float) -> None:
+    """Makes the end token come with this mean probability after random tokens; 0: never."""
+    weight, inner = model.get_input_embeddings().weight, model.model
+    weight[:, 0] = weight.std()
+    for layer in inner.layers:
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.down_proj.weight[0] = 0
+    tokens = torch.randint(_FIRST_WORD, len(weight), (8, 64), generator=torch.Generator().manual_seed(1))
+    inner.norm.weight[0] /= inner(tokens).last_hidden_state[..., 0].mean()
+    hidden = inner(tokens).last_hidden_state.flatten(0, 1)
+    logits = hidden @ weight.T
+    others = logits.clone()
+    others[:, END] = -torch.inf
+    odds, state = others.logsumexp(-1), hidden[:, 0]
+    rest = logits[:, END] - state * weight[END, 0]
+    low, high = _NEVER, 30.0
+    for _ in range(60 if probability > 0 else 0):
+        middle = (low + high) / 2
+        mean = float((rest + state * middle - odds).sigmoid().mean())
+        low, high = (middle, high) if mean < probability else (low, middle)
+    weight[END, 0] = low
+
+
+def geometric_lengths(count: int, *, mean: float, most: int, seed: int = 0) -> list[int]:
+    """Lengths from 1 to `most`, geometric but for their cut at the end."""
+    rng = random.Random(seed)
+    return [min(most, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean))) for _ in range(count)]
+
+
+def texts(lengths: list[int], *, seed: int = 0) -> list[str]:
+    """Random letters, so many tokens."""
+    rng = random.Random(seed)
+    return ["".join(rng.choices(LETTERS, k=length)) for length in lengths]
+
+
+def sequences(lengths: list[int], *, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Random tokens."""
+    rng = random.Random(seed)
+    return [[rng.randrange(_FIRST_WORD, vocab_size) for _ in range(length)] for length in lengths]

@@ -1,0 +1,138 @@
+"""BlockTables: in which blocks of a KV cache the tokens of the running rows lie, as the host keeps the books.
+
+Shape suffixes: B running rows in order of their slots, P blocks of a set, S rows that share one, M blocks of
+the row that has most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from realhf.cache_blocks import BLOCK_SIZE
+
+_DENSE = 0.5  # Of a range of blocks so many must be in use, or else those are picked out and copied.
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BlockSet:
+    """Some blocks, and for each of them the rows (numbers in the batch) whose tokens attend to it."""
+
+    blocks: slice | Tensor
+    starts_P: Tensor  # Position of a block's first token.
+    rows_PS: Tensor  # Where there are fewer rows, or none, any number stands.
+    width: int  # Behind so many tokens all of the blocks are empty.
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One new token of every running row: where it goes, and what it attends to.
+
+    What the tokens find in one block is a part of the result; row b's parts are at parts_BM of all parts, in
+    the order of sets, blocks and rows, unless they are missing_BM.
+    """
+
+    slots: Integers
+    positions_B: Tensor
+    places_B: Tensor  # block * BLOCK_SIZE + place in the block
+    sets: tuple[BlockSet, ...]
+    parts_BM: Tensor
+    missing_BM: Tensor | None
+
+
+class BlockTables:
+    """The rows' blocks in order. The first ones of a row may be shared with rows of the same prompt."""
+
+    def __init__(self, *, num_slots: int, num_blocks: int, blocks_per_row: int, max_sharers: int) -> None:
+        self.lens = np.zeros(num_slots, np.int64)
+        """Tokens of every slot's row in the cache."""
+        self._is_running = np.zeros(num_slots, bool)
+        self._table = np.zeros((num_slots, blocks_per_row), np.int64)
+        self._counts = np.zeros(num_slots, np.int64)
+        self._num_shared, self._ordinals = np.zeros_like(self._counts), np.zeros_like(self._counts)
+        self._starts = np.zeros(num_blocks, np.int64)
+        # The slots of a block's rows, -1 for none; of one that is not shared, and of those that are.
+        self._owners = np.full((num_blocks, 1), -1, np.int64)
+        self._sharers = np.full((num_blocks, max(1, max_sharers)), -1, np.int64)
+
+    def start(
+        self, slot: int, blocks: Sequence[int], *, length: int, num_shared: int = 0, ordinal: int = 0
+    ) -> None:
+        """A row begins with `length` tokens in these blocks; of those that share the first `num_shared`
+        blocks it is number `ordinal`."""
+        count = len(blocks)
+        self.lens[slot], self._is_running[slot], self._counts[slot] = length, True, count
+        self._num_shared[slot], self._ordinals[slot] = num_shared, ordinal
+        self._table[slot, :count] = blocks
+        self._starts[list(blocks)] = np.arange(count) * BLOCK_SIZE
+        self._sharers[list(blocks[:num_shared]), ordinal] = slot
+        self._owners[list(blocks[num_shared:]), 0] = slot
+
+    def append(self, slot: int, block: int) -> None:
+        """The row goes on in another block."""
+        self._table[slot, self._counts[slot]] = block
+        self._starts[block] = self._counts[slot] * BLOCK_SIZE
+        self._owners[block, 0] = slot
+        self._counts[slot] += 1
+
+    def stop(self, slot: int) -> list[int]:
+        """The row ends; its blocks, of which the first may have other users."""
+        blocks, shared = self._table[slot, : self._counts[slot]], self._num_shared[slot]
+        self._sharers[blocks[:shared], self._ordinals[slot]] = -1
+        self._owners[blocks[shared:], 0] = -1
+        self._is_running[slot] = False
+        return blocks.tolist()
+
+    def full(self) -> list[int]:
+        """Slots of the rows whose next token needs another block."""
+        return np.flatnonzero(self._is_running & (self.lens == self._counts * BLOCK_SIZE)).tolist()
+
+    def running(self) -> Integers:
+        """Slots that have rows."""
+        return np.flatnonzero(self._is_running)
+
+    def advance(self, device: torch.device) -> Decoding:
+        """Every running row gets one more token; nobody is `full`."""
+        slots = self.running()
+        lens, counts, index = self.lens[slots], self._counts[slots], np.arange(len(slots))
+        row_of = np.zeros(len(self.lens) + 1, np.int64)  # (-1 is the last one)
+        row_of[slots] = index
+        table_BM = self._table[slots, : counts.max()]
+        at_M, shared_B = np.arange(table_BM.shape[1]), self._num_shared[slots]
+        places = table_BM[index, lens // BLOCK_SIZE] * BLOCK_SIZE + lens % BLOCK_SIZE
+        self.lens[slots] += 1
+        own, own_places = self._set(self._owners, row_of, lens + 1, device)
+        sets, parts_BM = [own], own_places[table_BM]
+        if shared_B.any():
+            shared, shared_places = self._set(self._sharers, row_of, lens + 1, device)
+            sharers, before = self._sharers.shape[1], len(own.rows_PS)
+            shared_parts_BM = before + shared_places[table_BM] * sharers + self._ordinals[slots][:, None]
+            parts_BM = np.where(at_M < shared_B[:, None], shared_parts_BM, parts_BM)
+            sets.append(shared)
+        missing_BM = at_M >= counts[:, None]
+        parts_BM = np.where(missing_BM, 0, parts_BM)
+        missing = torch.from_numpy(missing_BM).to(device) if missing_BM.any() else None
+        positions_B, places_B, parts = (torch.from_numpy(x).to(device) for x in (lens, places, parts_BM))
+        return Decoding(slots, positions_B, places_B, tuple(sets), parts, missing)
+
+    def _set(
+        self, users: Integers, row_of: Integers, lens: Integers, device: torch.device
+    ) -> tuple[BlockSet, Integers]:
+        """The blocks that have such users, and every block's place among them."""
+        used = np.flatnonzero((users >= 0).any(1))
+        first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+        places = np.zeros(len(users), np.int64)
+        if len(used) >= _DENSE * (stop - first):
+            used = np.arange(first, stop)
+            blocks: slice | Tensor = slice(first, stop)
+        else:
+            blocks = torch.from_numpy(used).to(device)
+        places[used] = np.arange(len(used))
+        starts_P, rows_PS = self._starts[used], row_of[users[used]]
+        width = int((lens[rows_PS] - starts_P[:, None]).max(initial=0))
+        starts, rows = (torch.from_numpy(x).to(device) for x in (starts_P, rows_PS))
+        return BlockSet(blocks, starts, rows, min(width, BLOCK_SIZE)), places

@@ -1,0 +1,79 @@
+"""Weight: a parameter whose gradients go straight into the gradient buffer.
+
+Autograd gives a fresh gradient for every use of a weight, which would then be added to the buffer. Linear
+layers and embeddings add to the buffer themselves, the first gradient of a step written over what is there:
+no gradient of a weight's size is ever made (Megatron-LM's gradient accumulation fusion).
+
+Shape suffixes: T tokens, O and I outputs and inputs of a layer.
+"""
+
+import torch
+from torch import Tensor
+
+_BLOCK_NUMEL = 1 << 22
+"""Elements of a product that is made in one dtype and added in another; on CUDA many times more."""
+
+
+class Weight(torch.nn.Parameter):
+    """A parameter, frozen at first, with the sum of its gradients in this step."""
+
+    total: Tensor | None = None
+    """The sum, a part of the gradient buffer; None before `collect`."""
+    is_empty = True
+    """No gradient has come yet in this step: `total` may hold anything."""
+
+    def collect(self, total: Tensor) -> None:
+        """Makes the parameter trainable; its gradients go to `total`."""
+        self.total = total
+        self.requires_grad_(True).register_post_accumulate_grad_hook(_move)
+
+    def add_gradient(self, grad: Tensor) -> None:
+        assert self.total is not None
+        if self.is_empty:
+            self.total.copy_(grad)
+        else:
+            self.total.add_(grad)
+        self.is_empty = False
+
+    def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
+        """Adds grad^T x."""
+        assert self.total is not None
+        total_OI = self.total
+        if total_OI.dtype == grad_TO.dtype:
+            if self.is_empty:
+                torch.mm(grad_TO.T, x_TI, out=total_OI)
+            else:
+                total_OI.addmm_(grad_TO.T, x_TI)
+        else:
+            numel = _BLOCK_NUMEL * (64 if grad_TO.is_cuda else 1)
+            rows = max(1, numel // total_OI.shape[1])
+            for grad, total in zip(grad_TO.split(rows, dim=1), total_OI.split(rows), strict=True):
+                product = grad.T @ x_TI
+                total.copy_(product) if self.is_empty else total.add_(product)
+        self.is_empty = False
+
+    def add_rows(self, index_T: Tensor, rows_TI: Tensor) -> None:
+        """Adds rows to those of these indices."""
+        self.finish()
+        assert self.total is not None
+        self.total.index_add_(0, index_T, rows_TI.to(self.total.dtype))
+
+    def finish(self) -> None:
+        """Without any gradient the sum is 0."""
+        assert self.total is not None
+        if self.is_empty:
+            self.total.zero_()
+        self.is_empty = False
+
+
+def _move(weight: Tensor) -> None:
+    """Adds a gradient that autograd has made. (It calls this, too, for one that was added already.)"""
+    if weight.grad is not None:
+        assert isinstance(weight, Weight)
+        weight.add_gradient(weight.grad)
+        weight.grad = None
+
+
+def collects(weight: Tensor) -> bool:
+    """Whether a weight adds up its gradients itself."""
+    return isinstance(weight, Weight) and weight.total is not None and weight.requires_grad

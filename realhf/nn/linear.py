@@ -1,0 +1,53 @@
+"""Linear layers and embeddings, which add their weights' gradients to the gradient buffer themselves.
+
+Shape suffixes: T tokens, H hidden, O and I outputs and inputs of a layer.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.nn.gradients import Weight, collects
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """y_TO = x W^T + b."""
+    if torch.is_grad_enabled() and collects(weight_OI):
+        return _Linear.apply(x_TI, weight_OI, bias_O)
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
+def embedding(ids_T: Tensor, weight_VH: Tensor) -> Tensor:
+    """The rows of these numbers."""
+    if torch.is_grad_enabled() and collects(weight_VH):
+        return _Embedding.apply(ids_T, weight_VH)
+    return F.embedding(ids_T, weight_VH)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TI)
+        ctx.weight = weight_OI
+        return F.linear(x_TI, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.weight.add_product(grad_TO, ctx.saved_tensors[0])
+        grad_x = grad_TO @ ctx.weight if ctx.needs_input_grad[0] else None
+        return grad_x, None, grad_TO.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids_T: Tensor, weight_VH: Weight) -> Tensor:
+        ctx.save_for_backward(ids_T)
+        ctx.weight = weight_VH
+        return F.embedding(ids_T, weight_VH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[None, None]:
+        ctx.weight.add_rows(ctx.saved_tensors[0], grad_TH)
+        return None, None

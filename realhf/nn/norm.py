@@ -1,0 +1,82 @@
+"""RMSNorm (arXiv:1910.07467) that keeps its input and one number a row for the backward pass.
+
+torch has a kernel of its own for it on CUDA only; elsewhere it is put together from a dozen passes over
+memory, and their results are kept. Here they are made for as many rows at a time as fit a core's cache.
+
+Shape suffixes: T rows, N heads (or nothing), H the dim that is normalised; p of a part of the rows.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_PART_NUMEL = 1 << 17
+"""Elements that are worked on at a time."""
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """x / rms(x) * (offset + weight) over the last dim, computed in at least float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if offset != 0 and (x.is_cuda or not torch.is_grad_enabled()):
+        # A weight near -1 or 0 would lose its digits in the sum: Gemma adds in float32.
+        weight_H = weight_H.to(wide) + offset
+    if x.is_cuda:
+        return F.rms_norm(x.to(weight_H.dtype), weight_H.shape, weight_H, eps).to(x.dtype)
+    if torch.is_grad_enabled():
+        return _RmsNorm.apply(x, weight_H, eps, offset)
+    return _normalise(x, weight_H, eps)[0]
+
+
+def _parts(x: Tensor) -> Iterator[slice]:
+    rows = max(1, _PART_NUMEL // max(1, math.prod(x.shape[1:])))
+    for start in range(0, len(x), rows):
+        yield slice(start, start + rows)
+
+
+def _normalise(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The output, and 1 / rms of every row."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y, weight_H = x.new_empty(x.shape), weight_H.to(wide)
+    scale = x.new_empty((*x.shape[:-1], 1), dtype=wide)
+    for at in _parts(x):
+        part = x[at].to(wide)
+        norm = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
+        torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps), out=scale[at])
+        if wide == x.dtype:
+            torch.mul(part, scale[at], out=y[at]).mul_(weight_H)
+        else:
+            y[at] = part.mul_(scale[at]).mul_(weight_H)
+    return y, scale
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, offset: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        whole_H = weight_H.to(wide) + offset if offset != 0 else weight_H
+        y, scale = _normalise(x, whole_H, eps)
+        ctx.save_for_backward(x, weight_H, scale)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """With n = x / rms and g = weight * grad: (g - n mean(g n)) / rms, and sum(grad n) of the weight."""
+        x, narrow_H, scale = ctx.saved_tensors
+        weight_H = narrow_H.to(scale.dtype) + ctx.offset
+        grad_x, grad_weight_H = x.new_empty(x.shape), torch.zeros_like(weight_H)
+        for at in _parts(x):
+            x_p, grad_p, scale_p = x[at].to(scale.dtype), grad_y[at].to(scale.dtype), scale[at]
+            product_pH = (x_p * grad_p).reshape(-1, x.shape[-1])
+            mean = (product_pH @ weight_H).view_as(scale_p) * scale_p.pow(3).div_(-x.shape[-1])
+            if ctx.needs_input_grad[1]:
+                grad_weight_H.addmv_(product_pH.T, scale_p.reshape(-1))
+            if grad_x.dtype == scale.dtype:
+                torch.mul(grad_p, weight_H, out=grad_x[at]).mul_(scale_p).addcmul_(x_p, mean)
+            else:
+                grad_x[at] = (grad_p * weight_H).mul_(scale_p).addcmul_(x_p, mean)
+        return grad_x, grad_weight_H.to(narrow_H.dtype), None, None

@@ -1,0 +1,161 @@
+"""The scheduler against a cache that remembers what was written where, for many lengths and memory sizes."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from realhf.cache_blocks import BLOCK_SIZE, blocks_for, num_blocks
+from realhf.engine.block_manager import BlockManager
+from realhf.engine.scheduler import Prompt, Scheduler
+from realhf.nn.block_tables import BlockTables
+
+MAX_NEW = 150
+
+
+def _prompts(rng, count):
+    """Of up to four blocks, some of whole blocks, with up to five samples each; every token is unique."""
+    prompts, numbers = [], iter(range(10**9))
+    for _ in range(count):
+        length = rng.choice([1, 2, 63, 64, 65, 100, 128, rng.randint(1, 250)])
+        tokens = [next(numbers) for _ in range(length)]
+        first = sum(len(prompt.samples) for prompt in prompts)
+        prompts.append(Prompt(tokens, list(range(first, first + rng.randint(1, 5)))))
+    return prompts
+
+
+def _sizes(prompts):
+    return [(len(prompt.tokens), len(prompt.samples)) for prompt in prompts]
+
+
+class _Replay:
+    """Carries out the scheduler's steps on token numbers in the place of keys and values."""
+
+    def __init__(self, prompts, *, num_slots, num_blocks_, prefill_tokens, restart_at, wanted):
+        samples = {sample: prompt for prompt in prompts for sample in prompt.samples}
+        self.prompts = {sample: list(prompt.tokens) for sample, prompt in samples.items()}
+        self.made = {sample: [] for sample in samples}
+        self.wanted = wanted
+        self.memory = np.full(num_blocks_ * BLOCK_SIZE, -1)
+        self.blocks = BlockManager(num_blocks_)
+        self.tables = BlockTables(
+            num_slots=num_slots, num_blocks=num_blocks_, blocks_per_row=num_blocks(250 + MAX_NEW),
+            max_sharers=max(len(prompt.samples) for prompt in prompts))
+        self.scheduler = Scheduler(
+            prompts, num_slots=num_slots, blocks=self.blocks, tables=self.tables,
+            prefill_tokens=prefill_tokens, history=self.history, restart_at=restart_at)
+        self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
+        self.steps, self.widest, self.crossings = 0, 0, []
+
+    def history(self, sample):
+        return self.prompts[sample] + self.made[sample]
+
+    def step(self):
+        step = self.scheduler.plan()
+        if step is None:
+            return False
+        for source, target in step.copies:
+            self._block(target)[:] = self._block(source)
+        if step.rows:
+            self._decode(step.rows)
+        assert sum(piece.stop - piece.start for piece in step.pieces) <= self.prefill_tokens
+        assert all(piece.start == 0 for piece in step.fresh)
+        for piece in step.pieces:
+            places = piece.places
+            assert (self.memory[places[: piece.start]] == piece.prompt.tokens[: piece.start]).all()
+            self.memory[places[piece.start :]] = piece.prompt.tokens[piece.start : piece.stop]
+            assert all(piece.prompt.tokens == self.history(s) for s in piece.prompt.samples)
+        for sample in step.samples:
+            self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
+        self.scheduler.update([len(self.made[s]) == self.wanted[s] for s in step.samples])
+        self.steps, self.widest = self.steps + 1, max(self.widest, len(step.rows))
+        return True
+
+    def _block(self, block):
+        return self.memory[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+
+    def _decode(self, rows):
+        """Every row sees, in its parts and in order, exactly what it has said and read so far."""
+        before = self.tables.lens[self.tables.running()].tolist()
+        decoding = self.tables.advance(torch.device("cpu"))
+        assert len(rows) == len(decoding.slots) <= self.num_slots
+        tokens = [self.history(sample)[-1] for sample in rows]
+        self.memory[decoding.places_B.numpy()] = tokens
+        parts = []
+        for blocks in decoding.sets:
+            used = blocks.blocks
+            numbers = range(used.start, used.stop) if isinstance(used, slice) else used.tolist()
+            for number, start, sharers in zip(
+                numbers, blocks.starts_P.tolist(), blocks.rows_PS.tolist(), strict=True
+            ):
+                parts += [(number, start, row) for row in sharers]
+        for row, (sample, past) in enumerate(zip(rows, before, strict=True)):
+            seen = []
+            for place, at in enumerate(decoding.parts_BM[row].tolist()):
+                if decoding.missing_BM is None or not decoding.missing_BM[row, place]:
+                    number, start, owner = parts[at]
+                    assert (start, owner) == (len(seen), row)
+                    seen += self._block(number).tolist()
+            assert int(decoding.positions_B[row]) == past == len(self.history(sample)) - 1
+            assert seen[: past + 1] == self.history(sample)
+            self.crossings += [past] * (past == self.scheduler._restart_at)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
+    rng = random.Random(seed)
+    prompts = _prompts(rng, rng.randint(1, 12))
+    samples = [sample for prompt in prompts for sample in prompt.samples]
+    num_slots = rng.choice([1, 3, 8, 64])
+    least = max(num_blocks(len(prompt.tokens) + MAX_NEW) for prompt in prompts) + 1
+    plenty = blocks_for(_sizes(prompts), num_slots=num_slots, max_new_tokens=MAX_NEW)
+    available = rng.choice([least, least + 2, max(least, plenty)])
+    replay = _Replay(
+        prompts, num_slots=num_slots, num_blocks_=available, prefill_tokens=rng.choice([7, 100, 10_000]),
+        restart_at=rng.choice([None, None, 100]), wanted=[rng.choice([1, 2, MAX_NEW]) for _ in samples])
+    while replay.step():
+        assert replay.steps < 10_000
+    assert [len(replay.made[sample]) for sample in samples] == replay.wanted
+    assert replay.blocks.num_free == available
+    assert not replay.crossings
+    if available >= plenty and replay.scheduler._restart_at is None:
+        assert replay.scheduler.num_restarts == 0
+
+
+def test_slots_are_filled_again_at_once():
+    """Three slots, twenty samples of different lengths: no slot is ever empty while somebody waits."""
+    rng = random.Random(0)
+    wanted = [rng.randint(2, 30) for _ in range(20)]
+    prompts = [Prompt([i], [i]) for i in range(20)]
+    replay = _Replay(
+        prompts, num_slots=3, num_blocks_=50, prefill_tokens=1000, restart_at=None, wanted=wanted)
+    while replay.step():
+        pass
+    assert replay.widest == 3
+    # Each slot's rows follow one another, with one step between them that is their prefill.
+    assert replay.steps <= -(-sum(wanted) // 3) + max(wanted)
+
+
+def test_samples_of_a_prompt_share_its_blocks():
+    prompts = [Prompt(list(range(200)), list(range(8)))]
+    assert blocks_for(_sizes(prompts), num_slots=8, max_new_tokens=20) == 4 + 8 * 1
+    replay = _Replay(
+        prompts, num_slots=8, num_blocks_=11, prefill_tokens=1000, restart_at=None, wanted=[20] * 8)
+    replay.step()
+    replay.step()
+    assert replay.widest == 8
+    assert replay.blocks.num_free == 0  # three shared blocks, and eight of one row each
+
+
+def test_blocks_to_share_and_others_lie_apart():
+    blocks = BlockManager(10)
+    assert blocks.allocate(3, to_share=True) == [0, 1, 2] and blocks.allocate(2) == [9, 8]
+    blocks.share([1])
+    blocks.release([0, 1, 9])
+    assert blocks.num_free == 7
+    assert blocks.allocate(2) == [9, 7] and blocks.allocate(2, to_share=True) == [0, 3]
+    with pytest.raises(AssertionError, match="4 blocks wanted, 3 free"):
+        blocks.allocate(4)
+    with pytest.raises(AssertionError, match="block 4 is free"):
+        blocks.share([4])

@@ -1,0 +1,101 @@
+"""Attention over blocks, shared or not, against softmax over the rows' own tokens."""
+
+import random
+
+import pytest
+import torch
+
+from realhf.cache_blocks import BLOCK_SIZE, num_blocks
+from realhf.nn.attention import AttentionKind
+from realhf.nn.block_tables import BlockTables
+from realhf.nn.kv_cache import KVCache, Visible
+
+HEADS, GROUP, DIM = 2, 3, 16
+CPU = torch.device("cpu")
+ROWS = {0: (130, 2), 3: (1, 0), 4: (64, 0), 5: (200, 2), 7: (65, 0)}
+"""Slot -> tokens, and how many of its blocks are those that it shares."""
+
+
+class _Rows:
+    """A cache, and beside it the keys and values of each row."""
+
+    def __init__(self, dtype, value_dim):
+        self.dtype, self.value_dim = dtype, value_dim
+        self.cache = KVCache(1, 40, HEADS, DIM, value_dim=value_dim, dtype=dtype, device=CPU)
+        self.tables = BlockTables(num_slots=9, num_blocks=40, blocks_per_row=4, max_sharers=3)
+        self.free = list(range(40))
+        random.Random(0).shuffle(self.free)
+        self.tokens = {}
+        shared, prefix = [self.free.pop(), self.free.pop()], self._draw(2 * BLOCK_SIZE)
+        for slot, (length, num_shared) in ROWS.items():
+            own = [self.free.pop() for _ in range(num_blocks(length) - num_shared)]
+            blocks, tokens = shared[:num_shared] + own, self._draw(length)
+            if num_shared:
+                tokens[:, : len(prefix[0])] = prefix
+            places = [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)]
+            self.cache.write(0, *tokens, torch.tensor(places))
+            self.tokens[slot] = tokens
+            ordinal = 2 if slot == 5 else 0
+            self.tables.start(slot, blocks, length=length, num_shared=num_shared, ordinal=ordinal)
+
+    def _draw(self, count):
+        """Keys and values."""
+        return torch.randn(2, count, HEADS, DIM).to(self.dtype)
+
+    def step(self, kind):
+        """What the cache gives, and by slot what is expected."""
+        for slot in self.tables.full():
+            self.tables.append(slot, self.free.pop())
+        decoding = self.tables.advance(CPU)
+        count = len(decoding.slots)
+        q, new = torch.randn(count, HEADS * GROUP, DIM).to(self.dtype), self._draw(count)
+        self.cache.write(0, *new, decoding.places_B)
+        expected = []
+        for row, slot in enumerate(decoding.slots.tolist()):
+            self.tokens[slot] = torch.cat((self.tokens[slot], new[:, row : row + 1]), dim=1)
+            expected.append(self._attend(q[row], *self.tokens[slot], kind))
+        return self.cache.attention(0, q, kind, Visible(decoding)), torch.stack(expected)
+
+    def _attend(self, q, k, v, kind):
+        v = v if self.value_dim is None else k[..., : self.value_dim]
+        seen = slice(-kind.window if kind.window else None, None)
+        k, v = (x[seen].double().repeat_interleave(GROUP, dim=1) for x in (k, v))
+        scores = torch.einsum("nd,lnd->nl", q.double(), k) * kind.scale
+        if kind.softcap is not None:
+            scores = kind.softcap * torch.tanh(scores / kind.softcap)
+        return torch.einsum("nl,lnd->nd", scores.softmax(-1), v).to(self.dtype)
+
+
+KINDS = [
+    (AttentionKind(0.25), None), (AttentionKind(0.25), 12), (AttentionKind(0.25, softcap=3.0), None),
+    (AttentionKind(0.25, window=70), None), (AttentionKind(0.25, window=5), None),
+]  # fmt: skip
+
+
+ACCURACY = [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 3e-2)]
+
+
+@pytest.mark.parametrize("dtype, atol", ACCURACY)
+@pytest.mark.parametrize("kind, value_dim", KINDS)
+def test_attention_over_blocks_is_that_over_the_rows_tokens(dtype, atol, kind, value_dim):
+    torch.manual_seed(0)
+    rows = _Rows(dtype, value_dim)
+    for number in range(3):
+        ours, expected = rows.step(kind)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
+        if number == 1:  # One of two that share, and then all but one that lie far apart.
+            rows.tables.stop(5)
+            rows.tables.stop(4)
+
+
+def test_a_copied_block_goes_its_own_way():
+    cache = KVCache(2, 3, HEADS, DIM, dtype=torch.float32, device=CPU)
+    tokens = torch.randn(2, 5, HEADS, DIM)
+    for layer in range(2):
+        cache.write(layer, *tokens, torch.arange(5))
+    cache.copy((0,), (2,))
+    cache.write(0, *tokens[:, :1] * 0, torch.tensor([2]))
+    there = torch.arange(5) + 2 * BLOCK_SIZE
+    for layer in range(2):
+        assert torch.equal(torch.stack(cache.read(layer, there)), tokens)
+    assert not cache.read(0, torch.tensor([2]))[0].any()
