@@ -16,7 +16,7 @@ from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.work import Generate, TrainStep
 from realhf.graph import FunctionCall
-from realhf.layout import Layout
+from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
@@ -42,6 +42,8 @@ def generate(desk: Desk) -> None:
     settings, base = desk.settings, memory_bytes("VmRSS")
     engine = engine_of(settings)
     prompts = json.loads(Path(settings["data"]).read_text())
+    index, count = settings.get("part", (0, 1))
+    prompts = prompts[slice(*even_split(len(prompts), count, index))]
     prompts = [torch.tensor(prompt) for prompt in prompts for _ in range(settings["group"])]
     batch = Batch(list(range(len(prompts))), {"prompt_ids": Packed.of(prompts)})
     num_prompt_tokens = sum(map(len, prompts))

@@ -54,17 +54,21 @@ class Side:
     def loaded(self) -> dict[str, Any]:
         """What it said when it had loaded, for which this waits."""
         if self._loaded is None:
-            self._loaded = self._answer()
+            self._loaded = self.answer()
         return self._loaded
 
     def ask(self, do: str = "run", **request: Any) -> dict[str, Any]:
         """Its answer to one request."""
+        self.tell(do, **request)
+        return self.answer()
+
+    def tell(self, do: str = "run", **request: Any) -> None:
+        """One request, which `answer` must follow."""
         assert self.loaded is not None and self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
         self._process.stdin.flush()
-        return self._answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -82,6 +86,36 @@ class Side:
     ) -> None:
         self._process.kill()
         self._process.wait()
+
+
+class Replicas:
+    """A side of several processes, each with a part of the data and of the threads, which compute at once;
+    for work in which they have nothing to tell one another."""
+
+    def __init__(self, script: Path, settings: Mapping[str, Any], *, count: int, threads: int = 2) -> None:
+        parts = [{**settings, "part": [index, count]} for index in range(count)]
+        self._sides = [Side(script, part, threads=threads // count) for part in parts]
+
+    @property
+    def loaded(self) -> dict[str, Any]:
+        return {"base_bytes": sum(side.loaded["base_bytes"] for side in self._sides)}
+
+    def ask(self, do: str = "run", **request: Any) -> dict[str, Any]:
+        """The sums of all answers; of the time, from the request to the last answer."""
+        start = time.perf_counter()
+        for side in self._sides:
+            side.tell(do, **request)
+        answers = [side.answer() for side in self._sides]
+        seconds = time.perf_counter() - start
+        sums = {key: sum(answer[key] for answer in answers) for key in answers[0]}
+        return {**sums, "seconds": seconds}
+
+    def __enter__(self) -> "Replicas":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for side in self._sides:
+            side.__exit__(*error)
 
 
 def alternate(

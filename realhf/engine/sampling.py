@@ -2,7 +2,8 @@
 
 Random numbers are counter-based: Philox4x32-10 (Salmon et al., SC 2011). Of the logits only shards' maxima
 and sums cross ranks (with top-k also their k largest, with top-p all).
-Shapes: B rows, V the rank's shard of the vocabulary, R ranks of the tensor-parallel group.
+Shapes: B rows, V the rank's shard of the vocabulary, C chunks of it, L tokens of a chunk, R ranks of the
+tensor-parallel group.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_CHUNK = 256  # Tokens of the vocabulary whose probabilities are added up before anything else.
+_PART_NUMEL = 1 << 18  # Logits that are worked on at a time, so that they stay in a core's cache.
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -50,44 +53,87 @@ def uniform(seed: int, *, sample_ids: Integers, positions: Integers) -> Floats:
 def sample(
     logits_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, vocab_start: int, group: Group
 ) -> tuple[Tensor, Tensor]:
-    """Token ids (int64) and their log-probs before top-k and top-p (float64), the same on all of `group`."""
+    """Token ids (int64) and their log-probs before top-k and top-p (float64), the same on all of `group`.
+
+    Exponentials are of the logits' dtype, what is added up of them float64.
+    """
     greedy = config.temperature == 0
-    logits_BV = logits_BV.double() / (1.0 if greedy else config.temperature)
+    if config.temperature not in (0, 1):
+        logits_BV = logits_BV / config.temperature
     max_B, argmax_B = logits_BV.max(-1)
     kept_BV = logits_BV if greedy else _filter(logits_BV, config, group=group)
-    weights_BV = (kept_BV - max_B[:, None]).exp()
-    kept_sum_B = weights_BV.sum(-1)
-    sum_B = kept_sum_B if kept_BV is logits_BV else (logits_BV - max_B[:, None]).exp().sum(-1)
-    max_RB, sum_RB, kept_RB = group.all_gather(torch.stack([max_B, sum_B, kept_sum_B])).unbind(1)
+    cdf_BC = _chunk_sums(kept_BV, max_B).cumsum(-1)
+    sum_B = cdf_BC[:, -1] if kept_BV is logits_BV else _chunk_sums(logits_BV, max_B).sum(-1)
+    shards = group.all_gather(torch.stack([max_B.to(sum_B.dtype), sum_B, cdf_BC[:, -1]]))
+    max_RB, sum_RB, kept_RB = shards.unbind(1)
     top_B = max_RB.max(0).values
     scale_RB = (max_RB - top_B).exp()
     log_total_B = top_B + (sum_RB * scale_RB).sum(0).log()
     owner_B, local_B = max_RB.argmax(0), argmax_B
     if not greedy:
-        owner_B, local_B = _inverse_cdf(weights_BV, kept_RB * scale_RB, uniform_B, index=group.index)
-    local_B = local_B.clamp(max=logits_BV.shape[-1] - 1)
+        owner_B, inside_B = _in_shard(cdf_BC, kept_RB * scale_RB, uniform_B, index=group.index)
+        local_B = _inverse_cdf(kept_BV, max_B, cdf_BC, inside_B)
     chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0] - log_total_B
-    answer_2B = torch.stack([(local_B + vocab_start).double(), chosen_B])
+    answer_2B = torch.stack([(local_B + vocab_start).to(chosen_B.dtype), chosen_B])
     tokens_B, logprobs_B = group.all_reduce(torch.where(owner_B == group.index, answer_2B, 0.0))
     return tokens_B.long(), logprobs_B
 
 
-def _inverse_cdf(
-    weights_BV: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int
+def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:
+    """Sums of exp(logits - max) over every `_CHUNK` tokens of the vocabulary: sums_BC in float64."""
+    whole, parts = logits_BV.shape[1] // _CHUNK * _CHUNK, []
+    step = max(1, _PART_NUMEL // logits_BV.shape[1])
+    for at in (slice(start, start + step) for start in range(0, len(logits_BV), step)):
+        weights = (logits_BV[at] - max_B[at, None]).exp_()
+        sums = [weights[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)] if whole else []
+        if whole < weights.shape[1]:
+            sums.append(weights[:, whole:].sum(-1, keepdim=True))
+        parts.append(sums[0] if len(sums) == 1 else torch.cat(sums, dim=1))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
+
+
+def _in_shard(
+    cdf_BC: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int
 ) -> tuple[Tensor, Tensor]:
-    """Rank whose shard holds the drawn token, and its index there if that rank is this one (`index`)."""
+    """Rank whose shard holds the drawn token, and where in the CDF of this rank's (`index`) shard it is."""
     end_RB = mass_RB.cumsum(0)
     start_RB = torch.cat([torch.zeros_like(end_RB[:1]), end_RB[:-1]])
     total_B = end_RB[-1]
-    target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    target_B = torch.minimum(uniform_B * total_B, _before(total_B))
     owner_B = (start_RB <= target_B).sum(0) - 1
-    cdf_BV = weights_BV.cumsum(-1)
     # The shard's own CDF ends at its own sum, which its share of the mass scales to.
-    scale_B = cdf_BV[:, -1] / mass_RB[index].clamp(min=torch.finfo(torch.float64).tiny)
-    inside_B = (target_B - start_RB[index]) * scale_B
-    # At most the last token of positive weight, should rounding lead past the shard's end.
-    inside_B = torch.minimum(inside_B, torch.nextafter(cdf_BV[:, -1], torch.zeros_like(inside_B)))
-    return owner_B, torch.searchsorted(cdf_BV, inside_B[:, None], right=True)[:, 0]
+    scale_B = cdf_BC[:, -1] / mass_RB[index].clamp(min=torch.finfo(torch.float64).tiny)
+    return owner_B, (target_B - start_RB[index]) * scale_B
+
+
+def _inverse_cdf(logits_BV: Tensor, max_B: Tensor, cdf_BC: Tensor, inside_B: Tensor) -> Tensor:
+    """The token of the shard at that place of its CDF: first its chunk, then itself in the chunk."""
+    chunk_B1, inside_B1 = _find(cdf_BC, inside_B[:, None])
+    at_BL = torch.arange(_CHUNK, device=logits_BV.device)[: logits_BV.shape[1]] + chunk_B1 * _CHUNK
+    last = logits_BV.shape[1] - 1
+    weights_BL = (logits_BV.gather(1, at_BL.clamp(max=last)) - max_B[:, None]).double().exp()
+    cdf_BL = weights_BL.masked_fill(at_BL > last, 0).cumsum(-1)
+    sum_B1 = cdf_BC.gather(1, chunk_B1) - _start(cdf_BC, chunk_B1)
+    # (Sums of one chunk that are made in two ways differ in their last digits.)
+    inside_B1 = inside_B1 * (cdf_BL[:, -1:] / sum_B1.clamp(min=torch.finfo(torch.float64).tiny))
+    return at_BL.gather(1, _find(cdf_BL, inside_B1)[0])[:, 0].clamp(max=last)
+
+
+def _find(cdf_BC: Tensor, inside_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place where the CDF is above the value, at most the last of positive weight, should rounding
+    lead past the end; and how far behind that place's beginning the value lies."""
+    inside_B1 = torch.minimum(inside_B1, _before(cdf_BC[:, -1:]))
+    at_B1 = torch.searchsorted(cdf_BC, inside_B1, right=True).clamp(max=cdf_BC.shape[1] - 1)
+    return at_B1, inside_B1 - _start(cdf_BC, at_B1)
+
+
+def _start(cdf_BC: Tensor, at_B1: Tensor) -> Tensor:
+    before = cdf_BC.gather(1, (at_B1 - 1).clamp(min=0))
+    return torch.where(at_B1 > 0, before, 0.0)
+
+
+def _before(x: Tensor) -> Tensor:
+    return torch.nextafter(x, torch.zeros_like(x))
 
 
 def _filter(logits_BV: Tensor, config: SamplingConfig, *, group: Group) -> Tensor:

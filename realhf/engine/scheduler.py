@@ -221,7 +221,8 @@ class Scheduler:
             num_rows += len(prompt.samples)
             if prompt.is_cached:
                 self._queue.popleft()
-        return pieces
+        # Neighbours of equal length are attended to together; what goes on stays in front.
+        return sorted(pieces, key=lambda piece: (piece.start == 0, piece.stop))
 
     def _admit(self, prompt: Prompt, num_rows: int) -> bool:
         """Takes blocks for the prompt, if a slot is free and each of its rows that it has slots for can have
