@@ -136,11 +136,11 @@ class _Cohort:
 
     def _compute(self, step: Step) -> None:
         """This stage's part of a step, and on the last stage the sampling."""
-        hidden = list(self._passes(step))
-        if not self._groups.is_last_stage:
+        hidden, samples = list(self._passes(step)), step.samples
+        self._drawn = self._integers([])
+        if not self._groups.is_last_stage or not samples:
             return
         logits, start = self._model.logits(torch.cat(hidden)), self._model.vocab_range[0]
-        samples = step.samples
         draws = uniform(self._seed, sample_ids=self._ids[samples], positions=self.lengths[samples])
         draws_B = torch.from_numpy(draws).to(self._device)
         self._drawn, logprobs_B = sample(
