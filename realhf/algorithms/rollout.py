@@ -45,7 +45,11 @@ class Rollout(Experiment):
     minibatches: int = 1
     epochs: int = 1
     max_rows: int = 512
-    """Sequences that a rank decodes at once."""
+    """Sequences that a rank decodes at once; the others wait for a free slot."""
+    kv_cache_gib: float | None = None
+    """Memory of a rank for keys and values; None: what `max_rows` sequences of full length need."""
+    prefill_tokens: int = 8192
+    """Tokens of prompts in one pass; a longer prompt is cut into pieces."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0
@@ -60,7 +64,9 @@ class Rollout(Experiment):
         return {name: role for name, role in named.items() if role is not None}
 
     def actor_generate(self) -> FunctionCall:
-        work = Generate(sampling=self.sampling, max_rows=self.max_rows)
+        work = Generate(
+            sampling=self.sampling, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
+            prefill_tokens=self.prefill_tokens)
         outputs = (*SEQUENCE, "gen_logprobs", "finished")
         return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
 
