@@ -93,6 +93,7 @@ class _LogProbs(torch.autograd.Function):
         at_T1 = torch.where(here_T, labels_T, 0)[:, None]
         parts, logits_tV = [], hidden_TH
         for tokens in _steps(len(hidden_TH), chunk):
+            logits_tV = hidden_TH  # The chunk before goes first.
             logits_tV = F.linear(hidden_TH[tokens], weight_VH)
             parts += _statistics(logits_tV, at_T1[tokens], head, temperature, entropy)
         found = torch.cat(parts, dim=1)
@@ -122,6 +123,7 @@ class _LogProbs(torch.autograd.Function):
             torch.mm(grad_tV, weight_VH, out=grad_hidden_TH[tokens])
             if ctx.needs_input_grad[1]:
                 sums.add(grad_tV, hidden_TH[tokens])
+            del grad_tV
         return grad_hidden_TH, sums.result, None, None, None, None, None
 
 

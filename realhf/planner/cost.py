@@ -206,7 +206,7 @@ def _train(
             data += gathers * rates.all_gather(part * role.itemsize, span)
             owned += part / span.size
     data = max(0.0, data - rates.assume.overlap * one.seconds)
-    update = rates.update(role, held=sum(held), owned=owned)
+    update = rates.update(role, owned=owned)
     parts = {name: part * steps for name, part in one.parts.items()}
     parts |= {"data parallel": data * steps, "optimizer": update * steps}
     return CallCost(steps * (one.seconds + data + update), parts, one.num_micro_batches)

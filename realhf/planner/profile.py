@@ -258,11 +258,12 @@ class ProfiledRates(Rates):
         measured = self._of(role, Span(1, 1), "block_backward") is not None
         return 0.0 if measured else super().accumulate(role, params)
 
-    def update(self, role: ModelRole, *, held: float, owned: float) -> float:
+    def update(self, role: ModelRole, *, owned: float) -> float:
+        """The step was measured without gradients, which it sets to zero then: after a pass it need not."""
         step, zero = (self._of(role, Span(1, 1), name) for name in ("update", "zero_gradients"))
         if step is None or zero is None:
-            return super().update(role, held=held, owned=owned)
-        return step.at(owned) + (zero.at(held) - zero.at(owned))
+            return super().update(role, owned=owned)
+        return max(0.0, step.at(owned) - zero.at(owned))
 
     def _of(self, role: ModelRole, tp: Span, name: str, ep: Span | None = None) -> Table | None:
         if tp.hosts > 1 or (ep is not None and ep.size > 1):

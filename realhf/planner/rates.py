@@ -277,14 +277,14 @@ class Rates:
         return compute + sampling + exchange + 2 * self.assume.block_seconds
 
     def accumulate(self, role: ModelRole, params: float) -> float:
-        """Adds one micro-batch's gradients to the float32 buffer: write and read one, read and write the
-        other."""
-        return self.traffic(params * 2 * (role.itemsize + _WIDE))
+        """Adds one micro-batch's gradients to the float32 buffer: products read and write it, and where they
+        have another dtype, they are written and read first."""
+        product = role.itemsize if role.itemsize < _WIDE else 0
+        return self.traffic(params * 2 * (product + _WIDE))
 
-    def update(self, role: ModelRole, *, held: float, owned: float) -> float:
-        """AdamW on the owned part (gradient, master copy and two moments read; all but the first written),
-        and zeroing the gradients of what is held."""
-        return self.traffic(owned * (7 * _WIDE + role.itemsize) + held * _WIDE)
+    def update(self, role: ModelRole, *, owned: float) -> float:
+        """AdamW on the owned part: gradient, master copy and two moments read; all but the first written."""
+        return self.traffic(owned * (7 * _WIDE + role.itemsize))
 
 
 def cache_width(config: ModelConfig, tp: int) -> float:

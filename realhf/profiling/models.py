@@ -260,7 +260,9 @@ class Bench:
         if not self._trains:
             return forward, 0.0
         both = self._of_a_block(lambda blocks: ("train", blocks, tokens, length))
-        both -= self._of_a_block(lambda blocks: ("update", blocks))
+        # An optimizer step without gradients sets them to zero; behind a pass it does not.
+        zero = self._of_a_block(lambda blocks: ("zero", blocks))
+        both -= self._of_a_block(lambda blocks: ("update", blocks)) - zero
         return forward, max(_TINY, both - forward)
 
     def _of_a_block(self, key: Callable[[int], Any]) -> float:
@@ -276,7 +278,7 @@ class Bench:
         forward = max(_TINY, self._seconds[keys[0]] - extra)
         if not self._outputs[output]:
             return forward, 0.0
-        extra += forward + _FEW * block[1] + self._seconds["update", _FEW]
+        extra += forward + _FEW * block[1] + self._seconds["update", _FEW] - self._seconds["zero", _FEW]
         return forward, max(_TINY, self._seconds[keys[1]] - extra)
 
     def _decode(self, rows: int, prompt: int) -> tuple[float, float]:

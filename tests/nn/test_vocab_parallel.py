@@ -91,7 +91,7 @@ def test_a_weight_that_collects_its_gradients():
         for _ in range(2):
             logprobs, _ = head_logprobs(hidden.to(dtype), labels, head, chunk_tokens=chunk)
             (factors * logprobs).sum().backward()
-        tolerance = {"rtol": 0.05, "atol": 0.2} if dtype == torch.bfloat16 else {}
+        tolerance = {"rtol": 0.05, "atol": 0.2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
         torch.testing.assert_close(
             weight.total, 2 * _expected(1.0, PLAIN)[3].to(weight.total.dtype), **tolerance)
         assert weight.grad is None
@@ -107,7 +107,7 @@ def test_no_more_logits_than_a_chunk(trained):
         if trained:
             logprobs.sum().backward()
     chunk, slices = 50 * 4000 * 4, 4 * (1 << 18) * 4
-    assert storages.peak < 2 * chunk + slices + 3 * weight.nbytes < 600 * 4000 * 4
+    assert storages.peak < chunk + slices + 3 * weight.nbytes < 600 * 4000 * 4
 
 
 def test_many_slices_give_the_same():

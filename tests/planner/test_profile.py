@@ -125,7 +125,7 @@ def test_rates_answer_from_the_tables():
     assert compute.tolist() == [1, 2.5] and wires.tolist() == [0, 0]
     assert r.decode_head(ROLE, ONE, rows=np.array([3.0])).tolist() == [6]
     assert r.accumulate(ROLE, 1e6) == 0
-    assert r.update(ROLE, held=200, owned=100) == 10 + (2 - 1)
+    assert r.update(ROLE, owned=100) == 10 - 1
     assert r.all_gather(500, TWO) == 2
     assert r.send(500, within_host=True) == 1
     assert r.call_seconds("forward", samples=6) == 1.5
@@ -137,7 +137,7 @@ def test_what_was_not_measured_comes_from_the_roofline():
     others = [ModelRole(ModelConfig.load("qwen2.5-0.5b"), "float32"), ModelRole(CONFIG, "bfloat16")]
     for role in others:
         assert r.block(role, ONE, ONE, **sizes) == roof.block(role, ONE, ONE, **sizes)
-        assert r.update(role, held=10, owned=5) == roof.update(role, held=10, owned=5)
+        assert r.update(role, owned=5) == roof.update(role, owned=5)
     assert r.block(ROLE, TWO, ONE, **sizes).compute == roof.block(ROLE, TWO, ONE, **sizes).compute
     head = {"tokens": 5.0, "output": "logprobs", "backward": True}
     assert r.head(ROLE, ONE, **head) == roof.head(ROLE, ONE, **head)
