@@ -2,24 +2,30 @@
 
 from collections.abc import Iterable
 
-BLOCK_SIZE = 64
-"""Tokens of one row in a block. Small ones share more and waste less, large ones are faster to attend to."""
+_SMALL, _LARGE = 64, 128
+"""Tokens in a block. Small ones share more and waste less, large ones are faster to attend to."""
 
 
-def num_blocks(num_tokens: int) -> int:
-    """Blocks that hold so many tokens of a row."""
-    return -(-num_tokens // BLOCK_SIZE)
+def block_size(prompts: Iterable[tuple[int, int]]) -> int:
+    """Tokens of one row in a block, for prompts of (tokens, samples): small blocks where samples can share
+    one."""
+    return _SMALL if any(length >= _SMALL and count > 1 for length, count in prompts) else _LARGE
 
 
-def blocks_for(prompts: Iterable[tuple[int, int]], *, num_slots: int, max_new_tokens: int) -> int:
+def num_blocks(num_tokens: int, size: int) -> int:
+    """Blocks of so many tokens that hold these of a row."""
+    return -(-num_tokens // size)
+
+
+def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int, max_new_tokens: int) -> int:
     """Blocks with which `num_slots` rows need not wait for one another, even if all become as long as they
     may, for prompts of (tokens, samples). What samples share is counted for twice as many prompts as fill
     the slots, because the last samples of others may still be running."""
     own: list[int] = []
     shared: list[int] = []
     for length, count in prompts:
-        whole = length // BLOCK_SIZE * (count > 1)
+        whole = length // size * (count > 1)
         shared.append(whole + (count > 1))  # (and the last one, of which all but one have a copy)
-        own += [num_blocks(length + max_new_tokens) - whole] * count
+        own += [num_blocks(length + max_new_tokens, size) - whole] * count
     num_prompts = -(-2 * num_slots * len(shared) // max(1, len(own)))
     return sum(sorted(own)[-num_slots:]) + sum(sorted(shared)[-num_prompts:])

@@ -14,7 +14,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from realhf.cache_blocks import blocks_for, num_blocks
+from realhf.cache_blocks import block_size, blocks_for, num_blocks
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Pending
 from realhf.engine.block_manager import BlockManager
@@ -87,18 +87,21 @@ class _Cohort:
                 f"a prompt has {longest - max_new} tokens and sampling.max_new_tokens is {max_new}: "
                 f"the model has learned {limit} positions")
         sizes = [(len(prompt.tokens), len(prompt.samples)) for prompt in prompts]
-        wanted = blocks_for(sizes, num_slots=num_slots, max_new_tokens=max_new)
+        size = block_size(sizes)
+        wanted = blocks_for(sizes, size=size, num_slots=num_slots, max_new_tokens=max_new)
         if work.kv_cache_gib is not None:
-            budget = int(work.kv_cache_gib * _GIB / num_cohorts) // self._model.cache_block_bytes
-            if budget < (least := num_blocks(longest) + 1):
-                least_gib = least * num_cohorts * self._model.cache_block_bytes / _GIB
+            block_bytes = self._model.cache_token_bytes * size
+            budget = int(work.kv_cache_gib * _GIB / num_cohorts) // block_bytes
+            if budget < (least := num_blocks(longest, size) + 1):
+                least_gib = least * num_cohorts * block_bytes / _GIB
                 raise UserError(
                     f"kv_cache_gib is {work.kv_cache_gib:g}: one sample of {longest} tokens (prompt and "
                     f"sampling.max_new_tokens) needs {least_gib:.3g}")
             wanted = min(wanted, budget)
-        self._cache, blocks = self._model.new_cache(wanted), BlockManager(wanted)
+        self._cache, blocks = self._model.new_cache(wanted, size), BlockManager(wanted)
         self._tables = BlockTables(
-            num_slots=num_slots, num_blocks=wanted, blocks_per_row=num_blocks(longest),
+            num_slots=num_slots, num_blocks=wanted, block_size=size,
+            blocks_per_row=num_blocks(longest, size),
             max_sharers=max(len(prompt.samples) for prompt in prompts))
         self._scheduler = Scheduler(
             prompts, num_slots=num_slots, blocks=blocks, tables=self._tables, history=self._history,
@@ -151,7 +154,7 @@ class _Cohort:
 
     def _passes(self, step: Step) -> Iterator[torch.Tensor]:
         """Runs the step's passes; on the last stage the hidden states that its samples' tokens come from."""
-        model, cache = self._model, self._cache
+        model, cache, size = self._model, self._cache, self._tables.block_size
         assert cache is not None
         if step.copies:
             cache.copy(*zip(*step.copies, strict=True))
@@ -161,13 +164,13 @@ class _Cohort:
             yield self._handed_on(model.decode(self._input(last_B), cache, decoding))
         if step.further is not None:
             piece = step.further
-            tokens, places_L = piece.prompt.tokens, self._integers(piece.places)
+            tokens, places_L = piece.prompt.tokens, self._integers(piece.places(size))
             ids_T = self._integers(tokens[piece.start : piece.stop])
             hidden = model.extend(self._input(ids_T), cache, places_L, whole_len=len(tokens))
             yield self._handed_on(hidden)[-1:].expand(len(piece.prompt.samples) * piece.is_last, -1)
         if fresh := step.fresh:
             ids_T = self._integers([t for piece in fresh for t in piece.prompt.tokens[: piece.stop]])
-            places_T = self._integers([place for piece in fresh for place in piece.places])
+            places_T = self._integers([place for piece in fresh for place in piece.places(size)])
             lens, whole = [piece.stop for piece in fresh], [len(piece.prompt.tokens) for piece in fresh]
             hidden = model.prefill(self._input(ids_T), lens, cache, places_T, whole_lens=whole)
             hidden = self._handed_on(hidden)

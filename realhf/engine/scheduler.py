@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from realhf.cache_blocks import BLOCK_SIZE, num_blocks
+from realhf.cache_blocks import num_blocks
 from realhf.engine.block_manager import BlockManager
 from realhf.nn.block_tables import BlockTables
 
@@ -44,11 +44,10 @@ class Piece:
     def is_last(self) -> bool:
         return self.stop == len(self.prompt.tokens)
 
-    @property
-    def places(self) -> list[int]:
+    def places(self, block_size: int) -> list[int]:
         """Where in the cache the prompt's tokens up to `stop` lie."""
         blocks = self.prompt.blocks
-        return [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(self.stop)]
+        return [blocks[i // block_size] * block_size + i % block_size for i in range(self.stop)]
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class Scheduler:
         copies = []
         while self._ready and self._free_slots:
             prompt = self._ready[0]
-            num_full, rest = divmod(len(prompt.tokens), BLOCK_SIZE)
+            num_full, rest = divmod(len(prompt.tokens), self._tables.block_size)
             is_last, shares = len(prompt.waiting) == 1, len(prompt.samples) > 1
             copies_tail = rest > 0 and not is_last
             while not self._rows and self._blocks.num_free == 0 and (copies_tail or rest == 0):
@@ -228,11 +227,12 @@ class Scheduler:
         """Takes blocks for the prompt, if a slot is free and each of its rows that it has slots for can have
         one block more."""
         free = self._num_slots - num_rows
-        needs, shares = num_blocks(len(prompt.tokens)), len(prompt.samples) > 1
+        size, shares = self._tables.block_size, len(prompt.samples) > 1
+        needs = num_blocks(len(prompt.tokens), size)
         wants = needs + min(len(prompt.samples), free) * shares
         if num_rows > 0 and (free <= 0 or self._blocks.num_free < wants):
             return False
-        num_shared = len(prompt.tokens) // BLOCK_SIZE * shares
+        num_shared = len(prompt.tokens) // size * shares
         prompt.blocks = self._blocks.allocate(num_shared, to_share=True)
         prompt.blocks += self._blocks.allocate(needs - num_shared)
         return True

@@ -12,8 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realhf.cache_blocks import BLOCK_SIZE
-
 _DENSE = 0.5  # Of a range of blocks so many must be in use, or else those are picked out and copied.
 Integers = NDArray[np.int64]
 
@@ -38,7 +36,7 @@ class Decoding:
 
     slots: Integers
     positions_B: Tensor
-    places_B: Tensor  # block * BLOCK_SIZE + place in the block
+    places_B: Tensor  # block * block_size + place in the block
     sets: tuple[BlockSet, ...]
     parts_BM: Tensor
     missing_BM: Tensor | None
@@ -47,7 +45,11 @@ class Decoding:
 class BlockTables:
     """The rows' blocks in order. The first ones of a row may be shared with rows of the same prompt."""
 
-    def __init__(self, *, num_slots: int, num_blocks: int, blocks_per_row: int, max_sharers: int) -> None:
+    def __init__(
+        self, *, num_slots: int, num_blocks: int, block_size: int, blocks_per_row: int, max_sharers: int
+    ) -> None:
+        self.block_size = block_size
+        """Tokens in a block."""
         self.lens = np.zeros(num_slots, np.int64)
         """Tokens of every slot's row in the cache."""
         self._is_running = np.zeros(num_slots, bool)
@@ -68,14 +70,14 @@ class BlockTables:
         self.lens[slot], self._is_running[slot], self._counts[slot] = length, True, count
         self._num_shared[slot], self._ordinals[slot] = num_shared, ordinal
         self._table[slot, :count] = blocks
-        self._starts[list(blocks)] = np.arange(count) * BLOCK_SIZE
+        self._starts[list(blocks)] = np.arange(count) * self.block_size
         self._sharers[list(blocks[:num_shared]), ordinal] = slot
         self._owners[list(blocks[num_shared:]), 0] = slot
 
     def append(self, slot: int, block: int) -> None:
         """The row goes on in another block."""
         self._table[slot, self._counts[slot]] = block
-        self._starts[block] = self._counts[slot] * BLOCK_SIZE
+        self._starts[block] = self._counts[slot] * self.block_size
         self._owners[block, 0] = slot
         self._counts[slot] += 1
 
@@ -89,7 +91,7 @@ class BlockTables:
 
     def full(self) -> list[int]:
         """Slots of the rows whose next token needs another block."""
-        return np.flatnonzero(self._is_running & (self.lens == self._counts * BLOCK_SIZE)).tolist()
+        return np.flatnonzero(self._is_running & (self.lens == self._counts * self.block_size)).tolist()
 
     def running(self) -> Integers:
         """Slots that have rows."""
@@ -103,7 +105,7 @@ class BlockTables:
         row_of[slots] = index
         table_BM = self._table[slots, : counts.max()]
         at_M, shared_B = np.arange(table_BM.shape[1]), self._num_shared[slots]
-        places = table_BM[index, lens // BLOCK_SIZE] * BLOCK_SIZE + lens % BLOCK_SIZE
+        places = table_BM[index, lens // self.block_size] * self.block_size + lens % self.block_size
         self.lens[slots] += 1
         own, own_places = self._set(self._owners, row_of, lens + 1, device)
         sets, parts_BM = [own], own_places[table_BM]
@@ -135,4 +137,4 @@ class BlockTables:
         starts_P, rows_PS = self._starts[used], row_of[users[used]]
         width = int((lens[rows_PS] - starts_P[:, None]).max(initial=0))
         starts, rows = (torch.from_numpy(x).to(device) for x in (starts_P, rows_PS))
-        return BlockSet(blocks, starts, rows, min(width, BLOCK_SIZE)), places
+        return BlockSet(blocks, starts, rows, min(width, self.block_size)), places

@@ -15,27 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.cache_blocks import BLOCK_SIZE
 from realhf.nn.attention import AttentionKind, attention_with_lse
 from realhf.nn.block_tables import BlockSet, Decoding
 
 
 class KVCache:
-    """`num_blocks` blocks per local layer, each of (BLOCK_SIZE, kv heads, head_dim).
+    """Per local layer K and V of `shape` (blocks, tokens in a block, kv heads, head_dim).
 
     With `value_dim`, values are the first dims of the keys and not held a second time.
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, heads: int, dim: int, *, value_dim: int | None = None,
+        self, num_layers: int, shape: tuple[int, int, int, int], *, value_dim: int | None = None,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        shape = (1 if value_dim else 2, num_blocks, BLOCK_SIZE, heads, dim)
-        self.layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        parts = 1 if value_dim else 2
+        self.layers = [_zeros((parts, *shape), dtype, device) for _ in range(num_layers)]
         self._value_dim = value_dim
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, places_T: Tensor) -> None:
-        """Stores tokens at `places_T`, which are block * BLOCK_SIZE + place in the block."""
+        """Stores tokens at `places_T`, which are block * block size + place in the block."""
         news = (k_TKD, v_TKD) if self._value_dim is None else (k_TKD,)
         for cached, new in zip(self.layers[layer].flatten(1, 2), news, strict=True):
             cached.index_copy_(0, places_T, new)

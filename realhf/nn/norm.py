@@ -24,7 +24,8 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) ->
     if offset != 0 and (x.is_cuda or not torch.is_grad_enabled()):
         # A weight near -1 or 0 would lose its digits in the sum: Gemma adds in float32.
         weight_H = weight_H.to(wide) + offset
-    if x.is_cuda:
+    is_small = not torch.is_grad_enabled() and x.numel() <= _PART_NUMEL
+    if x.is_cuda or is_small:
         return F.rms_norm(x.to(weight_H.dtype), weight_H.shape, weight_H, eps).to(x.dtype)
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, weight_H, eps, offset)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from realhf.cache_blocks import BLOCK_SIZE
 from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
@@ -246,19 +245,19 @@ class Transformer(ShardedParameters):
         trained = self.adapters.of_layer(None) if self.adapters is not None else {}
         return trained.get("score.weight", self.of_layer(None).get("score.weight"))
 
-    def new_cache(self, num_blocks: int) -> KVCache:
+    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """An empty cache for this stage's layers."""
         heads, dim, value_dim = self._cache_heads
         return KVCache(
-            len(self.blocks), num_blocks, heads, dim, value_dim=value_dim, dtype=self.flat.dtype,
-            device=self.flat.device)
+            len(self.blocks), (num_blocks, block_size, heads, dim), value_dim=value_dim,
+            dtype=self.flat.dtype, device=self.flat.device)
 
     @property
-    def cache_block_bytes(self) -> int:
-        """Of one block of the cache, in all of this stage's layers."""
+    def cache_token_bytes(self) -> int:
+        """Of one token in the cache, in all of this stage's layers."""
         heads, dim, value_dim = self._cache_heads
         parts = 1 if value_dim else 2
-        return len(self.blocks) * parts * heads * BLOCK_SIZE * dim * self.flat.itemsize
+        return len(self.blocks) * parts * heads * dim * self.flat.itemsize
 
     @property
     def _cache_heads(self) -> tuple[int, int, int | None]:

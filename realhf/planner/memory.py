@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from realhf.cache_blocks import BLOCK_SIZE, num_blocks
+from realhf.cache_blocks import block_size, num_blocks
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
@@ -369,8 +369,7 @@ class _Call:
         cohort = min(share, -(-w.max_rows // cohorts))
         prompts = -(-cohort // w.samples_per_prompt) + (cohort % w.samples_per_prompt > 0)
         tokens = max(w.prompt_tokens, min(prompts * w.prompt_tokens, w.prefill_tokens))
-        block = a.cached * e * BLOCK_SIZE * self._layers
-        cache = float(cohorts * self._blocks(cohort, share) * block)
+        cache = float(cohorts * self._cached_tokens(cohort, share) * a.cached * e * self._layers)
         if w.kv_cache_gib is not None:
             cache = min(cache, w.kv_cache_gib * 2**30)
         results = 16.0 * samples * max(w.max_new_tokens, 1) + 8 * samples * w.prompt_tokens
@@ -388,11 +387,13 @@ class _Call:
             moments.append(base | {"logits": logits, "activations": self._hidden(cohort)})
         return moments
 
-    def _blocks(self, rows: int, samples: int) -> int:
-        """Of the cache of one cohort: `blocks_for` prompts that are all alike."""
+    def _cached_tokens(self, rows: int, samples: int) -> int:
+        """That the cache of one cohort has room for: `blocks_for` prompts that are all alike."""
         w = self.workload
         length, shares = math.ceil(w.prompt_tokens), w.samples_per_prompt > 1
-        whole = length // BLOCK_SIZE * shares
+        size = block_size([(length, w.samples_per_prompt)])
+        whole = length // size * shares
         prompts = -(-samples // w.samples_per_prompt)
         prompts = min(prompts, -(-2 * rows * prompts // samples))
-        return rows * (num_blocks(length + w.max_new_tokens) - whole) + prompts * (whole + 1) * shares
+        own = num_blocks(length + w.max_new_tokens, size) - whole
+        return (rows * own + prompts * (whole + 1) * shares) * size

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.cache_blocks import BLOCK_SIZE, blocks_for, num_blocks
+from realhf.cache_blocks import block_size, blocks_for, num_blocks
 from realhf.engine.block_manager import BlockManager
 from realhf.engine.scheduler import Prompt, Scheduler
 from realhf.nn.block_tables import BlockTables
 
 MAX_NEW = 150
+BLOCK_SIZE = 64
 
 
 def _prompts(rng, count):
@@ -40,7 +41,8 @@ class _Replay:
         self.memory = np.full(num_blocks_ * BLOCK_SIZE, -1)
         self.blocks = BlockManager(num_blocks_)
         self.tables = BlockTables(
-            num_slots=num_slots, num_blocks=num_blocks_, blocks_per_row=num_blocks(250 + MAX_NEW),
+            num_slots=num_slots, num_blocks=num_blocks_, block_size=BLOCK_SIZE,
+            blocks_per_row=num_blocks(250 + MAX_NEW, BLOCK_SIZE),
             max_sharers=max(len(prompt.samples) for prompt in prompts))
         self.scheduler = Scheduler(
             prompts, num_slots=num_slots, blocks=self.blocks, tables=self.tables,
@@ -62,7 +64,7 @@ class _Replay:
         assert sum(piece.stop - piece.start for piece in step.pieces) <= self.prefill_tokens
         assert all(piece.start == 0 for piece in step.fresh)
         for piece in step.pieces:
-            places = piece.places
+            places = piece.places(BLOCK_SIZE)
             assert (self.memory[places[: piece.start]] == piece.prompt.tokens[: piece.start]).all()
             self.memory[places[piece.start :]] = piece.prompt.tokens[piece.start : piece.stop]
             assert all(piece.prompt.tokens == self.history(s) for s in piece.prompt.samples)
@@ -108,8 +110,8 @@ def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
     prompts = _prompts(rng, rng.randint(1, 12))
     samples = [sample for prompt in prompts for sample in prompt.samples]
     num_slots = rng.choice([1, 3, 8, 64])
-    least = max(num_blocks(len(prompt.tokens) + MAX_NEW) for prompt in prompts) + 1
-    plenty = blocks_for(_sizes(prompts), num_slots=num_slots, max_new_tokens=MAX_NEW)
+    least = max(num_blocks(len(prompt.tokens) + MAX_NEW, BLOCK_SIZE) for prompt in prompts) + 1
+    plenty = blocks_for(_sizes(prompts), size=BLOCK_SIZE, num_slots=num_slots, max_new_tokens=MAX_NEW)
     available = rng.choice([least, least + 2, max(least, plenty)])
     replay = _Replay(
         prompts, num_slots=num_slots, num_blocks_=available, prefill_tokens=rng.choice([7, 100, 10_000]),
@@ -139,13 +141,17 @@ def test_slots_are_filled_again_at_once():
 
 def test_samples_of_a_prompt_share_its_blocks():
     prompts = [Prompt(list(range(200)), list(range(8)))]
-    assert blocks_for(_sizes(prompts), num_slots=8, max_new_tokens=20) == 4 + 8 * 1
+    assert blocks_for(_sizes(prompts), size=BLOCK_SIZE, num_slots=8, max_new_tokens=20) == 4 + 8 * 1
     replay = _Replay(
         prompts, num_slots=8, num_blocks_=11, prefill_tokens=1000, restart_at=None, wanted=[20] * 8)
     replay.step()
     replay.step()
     assert replay.widest == 8
     assert replay.blocks.num_free == 0  # three shared blocks, and eight of one row each
+
+
+def test_blocks_are_small_where_samples_can_share_them():
+    assert block_size([(300, 1), (63, 8)]) > block_size([(300, 1), (64, 2)])
 
 
 def test_blocks_to_share_and_others_lie_apart():

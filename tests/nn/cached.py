@@ -2,9 +2,9 @@
 
 import torch
 
-from realhf.cache_blocks import BLOCK_SIZE
 from realhf.nn.block_tables import BlockTables
 
+BLOCK_SIZE = 64
 _BLOCKS = 3  # Of a row.
 
 
@@ -13,9 +13,10 @@ class CachedRows:
 
     def __init__(self, model, lens):
         self.model, self.lens = model, list(lens)
-        self.cache = model.new_cache(len(lens) * _BLOCKS)
+        self.cache = model.new_cache(len(lens) * _BLOCKS, BLOCK_SIZE)
         self.tables = BlockTables(
-            num_slots=len(lens), num_blocks=len(lens) * _BLOCKS, blocks_per_row=_BLOCKS, max_sharers=1)
+            num_slots=len(lens), num_blocks=len(lens) * _BLOCKS, block_size=BLOCK_SIZE,
+            blocks_per_row=_BLOCKS, max_sharers=1)
 
     def places(self, row, length):
         # (The blocks of a row do not lie in order.)

@@ -5,12 +5,13 @@ import random
 import pytest
 import torch
 
-from realhf.cache_blocks import BLOCK_SIZE, num_blocks
+from realhf.cache_blocks import num_blocks
 from realhf.nn.attention import AttentionKind
 from realhf.nn.block_tables import BlockTables
 from realhf.nn.kv_cache import KVCache, Visible
 
 HEADS, GROUP, DIM = 2, 3, 16
+BLOCK_SIZE = 64
 CPU = torch.device("cpu")
 ROWS = {0: (130, 2), 3: (1, 0), 4: (64, 0), 5: (200, 2), 7: (65, 0)}
 """Slot -> tokens, and how many of its blocks are those that it shares."""
@@ -21,14 +22,15 @@ class _Rows:
 
     def __init__(self, dtype, value_dim):
         self.dtype, self.value_dim = dtype, value_dim
-        self.cache = KVCache(1, 40, HEADS, DIM, value_dim=value_dim, dtype=dtype, device=CPU)
-        self.tables = BlockTables(num_slots=9, num_blocks=40, blocks_per_row=4, max_sharers=3)
+        self.cache = KVCache(1, (40, BLOCK_SIZE, HEADS, DIM), value_dim=value_dim, dtype=dtype, device=CPU)
+        self.tables = BlockTables(
+            num_slots=9, num_blocks=40, block_size=BLOCK_SIZE, blocks_per_row=4, max_sharers=3)
         self.free = list(range(40))
         random.Random(0).shuffle(self.free)
         self.tokens = {}
         shared, prefix = [self.free.pop(), self.free.pop()], self._draw(2 * BLOCK_SIZE)
         for slot, (length, num_shared) in ROWS.items():
-            own = [self.free.pop() for _ in range(num_blocks(length) - num_shared)]
+            own = [self.free.pop() for _ in range(num_blocks(length, BLOCK_SIZE) - num_shared)]
             blocks, tokens = shared[:num_shared] + own, self._draw(length)
             if num_shared:
                 tokens[:, : len(prefix[0])] = prefix
@@ -89,7 +91,7 @@ def test_attention_over_blocks_is_that_over_the_rows_tokens(dtype, atol, kind, v
 
 
 def test_a_copied_block_goes_its_own_way():
-    cache = KVCache(2, 3, HEADS, DIM, dtype=torch.float32, device=CPU)
+    cache = KVCache(2, (3, BLOCK_SIZE, HEADS, DIM), dtype=torch.float32, device=CPU)
     tokens = torch.randn(2, 5, HEADS, DIM)
     for layer in range(2):
         cache.write(layer, *tokens, torch.arange(5))

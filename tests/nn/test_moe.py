@@ -4,7 +4,6 @@ import pytest
 import torch
 import transformers
 
-from realhf.cache_blocks import BLOCK_SIZE
 from realhf.dist.group import World
 from realhf.engine.pipeline import run_pipeline
 from realhf.layout import Layout
@@ -221,7 +220,7 @@ def test_a_piece_attends_to_cached_latents():
 
 def test_the_cache_of_latent_attention_holds_latents():
     model = build(hf_config("deepseek-v3"))
-    assert [kv.shape for kv in model.new_cache(3).layers] == [(1, 3, BLOCK_SIZE, 1, 10 + 4)] * 4
+    assert [kv.shape for kv in model.new_cache(3, 16).layers] == [(1, 3, 16, 1, 10 + 4)] * 4
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0], [0, 5, 0]])
