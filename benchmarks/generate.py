@@ -6,11 +6,12 @@
     python benchmarks/generate.py --quick                         # a try: one repetition of the tiny model
 
 All have the same random weights and prompts, sample at temperature 1 without filters, and use two threads;
-256 rows in one batch. Ours is one process or two of one thread each (layouts d1 and d2), whichever a trial
+256 rows at once. Ours is one process or two of one thread each (layouts d1 and d2), whichever a trial
 finds faster. Workloads:
 
 - equal: prompts of 16 to 32 tokens, 64 new ones, nobody ends early;
-- spread: the same, but lengths are geometric with a mean of a quarter of the 64;
+- spread: four times as many, whose lengths are geometric with a mean of a quarter of the 64; `generate`
+  gets them in four batches;
 - shared: 32 prompts of 192 tokens, 8 samples of each, of 32 tokens.
 
 Each way is a process of its own that has loaded before; they take turns, each time another one first. A
@@ -57,11 +58,12 @@ class Workload(NamedTuple):
     group: int
     max_new_tokens: int
     end_probability: float
+    samples: int = ROWS
 
 
 WORKLOADS = {
     "equal": Workload((16, 32), 1, 64, 0.0),
-    "spread": Workload((16, 32), 1, 64, 1 / 16),
+    "spread": Workload((16, 32), 1, 64, 1 / 16, 4 * ROWS),
     "shared": Workload((192, 192), 8, 32, 0.0),
 }
 
@@ -91,11 +93,11 @@ def prepare(scene: Scene) -> dict[str, Any]:
         write_model(scene.model, scene.size, end_probability=workload.end_probability)
     data = scene.directory / f"{scene.size}-{scene.workload}.json"
     first, last = workload.prompt_lengths
-    lengths = [first + i % (last - first + 1) for i in range(ROWS // workload.group)]
+    lengths = [first + i % (last - first + 1) for i in range(workload.samples // workload.group)]
     data.write_text(json.dumps(sequences(lengths, vocab_size=config_of(scene.size).vocab_size)))
     return {
         "kind": "generate", "model": str(scene.model), "data": str(data), "dtype": scene.dtype,
-        "group": workload.group,
+        "group": workload.group, "rows": ROWS,
     }  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def run(scene: Scene, *, repeats: int, rivals: Sequence[str]) -> dict[str, Any]:
         asks = {name: partial(side.ask, max_new_tokens=most) for name, side in sides.items()}
         answers = alternate(asks, repeats=repeats)
         row = {"size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "ranks": ranks}
-        row |= summary(answers, base)
+        row |= summary(answers, base, num_samples=WORKLOADS[scene.workload].samples)
         if scene.workload == "equal":
             row["decode"] = decode(scene, ours, most=most, repeats=repeats)
         return row
@@ -129,7 +131,9 @@ def best_ranks(settings: dict[str, Any], most: int) -> int:
     return min(seconds, key=lambda count: seconds[count])
 
 
-def summary(answers: dict[str, list[dict[str, Any]]], base: dict[str, int]) -> dict[str, Any]:
+def summary(
+    answers: dict[str, list[dict[str, Any]]], base: dict[str, int], *, num_samples: int
+) -> dict[str, Any]:
     """Medians of the sides, and ours relative to the others."""
     speeds = {name: [a["tokens"] / a["seconds"] for a in found] for name, found in answers.items()}
     peaks = {name: max(a["peak_bytes"] for a in found) - base[name] for name, found in answers.items()}
@@ -144,7 +148,8 @@ def summary(answers: dict[str, list[dict[str, Any]]], base: dict[str, int]) -> d
     return {
         "tokens_per_second": {name: statistics.median(speed) for name, speed in speeds.items()},
         "mean_tokens": {
-            name: statistics.fmean(a["tokens"] for a in found) / ROWS for name, found in answers.items()},
+            name: statistics.fmean(a["tokens"] for a in found) / num_samples
+            for name, found in answers.items()},
         "peak_mib": {name: peak / 2**20 for name, peak in peaks.items()},
         "ratio": ratios, "ratio_of_cpu_seconds": cpu_ratios, "repetitions": answers,
     }  # fmt: skip

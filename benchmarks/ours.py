@@ -55,7 +55,7 @@ def generate(desk: Desk) -> None:
         sampling = SamplingConfig(max_new_tokens=request["max_new_tokens"])
         call = FunctionCall(
             "actor_generate", "generate", ("prompt_ids",), GENERATED, role="actor",
-            work=Generate(sampling, seed=number))
+            work=Generate(sampling, seed=number, max_rows=settings["rows"] // count))
         with Measured() as measured:
             made = engine.run(call, [batch], micro_batch_tokens=4096).batch
         desk.answer(tokens=len(made["sequence_ids"].values) - num_prompt_tokens, **measured.cost)

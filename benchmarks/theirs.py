@@ -7,6 +7,7 @@ weights under autocast.
 import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ def load(settings: dict[str, Any], dtype: str) -> PreTrainedModel:
 
 
 def generate(desk: Desk) -> None:
-    """`model.generate` on left-padded prompts, each continued `group` times; or, with `continuous`,
-    `generate_batch`."""
+    """`model.generate` on left-padded prompts, each continued `group` times, `rows` samples at once, batch
+    after batch; or, with `continuous`, `generate_batch`."""
     settings, base = desk.settings, memory_bytes("VmRSS")
     model = load(settings, settings["dtype"]).eval()
     prompts = json.loads(Path(settings["data"]).read_text())
@@ -40,13 +41,17 @@ def generate(desk: Desk) -> None:
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, num_return_sequences=settings["group"],
         eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id,
     )  # fmt: skip
-    run = _continuous if settings["continuous"] else _padded
+    share = settings["rows"] // settings["group"]
+    batches = [prompts[start : start + share] for start in range(0, len(prompts), share)]
+    run = _padded
+    if settings["continuous"]:
+        run, batches = partial(_continuous, rows=settings["rows"]), [prompts]
     desk.answer(base_bytes=base)
     for number, request in enumerate(desk.requests()):
         config.max_new_tokens = request["max_new_tokens"]
         torch.manual_seed(number)
         with Measured() as measured, torch.no_grad():
-            tokens = run(model, prompts, config)
+            tokens = sum(run(model, batch, config) for batch in batches)
         desk.answer(tokens=tokens, **measured.cost)
 
 
@@ -60,10 +65,12 @@ def _padded(model: PreTrainedModel, prompts: list[list[int]], config: Generation
     return int((ended.cumsum(1) - ended == 0).sum())
 
 
-def _continuous(model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig) -> int:
+def _continuous(
+    model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig, *, rows: int
+) -> int:
     # By default its cache takes most of the machine's memory, and the mask of its attention grows with that.
     longest = max(map(len, prompts)) + config.max_new_tokens
-    num_blocks = len(prompts) * config.num_return_sequences * -(-longest // _PAGE_SIZE) + _SPARE_BLOCKS
+    num_blocks = rows * -(-longest // _PAGE_SIZE) + _SPARE_BLOCKS
     batching = ContinuousBatchingConfig(
         page_size=_PAGE_SIZE, num_blocks=num_blocks, max_batch_tokens=_BATCH_TOKENS)
     made = model.generate_batch(
