@@ -177,7 +177,7 @@ def _check(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> i
         answer = {"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes}
         print(json.dumps(answer | ({"memory": report.memory(proof)} if proof is not None else {})))
         return EXIT_DONE
-    print(f"{options.experiment} is sound on {num_ranks} ranks:")
+    print(f"{options.experiment} is sound on {num_ranks} rank{'s' * (num_ranks != 1)}:")
     for call in program.graph.order:
         where = program.plan[call.name]
         columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"

@@ -215,7 +215,7 @@ class ModelConfig:
                 f"transformers has no sequence classification model of {self.describes.prefix}, as which a "
                 "model with a score head is exported: take one of another family"
             )
-        hf["architectures"] = [architecture]
+        hf["architectures"], hf["model_type"] = [architecture], self.family
         if self.head == "score":
             hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
             hf.pop("num_labels", None)

@@ -82,7 +82,7 @@ MOE_LAYOUTS = ("e2", "e2t2")
 QUICK = {
     **dict.fromkeys((*CASES, *MOE_CASES), ("d1",)),
     **dict.fromkeys(("olmo-2", "phi-3", "deepseek-v3"), ("d1", "t2")),
-    "gemma-3": LAYOUTS,
+    "gemma-3": ("d1", "t2p2", "c2"),
     "gpt2": ("d1", "p2"),
     "qwen2-moe": ("d1", *MOE_LAYOUTS),
 }

@@ -77,6 +77,7 @@ experiment.tokenizer_dir = tokenizer_dir
 """
 
 
+@pytest.mark.slow
 def test_weights_that_break_behind_the_check(tmp_path):
     weights = write_task(tmp_path / "weights")
     save_weights(weights, build(HF_CONFIG))

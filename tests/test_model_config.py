@@ -217,7 +217,7 @@ def test_rotary_parameters_by_layer_type():
 
 
 def test_heads_and_the_way_back_to_hf():
-    tied = {**LLAMA, "tie_word_embeddings": True, "extra": [1]}
+    tied = {**LLAMA, "model_type": "llama", "tie_word_embeddings": True, "extra": [1]}
     critic = ModelConfig.from_hf(tied, head="score")
     assert ModelConfig.from_hf(tied).tied and not critic.tied
     hf = critic.to_hf()
@@ -225,11 +225,12 @@ def test_heads_and_the_way_back_to_hf():
     assert hf["extra"] == [1]
     assert ModelConfig.from_hf(json.loads(json.dumps(hf))) == critic
     assert ModelConfig.from_hf(tied).to_hf() == tied
+    assert ModelConfig.from_hf(LLAMA).to_hf() == LLAMA | {"model_type": "llama"}
 
 
 @pytest.mark.parametrize(
-    "hf", [{**LLAMA, "architectures": ["GraniteForCausalLM"]},
-           {**QWEN3_MOE, "architectures": ["OlmoeForCausalLM"]}])  # fmt: skip
+    "hf", [{**LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "granite"},
+           {**QWEN3_MOE, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}])  # fmt: skip
 def test_scores_of_families_without_a_class_cannot_be_exported(hf):
     assert ModelConfig.from_hf(hf).to_hf() == hf
     with pytest.raises(ValueError, match="no sequence classification model of (Granite|Olmoe), as which"):

@@ -55,6 +55,9 @@ def box_in_tensor(param: ParamSpec, region: Region) -> Region:
 def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
     """Reads the headers. Raises ValueError that names file and tensor where this model cannot be read."""
     config, shapes = spec.config, {n: tensor_shape(p) for n, p in params_by_tensor(spec.params).items()}
+    if "quantization_config" in config.hf:
+        what = "the checkpoint is quantised: dequantise it, and take quantization_config out"
+        raise ValueError(f"{directory}/config.json says that {what}")
     tensors: dict[str, StoredTensor] = {}
     head_copy, further = None, set[int]()
     prefix = config.describes.names["embedding"].partition(".")[0] + "."
@@ -71,10 +74,7 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
         elif (layer := _further_layer(spec, stored_name, prefix)) is not None:
             further.add(layer)
         elif stored_name not in (LM_HEAD, SCORE) and not stored_name.endswith(_BUFFERS):
-            what = f"a {config.family} model has no parameter {stored_name}"
-            if "quantization_config" in config.hf:
-                what += "; config.json says that the checkpoint is quantised: dequantise it first"
-            raise ValueError(f"{tensor.path}: {what}")
+            raise ValueError(f"{tensor.path}: a {config.family} model has no parameter {stored_name}")
     embedding = f"{config.describes.names['embedding']}.weight"
     if head_copy is not None:
         check_tensor(head_copy, LM_HEAD, shapes[embedding])
@@ -87,11 +87,13 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
     return Checkpoint(tensors, tuple(missing), head_copy, tuple(sorted(further)))
 
 
-def check_tensors(directory: Path) -> None:
-    """Reads the headers. Raises ValueError where files are no safetensors files, or hold what is not read."""
+def check_tensors(directory: Path, spec: ModelSpec) -> None:
+    """Reads the headers. Raises ValueError where files are no safetensors files, or tensors with the names of
+    the model's parameters are not what these are."""
+    shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
     for name, tensor in find_tensors(directory).items():
-        if tensor.dtype.startswith("F"):  # (Of masks and the like transformers makes its own.)
-            check_tensor(tensor, name, tensor.shape)
+        if name in shapes:
+            check_tensor(tensor, name, shapes[name])
 
 
 def check_tensor(tensor: StoredTensor, name: str, shape: tuple[int, ...]) -> None:

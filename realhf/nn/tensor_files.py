@@ -58,7 +58,9 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
         if not path.is_file():
             raise ValueError(f"{index} names the file {file}, which is missing")
         for name, tensor in read_header(path).items():
-            if name not in files or promised.get(name) == file:
+            if name not in promised:
+                raise ValueError(f"{index} has no entry for tensor {name}, which {file} holds")
+            if name not in files or promised[name] == file:
                 files[name] = tensor
     for name, file in promised.items():
         if name not in files or files[name].path != directory / file:

@@ -79,9 +79,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     _check_models(roles)
     _check_layouts(roles, graph, plan)
     offloaded = _offloaded_roles(roles, graph, plan)
-    _check_positions(experiment.dataset.max_prompt_tokens, "dataset", roles, graph)
-    if eval_graph is not None and experiment.eval_dataset is not None:
-        _check_positions(experiment.eval_dataset.max_prompt_tokens, "eval_dataset", roles, eval_graph)
+    _check_positions(experiment, roles, graph, eval_graph)
     _rows(experiment, "dataset", graph)
     _check_tokenizer(experiment)
     graph, eval_actions = _with_max_rows(graph, plan), tuple[Action, ...]()
@@ -177,8 +175,8 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             try:
                 if role.engine == "native":
                     open_checkpoint(Path(role.model), spec)
-                else:  # What the tensors must be is up to transformers.
-                    check_tensors(Path(role.model))
+                else:  # What else the tensors must be is up to transformers.
+                    check_tensors(Path(role.model), spec)
             except ValueError as error:
                 raise ValueError(f"{name}.model: {error}") from error
         _check_adapters(name, role)
@@ -217,17 +215,22 @@ def _check_adapters(name: str, role: Role) -> None:
 
 
 def _check_positions(
-    max_prompt_tokens: int, dataset: str, roles: Mapping[str, Role], graph: DataflowGraph
+    experiment: Experiment, roles: Mapping[str, Role], graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> None:
     """Raises ValueError where sequences can become longer than a model has learned positions."""
-    works = [call.work for call in graph.calls]
+    datasets = {"dataset": experiment.dataset}
+    if eval_graph is not None and experiment.eval_dataset is not None:
+        datasets["eval_dataset"] = experiment.eval_dataset
+    works = [call.work for call in (*graph.calls, *(eval_graph.calls if eval_graph is not None else ()))]
     new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
     for name in {call.role for call in graph.calls if call.role is not None}:
         limit = spec_of(roles[name].config()).config.num_positions
-        if limit is not None and max_prompt_tokens + new > limit:
+        long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})" for key, dataset in datasets.items()
+                if limit is not None and dataset.max_prompt_tokens + new > limit]
+        if limit is not None and long:
             raise ValueError(
-                f"{name}.model has learned {limit} positions; {dataset}.max_prompt_tokens "
-                f"{max_prompt_tokens} with {new} new tokens exceed them: lower {dataset}.max_prompt_tokens"
+                f"{name}.model has learned {limit} positions, and responses may have {new} tokens: "
+                f"set {' and '.join(long)} to at most {limit - new}"
             )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from realhf.algorithms.sft import CrossEntropy
 from realhf.cluster import Cluster
@@ -22,6 +22,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
+from realhf.nn.checkpoint import check_tensors
 from realhf.nn.checkpoint_write import CheckpointWriter
 from realhf.nn.transformers_class import class_spec, file_spec
 from realhf.param_spec import model_spec
@@ -378,6 +379,21 @@ def test_faulty_directories_are_named(made, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(ValueError, match=why):
             engine_of(tmp_path)
+
+
+def test_tensors_of_other_dtypes_and_shapes_are_named_by_the_check(made, tmp_path):
+    directory, _ = made("phi")
+    spec = class_spec(TransformersConfig.load(str(directory)))
+    check_tensors(directory, spec)
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.0.mlp.fc1.weight"
+    for faulty, why in (
+        (tensors[name].to(torch.int8), f"tensor {name} has dtype I8: supported are"),
+        (tensors[name][:-1].contiguous(), f"tensor {name} has shape"),
+    ):
+        save_file(tensors | {name: faulty}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=why):
+            check_tensors(tmp_path, spec)
 
 
 def test_the_planner_takes_whole_replicas_of_a_dense_decoder():

@@ -339,8 +339,7 @@ def test_reward_models_have_one_label(directory):
 
 
 def test_quantised_checkpoints_are_named(directory):
-    _rewrite(directory, lambda tensors: tensors | {"model.norm.weight_scale": torch.ones(1)})
-    with pytest.raises(ValueError, match="says that the checkpoint is quantised: dequantise it first"):
+    with pytest.raises(ValueError, match="config.json says that the checkpoint is quantised: dequantise it"):
         load_weights(directory, build(hf_config() | {"quantization_config": {"quant_method": "fp8"}}))
 
 
@@ -401,6 +400,10 @@ INDICES = {
     "lacks a file": (
         lambda names: {"weight_map": names | {"lm_head.weight": "gone.safetensors"}},
         "index.json names the file gone.safetensors, which is missing",
+    ),
+    "lacks an entry": (
+        lambda names: {"weight_map": {n: file for n, file in names.items() if n != "lm_head.weight"}},
+        "index.json has no entry for tensor lm_head.weight, which all.safetensors holds",
     ),
     "lacks a tensor": (
         lambda names: {"weight_map": names | {"lm_head.weight": "norm.safetensors"}},

@@ -37,10 +37,11 @@ MIXED = {
         ("c2p2@0-3", "c2@2-3", "d2@0-1", "c2t2@0-3", "d2c2@0-3", "c2@0-1"),
     ],
 }
-CASES = [(kind, (layout,) * len(calls)) for kind, calls in ROLE_CALLS.items() for layout in UNIFORM]
-CASES += [(kind, layouts) for kind, rows in MIXED.items() for layouts in rows]
 SLOW = [(kind, (layout,) * len(calls)) for kind, calls in ROLE_CALLS.items() for layout in SLOW_UNIFORM]
 SLOW += [("grpo", ("d2c2@0-3", "t2p2@0-3", "c2@1-2"))]
+SLOW += [("ppo", (layout,) * len(ROLE_CALLS["ppo"])) for layout in UNIFORM]
+CASES = [("grpo", (layout,) * len(ROLE_CALLS["grpo"])) for layout in UNIFORM]
+CASES += [(kind, layouts) for kind, rows in MIXED.items() for layouts in rows]
 
 
 def run_plan(
