@@ -6,7 +6,8 @@
     python benchmarks/grpo_step.py --quick                         # a try: one repetition of the tiny model
 
 A step answers 32 prompts 8 times with up to 64 tokens, scores the answers by a function, and makes one
-optimizer step; no KL term, so no reference. Ours runs an experiment as `realhf run` does, in one process.
+optimizer step; no KL term, so no reference. Ours runs an experiment as `realhf run` does, in one process or in
+two of one thread each (layouts d1 and d2), whichever a trial finds faster.
 Both have the same random weights, prompts and hyperparameters, two threads, and the micro-batch size that was
 fastest for them here (it is tried first; `--micro-batch OURS THEIRS` saves that time). bfloat16 is mixed
 precision on both sides: theirs is `bf16=True`, ours bfloat16 weights with a float32 master copy. Lengths:
@@ -88,13 +89,18 @@ def prepare(scene: Scene) -> dict[str, Any]:
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dict[str, Any]:
     """A row of the table."""
     settings, tried = prepare(scene), dict[str, dict[int, float]]()
+    ranks = 2
     if micro_batch is None:
-        found = best_micro_batch(OURS, settings, _OUR_TRIES), best_micro_batch(THEIRS, settings, _THEIR_TRIES)
-        micro_batch, tried = [best for best, _ in found], {"ours": found[0][1], "trl": found[1][1]}
+        searches = {
+            count: best_micro_batch(OURS, settings | {"ranks": count}, _OUR_TRIES) for count in (1, 2)}
+        ranks = min(searches, key=lambda count: min(searches[count][1].values()))
+        found = searches[ranks], best_micro_batch(THEIRS, settings, _THEIR_TRIES)
+        micro_batch = [best for best, _ in found]
+        tried = {"ours": searches[1][1], "ours, two ranks": searches[2][1], "trl": found[1][1]}
         progress(f"{scene.name}: seconds by micro-batch {tried}")
     sizes = dict(zip(("ours", "trl"), micro_batch, strict=True))
     with (
-        Side(OURS, settings | {"micro_batch": sizes["ours"]}) as ours,
+        Side(OURS, settings | {"micro_batch": sizes["ours"], "ranks": ranks}) as ours,
         Side(THEIRS, settings | {"micro_batch": sizes["trl"]}) as theirs,
     ):
         sides = {"ours": ours, "trl": theirs}
@@ -109,6 +115,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dic
     calls = answers["ours"][0]["calls"]
     return {
         "size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "micro_batch": sizes,
+        "ranks": ranks,
         "tried": tried,
         "seconds": {name: median(found, "seconds") for name, found in answers.items()},
         "response_length": {name: median(found, "response_length") for name, found in answers.items()},
@@ -204,13 +211,14 @@ def goals(rows: Sequence[dict[str, Any]], scaled: dict[str, Any] | None) -> list
 def tables(rows: Sequence[dict[str, Any]], scaled: dict[str, Any] | None) -> list[Table]:
     made = Table(title="Seconds of a GRPO step (micro-batch: our tokens, their sequences)")
     words, each = ("model", "dtype", "lengths"), ("micro", "MiB", "mean tokens")
-    for column in (*words, "ours", *each, "TRL", *each, "ratio", "our generation", "training"):
+    for column in (*words, "our ranks", "ours", *each, "TRL", *each, "ratio", "our generation", "training"):
         made.add_column(column, justify="left" if column in words else "right")
     forms = {"seconds": ".2f", "micro_batch": "d", "peak_mib": ".0f", "response_length": ".1f"}
     for row in rows:
         cells = [format(row[key][name], form) for name in ("ours", "trl") for key, form in forms.items()]
         calls = (f"{row['calls'][call]:.2f}" for call in ("actor_generate", "actor_train"))
-        made.add_row(row["size"], row["dtype"], row["workload"], *cells, f"{row['ratio']:.2f}", *calls)
+        name = (row["size"], row["dtype"], row["workload"], str(row["ranks"]))
+        made.add_row(*name, *cells, f"{row['ratio']:.2f}", *calls)
     if scaled is None:
         return [made]
     title = "The demo's step on one process and on two (slowest rank)"

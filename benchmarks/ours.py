@@ -1,10 +1,13 @@
 """Our side of generate.py, train.py and grpo_step.py: see sides.py for how it is spoken to."""
 
 import json
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from limits import measure_limits
 from sides import Desk, Measured, memory_bytes, reward
 
@@ -20,7 +23,7 @@ from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime.check import compile_program
+from realhf.runtime.check import Program, compile_program
 from realhf.runtime.executor import StepRecord
 from realhf.runtime.trainer import Trainer
 
@@ -82,18 +85,21 @@ def train(desk: Desk) -> None:
 
 
 class Paced(Trainer):
-    """Takes a step when it is asked for one."""
+    """Takes a step when it is asked for one, and lets the other rank take it, too."""
 
-    def pace(self, desk: Desk) -> None:
-        self._desk = desk
+    def pace(self, desk: Desk, other: Connection | None) -> None:
+        self._desk, self._other = desk, other
         self._requests = desk.requests()
-        self._num_ready = 0
 
     def _step(self, step: int) -> StepRecord:
         if next(self._requests, None) is None:
             raise SystemExit  # Nobody asks any more.
         with Measured() as measured:
+            if self._other is not None:
+                self._other.send(None)
             record = super()._step(step)
+            if self._other is not None:
+                self._other.recv()
         lengths = [value for name, value, _ in record.metrics if name == "response_length/mean"]
         calls = [event for event in record.events if event["kind"] != "move"]
         seconds = {event["name"]: event["end"] - event["start"] for event in calls}
@@ -101,11 +107,47 @@ class Paced(Trainer):
         return record
 
 
+class Led(Trainer):
+    """The other rank's: takes a step when the first one does."""
+
+    def follow(self, leader: Connection) -> None:
+        self._leader = leader
+
+    def _step(self, step: int) -> StepRecord:
+        self._leader.recv()
+        record = super()._step(step)
+        self._leader.send(None)
+        return record
+
+
 def grpo(desk: Desk) -> None:
-    """Steps of a GRPO experiment by the runtime in one process; with a batch in the settings, its loss."""
+    """Steps of a GRPO experiment by the runtime in `ranks` processes; with a batch in the settings, its
+    loss. Memory and CPU seconds are those of the first."""
     settings, base = desk.settings, memory_bytes("VmRSS")
     if "batch" in settings:
         return _policy_loss(desk)
+    ranks, other, store = settings.get("ranks", 1), None, None
+    if ranks == 2:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        other, theirs = Pipe()
+        get_context("spawn").Process(target=_follow, args=(settings, store.port, theirs), daemon=True).start()
+    torch.set_num_threads(settings["threads"] // ranks)
+    trainer = Paced(_program(settings), World(size=ranks, store=store), quiet=True)
+    trainer.pace(desk, other)
+    desk.answer(base_bytes=base)
+    trainer.run()
+
+
+def _follow(settings: dict[str, Any], port: int, leader: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    trainer = Led(_program(settings), World(rank=1, size=2, store=store), quiet=True)
+    trainer.follow(leader)
+    trainer.run()
+
+
+def _program(settings: dict[str, Any]) -> Program:
+    ranks = settings.get("ranks", 1)
     experiment = GRPO(
         actor=Role(
             settings["model"], dtype=settings["dtype"], optimizer=OptimizerConfig(**settings["optimizer"])),
@@ -113,14 +155,10 @@ def grpo(desk: Desk) -> None:
         sampling=SamplingConfig(max_new_tokens=settings["max_new_tokens"]),
         batch_size=settings["prompts"], group_size=settings["group"], steps=settings["steps"],
     )  # fmt: skip
-    layout = Layout.parse("d1@0")
-    calls = {call.name: CallPlan(layout) for call in experiment.graph().calls}
+    layout = Layout.parse(f"d{ranks}@0-{ranks - 1}" if ranks > 1 else "d1@0")
+    calls = {call.name: CallPlan(layout) for call in experiment.graph().calls if call.kind != "host"}
     calls["actor_train"] = CallPlan(layout, micro_batch_tokens=settings["micro_batch"])
-    program = compile_program(experiment, ExecutionPlan(calls), world_size=1)
-    trainer = Paced(program, World(), quiet=True)
-    trainer.pace(desk)
-    desk.answer(base_bytes=base)
-    trainer.run()
+    return compile_program(experiment, ExecutionPlan(calls), world_size=ranks)
 
 
 def _policy_loss(desk: Desk) -> None:
