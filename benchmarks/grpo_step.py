@@ -6,8 +6,8 @@
     python benchmarks/grpo_step.py --quick                         # a try: one repetition of the tiny model
 
 A step answers 32 prompts 8 times with up to 64 tokens, scores the answers by a function, and makes one
-optimizer step; no KL term, so no reference. Ours runs an experiment as `realhf run` does, in one process or in
-two of one thread each (layouts d1 and d2), whichever a trial finds faster.
+optimizer step; no KL term, so no reference. Ours runs an experiment as `realhf run` does, in one process or
+in two of one thread each (layouts d1 and d2), whichever a trial finds faster.
 Both have the same random weights, prompts and hyperparameters, two threads, and the micro-batch size that was
 fastest for them here (it is tried first; `--micro-batch OURS THEIRS` saves that time). bfloat16 is mixed
 precision on both sides: theirs is `bf16=True`, ours bfloat16 weights with a float32 master copy. Lengths:
