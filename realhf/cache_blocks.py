@@ -1,15 +1,18 @@
 """Blocks of a KV cache: how many tokens each holds, and how many of them a generation needs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-_SMALL, _LARGE = 64, 128
+_SMALL, _LARGE, _STEP = 64, 128, 16
 """Tokens in a block. Small ones share more and waste less, large ones are faster to attend to."""
 
 
-def block_size(prompts: Iterable[tuple[int, int]]) -> int:
+def block_size(prompts: Sequence[tuple[int, int]], *, max_new_tokens: int) -> int:
     """Tokens of one row in a block, for prompts of (tokens, samples): small blocks where samples can share
-    one."""
-    return _SMALL if any(length >= _SMALL and count > 1 for length, count in prompts) else _LARGE
+    one, and none longer than the longest row."""
+    if any(length >= _SMALL and count > 1 for length, count in prompts):
+        return _SMALL
+    longest = max(length for length, _ in prompts) + max_new_tokens
+    return min(_LARGE, -(-longest // _STEP) * _STEP)
 
 
 def num_blocks(num_tokens: int, size: int) -> int:

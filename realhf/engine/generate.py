@@ -87,7 +87,7 @@ class _Cohort:
                 f"a prompt has {longest - max_new} tokens and sampling.max_new_tokens is {max_new}: "
                 f"the model has learned {limit} positions")
         sizes = [(len(prompt.tokens), len(prompt.samples)) for prompt in prompts]
-        size = block_size(sizes)
+        size = block_size(sizes, max_new_tokens=max_new)
         wanted = blocks_for(sizes, size=size, num_slots=num_slots, max_new_tokens=max_new)
         if work.kv_cache_gib is not None:
             block_bytes = self._model.cache_token_bytes * size

@@ -24,10 +24,11 @@ def walk(space, chosen):
             by_call[i] = (candidate.layout.ranks, variant.cost.seconds)
     for i, call in enumerate(space.calls):
         layout = plans[call.name].layout
-        if call.role is None and not getattr(call.work, "splittable", False):
+        name, split = host_anchor(space.problem, call) if call.role is None else (None, False)
+        if call.role is None and not split:
             by_call[i] = (layout.ranks, space.problem.workloads[call.name].seconds)
         elif call.role is None:  # It is taken to occupy the whole last stage.
-            anchor = plans[host_anchor(space.problem, call)[0]].layout
+            anchor = plans[name].layout
             seconds = space.problem.workloads[call.name].seconds / len(layout.ranks)
             by_call[i] = (anchor.grid[-1].ravel().tolist(), seconds)
     moving = space.moving(np.array([chosen]))[0]
