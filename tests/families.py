@@ -81,6 +81,7 @@ LAYOUTS = ("d1", "t2", "p2", "d2", "t2p2", "c2")
 MOE_LAYOUTS = ("e2", "e2t2")
 QUICK = {
     **dict.fromkeys((*CASES, *MOE_CASES), ("d1",)),
+    **dict.fromkeys(("llama-bias", "llama-linear", "llama-dynamic"), ()),
     **dict.fromkeys(("olmo-2", "phi-3", "deepseek-v3"), ("d1", "t2")),
     "gemma-3": ("d1", "t2p2", "c2"),
     "gpt2": ("d1", "p2"),

@@ -257,7 +257,7 @@ class _Call:
         if self.strategy.cp > 1:  # What is sent and what is received; attention's output, that sent back.
             attending = e * tokens * (self._exchanged + max(self._exchanged, (outputs + 1) * a.attention))
         attention = 2 * hidden + projected + max(turned, attending + hidden, hidden + self._reduced(hidden))
-        routed = e * tokens * a.routed * (2 if self.strategy.ep > 1 else 1)  # As sent and received, both ways.
+        routed = e * tokens * a.routed * (2 if self.strategy.ep > 1 else 1)  # Both ways.
         width, up = e * tokens * a.mlp, 2 if self.role.config.gated else 1
         part = e * self._part(tokens * a.mlp)
         mlp = 3 * hidden + routed + up * width + max(width + part, hidden + self._reduced(hidden))

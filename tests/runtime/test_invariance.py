@@ -34,11 +34,11 @@ MIXED = {
     "ppo": [
         ("d4@0-3", "t2@2-3", "d2@0-1", "p2@2-3", "d2t2@0-3", "t2@0-1"),
         ("d2@0-1", "d1@2", "d1@3", "t2@2-3", "p2@0-1", "d2@2-3"),
-        ("c2p2@0-3", "c2@2-3", "d2@0-1", "c2t2@0-3", "d2c2@0-3", "c2@0-1"),
     ],
 }
 SLOW = [(kind, (layout,) * len(calls)) for kind, calls in ROLE_CALLS.items() for layout in SLOW_UNIFORM]
 SLOW += [("grpo", ("d2c2@0-3", "t2p2@0-3", "c2@1-2"))]
+SLOW += [("ppo", ("c2p2@0-3", "c2@2-3", "d2@0-1", "c2t2@0-3", "d2c2@0-3", "c2@0-1"))]
 SLOW += [("ppo", (layout,) * len(ROLE_CALLS["ppo"])) for layout in UNIFORM]
 CASES = [("grpo", (layout,) * len(ROLE_CALLS["grpo"])) for layout in UNIFORM]
 CASES += [(kind, layouts) for kind, rows in MIXED.items() for layouts in rows]

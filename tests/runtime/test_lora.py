@@ -107,6 +107,7 @@ def test_a_plan_does_not_change_results(pool, task, reference, layouts):
     assert _differences(pool.run(_run, "grpo", layouts, task, LORA)[0], reference["grpo"]) == []
 
 
+@pytest.mark.slow
 def test_critics_with_adapters_train_their_head_under_every_plan(pool, task, reference):
     layouts = ("d2@0-1", "d1@2", "d1@3", "t2@2-3", "p2@0-1", "d2t2@0-3")
     assert _differences(pool.run(_run, "ppo", layouts, task, LORA)[0], reference["ppo"]) == []
