@@ -114,7 +114,10 @@ class Led(Trainer):
         self._leader = leader
 
     def _step(self, step: int) -> StepRecord:
-        self._leader.recv()
+        try:
+            self._leader.recv()
+        except EOFError:  # It has ended.
+            raise SystemExit from None
         record = super()._step(step)
         self._leader.send(None)
         return record

@@ -40,6 +40,7 @@ SAYS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_reward_function(tmp_path):
     """tests/rewards/test_scoring.py has what else may be wrong with what one returns."""
     experiment = write_experiment(tmp_path, body=REWARD)
