@@ -3,6 +3,8 @@
 import json
 import sys
 
+import pytest
+
 from tests.cli_tools import REPO, Command
 from tests.two_hosts import two_hosts_or_skip
 
@@ -17,6 +19,7 @@ MUST_CROSS = {  # Elements that must come to host 0 and to host 1.
 }
 
 
+@pytest.mark.slow
 def test_between_hosts_every_byte_crosses_once():
     with two_hosts_or_skip(mbit=_MBIT):
         pass
