@@ -43,7 +43,7 @@ from harness import Goal, machine, progress, report, scratch_directory
 from limits import decode_work
 from rich.table import Table
 from sides import OURS, THEIRS, Replicas, Side, alternate
-from workloads import SIZES, config_of, sequences, write_model
+from workloads import SIZES, Scene, config_of, sequences, write_model
 
 ROWS = 256
 GOALS = {"equal": 1.5, "spread": 3.0, "shared": 4.0}
@@ -68,35 +68,22 @@ WORKLOADS = {
 }
 
 
-class Scene(NamedTuple):
-    """What is measured at once."""
-
-    size: str
-    dtype: str
-    workload: str
-    directory: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.size} {self.dtype} {self.workload}"
-
-    @property
-    def model(self) -> Path:
-        ends = WORKLOADS[self.workload].end_probability > 0
-        return self.directory / f"{self.size}-{'ends' if ends else 'never_ends'}"
+def model_of(scene: Scene) -> Path:
+    ends = WORKLOADS[scene.workload].end_probability > 0
+    return scene.directory / f"{scene.size}-{'ends' if ends else 'never_ends'}"
 
 
 def prepare(scene: Scene) -> dict[str, Any]:
     """Settings of the sides; writes the model and the prompts that they name, unless they are there."""
     workload = WORKLOADS[scene.workload]
-    if not scene.model.exists():
-        write_model(scene.model, scene.size, end_probability=workload.end_probability)
+    if not model_of(scene).exists():
+        write_model(model_of(scene), scene.size, end_probability=workload.end_probability)
     data = scene.directory / f"{scene.size}-{scene.workload}.json"
     first, last = workload.prompt_lengths
     lengths = [first + i % (last - first + 1) for i in range(workload.samples // workload.group)]
     data.write_text(json.dumps(sequences(lengths, vocab_size=config_of(scene.size).vocab_size)))
     return {
-        "kind": "generate", "model": str(scene.model), "data": str(data), "dtype": scene.dtype,
+        "kind": "generate", "model": str(model_of(scene)), "data": str(data), "dtype": scene.dtype,
         "group": workload.group, "rows": ROWS,
     }  # fmt: skip
 

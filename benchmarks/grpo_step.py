@@ -38,12 +38,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from harness import Goal, machine, progress, report, scratch_directory
 from rich.table import Table
 from sides import HERE, OURS, THEIRS, Side, alternate, best_micro_batch
-from workloads import SIZES, config_of, geometric_lengths, sequences, texts, write_model
+from workloads import SIZES, Scene, config_of, geometric_lengths, sequences, texts, write_model
 
 WORKLOADS = ("equal", "spread")
 GOALS = {"equal": 1.3, "spread": 2.5}
@@ -54,23 +54,6 @@ _OUR_TRIES, _THEIR_TRIES = (2048, 4096, 8192, 16384, 32768), (8, 16, 32, 64, 128
 _OPTIMIZER = {"lr": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.0}
 _SCRATCH_BYTES = 2 << 30
 _EXAMPLES = HERE.parent / "examples"
-
-
-class Scene(NamedTuple):
-    """What is measured at once."""
-
-    size: str
-    dtype: str
-    workload: str
-    directory: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.size} {self.dtype} {self.workload}"
-
-    @property
-    def vocab_size(self) -> int:
-        return config_of(self.size).vocab_size
 
 
 def prepare(scene: Scene) -> dict[str, Any]:
@@ -136,9 +119,10 @@ def compare_losses(scene: Scene, settings: dict[str, Any]) -> dict[str, dict[str
     """Loss and gradient norm of both sides on the same 32 answers."""
     rng, count = random.Random(0), 32
     lengths = geometric_lengths(count, mean=16, most=_MAX_NEW, seed=2)
-    prompts = sequences([16 + i % 17 for i in range(count)], vocab_size=scene.vocab_size, seed=3)
-    answers = sequences(lengths, vocab_size=scene.vocab_size, seed=4)
-    usual = -math.log(scene.vocab_size)
+    vocab_size = config_of(scene.size).vocab_size
+    prompts = sequences([16 + i % 17 for i in range(count)], vocab_size=vocab_size, seed=3)
+    answers = sequences(lengths, vocab_size=vocab_size, seed=4)
+    usual = -math.log(vocab_size)
     rows = [
         {"prompt": prompt, "completion": answer, "advantage": rng.gauss(0, 1),
          "logprobs": [usual + rng.gauss(0, 0.1) for _ in answer]}

@@ -33,13 +33,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from harness import Goal, machine, progress, report, scratch_directory
 from limits import train_flops
 from rich.table import Table
 from sides import OURS, THEIRS, Side, alternate, best_micro_batch
-from workloads import SIZES, config_of, geometric_lengths, sequences, write_model
+from workloads import SIZES, Scene, config_of, geometric_lengths, sequences, write_model
 
 WORKLOADS = ("equal", "spread")
 GOALS = {"equal": 1.1, "spread": 2.0}
@@ -51,25 +51,12 @@ _OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
 _SCRATCH_BYTES = 1 << 30
 
 
-class Scene(NamedTuple):
-    """What is measured at once."""
-
-    size: str
-    dtype: str
-    workload: str
-    directory: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.size} {self.dtype} {self.workload}"
-
-    @property
-    def lengths(self) -> list[int]:
-        """Of the sequences of a batch."""
-        count = _NUM_EQUAL[self.size]
-        if self.workload == "equal":
-            return [256] * count
-        return geometric_lengths(2 * count, mean=128, most=512)
+def lengths_of(scene: Scene) -> list[int]:
+    """Of the sequences of a batch."""
+    count = _NUM_EQUAL[scene.size]
+    if scene.workload == "equal":
+        return [256] * count
+    return geometric_lengths(2 * count, mean=128, most=512)
 
 
 def prepare(scene: Scene) -> dict[str, Any]:
@@ -77,7 +64,8 @@ def prepare(scene: Scene) -> dict[str, Any]:
     model, data = scene.directory / scene.size, scene.directory / f"{scene.size}-{scene.workload}.json"
     if not model.exists():
         write_model(model, scene.size, end_probability=0.0)
-    data.write_text(json.dumps(sequences(scene.lengths, vocab_size=config_of(scene.size).vocab_size)))
+    vocab_size = config_of(scene.size).vocab_size
+    data.write_text(json.dumps(sequences(lengths_of(scene), vocab_size=vocab_size)))
     return {
         "kind": "train", "model": str(model), "data": str(data), "dtype": scene.dtype,
         "optimizer": _OPTIMIZER, "steps": 100,
@@ -86,7 +74,7 @@ def prepare(scene: Scene) -> dict[str, Any]:
 
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dict[str, Any]:
     """A row of the table."""
-    settings, lengths = prepare(scene), scene.lengths
+    settings, lengths = prepare(scene), lengths_of(scene)
     tried: dict[str, dict[int, float]] = {}
     if micro_batch is None:
         found = best_micro_batch(OURS, settings, _OUR_TRIES), best_micro_batch(

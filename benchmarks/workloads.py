@@ -10,7 +10,7 @@ import math
 import random
 import string
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -27,6 +27,19 @@ _LARGE = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 _NEVER = -30.0  # Its logit.
+
+
+class Scene(NamedTuple):
+    """What is measured at once."""
+
+    size: str
+    dtype: str
+    workload: str
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.size} {self.dtype} {self.workload}"
 
 
 def config_of(size: str) -> Qwen2Config:

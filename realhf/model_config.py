@@ -216,10 +216,7 @@ class ModelConfig:
                 "model with a score head is exported: take one of another family"
             )
         hf["architectures"], hf["model_type"] = [architecture], self.family
-        if self.head == "score":
-            hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
-            hf.pop("num_labels", None)
-        return hf
+        return labelled(hf, self.head)
 
     @property
     def describes(self) -> Family:
@@ -339,3 +336,11 @@ def _key(family: str, name: str) -> str:
 
 def _json(value: Any) -> str:
     return "not set" if value is None else json.dumps(value)
+
+
+def labelled(hf: dict[str, Any], head: str) -> dict[str, Any]:
+    """A config.json that has one label if the head gives scores."""
+    if head == "score":
+        hf = hf | {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        hf.pop("num_labels", None)
+    return hf

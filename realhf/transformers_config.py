@@ -7,7 +7,7 @@ from typing import Any
 from realhf.families import FAMILIES, Family, Hf
 from realhf.hf_fields import CheckedFields, is_whole
 from realhf.layout import Layout
-from realhf.model_config import ACTIVATION_NAMES, ModelConfig
+from realhf.model_config import ACTIVATION_NAMES, ModelConfig, labelled
 
 _KEYS = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -55,11 +55,7 @@ class TransformersConfig(ModelConfig):
 
     def to_hf(self) -> dict[str, Any]:
         assert self.architecture, "only a class that was made is exported"
-        hf = dict(self.hf) | {"architectures": [self.architecture]}
-        if self.head == "score":
-            hf["id2label"], hf["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
-            hf.pop("num_labels", None)
-        return hf
+        return labelled(dict(self.hf) | {"architectures": [self.architecture]}, self.head)
 
     @property
     def describes(self) -> Family:

@@ -25,15 +25,11 @@ def _weight(*shape, dtype=torch.float64):
     return weight
 
 
-def _compare(ours, theirs, *inputs):
-    """Values and gradients of two functions of the same tensors."""
-    found = []
-    for function in (ours, theirs):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        y = function(*leaves)
-        (y * _random(*y.shape, seed=3).to(y.dtype)).sum().backward()
-        found.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    torch.testing.assert_close(found[0], found[1])
+def _value_and_gradients(function, *inputs):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    (y * _random(*y.shape, seed=3).to(y.dtype)).sum().backward()
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def _strided(rows, heads, dim):
@@ -53,7 +49,8 @@ def test_rms_norm(monkeypatch, x, offset, numel):
     def formula(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight + offset)
 
-    _compare(partial(norm.rms_norm, eps=1e-3, offset=offset), formula, x, weight)
+    ours = _value_and_gradients(partial(norm.rms_norm, eps=1e-3, offset=offset), x, weight)
+    torch.testing.assert_close(ours, _value_and_gradients(formula, x, weight))
     with torch.no_grad():
         torch.testing.assert_close(norm.rms_norm(x, weight, 1e-3, offset=offset), formula(x, weight))
 
@@ -101,12 +98,13 @@ def test_activations(monkeypatch, name, gated):
         return curve(gate) * up if gated else curve(x)
 
     x = _random(11, 24)
-    _compare(activation.activation(_Config(name, gated)), formula, x)
+    ours = _value_and_gradients(activation.activation(_Config(name, gated)), x)
+    torch.testing.assert_close(ours, _value_and_gradients(formula, x))
     weight = _weight(6, 12 if gated else 24)
     plain = weight.detach().clone().requires_grad_()
-    _compare(
-        lambda x: activation.activated_linear(_Config(name, gated), x, weight),
-        lambda x: formula(x) @ plain.T, x)
+    ours = _value_and_gradients(
+        lambda x: activation.activated_linear(_Config(name, gated), x, weight), x)
+    torch.testing.assert_close(ours, _value_and_gradients(lambda x: formula(x) @ plain.T, x))
     torch.testing.assert_close(weight.total, plain.grad)
 
 
@@ -150,4 +148,5 @@ def test_attention_over_runs(kv_heads):
             outs.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ c).transpose(0, 1))
         return torch.cat(outs)
 
-    _compare(lambda *x: packed_attention(*x, lengths, kind), formula, q, k, v)
+    ours = _value_and_gradients(lambda *x: packed_attention(*x, lengths, kind), q, k, v)
+    torch.testing.assert_close(ours, _value_and_gradients(formula, q, k, v))
