@@ -1,6 +1,8 @@
 """Our side of generate.py, train.py and grpo_step.py: see sides.py for how it is spoken to."""
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from limits import measure_limits
+from limits import measure_limits, touch_libraries
 from sides import Desk, Measured, memory_bytes, reward
 
 from realhf import GRPO, DatasetConfig, OptimizerConfig, Role, SamplingConfig
@@ -16,6 +18,7 @@ from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.sft import CrossEntropy
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
+from realhf.engine.micro_batch import balance
 from realhf.engine.native import NativeEngine
 from realhf.engine.work import Generate, TrainStep
 from realhf.graph import FunctionCall
@@ -30,12 +33,12 @@ from realhf.runtime.trainer import Trainer
 GENERATED = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
 
 
-def engine_of(settings: dict[str, Any]) -> NativeEngine:
-    """Trainable when the settings have the fields of an optimizer."""
+def engine_of(settings: dict[str, Any], world: World | None = None) -> NativeEngine:
+    """Trainable when the settings have the fields of an optimizer; data-parallel over all ranks."""
     optimizer = OptimizerConfig(**settings["optimizer"]) if "optimizer" in settings else None
-    spec = model_spec(ModelConfig.load(settings["model"]))
-    engine = NativeEngine(
-        spec, Layout.parse("d1@0"), World(), dtype=settings["dtype"], optimizer=optimizer)
+    spec, world = model_spec(ModelConfig.load(settings["model"])), world or World()
+    layout = Layout.parse(f"d{world.size}@0-{world.size - 1}")
+    engine = NativeEngine(spec, layout, world, dtype=settings["dtype"], optimizer=optimizer)
     engine.load(Path(settings["model"]), seed=0)
     return engine
 
@@ -64,46 +67,105 @@ def generate(desk: Desk) -> None:
         desk.answer(tokens=len(made["sequence_ids"].values) - num_prompt_tokens, **measured.cost)
 
 
+class Other:
+    """The second rank of a side, if it has two: a process that runs `follow(settings, world, leader)`."""
+
+    def __init__(self, follow: Callable[..., None], settings: dict[str, Any]) -> None:
+        ranks, store = settings.get("ranks", 1), None
+        self._pipe: Connection | None = None
+        if ranks == 2:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._pipe, theirs = Pipe()
+            arguments = (follow, settings, store.port, theirs)
+            get_context("spawn").Process(target=_join, args=arguments, daemon=True).start()
+        torch.set_num_threads(settings["threads"] // ranks)
+        self.world = World(size=ranks, store=store)
+
+    @property
+    def base_bytes(self) -> int:
+        """Memory of both before the model was loaded."""
+        base = memory_bytes("VmRSS")
+        return base if self._pipe is None else base + self._pipe.recv()
+
+    def start(self) -> None:
+        if self._pipe is not None:
+            self._pipe.send(None)
+
+    def finish(self) -> dict[str, float]:
+        """Waits for the other one; what it took."""
+        return {} if self._pipe is None else self._pipe.recv()
+
+
+def _join(
+    follow: Callable[..., None], settings: dict[str, Any], port: int, leader: Connection
+) -> None:
+    torch.set_num_threads(1)
+    touch_libraries()
+    world = World(rank=1, size=2, store=dist.TCPStore("127.0.0.1", port, is_master=False))
+    leader.send(memory_bytes("VmRSS"))
+    with suppress(EOFError):  # The leader has ended.
+        follow(settings, world, leader)
+
+
+def _of_both(cost: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
+    return cost | {key: cost[key] + theirs.get(key, 0) for key in ("cpu_seconds", "peak_bytes")}
+
+
 def train(desk: Desk) -> None:
     """Optimizer steps of the causal language model's loss, every time on the same sequences."""
-    settings, base = desk.settings, memory_bytes("VmRSS")
-    rows = [torch.tensor(row) for row in json.loads(Path(settings["data"]).read_text())]
-    mask = [(torch.arange(len(row)) > 0).float() for row in rows]
-    columns = {"sequence_ids": Packed.of(rows), "response_mask": Packed.of(mask)}
-    batch = Batch(list(range(len(rows))), columns)
-    engine = engine_of(settings)
-    work = TrainStep(CrossEntropy())
-    call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
+    settings, other = desk.settings, Other(_train_along, desk.settings)
+    base, step = other.base_bytes, _train_step(settings, other.world)
     desk.answer(base_bytes=base)
     for request in desk.requests():
         if request["do"] == "limits":
+            torch.set_num_threads(settings["threads"])
             desk.answer(**measure_limits(settings["dtype"]))
             continue
         with Measured() as measured:
-            metrics = engine.run(call, [batch], micro_batch_tokens=settings["micro_batch"]).metrics
-        desk.answer(loss=metrics["loss"], grad_norm=metrics["grad_norm"], **measured.cost)
+            other.start()
+            metrics = step()
+            theirs = other.finish()
+        cost = _of_both(measured.cost, theirs)
+        desk.answer(loss=metrics["loss"], grad_norm=metrics["grad_norm"], **cost)
+
+
+def _train_along(settings: dict[str, Any], world: World, leader: Connection) -> None:
+    step = _train_step(settings, world)
+    while True:
+        leader.recv()
+        with Measured() as measured:
+            step()
+        leader.send(measured.cost)
+
+
+def _train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str, float]]:
+    rows = [torch.tensor(row) for row in json.loads(Path(settings["data"]).read_text())]
+    rows = [rows[i] for i in balance([len(row) for row in rows], world.size)[world.rank]]
+    mask = [(torch.arange(len(row)) > 0).float() for row in rows]
+    columns = {"sequence_ids": Packed.of(rows), "response_mask": Packed.of(mask)}
+    batch, engine = Batch(list(range(len(rows))), columns), engine_of(settings, world)
+    work = TrainStep(CrossEntropy())
+    call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
+    return lambda: engine.run(call, [batch], micro_batch_tokens=settings["micro_batch"]).metrics
 
 
 class Paced(Trainer):
     """Takes a step when it is asked for one, and lets the other rank take it, too."""
 
-    def pace(self, desk: Desk, other: Connection | None) -> None:
-        self._desk, self._other = desk, other
-        self._requests = desk.requests()
+    def pace(self, desk: Desk, other: Other) -> None:
+        self._desk, self._other, self._requests = desk, other, desk.requests()
 
     def _step(self, step: int) -> StepRecord:
         if next(self._requests, None) is None:
             raise SystemExit  # Nobody asks any more.
         with Measured() as measured:
-            if self._other is not None:
-                self._other.send(None)
+            self._other.start()
             record = super()._step(step)
-            if self._other is not None:
-                self._other.recv()
+            theirs = self._other.finish()
         lengths = [value for name, value, _ in record.metrics if name == "response_length/mean"]
         calls = [event for event in record.events if event["kind"] != "move"]
         seconds = {event["name"]: event["end"] - event["start"] for event in calls}
-        self._desk.answer(response_length=lengths[0], calls=seconds, **measured.cost)
+        self._desk.answer(response_length=lengths[0], calls=seconds, **_of_both(measured.cost, theirs))
         return record
 
 
@@ -114,37 +176,28 @@ class Led(Trainer):
         self._leader = leader
 
     def _step(self, step: int) -> StepRecord:
-        try:
-            self._leader.recv()
-        except EOFError:  # It has ended.
-            raise SystemExit from None
-        record = super()._step(step)
-        self._leader.send(None)
+        self._leader.recv()
+        with Measured() as measured:
+            record = super()._step(step)
+        self._leader.send(measured.cost)
         return record
 
 
 def grpo(desk: Desk) -> None:
     """Steps of a GRPO experiment by the runtime in `ranks` processes; with a batch in the settings, its
-    loss. Memory and CPU seconds are those of the first."""
-    settings, base = desk.settings, memory_bytes("VmRSS")
+    loss."""
+    settings = desk.settings
     if "batch" in settings:
         return _policy_loss(desk)
-    ranks, other, store = settings.get("ranks", 1), None, None
-    if ranks == 2:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        other, theirs = Pipe()
-        get_context("spawn").Process(target=_follow, args=(settings, store.port, theirs), daemon=True).start()
-    torch.set_num_threads(settings["threads"] // ranks)
-    trainer = Paced(_program(settings), World(size=ranks, store=store), quiet=True)
+    other = Other(_grpo_along, settings)
+    base, trainer = other.base_bytes, Paced(_program(settings), other.world, quiet=True)
     trainer.pace(desk, other)
     desk.answer(base_bytes=base)
     trainer.run()
 
 
-def _follow(settings: dict[str, Any], port: int, leader: Connection) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    trainer = Led(_program(settings), World(rank=1, size=2, store=store), quiet=True)
+def _grpo_along(settings: dict[str, Any], world: World, leader: Connection) -> None:
+    trainer = Led(_program(settings), world, quiet=True)
     trainer.follow(leader)
     trainer.run()
 
@@ -191,4 +244,5 @@ KINDS = {"generate": generate, "train": train, "grpo": grpo}
 if __name__ == "__main__":
     at_desk = Desk()
     torch.set_num_threads(at_desk.settings["threads"])
+    touch_libraries()
     at_desk.serve(KINDS[at_desk.settings["kind"]])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from limits import touch_libraries
 from sides import Desk, Measured, memory_bytes, reward
 from transformers import (
     AutoModelForCausalLM,
@@ -218,4 +219,5 @@ KINDS = {"generate": generate, "train": train, "grpo": grpo}
 if __name__ == "__main__":
     at_desk = Desk()
     torch.set_num_threads(at_desk.settings["threads"])
+    touch_libraries()
     at_desk.serve(KINDS[at_desk.settings["kind"]])

@@ -6,17 +6,20 @@
     python benchmarks/train.py --quick                         # a try: one repetition of the tiny model
 
 A step is forward and backward pass over a batch with the causal language model's loss, clipping, and fused
-AdamW: ours a train step on packed sequences, theirs `Trainer` with padded micro-batches. Both have the same
-random weights, hyperparameters and data, two threads, and the micro-batch size that was fastest for them here
-(it is tried first; `--micro-batch OURS THEIRS` saves that time). bfloat16 is mixed precision on both sides:
-theirs is autocast, ours bfloat16 weights with a float32 master copy. Batches:
+AdamW: ours a train step on packed sequences, in one process or data-parallel in two of one thread each
+(whichever a trial finds faster), theirs `Trainer` with padded micro-batches. Both have the same random
+weights, hyperparameters and data, two threads, and the smallest micro-batch that was within 3 % of the
+fastest for them here (it is tried first; `--micro-batch OURS THEIRS` saves that time, on two processes).
+bfloat16 is mixed precision on both sides: theirs is autocast, ours bfloat16 weights with a float32 master
+copy. Batches:
 
 - equal: sequences of 256 tokens;
 - spread: twice as many, of geometric lengths with a mean of a quarter of the maximum of 512.
 
 Both are processes that have loaded before and take turns, each time the other one first. A ratio is the
 median over repetitions of ours to theirs in tokens per second, padding not counted. Memory is the peak of the
-process less what it had before the model was loaded. Both follow the same loss curve, or a goal is missed.
+processes less what they had before the model was loaded, with torch's own code in memory. Both follow the
+same loss curve, or a goal is missed.
 
 Efficiency is the seconds that the FLOPs take (6 per parameter and token, and attention) at the fastest matrix
 product measured beside the run, divided by those that the step takes.
@@ -38,7 +41,7 @@ from typing import Any
 from harness import Goal, machine, progress, report, scratch_directory
 from limits import train_flops
 from rich.table import Table
-from sides import OURS, THEIRS, Side, alternate, best_micro_batch
+from sides import OURS, THEIRS, Side, alternate, best_micro_batch, best_ranks
 from workloads import SIZES, Scene, config_of, geometric_lengths, sequences, write_model
 
 WORKLOADS = ("equal", "spread")
@@ -76,15 +79,17 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dic
     """A row of the table."""
     settings, lengths = prepare(scene), lengths_of(scene)
     tried: dict[str, dict[int, float]] = {}
+    ranks = 2
     if micro_batch is None:
-        found = best_micro_batch(OURS, settings, _OUR_TRIES), best_micro_batch(
+        ranks, ours_best, tried = best_ranks(settings, _OUR_TRIES)
+        theirs_best, tried["trainer"] = best_micro_batch(
             THEIRS, settings, [n for n in _THEIR_TRIES if len(lengths) % n == 0])
-        micro_batch, tried = [best for best, _ in found], {"ours": found[0][1], "trainer": found[1][1]}
+        micro_batch = [ours_best, theirs_best]
         progress(f"{scene.name}: seconds by micro-batch {tried}")
     scripts = {"ours": OURS, "trainer": THEIRS}
     sizes = dict(zip(scripts, micro_batch, strict=True))
     with (
-        Side(OURS, settings | {"micro_batch": sizes["ours"]}) as ours,
+        Side(OURS, settings | {"micro_batch": sizes["ours"], "ranks": ranks}) as ours,
         Side(THEIRS, settings | {"micro_batch": sizes["trainer"]}) as theirs,
     ):
         sides = {"ours": ours, "trainer": theirs}
@@ -94,7 +99,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dic
     least = train_flops(config_of(scene.size), lengths) / limits["peak_flops"]
     return {
         "size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "micro_batch": sizes,
-        "tried": tried,
+        "ranks": ranks, "tried": tried,
         **summary(answers, base, num_tokens=sum(lengths)), **limits, "attainable_seconds": least,
         "efficiency": {name: least / median(found, "seconds") for name, found in answers.items()},
     }  # fmt: skip
@@ -140,13 +145,13 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     made = Table(title="Tokens per second of an optimizer step (micro-batch: our tokens, their sequences)")
     words, each = ("model", "dtype", "batch"), ("micro", "MiB", "efficiency")
-    for column in (*words, "ours", *each, "Trainer", *each, "ratio", "peak GFLOP/s"):
+    for column in (*words, "our ranks", "ours", *each, "Trainer", *each, "ratio", "peak GFLOP/s"):
         made.add_column(column, justify="left" if column in words else "right")
     forms = {"tokens_per_second": ".0f", "micro_batch": "d", "peak_mib": ".0f", "efficiency": ".2f"}
     for row in rows:
         cells = [format(row[key][name], form) for name in ("ours", "trainer") for key, form in forms.items()]
         made.add_row(
-            row["size"], row["dtype"], row["workload"], *cells, f"{row['ratio']:.2f}",
+            row["size"], row["dtype"], row["workload"], str(row["ranks"]), *cells, f"{row['ratio']:.2f}",
             f"{row['peak_flops'] / 1e9:.0f}")  # fmt: skip
     return made
 

@@ -1,6 +1,8 @@
 """ZeRO-1 AdamW (Rajbhandari et al. 2020): every replica updates one slice of the flat parameters.
 
 Replicas are ranks over dp and cp. Experts that are spread over ep have fewer, and slices of their own.
+
+Where parameters are as wide as the optimizer computes, their slice is the master copy itself.
 """
 
 import math
@@ -8,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from torch.optim.adamw import adamw
 
 from realhf.dist.group import Group
 from realhf.engine.work import OptimizerConfig
@@ -58,18 +61,24 @@ class ShardedAdamW:
             self._sections.append(_Section(group, params, sums, parts[group.index]))
             self._counted += self._primary(grads, *slices[group.index])
             start = stops[-1]
-        sizes = [len(mine) for mine in self._mine]
-        self._master = world.zeros(sum(sizes), grads.dtype)
-        self._slices = [torch.nn.Parameter(part) for part in self._master.split(sizes)]
+        sizes, self._is_own_copy = [len(mine) for mine in self._mine], model.flat.dtype != grads.dtype
+        own = list(world.zeros(sum(sizes), grads.dtype).split(sizes)) if self._is_own_copy else []
+        self._slices = own or self._mine
         """The master copy, by section."""
+        self._moments = [[torch.zeros_like(part) for part in self._slices] for _ in range(2)]
+        self._steps = [torch.zeros((), device=part.device) for part in self._slices]
         self.reload()
-        owned = {name: region for section in self._sections for name, region in section.shards.items()}
-        self.shards = shards_of(self._master, owned)
+        self.shards = {
+            name: shard for section, part in zip(self._sections, self._slices, strict=True)
+            for name, shard in shards_of(part, section.shards).items()}  # fmt: skip
         """HF name -> this replica's rows of the master copy."""
         fixed = {param.name for param in model.spec.params if not param.trainable}
         self._fixed = [shard for name, shard in self.shards.items() if name in fixed]
-        self._adamw = torch.optim.AdamW(
-            self._slices, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """What it keeps besides the parameters and their gradients, but for the numbers of steps."""
+        return [*(self._slices if self._is_own_copy else []), *self._moments[0], *self._moments[1]]
 
     @property
     def _mine(self) -> list[torch.Tensor]:
@@ -89,7 +98,7 @@ class ShardedAdamW:
     def reload(self) -> None:
         """Takes over parameters that were written from outside."""
         for master, mine in zip(self._slices, self._mine, strict=True):
-            master.data.copy_(mine)
+            master.copy_(mine)
 
     def step(self, *, gather: bool = True) -> dict[str, float]:
         """Reduces gradients over replicas, clips and updates; gives `grad_norm` and `lr`.
@@ -98,26 +107,30 @@ class ShardedAdamW:
         """
         self._model.finish_grads()
         grads = [section.group.reduce_scatter_chunks(section.grads) for section in self._sections]
-        norm = torch.nn.utils.get_total_norm(self._counted).to(self._master.device, torch.float64)
+        norm = torch.nn.utils.get_total_norm(self._counted).to(self._model.flat.device, torch.float64)
         grad_norm = math.sqrt(self._groups.all.all_reduce(norm.square().view(1)).item())
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm is {grad_norm} at optimizer step {self.num_steps}")
         rate = learning_rate(self.config, self.num_steps)
-        self._adamw.param_groups[0]["lr"] = rate
-        for master, grad in zip(self._slices, grads, strict=True):
-            if grad_norm > self.config.max_grad_norm:
-                grad.mul_(self.config.max_grad_norm / (grad_norm + 1e-6))
-            master.grad = grad
+        if grad_norm > self.config.max_grad_norm:
+            torch._foreach_mul_(grads, self.config.max_grad_norm / (grad_norm + 1e-6))
         fixed = [shard.clone() for shard in self._fixed]
-        self._adamw.step()
+        self._update(grads, rate)
         for shard, value in zip(self._fixed, fixed, strict=True):
             shard.copy_(value)
         for master, mine in zip(self._slices, self._mine, strict=True):
-            master.grad = None
-            mine.copy_(master.detach())
+            mine.copy_(master)
         if gather:  # (a no-op for one replica)
             for section in self._sections:
                 section.group.all_gather_chunks(section.params)
         self._model.forget_grads()
         self.num_steps += 1
         return {"grad_norm": grad_norm, "lr": rate}
+
+    @torch.no_grad()
+    def _update(self, grads: list[torch.Tensor], rate: float) -> None:
+        """One step of AdamW. (Making torch's class of that name imports its compiler: 70 MB and a second.)"""
+        beta1, beta2 = self.config.betas
+        adamw(
+            self._slices, grads, *self._moments, [], self._steps, fused=True, amsgrad=False, maximize=False,
+            beta1=beta1, beta2=beta2, lr=rate, weight_decay=self.config.weight_decay, eps=self.config.eps)

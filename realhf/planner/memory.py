@@ -57,17 +57,18 @@ def trained_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> i
 
 
 def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """What training holds all the time besides the weights: gradients, and a replica's share of master copy
-    and moments.
+    """What training holds all the time besides the weights: gradients, and a replica's share of moments and,
+    where the weights are not that themselves, of a master copy.
 
-    ZeRO stage 1 (Rajbhandari et al. 2020) with all four in float32. Shards end at whole rows of a parameter,
+    ZeRO stage 1 (Rajbhandari et al. 2020) with all of it in float32. Shards end at whole rows of a parameter,
     hence one row on top. Of experts there are 1/ep as many replicas to share their optimizer.
     """
     shared, experts = held_params(role.config, strategy, stage, role.lora)
     replicas, expert_replicas = strategy.num_replicas, strategy.num_expert_replicas
     row = max(role.config.hidden_size, role.config.intermediate_size // strategy.tp) if replicas > 1 else 0
     sharded = -(-shared // replicas) + -(-experts // expert_replicas) + row
-    return (shared + experts + 3 * sharded) * _wide(role)
+    num_copies = 2 + (role.itemsize < _wide(role))
+    return (shared + experts + num_copies * sharded) * _wide(role)
 
 
 def call_bytes(

@@ -283,8 +283,9 @@ class Rates:
         return self.traffic(params * 2 * (product + _WIDE))
 
     def update(self, role: ModelRole, *, owned: float) -> float:
-        """AdamW on the owned part: gradient, master copy and two moments read; all but the first written."""
-        return self.traffic(owned * (7 * _WIDE + role.itemsize))
+        """AdamW on the owned part: gradient, master copy and two moments read; all but the first written, and
+        the parameters where they are narrower than that copy."""
+        return self.traffic(owned * (7 * _WIDE + (role.itemsize if role.itemsize < _WIDE else 0)))
 
 
 def cache_width(config: ModelConfig, tp: int) -> float:

@@ -90,9 +90,7 @@ def measure(world: Any, case: Case) -> Any:
         engine.run(call, batches, **options)
     training = 0
     if optimizer is not None:
-        adamw = engine._optimizer._adamw
-        held = [engine._trained.grad_buffer, engine._optimizer._master]
-        held += [x for state in adamw.state.values() for x in state.values() if x.numel() > 1]
+        held = [engine._trained.grad_buffer, *engine._optimizer.held]
         training = sum(x.nbytes for x in held)
     adapters = 0 if engine.adapters is None else engine.adapters.flat.nbytes
     return engine.model.flat.nbytes + adapters, training, storages.peak

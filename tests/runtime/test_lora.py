@@ -223,7 +223,8 @@ def _sizes(world, task):
     buffers = [parameters.grad_buffer for parameters in (engine.model, engine.adapters, copy.adapters)]
     base, adapters, copied = (0 if buffer is None else buffer.numel() for buffer in buffers)
     expected = sum(map(region_size, held.values()))
-    return base, adapters, expected, copied, engine._optimizer._master.numel()
+    owned = sum(shard.numel() for shard in engine.optimizer_shards().values())
+    return base, adapters, expected, copied, owned
 
 
 def test_only_adapters_have_gradients_and_an_optimizer(pool, task):
