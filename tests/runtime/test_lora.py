@@ -14,9 +14,9 @@ import transformers
 from safetensors.torch import load_file
 
 from realhf import LoraConfig
-from realhf.cli import override
 from realhf.layout import Layout
 from realhf.nn.hf import load_weights, save_weights
+from realhf.overrides import override
 from realhf.param_spec import region_size
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import parameter_specs
