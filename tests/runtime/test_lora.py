@@ -247,6 +247,8 @@ def test_what_is_wrong_with_adapters_is_said_before_the_run(task, tmp_path):
     actor = _experiment("grpo", task).actor
     wrong = replace(actor, lora=LoraConfig(target_modules=("q",)))
     assert fault(actor=wrong).startswith("actor.lora.target_modules has 'q': legal are q_proj, k_proj")
+    high = replace(actor, lora=LoraConfig(rank=17))  # (keys: 2 heads of 8)
+    assert fault(actor=high) == "actor.lora.rank is 17: it must be at most 16, the smaller dim of k_proj"
     gone = replace(actor, lora=LoraConfig(adapter=str(tmp_path)))
     assert f"actor.lora.adapter: {tmp_path}/adapter_config.json cannot be read" in fault(actor=gone)
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
