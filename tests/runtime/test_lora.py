@@ -21,6 +21,7 @@ from realhf.param_spec import region_size
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import parameter_specs
 from realhf.runtime.check import compile_program
+from realhf.runtime.export import other_bases
 from realhf.runtime.models import ModelStore
 from realhf.runtime.trainer import Trainer
 from tests.nn.tiny import build
@@ -265,6 +266,27 @@ def test_what_is_wrong_with_adapters_is_said_before_the_run(task, tmp_path):
     assert "a role that trains adapters has no followers" in fault(ref=follower)
     with pytest.raises(ValueError, match="a role that follows another cannot have adapters"):
         replace(follower, lora=LORA)
+
+
+@pytest.mark.parametrize(
+    "theirs, warns",
+    [
+        ("/elsewhere/base", False),
+        ("/elsewhere/base/", False),
+        ("someone/base", False),
+        ("/hub/models--someone--base/snapshots/0f1e", False),
+        (None, False),
+        ("someone/other", True),
+        ("/hub/models--someone--other/snapshots/base", True),
+    ],
+)
+def test_adapters_of_another_model_are_warned_of(task, tmp_path, theirs, warns):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": theirs}))
+    roles = _experiment("grpo", task, lora=LoraConfig(adapter=str(tmp_path))).roles()
+    assert roles["ref"].lora == roles["actor"].lora
+    what = f"actor.lora.adapter {tmp_path} was made for {theirs}, but actor.model is {task}/base"
+    assert other_bases(roles) == [what] * warns
+    assert other_bases({"actor": replace(roles["actor"], random_init=True)}) == []
 
 
 def test_fields_of_adapters_can_be_overridden(task):
