@@ -46,7 +46,10 @@ with a vision tower, and are refused.
 
 For planning without weights, `realhf plan` and `realhf realloc` take these names (parameters as published, a
 tied head once, less the vision towers of Gemma 3 and the layer of DeepSeek-V3 that predicts a second token;
-tests/test_shipped_models.py).
+tests/test_shipped_models.py). A name brings no tokenizer: for an experiment with such a model, say how long
+prompts are, in the file by `expected=Expected(prompt_tokens=512)` or on the command line by
+`--expected.prompt-tokens 512`; `response_tokens`, too, where nothing is generated, else it is
+`sampling.max_new_tokens` if it is left out.
 
 """
 

@@ -20,6 +20,11 @@ def num_blocks(num_tokens: int, size: int) -> int:
     return -(-num_tokens // size)
 
 
+def shared_tokens(length: int, count: int) -> int:
+    """Of a prompt so many tokens lie in blocks that its samples share."""
+    return length // _SMALL * _SMALL if count > 1 else 0
+
+
 def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int, max_new_tokens: int) -> int:
     """Blocks with which `num_slots` rows need not wait for one another, even if all become as long as they
     may, for prompts of (tokens, samples). What samples share is counted for twice as many prompts as fill

@@ -2,23 +2,18 @@
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import importlib.util
-import io
 import json
 import os
-import re
 import sys
 import traceback
-import typing
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import tyro
 from rich.console import Console
 
 from realhf import plan_command
@@ -27,6 +22,7 @@ from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
+from realhf.overrides import override, print_fields
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.planner import report
@@ -41,7 +37,6 @@ from realhf.units import format_bytes, format_seconds
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
 _MAX_TIMEOUT, _PROFILE_TIMEOUT = 1e6, 600.0
-_TYRO = (tyro.conf.AvoidSubcommands,)  # Optional parts that are set can be overridden like any other field.
 
 
 @dataclass(frozen=True)
@@ -245,10 +240,7 @@ def _experiment(options: Namespace, overrides: list[str]) -> Experiment | None:
     if options.help:
         print(options.parser.format_help())
         if options.experiment is not None:
-            experiment = load_experiment(options.experiment)
-            with contextlib.suppress(SystemExit):
-                tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:",
-                         description="", config=_TYRO)
+            print_fields(load_experiment(options.experiment))
         return None
     if options.experiment is None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
@@ -278,77 +270,6 @@ def load_experiment(name: str) -> Experiment:
         must = "it must define `experiment`, an Experiment such as realhf.GRPO(...)"
         raise UserError(f"experiment {name}: {must}")
     return experiment
-
-
-def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
-    """The experiment with fields changed by `--field.subfield value` words."""
-    if not words:
-        return experiment
-    for word in words:
-        if word.startswith("--"):
-            experiment = _with_part(experiment, word[2:].split("=")[0].replace("-", "_").split("."))
-    complaints = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(complaints):
-            changed, unknown = tyro.cli(type(experiment), default=experiment, args=list(words),
-                                        return_unknown_args=True, config=_TYRO)
-    except (SystemExit, ValueError) as error:
-        complaint = error if isinstance(error, ValueError) else _sentence(complaints.getvalue())
-        raise UserError(f"overrides {' '.join(words)!r}: {complaint}") from error
-    if unknown:
-        legal = [f"--{name.replace('_', '-')}" for name in _field_names(experiment)]
-        near = difflib.get_close_matches(unknown[0].replace("_", "-"), legal, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"legal are {', '.join(legal)}"
-        raise UserError(f"unknown override {unknown[0]!r}: {hint}")
-    return changed
-
-
-def _with_part(value: Any, path: Sequence[str]) -> Any:
-    """With the defaults of an optional part, such as `actor.lora`, that is not set but has this field."""
-    name, *rest = path
-    if not is_dataclass(value) or isinstance(value, type) or not hasattr(value, name):
-        return value
-    part, kind = getattr(value, name), _unset_part(value, name)
-    if kind is not None and not _has_defaults(kind):
-        word = ".".join(path).replace("_", "-")
-        raise UserError(f"override '--{word}': {name} is not set; the experiment file must set it first")
-    if not rest:
-        return value
-    part = part if kind is None else kind()
-    made = _with_part(part, rest)
-    return value if made is getattr(value, name) else dataclasses.replace(value, **{name: made})
-
-
-def _unset_part(value: Any, name: str) -> type[Any] | None:
-    """The class of an optional part, such as `actor.lora`, that is not set; None of any other field."""
-    if getattr(value, name) is not None:
-        return None
-    kinds = typing.get_args(typing.get_type_hints(type(value))[name])
-    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
-
-
-def _has_defaults(kind: Any) -> bool:
-    return not any(f.default is f.default_factory is MISSING for f in fields(kind))
-
-
-def _sentence(complaint: str) -> str:
-    """What tyro says in its box: the first part below the title, on one line."""
-    parts = [" ".join(part.split()) for part in re.split(r"[─-]{3,}", re.sub(r"[│╭╮╰╯]", " ", complaint))]
-    return [part for part in parts if part][:2][-1]
-
-
-def _field_names(value: Any, name: str = "") -> list[str]:
-    """Every field that an override can change, those of optional parts among them."""
-    if not is_dataclass(value) or isinstance(value, type):
-        return [name]
-    names = []
-    for part in fields(value):
-        kind, path = _unset_part(value, part.name), f"{name}.{part.name}".lstrip(".")
-        if kind is None:
-            names += _field_names(getattr(value, part.name), path)
-        elif _has_defaults(kind):
-            names += _field_names(kind(), path)
-    return names
 
 
 def _compile(experiment: Experiment, options: Namespace, num_ranks: int | None) -> tuple[Program, int]:

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): its settings, and the parameter table of a model's adapters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
 
     Of a layer whose rows are split over tp, B is split like them and A is whole on every tp rank; where
     columns are split, A is split like them and B is whole. Linear layers that lie in one tensor have one A.
-    Raises ValueError about target modules that do not exist.
+    Raises ValueError about target modules that do not exist, and a rank that a layer cannot use.
     """
     weights = model_spec(config).params
     linear = _linear_layers(config)
@@ -69,6 +69,8 @@ def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
     for p in linear:
         if _is_target(lora, p):
             by_layer.setdefault(p.layer, []).append(p)
+    if lora.adapter is None:  # (What has been trained with a higher rank is taken as it is.)
+        _check_rank(lora, by_layer)
     params: list[ParamSpec] = []
     for layer in range(config.num_layers):
         if layer not in by_layer:
@@ -118,6 +120,19 @@ def _check_targets(
             raise ValueError(
                 f"lora.target_modules has {name!r}: routed experts and routers cannot be targeted; {legal}")
         raise ValueError(f"lora.target_modules has {name!r}: {legal}")
+
+
+def _check_rank(lora: LoraConfig, by_layer: Mapping[int | None, Sequence[ParamSpec]]) -> None:
+    """A product of rank as high as the smaller dim is any matrix of the layer already."""
+    rows: dict[str, int] = {}  # Of parts in one tensor, together.
+    columns: dict[str, int] = {}
+    for p in (p for layer in by_layer.values() for p in layer):
+        module = _module(p)
+        rows[module], columns[module] = rows.get(module, 0) + p.shape[0], p.shape[1]
+    most, module = min(((min(rows[name], columns[name]), name) for name in rows), default=(lora.rank, ""))
+    if lora.rank > most:
+        layer = module.rpartition(".")[2]
+        raise ValueError(f"lora.rank is {lora.rank}: it must be at most {most}, the smaller dim of {layer}")
 
 
 def _down(p: ParamSpec, rank: int) -> ParamSpec:

@@ -90,15 +90,18 @@ def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:
         response = limit
     if prompt is not None and response is not None:
         return float(prompt), float(response)
-    measured = _measured(experiment)
+    measured = _measured(experiment, limit)
     return float(prompt or measured[0]), float(response or measured[1])
 
 
-def _measured(experiment: Experiment) -> tuple[float, float]:
+def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
     """Mean tokens of the dataset's prompts and completions, in its tokenizer, chat templates left out."""
     from tokenizers import Tokenizer
 
-    hint = "set expected.prompt_tokens and expected.response_tokens to plan without data"
+    unknown = [f"expected.{name}" for name in ("prompt_tokens", "response_tokens")
+               if getattr(experiment.expected, name) is None and (name == "prompt_tokens" or not limit)]
+    options = " ".join(f"--{name.replace('_', '-')} N" for name in unknown)
+    hint = f"set {' and '.join(unknown)} ({options}) to plan without data and tokenizer"
     try:
         rows = read_rows(experiment.dataset)[:_ROWS]
     except ValueError as error:

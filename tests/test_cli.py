@@ -109,6 +109,15 @@ WORDS: dict[str, list[str]] = {
     ],
     "--actor.lora 3": ["unknown override '--actor.lora'", "did you mean", "--actor.lora.rank"],
     "--reward.lora.rank 3": ["override '--reward.lora.rank'", "reward is not set", "experiment file"],
+    "--scale-by-std False": [
+        "'--scale-by-std False': scale_by_std",
+        "legal are --scale-by-std and --no-scale-by-std",
+    ],
+    "--steps 3 --no_scale_by_std=true": [
+        "scale_by_std takes no value",
+        "legal are --scale-by-std and --no-scale-by-std",
+    ],
+    "--actor.lora.merge 1 --steps 3": ["--actor.lora.merge and --actor.lora.no-merge"],
     "--step 4": ["unknown override '--step'", "did you mean", "--steps"],
     "stray": ["'stray'"],
     "--steps many": ["--steps", "many", "int"],

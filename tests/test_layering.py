@@ -24,7 +24,7 @@ LAYERS = {
     "engine": 4,
     "experiment": 5,
     **dict.fromkeys(("algorithms", "rewards", "runtime", "planning"), 6),
-    **dict.fromkeys(("plan_command", "profiling"), 6.5),
+    **dict.fromkeys(("overrides", "plan_command", "profiling"), 6.5),
     **dict.fromkeys(("launch", "worker", "cli", "__main__"), 7),
 }
 """Layer of every module or subpackage directly under realhf."""
@@ -34,7 +34,7 @@ FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "re
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
     *("realhf.engine.work", "realhf.data.dataset", "realhf.planning", "realhf.plan_command"),
-    *("realhf.nn.transformers_class", "realhf.runtime.check"),
+    *("realhf.nn.transformers_class", "realhf.overrides", "realhf.runtime.check"),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
 MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 17600

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.cache_blocks import shared_tokens
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy, even_split
 from realhf.planner.memory import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.rates import Cost, Rates, Span, wide_bytes
+from realhf.planner.rates import Cost, Rates, SharedPrompts, Span, wide_bytes
 from realhf.planner.sizes import exchanged, held_params
 
 _SPANS = 24  # Into which the steps of a generation are cut.
@@ -244,8 +245,13 @@ def _generate(
     weights = np.append(weights, (waves - 1) * mean)
     running = np.append(running, rows)
     context = np.append(context, work.prompt_tokens + float((alive * steps).sum()) / mean)
+    shared, saved = None, shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
+    if saved:
+        ended = np.maximum(0.0, 1 - running / rows)
+        prompts = distinct * (1 - ended ** (rows / distinct))  # That somebody still continues.
+        shared = SharedPrompts(prompts, saved)
     compute, wires = rates.decode_block(
-        role, groups.tp, groups.ep, rows=running, context=context
+        role, groups.tp, groups.ep, rows=running, context=context, shared=shared
     )
     head = rates.decode_head(role, groups.tp, rows=running)
     slot = (compute + wires) * deepest + head

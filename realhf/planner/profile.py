@@ -19,7 +19,7 @@ import yaml
 from realhf.cluster import Cluster
 from realhf.model_config import ModelConfig
 from realhf.planner.problem import ITEMSIZE, ModelRole
-from realhf.planner.rates import Cost, Rates, Span
+from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
 from realhf.shipped import load_yaml
 
 SHAPE = (
@@ -42,7 +42,8 @@ OF_MODEL = {
     # forward and backward with it, gradients added up.
     **{f"{output}_{way}": ("tokens",) for output in OUTPUTS for way in ("forward", "backward")},
     # What a micro-batch takes besides its blocks, by the number of positions that it is computed for.
-    "decode_block": ("context_tokens", "rows"), "decode_head": ("rows",),
+    "decode_block": ("context_tokens", "rows"), "decode_head": ("rows",),  # Rows with prompts of their own.
+    "decode_shared": ("context_tokens", "rows"),  # One block where all rows have the same prompt.
     "update": ("parameters",), "zero_gradients": ("parameters",),
 }  # fmt: skip
 
@@ -238,12 +239,18 @@ class ProfiledRates(Rates):
         return Cost(table.at(tokens))
 
     def decode_block(
-        self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        table = self._of(role, tp, "decode_block", ep)
-        if table is None:
-            return super().decode_block(role, tp, ep, rows=rows, context=context)
-        seconds = table.at(context, rows)
+        self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
+        shared: SharedPrompts | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        own, alike = (self._of(role, tp, name, ep) for name in ("decode_block", "decode_shared"))
+        if own is None:
+            return super().decode_block(role, tp, ep, rows=rows, context=context, shared=shared)
+        seconds = own.at(context, rows)
+        if shared is not None and alike is not None:
+            # Linear in the number of prompts, from as many as rows to one.
+            prompt = np.full_like(context, shared.tokens)
+            most = np.maximum(0.0, own.at(prompt, rows) - alike.at(prompt, rows))
+            seconds -= most * (rows - shared.prompts) / np.maximum(1.0, rows - 1)
         wires = np.zeros_like(seconds)
         if tp.size > 1:
             least = 2 * self.all_reduce(0.0, tp)

@@ -103,6 +103,13 @@ class Cost(NamedTuple):
         return Cost(self.compute + other.compute, self.wires + other.wires)
 
 
+class SharedPrompts(NamedTuple):
+    """Of rows that decode: how many prompts they have, of which so many tokens are read once for all rows."""
+
+    prompts: np.ndarray
+    tokens: float
+
+
 class Rates:
     """Rooflines of one cluster. `tokens` are those of one pass on one rank, `squared` the sum of the squared
     lengths of its sequences, `rows` sequences of a decode step."""
@@ -244,9 +251,10 @@ class Rates:
         return np.maximum(compute, self.assume.block_seconds)
 
     def decode_block(
-        self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """One block of decode steps: it reads its weights and every row's keys and values once."""
+        self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
+        shared: SharedPrompts | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """One block of decode steps: it reads its weights and the keys and values once."""
         c, shape, n = role.config, block_shape(role.config), tp.size
         params = (shape.attention + shape.mlp) / n
         touched = np.zeros_like(rows)
@@ -256,7 +264,10 @@ class Rates:
             touched = shape.moe_share * shape.num_experts * (1 - spared) / ep.size * shape.expert / n
         active = params + shape.moe_share * shape.experts_per_token * shape.expert / n
         flops = 2 * rows * active + 4 * rows * context * c.num_heads / n * c.head_dim
-        read = (params + touched + rows * context * cache_width(c, n)) * role.itemsize
+        cached = rows * context
+        if shared is not None:
+            cached = cached - (rows - shared.prompts) * shared.tokens
+        read = (params + touched + cached * cache_width(c, n)) * role.itemsize
         compute = np.maximum(flops / (self.peak(role) * self.assume.matmul), read / self._memory)
         one = self.all_reduce(1.0, tp)
         wires = 2 * (one + rows * c.hidden_size * role.itemsize * (self.all_reduce(1e9, tp) - one) / 1e9)

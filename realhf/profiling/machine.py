@@ -16,7 +16,7 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.profile import Table
-from realhf.profiling.clock import Clock
+from realhf.profiling.clock import Clock, device_bytes, host_bytes
 from realhf.profiling.models import Model, Sizes
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.exchange import Exchange, Routing, Source
@@ -101,10 +101,6 @@ def _move(world: World, source: Source, target: Layout) -> None:
 def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dict[str, Any]:
     """The machine as the fields of a Cluster; its links are those that reallocations take."""
     world = clock.world
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = host_bytes / world.ranks_per_host
-    if world.device.type == "cuda":
-        memory = torch.cuda.mem_get_info()[1]
     a = torch.zeros(_COPY_BYTES // 4, device=world.device)
     b = torch.zeros_like(a)
     squares = {name: torch.ones(_GEMM, _GEMM, dtype=DTYPES[name], device=world.device) for name in dtypes}
@@ -114,7 +110,7 @@ def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dic
     link = _reallocation_link(clock, config, dtypes[0])
     return {
         "num_hosts": max(1, world.size // world.ranks_per_host), "devices_per_host": world.ranks_per_host,
-        "device_memory_bytes": memory, "host_memory_bytes": host_bytes,
+        "device_memory_bytes": device_bytes(world), "host_memory_bytes": host_bytes(),
         "memory_bandwidth_bytes_per_second": 2 * _COPY_BYTES / seconds["copy"], "peak_flops": peaks,
         "intra_host": dict(link), "inter_host": dict(link),
     }  # fmt: skip

@@ -64,7 +64,7 @@ def _sizes(program: Program, world: World) -> Sizes:
     prompt = round(world.control.all_gather_json(answer)[0])
     works = [call.work for call in program.graph.calls]
     new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
-    return Sizes(prompt, prompt + new, samples)
+    return Sizes(prompt, prompt + new, samples, experiment.group_size)
 
 
 def _models(program: Program) -> list[Model]:

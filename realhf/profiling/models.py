@@ -5,15 +5,17 @@ belongs to the head, or to the call.
 """
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice, product
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import torch
 
+from realhf.cache_blocks import shared_tokens
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
@@ -32,13 +34,15 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.profile import CALLS, OF_MODEL, Table
 from realhf.profiling.clock import Clock
+from realhf.profiling.decoding import Rows, most_rows, prompts
 
 _FEW, _MANY = 1, 3  # Blocks of the two models whose difference is measured.
 _LONG_ENOUGH = 0.4  # Seconds of a pass beyond which no larger one is measured: it goes on in proportion.
 _BUDGET = 15.0  # Seconds for all timings of a bench, if that is enough for the least number of rounds.
 _LARGEST_PASS = 1 << 14  # Tokens.
 _NUM_SIZES = 4
-_DECODE_STEPS = 16
+_SHORT_PROMPT = 16  # Tokens at most of the prompts that are read.
+_DECODE_STEPS, _BLOCK_STEPS = 16, 4  # Of a generation, and of a model's blocks alone.
 _ANY_SIZE = 1 << 30
 _TINY = 1e-7  # Seconds: differences of noisy measurements are never less.
 
@@ -102,11 +106,13 @@ class _MeanLoss:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Means of one step of the experiment: tokens per prompt and per whole sequence, samples."""
+    """Means of one step of the experiment: tokens per prompt and per whole sequence, samples, those of a
+    prompt."""
 
     prompt_tokens: int
     tokens: int
     samples: int
+    group_size: int
 
     @property
     def sequence_tokens(self) -> tuple[int, int]:
@@ -138,6 +144,7 @@ class Bench:
         self._main = "logprobs" if is_lm else next(iter(self._outputs))
         self._engines = {n: self._engine(n, self._main, trains=self._trains) for n in (_FEW, _MANY)}
         self._tokens = self._pass_tokens()
+        self._rows = self._chosen_rows()
         work = {**self._passes(), **self._decoding(), **self._updates()}
         self._seconds: dict[Any, float] = clock.seconds(work, budget=_BUDGET, waits=tp > 1)
 
@@ -185,16 +192,24 @@ class Bench:
         return work
 
     def _decoding(self) -> dict[Any, Callable[[], object]]:
+        """Rows have prompts of their own; where samples of the experiment share them, also the other extreme:
+        all rows have the same."""
         if not self._model.generates:
             return {}
-        short = self._sizes.sequence_tokens[0]
-        work: dict[Any, Callable[[], object]] = {
-            ("prefill",): self._forward(self._engines[_FEW], self._main, self._sequences(short, short))
-        }
+        work: dict[Any, Callable[[], object]] = {}
+        short, long = self._prompts
         for rows in self._rows:
-            for prompt in self._prompts:
-                for (blocks, engine), new in product(self._engines.items(), (1, 1 + _DECODE_STEPS)):
-                    work["generate", blocks, rows, prompt, new] = self._generate(engine, rows, prompt, new)
+            for blocks, engine in self._engines.items():
+                for prompt in self._prompts:
+                    own = Rows(engine.model, rows, prompt_tokens=prompt, num_prompts=rows)
+                    work["decode", blocks, rows, prompt] = partial(own.decode, steps=_BLOCK_STEPS)
+                    if prompt == short and rows in self._counts:
+                        work["prefill", blocks, rows] = own.reading()
+                if self._shares:
+                    alike = Rows(engine.model, rows, prompt_tokens=long, num_prompts=1)
+                    work["shared", blocks, rows] = partial(alike.decode, steps=_BLOCK_STEPS)
+            for new in (1, 1 + _DECODE_STEPS):
+                work["generate", rows, new] = self._generate(self._engines[_FEW], rows, short, new)
         return work
 
     def _updates(self) -> dict[Any, Callable[[], object]]:
@@ -207,28 +222,32 @@ class Bench:
             work["zero", blocks] = model.zero_grad_buffer
         return work
 
+    def _chosen_rows(self) -> list[int]:
+        given = [work.max_rows for work in self._works if isinstance(work, Generate)]
+        fit = most_rows(self._engines[_MANY].model, self._prompts[-1] + _DECODE_STEPS, self._clock.world)
+        return sorted({min(rows, fit, *given) for rows in self._sizes.rows})
+
     @property
-    def _rows(self) -> list[int]:
-        most = max((work.max_rows for work in self._works if isinstance(work, Generate)), default=1)
-        return sorted({min(rows, most) for rows in self._sizes.rows})
+    def _counts(self) -> list[int]:
+        """The fewest and the most rows."""
+        return sorted({self._rows[0], self._rows[-1]})
 
     @property
     def _prompts(self) -> tuple[int, int]:
         short, longest = self._sizes.sequence_tokens
+        short = min(short, _SHORT_PROMPT)
         return short, max(longest - _DECODE_STEPS, short + 2 * _DECODE_STEPS)
+
+    @property
+    def _shares(self) -> bool:
+        return shared_tokens(self._prompts[-1], self._sizes.group_size) > 0
 
     # The tables
 
     def tables(self) -> dict[str, Table]:
         tables = self._pass_tables()
         if self._model.generates:
-            times = [[self._decode(rows, prompt) for rows in self._rows] for prompt in self._prompts]
-            rows = tuple(map(float, self._rows))
-            contexts = tuple(prompt + (1 + _DECODE_STEPS) / 2 for prompt in self._prompts)
-            blocks = [[block for block, _ in row] for row in times]
-            tables["decode_block"] = Table({"context_tokens": contexts, "rows": rows}, blocks)
-            heads = [sum(head for _, head in column) / len(column) for column in zip(*times, strict=True)]
-            tables["decode_head"] = Table({"rows": rows}, heads)
+            tables |= self._decode_tables()
         if self._trains:
             numels = tuple(float(engine.model.flat.numel()) for engine in self._engines.values())
             for name, key in (("update", "update"), ("zero_gradients", "zero")):
@@ -281,30 +300,47 @@ class Bench:
         extra += forward + _FEW * block[1] + self._seconds["update", _FEW] - self._seconds["zero", _FEW]
         return forward, max(_TINY, self._seconds[keys[1]] - extra)
 
-    def _decode(self, rows: int, prompt: int) -> tuple[float, float]:
-        """Seconds per step of a block, and of the rest."""
-        few, many = (
-            (self._seconds["generate", blocks, rows, prompt, 1 + _DECODE_STEPS]
-             - self._seconds["generate", blocks, rows, prompt, 1]) / _DECODE_STEPS
-            for blocks in self._engines
-        )  # fmt: skip
-        block = max(_TINY, (many - few) / (_MANY - _FEW))
-        return block, max(_TINY, few - block * _FEW)
+    def _decode_tables(self) -> dict[str, Table]:
+        rows = tuple(map(float, self._rows))
+        axes = {"context_tokens": tuple(prompt + 1.0 for prompt in self._prompts), "rows": rows}
+        own = [[self._decoding_block("decode", n, prompt) for n in self._rows] for prompt in self._prompts]
+        tables = {"decode_block": Table(axes, own)}
+        if self._shares:  # Short prompts do not share a block.
+            alike = [self._decoding_block("shared", n) for n in self._rows]
+            tables["decode_shared"] = Table(axes, [own[0], alike])
+        tables["decode_head"] = Table({"rows": rows}, [self._decoding_head(n) for n in self._rows])
+        return tables
+
+    def _decoding_block(self, name: str, *key: int) -> float:
+        """Seconds of a block in one step."""
+        return max(_TINY, self._of_a_block(lambda blocks: (name, blocks, *key)) / _BLOCK_STEPS)
+
+    def _decoding_head(self, rows: int) -> float:
+        """Seconds of a step without its blocks: as short prompts have it, and what long ones have beyond."""
+        short, times = self._prompts[0], self._seconds
+        step = (times["generate", rows, 1 + _DECODE_STEPS] - times["generate", rows, 1]) / _DECODE_STEPS
+        rests = [
+            times["decode", _FEW, rows, prompt] / _BLOCK_STEPS
+            - _FEW * self._decoding_block("decode", rows, prompt)
+            for prompt in self._prompts
+        ]
+        step += statistics.fmean(rests) - rests[0]
+        return max(_TINY, step - _FEW * self._decoding_block("decode", rows, short))
 
     def calls(self) -> dict[str, Table]:
         """By samples, what calls take besides passes and decode steps."""
-        counts = [self._rows[0], self._rows[-1]]
-        axes = {"samples": tuple(map(float, counts))}
-        calls = {name: Table(axes, [self._seconds["empty"]] * 2) for name in ("forward", "train_step")}
+        axes = {"samples": tuple(map(float, self._counts))}
+        around = [self._seconds["empty"]] * len(axes["samples"])
+        calls = {name: Table(axes, around) for name in ("forward", "train_step")}
         if self._model.generates:
-            prompt, times = self._prompts[0], []
-            for rows in counts:
-                whole = self._seconds["generate", _FEW, rows, prompt, 1]
-                _, head = self._decode(rows, prompt)
-                times.append(max(_TINY, whole - self._seconds["prefill",] - head))
-            calls["generate"] = Table(axes, times)
+            calls["generate"] = Table(axes, [self._around_generation(rows) for rows in self._counts])
         assert calls.keys() <= CALLS.keys()
         return calls
+
+    def _around_generation(self, rows: int) -> float:
+        reading = self._of_a_block(lambda blocks: ("prefill", blocks, rows))
+        whole = self._seconds["generate", rows, 1]
+        return max(_TINY, whole - _FEW * reading - self._decoding_head(rows))
 
     # What the engine is asked to do
 
@@ -321,14 +357,14 @@ class Bench:
         return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
 
     def _generate(self, engine: NativeEngine, rows: int, prompt: int, new: int) -> Callable[[], object]:
-        """All rows have the same prompt, so that it is prefilled but once."""
+        """All rows at once, behind one pass of their prompts."""
         given = next(work for work in self._works if isinstance(work, Generate))
         sampling = dataclasses.replace(given.sampling, max_new_tokens=new)
-        work = dataclasses.replace(given, sampling=sampling)
+        most = max(given.prefill_tokens, rows * prompt)
+        work = dataclasses.replace(given, sampling=sampling, kv_cache_gib=None, prefill_tokens=most)
         outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
         call = FunctionCall("profile", "generate", ("prompt_ids",), outputs, role="role", work=work)
-        ids = torch.arange(prompt).repeat(rows) % self._model.config.vocab_size
-        batch = Batch(list(range(rows)), {"prompt_ids": Packed(ids, [prompt] * rows)})
+        batch = prompts(rows, prompt, vocab_size=self._model.config.vocab_size)
         return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
 
     def _sequences(self, tokens: int, length: int) -> Batch:

@@ -12,7 +12,7 @@ from realhf.model_config import ModelConfig
 from realhf.nn import vocab_parallel
 from realhf.param_spec import model_spec
 from tests.engine.reference import ragged_rows
-from tests.engine.test_recompute import CALL, _minibatch
+from tests.engine.training import CALL, minibatch, trainer
 from tests.nn.tiny import hf_config
 from tests.realloc.test_memory import Storages
 
@@ -24,17 +24,12 @@ FORWARD = FunctionCall(
 
 def _run(world, text, chunk_tokens, tied):
     """Metrics, parameters and log-probs of this rank, with so many tokens in a chunk of logits."""
-    layout = Layout.parse(text)
-    if world.rank not in layout:
+    if (mine := trainer(world, text, num_rows=12, tied=tied)) is None:
         return None
-    spec = model_spec(ModelConfig.from_hf(hf_config(tied=tied)))
-    engine = NativeEngine(spec, layout, world, dtype="float64", optimizer=OptimizerConfig(lr=3e-3))
-    engine.load(None, seed=0)
-    dp = layout.coordinate(world.rank).dp
-    batches = [_minibatch(ragged_rows(12, seed=seed)[dp :: layout.dp]) for seed in (0, 1)]
+    engine, batches = mine
     before = vocab_parallel._CHUNK_NUMEL
     try:
-        vocab_parallel._CHUNK_NUMEL = chunk_tokens * -(-67 // layout.tp)
+        vocab_parallel._CHUNK_NUMEL = chunk_tokens * -(-67 // engine.groups.layout.tp)
         metrics = [engine.run(CALL, batches, micro_batch_tokens=60).metrics for _ in range(2)]
         logprobs = engine.run(FORWARD, batches[:1], micro_batch_tokens=60).batch.fields.get("logprobs")
     finally:
@@ -60,7 +55,7 @@ def _peak(chunk_tokens, monkeypatch):
     settings = {"dtype": "float32", "optimizer": OptimizerConfig(lr=1e-3)}
     engine = NativeEngine(spec, Layout.parse("d1@0"), World(), **settings)
     engine.load(None, seed=0)
-    batch = _minibatch(ragged_rows(40, seed=0))
+    batch = minibatch(ragged_rows(40, seed=0))
     batch.fields["response_mask"].values = batch["response_mask"].values.float()
     engine.run(CALL, [batch, batch], micro_batch_tokens=1000)  # Adam makes its moments.
     with Storages() as storages:

@@ -3,41 +3,17 @@
 import pytest
 import torch
 
-from realhf.algorithms.sft import CrossEntropy
-from realhf.data.batch import Batch, Packed
-from realhf.engine.native import NativeEngine
-from realhf.engine.work import OptimizerConfig, TrainStep
-from realhf.graph import FunctionCall
-from realhf.layout import Layout
-from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec
-from tests.engine.reference import ragged_rows
+from tests.engine.training import CALL, trainer
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 from tests.realloc.test_memory import Storages
 
-CALL = FunctionCall(
-    "actor_train", "train_step", ("sequence_ids", "response_mask"), role="actor",
-    work=TrainStep(CrossEntropy(), minibatches=2),
-)  # fmt: skip
-
-
-def _minibatch(rows):
-    ids = Packed.of([torch.tensor(p + c) for p, c in rows])
-    mask = Packed.of([torch.tensor([0.0] * len(p) + [1.0] * len(c)).double() for p, c in rows])
-    return Batch(list(range(len(rows))), {"sequence_ids": ids, "response_mask": mask})
-
 
 def _train(world, text, recompute):
-    layout = Layout.parse(text)
-    if world.rank not in layout:
+    if (mine := trainer(world, text, num_rows=8)) is None:
         return None
-    spec = model_spec(ModelConfig.from_hf(hf_config(tied=True)))
-    engine = NativeEngine(spec, layout, world, dtype="float64", optimizer=OptimizerConfig(lr=3e-3))
-    engine.load(None, seed=0)
+    engine, batches = mine
     passes = []
     engine.model.blocks[0].register_forward_pre_hook(lambda *_: passes.append(1))
-    dp = layout.coordinate(world.rank).dp
-    batches = [_minibatch(ragged_rows(8, seed=seed)[dp :: layout.dp]) for seed in (0, 1)]
     options = {"micro_batch_tokens": 20, "recompute": recompute}
     history = [engine.run(CALL, batches, **options).metrics for _ in range(2)]
     return history, len(passes), {name: shard.clone() for name, shard in engine.shards().items()}

@@ -211,7 +211,7 @@ def test_first_values_are_those_of_peft():
     """A is drawn like Kaiming's with a = sqrt(5), uniform up to 1 / sqrt(in); B is zero."""
     config = ModelConfig.from_hf(hf_config())
     groups = ParallelGroups.create(World(), Layout.parse("d1@0"))
-    adapters = Adapters(config, LoraConfig(rank=32), groups, dtype=torch.float32)
+    adapters = Adapters(config, LoraConfig(rank=16), groups, dtype=torch.float32)
     adapters.init_random(seed=0)
     for param in adapters.spec.params:
         shard = adapters.shards()[param.name]
@@ -260,6 +260,19 @@ def test_names_and_shapes_are_those_of_peft(name):
 def test_wrong_targets_are_named(name, targets, message):
     with pytest.raises(ValueError, match=message):
         adapter_spec(_config(name)[1], LoraConfig(target_modules=targets))
+
+
+@pytest.mark.parametrize("name, layer", [("llama", "k_proj"), ("phi-3", "o_proj"), ("gpt2", "c_attn")])
+def test_no_rank_is_higher_than_the_smallest_layer(name, layer):
+    hf, config = _config(name)
+    model = transformers.AutoModelForCausalLM.from_config(hf)
+    shapes = [w.shape for key, w in model.named_parameters() if w.ndim == 2 and f".{layer}." in key]
+    most = min(map(min, shapes))
+    adapter_spec(config, LoraConfig(rank=most, target_modules=(layer,)))
+    adapter_spec(config, LoraConfig(rank=most + 1, target_modules=(layer,), adapter="trained with it"))
+    message = f"lora.rank is {most + 1}: it must be at most {most}, the smaller dim of {layer}"
+    with pytest.raises(ValueError, match=message):
+        adapter_spec(config, LoraConfig(rank=most + 1, target_modules=(layer,)))
 
 
 def test_target_modules_become_a_tuple():

@@ -139,6 +139,18 @@ def test_decoding_reads_weights_and_cache_once_per_token():
     assert half == pytest.approx(spent / 2, rel=1e-3)
 
 
+def test_samples_of_a_prompt_read_its_cache_once():
+    """What differs is what is in whole blocks: of 1024 tokens all, of 1023 but 15 blocks of 64."""
+    rates, token = _rates(memory=1e12), 2 * 4096 * 2 * 32  # bytes: keys and values, hidden, bfloat16, layers
+    for prompt, in_blocks in ((1024, 1024), (1023, 960), (63, 0)):
+        work = Workload(64, prompt, 256, 256)
+        own, shared = (
+            _cost(rates, "generate", "d1", work=replace(work, samples_per_prompt=count)).parts["decode"]
+            for count in (1, 8)
+        )
+        assert own - shared == pytest.approx(256 * (64 - 8) * in_blocks * token / 1e12, abs=1e-9)
+
+
 def test_short_responses_end_early():
     rates = _rates(memory=1e12)
     full = _cost(rates, "generate", "d1", work=Workload(1, 8, 512, 512)).seconds

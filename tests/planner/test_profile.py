@@ -13,7 +13,7 @@ from realhf.errors import UserError
 from realhf.model_config import ModelConfig
 from realhf.planner.problem import ModelRole
 from realhf.planner.profile import SHAPE, Profile, ProfiledRates, Table
-from realhf.planner.rates import Rates, Span
+from realhf.planner.rates import Rates, SharedPrompts, Span
 from tests.cli_tools import REALHF, Command, write_experiment
 
 CONFIG = ModelConfig.load("tiny")
@@ -40,6 +40,7 @@ DOCUMENT = {
             "block_forward": PASS, "block_backward": PASS,
             "logprobs_forward": {"tokens": [10, 20], "seconds": [1, 2]},
             "decode_block": {"context_tokens": [10, 20], "rows": [1, 3], "seconds": [[1, 2], [3, 4]]},
+            "decode_shared": {"context_tokens": [10, 20], "rows": [1, 3], "seconds": [[1, 2], [3, 3]]},
             "decode_head": {"rows": [1, 3], "seconds": [5, 6]},
             "update": {"parameters": [100, 200], "seconds": [10, 20]},
             "zero_gradients": {"parameters": [100, 200], "seconds": [1, 2]},
@@ -123,6 +124,10 @@ def test_rates_answer_from_the_tables():
     assert r.head(ROLE, ONE, tokens=20, output="logprobs").seconds == 2
     compute, wires = r.decode_block(ROLE, ONE, ONE, rows=np.array([1.0, 2.0]), context=np.array([10.0, 15.0]))
     assert compute.tolist() == [1, 2.5] and wires.tolist() == [0, 0]
+    three, twenty = np.array([3.0] * 3), np.array([20.0] * 3)
+    shared = SharedPrompts(np.array([3.0, 2.0, 1.0]), 20)  # Own prompts, in the middle, all one.
+    compute, _ = r.decode_block(ROLE, ONE, ONE, rows=three, context=twenty, shared=shared)
+    assert compute.tolist() == [4, 3.5, 3]
     assert r.decode_head(ROLE, ONE, rows=np.array([3.0])).tolist() == [6]
     assert r.accumulate(ROLE, 1e6) == 0
     assert r.update(ROLE, owned=100) == 10 - 1

@@ -14,13 +14,14 @@ import transformers
 from safetensors.torch import load_file
 
 from realhf import LoraConfig
-from realhf.cli import override
 from realhf.layout import Layout
 from realhf.nn.hf import load_weights, save_weights
+from realhf.overrides import override
 from realhf.param_spec import region_size
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import parameter_specs
 from realhf.runtime.check import compile_program
+from realhf.runtime.export import other_bases
 from realhf.runtime.models import ModelStore
 from realhf.runtime.trainer import Trainer
 from tests.nn.tiny import build
@@ -248,6 +249,8 @@ def test_what_is_wrong_with_adapters_is_said_before_the_run(task, tmp_path):
     actor = _experiment("grpo", task).actor
     wrong = replace(actor, lora=LoraConfig(target_modules=("q",)))
     assert fault(actor=wrong).startswith("actor.lora.target_modules has 'q': legal are q_proj, k_proj")
+    high = replace(actor, lora=LoraConfig(rank=17))  # (keys: 2 heads of 8)
+    assert fault(actor=high) == "actor.lora.rank is 17: it must be at most 16, the smaller dim of k_proj"
     gone = replace(actor, lora=LoraConfig(adapter=str(tmp_path)))
     assert f"actor.lora.adapter: {tmp_path}/adapter_config.json cannot be read" in fault(actor=gone)
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
@@ -264,6 +267,27 @@ def test_what_is_wrong_with_adapters_is_said_before_the_run(task, tmp_path):
     assert "a role that trains adapters has no followers" in fault(ref=follower)
     with pytest.raises(ValueError, match="a role that follows another cannot have adapters"):
         replace(follower, lora=LORA)
+
+
+@pytest.mark.parametrize(
+    "theirs, warns",
+    [
+        ("/elsewhere/base", False),
+        ("/elsewhere/base/", False),
+        ("someone/base", False),
+        ("/hub/models--someone--base/snapshots/0f1e", False),
+        (None, False),
+        ("someone/other", True),
+        ("/hub/models--someone--other/snapshots/base", True),
+    ],
+)
+def test_adapters_of_another_model_are_warned_of(task, tmp_path, theirs, warns):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": theirs}))
+    roles = _experiment("grpo", task, lora=LoraConfig(adapter=str(tmp_path))).roles()
+    assert roles["ref"].lora == roles["actor"].lora
+    what = f"actor.lora.adapter {tmp_path} was made for {theirs}, but actor.model is {task}/base"
+    assert other_bases(roles) == [what] * warns
+    assert other_bases({"actor": replace(roles["actor"], random_init=True)}) == []
 
 
 def test_fields_of_adapters_can_be_overridden(task):

@@ -1,0 +1,80 @@
+"""Rows that decode: the scheduler's books and the model's own passes, whose prompts need not be read."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from realhf.cache_blocks import block_size, blocks_for, num_blocks
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import World
+from realhf.engine.block_manager import BlockManager
+from realhf.engine.scheduler import Prompt, Scheduler
+from realhf.layout import even_split
+from realhf.nn.block_tables import BlockTables
+from realhf.nn.transformer import Transformer
+from realhf.profiling.clock import device_bytes
+
+_CACHE_SHARE = 1 / 8  # Of a device's memory, for the rows that are measured.
+_NEW_TOKENS = 16  # That rows have room for.
+
+
+def prompts(rows: int, length: int, *, vocab_size: int) -> Batch:
+    """One per row; neighbours differ, as equal ones are read once and share blocks of the cache."""
+    ids = torch.arange(length) + torch.arange(rows)[:, None]
+    return Batch(list(range(rows)), {"prompt_ids": Packed(ids.flatten() % vocab_size, [length] * rows)})
+
+
+def most_rows(model: Transformer, length: int, world: World) -> int:
+    """Rows of so many tokens that can be measured."""
+    row_bytes = model.cache_token_bytes * length
+    return max(1, min(world.control.all_gather_json(int(device_bytes(world) * _CACHE_SHARE / row_bytes))))
+
+
+class Rows:
+    """Rows that continue prompts of one length, neighbours the same one where there are fewer of these.
+
+    What the cache holds of the prompts is made up: to read them takes much longer than the steps behind, and
+    the steps are as fast.
+    """
+
+    def __init__(self, model: Transformer, rows: int, *, prompt_tokens: int, num_prompts: int) -> None:
+        bounds = [even_split(rows, num_prompts, i) for i in range(num_prompts)]
+        given = [Prompt([0] * prompt_tokens, list(range(*pair))) for pair in bounds]
+        sizes = [(prompt_tokens, len(prompt.samples)) for prompt in given]
+        size = block_size(sizes, max_new_tokens=_NEW_TOKENS)
+        count = blocks_for(sizes, size=size, num_slots=rows, max_new_tokens=_NEW_TOKENS)
+        tables = BlockTables(
+            num_slots=rows, num_blocks=count, block_size=size,
+            blocks_per_row=num_blocks(prompt_tokens + _NEW_TOKENS, size),
+            max_sharers=max(shared for _, shared in sizes))
+        scheduler = Scheduler(
+            given, num_slots=rows, blocks=BlockManager(count), tables=tables, history=lambda _: [],
+            prefill_tokens=rows * prompt_tokens)
+        self._model, device = model, model.flat.device
+        self._cache = model.new_cache(count, size)
+        for layer in self._cache.layers:
+            layer.fill_(1.0)  # (Pages that were never written to would all be one, and near.)
+        first = scheduler.plan()
+        assert first is not None
+        self._places = [piece.places(size) for piece in first.pieces]
+        scheduler.update([False] * rows)
+        scheduler.plan()
+        self.decoding = tables.advance(device)
+        """The step behind the prompts."""
+        self._ids_B = torch.arange(rows, device=device) * 7919 % model.config.vocab_size
+
+    def reading(self) -> Callable[[], object]:
+        """The pass of all prompts."""
+        lens, device = list(map(len, self._places)), self._ids_B.device
+        given = prompts(len(lens), lens[0], vocab_size=self._model.config.vocab_size)
+        ids_T = given["prompt_ids"].values.to(device)
+        places_T = torch.tensor([place for places in self._places for place in places], device=device)
+        run = partial(self._model.prefill, ids_T, lens, self._cache, places_T, whole_lens=lens)
+        return torch.no_grad()(run)
+
+    @torch.no_grad()
+    def decode(self, *, steps: int) -> None:
+        """The same step, so many times, without its head."""
+        for _ in range(steps):
+            self._model.decode(self._ids_B, self._cache, self.decoding)
