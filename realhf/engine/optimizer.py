@@ -65,7 +65,7 @@ class ShardedAdamW:
         own = list(world.zeros(sum(sizes), grads.dtype).split(sizes)) if self._is_own_copy else []
         self._slices = own or self._mine
         """The master copy, by section."""
-        self._moments = [[torch.zeros_like(part) for part in self._slices] for _ in range(2)]
+        self._means, self._squares = ([torch.zeros_like(part) for part in self._slices] for _ in range(2))
         self._steps = [torch.zeros((), device=part.device) for part in self._slices]
         self.reload()
         self.shards = {
@@ -78,7 +78,7 @@ class ShardedAdamW:
     @property
     def held(self) -> list[torch.Tensor]:
         """What it keeps besides the parameters and their gradients, but for the numbers of steps."""
-        return [*(self._slices if self._is_own_copy else []), *self._moments[0], *self._moments[1]]
+        return [*(self._slices if self._is_own_copy else []), *self._means, *self._squares]
 
     @property
     def _mine(self) -> list[torch.Tensor]:
@@ -132,5 +132,6 @@ class ShardedAdamW:
         """One step of AdamW. (Making torch's class of that name imports its compiler: 70 MB and a second.)"""
         beta1, beta2 = self.config.betas
         adamw(
-            self._slices, grads, *self._moments, [], self._steps, fused=True, amsgrad=False, maximize=False,
-            beta1=beta1, beta2=beta2, lr=rate, weight_decay=self.config.weight_decay, eps=self.config.eps)
+            self._slices, grads, self._means, self._squares, [], self._steps,
+            fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=rate,
+            weight_decay=self.config.weight_decay, eps=self.config.eps)
