@@ -43,7 +43,7 @@ from typing import Any
 
 from harness import Goal, machine, progress, report, scratch_directory
 from rich.table import Table
-from sides import HERE, OURS, THEIRS, Side, alternate, best_micro_batch, best_ranks
+from sides import HERE, OURS, THEIRS, Side, Trial, alternate, best, try_micro_batches
 from workloads import SIZES, Scene, config_of, geometric_lengths, sequences, texts, write_model
 
 WORKLOADS = ("equal", "spread")
@@ -72,14 +72,15 @@ def prepare(scene: Scene) -> dict[str, Any]:
 
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dict[str, Any]:
     """A row of the table."""
-    settings, tried = prepare(scene), dict[str, dict[int, float]]()
-    ranks = 2
-    if micro_batch is None:
-        ranks, ours_best, tried = best_ranks(settings, _OUR_TRIES)
-        theirs_best, tried["trl"] = best_micro_batch(THEIRS, settings, _THEIR_TRIES)
-        micro_batch = [ours_best, theirs_best]
-        progress(f"{scene.name}: seconds by micro-batch {tried}")
-    sizes = dict(zip(("ours", "trl"), micro_batch, strict=True))
+    settings, sizes, ranks, tried = prepare(scene), {}, 2, list[Trial]()
+    if micro_batch is not None:
+        sizes = dict(zip(("ours", "trl"), micro_batch, strict=True))
+    else:
+        tried = [t for n in (1, 2) for t in try_micro_batches(OURS, settings, _OUR_TRIES, ranks=n)]
+        theirs_tried, chosen = try_micro_batches(THEIRS, settings, _THEIR_TRIES), best(tried)
+        sizes, ranks = {"ours": chosen.micro_batch, "trl": best(theirs_tried).micro_batch}, chosen.ranks
+        progress(f"{scene.name}: tried ours {tried}, theirs {theirs_tried}")
+        tried += theirs_tried
     with (
         Side(OURS, settings | {"micro_batch": sizes["ours"], "ranks": ranks}) as ours,
         Side(THEIRS, settings | {"micro_batch": sizes["trl"]}) as theirs,

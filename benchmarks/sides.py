@@ -6,6 +6,7 @@ answers with a line of JSON. While it waits it blocks in `read`: only one side c
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,13 +17,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 OURS, THEIRS = HERE / "ours.py", HERE / "theirs.py"
 BENCH_PYTHON = HERE.parent / ".venv-bench" / "bin" / "python"
 """Made by `make bench-setup`."""
-_MUCH_SLOWER, _NEARLY = 1.15, 1.03
+_MUCH_SLOWER, _NEARLY, _TRIES = 1.15, 1.03, 2
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
@@ -132,30 +133,38 @@ def alternate(
     return answers
 
 
-def best_micro_batch(
-    script: Path, settings: Mapping[str, Any], tried: Sequence[int]
-) -> tuple[int, dict[int, float]]:
-    """Of rising sizes the first that is nearly the fastest, and the seconds of each; those behind a much
-    slower one are left out."""
-    seconds: dict[int, float] = {}
-    for size in tried:
-        with Side(script, {**settings, "micro_batch": size}) as side:
+class Trial(NamedTuple):
+    """What a side took with a micro-batch; of ours, on how many ranks."""
+
+    micro_batch: int
+    seconds: float
+    peak_bytes: float
+    ranks: int = 1
+
+
+def try_micro_batches(
+    script: Path, settings: Mapping[str, Any], sizes: Sequence[int], *, ranks: int = 1
+) -> list[Trial]:
+    """Of rising sizes, without those behind a much slower one."""
+    trials: list[Trial] = []
+    for size in sizes:
+        with Side(script, {**settings, "micro_batch": size, "ranks": ranks}) as side:
             side.ask()
-            seconds[size] = side.ask()["seconds"]
-        if seconds[size] > _MUCH_SLOWER * min(seconds.values()):
+            answers = [side.ask() for _ in range(_TRIES)]
+            seconds = min(answer["seconds"] for answer in answers)
+            peak = max(answer["peak_bytes"] for answer in answers) - side.loaded["base_bytes"]
+        trials.append(Trial(size, seconds, peak, ranks))
+        if seconds > _MUCH_SLOWER * min(trial.seconds for trial in trials):
             break
-    return next(n for n in seconds if seconds[n] <= _NEARLY * min(seconds.values())), seconds
+    return trials
 
 
-def best_ranks(
-    settings: Mapping[str, Any], tried: Sequence[int]
-) -> tuple[int, int, dict[str, dict[int, float]]]:
-    """Ours on one rank with two threads or on two with one each, whichever is faster: number of ranks,
-    micro-batch, and the seconds of all that were tried."""
-    found = {ranks: best_micro_batch(OURS, {**settings, "ranks": ranks}, tried) for ranks in (1, 2)}
-    ranks = min(found, key=lambda count: min(found[count][1].values()))
-    seconds = {"ours": found[1][1], "ours, two ranks": found[2][1]}
-    return ranks, found[ranks][0], seconds
+def best(trials: Sequence[Trial], *, at_most_bytes: float = math.inf) -> Trial:
+    """The one with the least memory that is nearly as fast as the fastest; of those within a bound, if there
+    are any."""
+    trials = [trial for trial in trials if trial.peak_bytes <= at_most_bytes] or list(trials)
+    limit = _NEARLY * min(trial.seconds for trial in trials)
+    return min((t for t in trials if t.seconds <= limit), key=lambda trial: trial.peak_bytes)
 
 
 # The other end

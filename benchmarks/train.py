@@ -6,12 +6,12 @@
     python benchmarks/train.py --quick                         # a try: one repetition of the tiny model
 
 A step is forward and backward pass over a batch with the causal language model's loss, clipping, and fused
-AdamW: ours a train step on packed sequences, in one process or data-parallel in two of one thread each
-(whichever a trial finds faster), theirs `Trainer` with padded micro-batches. Both have the same random
-weights, hyperparameters and data, two threads, and the smallest micro-batch that was within 3 % of the
-fastest for them here (it is tried first; `--micro-batch OURS THEIRS` saves that time, on two processes).
-bfloat16 is mixed precision on both sides: theirs is autocast, ours bfloat16 weights with a float32 master
-copy. Batches:
+AdamW: ours a train step on packed sequences, in one process or data-parallel in two of one thread each,
+theirs `Trainer` with padded micro-batches. Both have the same random weights, hyperparameters and data, and
+two threads. What is compared is found by trying first: theirs with the micro-batch that is fastest here
+(within 3 %, the smallest), ours the fastest that needs no more memory than that. `--micro-batch OURS THEIRS`
+saves the time for it, and takes two processes. bfloat16 is mixed precision on both sides: theirs is autocast,
+ours bfloat16 weights with a float32 master copy. Batches:
 
 - equal: sequences of 256 tokens;
 - spread: twice as many, of geometric lengths with a mean of a quarter of the maximum of 512.
@@ -41,7 +41,7 @@ from typing import Any
 from harness import Goal, machine, progress, report, scratch_directory
 from limits import train_flops
 from rich.table import Table
-from sides import OURS, THEIRS, Side, alternate, best_micro_batch, best_ranks
+from sides import OURS, THEIRS, Side, Trial, alternate, best, try_micro_batches
 from workloads import SIZES, Scene, config_of, geometric_lengths, sequences, write_model
 
 WORKLOADS = ("equal", "spread")
@@ -49,7 +49,7 @@ GOALS = {"equal": 1.1, "spread": 2.0}
 _EFFICIENCY_GOAL = 0.6
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}
 _NUM_EQUAL = {"tiny": 64, "100m": 16}
-_OUR_TRIES, _THEIR_TRIES = (1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16, 32, 64)
+_OUR_TRIES, _THEIR_TRIES = (512, 1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16, 32, 64)
 _OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
 _SCRATCH_BYTES = 1 << 30
 
@@ -77,17 +77,18 @@ def prepare(scene: Scene) -> dict[str, Any]:
 
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dict[str, Any]:
     """A row of the table."""
-    settings, lengths = prepare(scene), lengths_of(scene)
-    tried: dict[str, dict[int, float]] = {}
-    ranks = 2
-    if micro_batch is None:
-        ranks, ours_best, tried = best_ranks(settings, _OUR_TRIES)
-        theirs_best, tried["trainer"] = best_micro_batch(
-            THEIRS, settings, [n for n in _THEIR_TRIES if len(lengths) % n == 0])
-        micro_batch = [ours_best, theirs_best]
-        progress(f"{scene.name}: seconds by micro-batch {tried}")
-    scripts = {"ours": OURS, "trainer": THEIRS}
-    sizes = dict(zip(scripts, micro_batch, strict=True))
+    settings, lengths, ranks, tried = prepare(scene), lengths_of(scene), 2, list[Trial]()
+    if micro_batch is not None:
+        sizes = dict(zip(("ours", "trainer"), micro_batch, strict=True))
+    else:
+        their_sizes = [n for n in _THEIR_TRIES if len(lengths) % n == 0]
+        theirs_tried = try_micro_batches(THEIRS, settings, their_sizes)
+        tried = [t for n in (1, 2) for t in try_micro_batches(OURS, settings, _OUR_TRIES, ranks=n)]
+        their_best = best(theirs_tried)
+        chosen = best(tried, at_most_bytes=their_best.peak_bytes)
+        sizes, ranks = {"ours": chosen.micro_batch, "trainer": their_best.micro_batch}, chosen.ranks
+        progress(f"{scene.name}: tried ours {tried}, theirs {theirs_tried}")
+        tried += theirs_tried
     with (
         Side(OURS, settings | {"micro_batch": sizes["ours"], "ranks": ranks}) as ours,
         Side(THEIRS, settings | {"micro_batch": sizes["trainer"]}) as theirs,
