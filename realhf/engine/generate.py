@@ -5,6 +5,8 @@ hidden states flow to later stages, tokens back to earlier ones. All ranks of a 
 
 Under expert parallelism the ranks of an ep group pass through the experts together: those that have no tokens
 (left) take part in the passes of the others with none.
+
+Prompts that do not begin at once wait in a queue, from which all cohorts of all replicas take.
 """
 
 import zlib
@@ -45,7 +47,7 @@ def generate(
     waiting = queue.put([job for part, count in zip(parts, at_home, strict=True) for job in part[count:]])
     with torch.no_grad():
         cohorts = [
-            _Cohort(model, work, seed, part[:count], waiting, queue, num_cohorts=num_cohorts)
+            _Cohort(model, work, seed, part, count, waiting, queue, num_cohorts=num_cohorts)
             for part, count in zip(parts, at_home, strict=True)]
         while any([cohort.advance() for cohort in cohorts]):
             pass
@@ -59,18 +61,19 @@ def _room(jobs: Sequence[Job], work: Generate, model: Transformer, num_cohorts: 
 
 
 class _Cohort:
-    """Samples that share a cache and slots: those of `jobs`, and what comes out of the queue."""
+    """Samples that share a cache and slots."""
 
     def __init__(
-        self, model: Transformer, work: Generate, seed: int, jobs: Sequence[Job], waiting: Sequence[Job],
-        queue: WorkQueue, *, num_cohorts: int,
+        self, model: Transformer, work: Generate, seed: int, part: Sequence[Job], count: int,
+        waiting: Sequence[Job], queue: WorkQueue, *, num_cohorts: int,
     ) -> None:  # fmt: skip
+        """It begins with `count` jobs of its part; those that are `waiting` may come out of the queue."""
         self._model, self._groups, self._sampling, self._seed = model, model.groups, work.sampling, seed
         self._device, self._queue = model.flat.device, queue
         ends = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=self._device)
         ends[[i for i in model.config.eos_token_ids if i < len(ends)]] = True
-        count = sum(len(job.ids) for job in jobs)
-        self.samples = Samples(count, max_new_tokens=work.sampling.max_new_tokens, ends=ends)
+        capacity = sum(len(job.ids) for job in part)
+        self.samples = Samples(capacity, max_new_tokens=work.sampling.max_new_tokens, ends=ends)
         self._step: Step | None = None
         self._drawn = torch.zeros(0, dtype=torch.long)
         self._has_company = self._groups.ep.size > 1
@@ -78,8 +81,8 @@ class _Cohort:
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
         self._cache: KVCache | None = None
-        if jobs or waiting:
-            self._reserve(work, _room([*jobs, *waiting], work, model, num_cohorts), jobs)
+        if reach := [*part[:count], *waiting]:
+            self._reserve(work, _room(reach, work, model, num_cohorts), part[:count])
 
     def _reserve(self, work: Generate, room: Room, jobs: Sequence[Job]) -> None:
         """Memory for as many rows as may run at once, within the budget."""

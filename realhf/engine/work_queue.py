@@ -125,8 +125,8 @@ class WorkQueue:
         for pending in sent:
             pending.wait()
         whole = Batch.concat(parts)
-        rank = {sample: row for row, sample in enumerate(whole.ids)}
-        return whole.select([rank[sample] for sample in ids])
+        row_of = {sample: row for row, sample in enumerate(whole.ids)}
+        return whole.select([row_of[sample] for sample in ids])
 
     def _close(self) -> list[list[int]]:
         """Per replica the data shards of which it has samples without being theirs."""
