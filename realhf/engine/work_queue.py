@@ -25,19 +25,31 @@ class Lines:
         self._counts, self._index, self._store = counts, index, store
         behind = [*range(index, len(counts)), *range(index)]  # Each thief tries another one first.
         self._left = [replica for replica in behind if counts[replica] > 0]
-        self._num_own = 0
+        self._num_own = self._num_reserved = 0
+        self._num_waiting = counts[index]  # In its own line, as far as this replica knows.
 
     def take(self) -> tuple[int, int] | None:
         """The line and the number of an item that nobody else has or gets; None when there are no more."""
         while self._left:
             line = self._left[0]
-            count, own = self._counts[line], line == self._index
-            if self._store.add(f"{line}/taken", 1) <= count:
+            if line == self._index and (self._num_reserved or self._reserve()):
+                self._num_reserved -= 1
+                self._num_own += 1
+                return line, self._num_own - 1
+            if line != self._index and self._store.add(f"{line}/taken", 1) <= self._counts[line]:
                 # Together front and back have given away no more than there are, so they never meet.
-                self._num_own += own
-                return line, self._num_own - 1 if own else count - self._store.add(f"{line}/from_back", 1)
+                return line, self._counts[line] - self._store.add(f"{line}/from_back", 1)
             self._left.pop(0)
         return None
+
+    def _reserve(self) -> bool:
+        """Takes some of its own at once, as each look into the store costs time: no more than half of its
+        share of what is left (guided self-scheduling, Polychronopoulos & Kuck 1987)."""
+        wanted, count = max(1, self._num_waiting // (2 * len(self._counts))), self._counts[self._index]
+        num_taken = self._store.add(f"{self._index}/taken", wanted)
+        self._num_waiting = max(0, count - num_taken)
+        self._num_reserved = max(0, min(wanted, wanted + count - num_taken))
+        return self._num_reserved > 0
 
     def forget(self) -> None:
         """Deletes what the store has of this replica's line, when nobody takes any more."""
