@@ -285,13 +285,17 @@ class World:
             self._groups[key] = Group(key[0], index, backend, native=native)
         return self._groups[key]
 
+    def store(self, name: str) -> dist.Store:
+        """What all ranks see under this name."""
+        assert self._store is not None, "a world of several ranks needs a store"
+        return dist.PrefixStore(f"realhf/{name}/", self._store)
+
     def _connect(self, key: tuple[tuple[int, ...], str], index: int, *, native: bool) -> Any:
         """A communicator of its own, whose members meet in the store under ranks and purpose.
 
         (`dist.new_group` would name it by how many groups this rank has made, which differs between ranks.)
         """
-        assert self._store is not None, "a world of several ranks needs a store"
-        store = dist.PrefixStore(f"realhf/{key}/", self._store)
+        store = self.store(str(key))
         if not native:
             return dist.ProcessGroupGloo(store, index, len(key[0]), self._timeout)
         options = dist.ProcessGroupNCCL.Options()

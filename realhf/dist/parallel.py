@@ -13,7 +13,7 @@ class ParallelGroups:
 
     `all` is every rank of the layout, `ends` the first and the last stage (None between them or if there is
     but one), `ep` the dp neighbours that share out one set of experts. `pp_back` has the ranks of `pp` for what
-    flows backward; `dp_control`, `cp_control` and `ep_control` are over gloo.
+    flows backward; `dp_control`, `ep_control` and `replicas` (over dp and cp) are over gloo.
     """
 
     layout: Layout
@@ -23,8 +23,8 @@ class ParallelGroups:
     cp: Group
     pp: Group
     pp_back: Group
-    cp_control: Group
     dp_control: Group
+    replicas: Group
     ep: Group
     ep_control: Group
     all: Group
@@ -44,8 +44,8 @@ class ParallelGroups:
             layout=layout, rank=rank, at=at, world=world, ends=ends,
             **{axis: world.group(line[axis]) for axis in ("tp", "cp", "pp", "ep")},
             pp_back=world.group(line["pp"], purpose="backward"),
-            cp_control=world.group(line["cp"], purpose="control"),
             dp_control=world.group(line["dp"], purpose="control"),
+            replicas=world.group(layout.replicas(rank), purpose="control"),
             ep_control=world.group(line["ep"], purpose="control"),
             all=world.group(layout.ranks),
         )

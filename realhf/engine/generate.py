@@ -5,67 +5,75 @@ hidden states flow to later stages, tokens back to earlier ones. All ranks of a 
 
 Under expert parallelism the ranks of an ep group pass through the experts together: those that have no tokens
 (left) take part in the passes of the others with none.
+
+Prompts that do not begin at once wait in a queue, from which all cohorts of all replicas take.
 """
 
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
-import numpy as np
 import torch
 
-from realhf.cache_blocks import block_size, blocks_for, num_blocks
-from realhf.data.batch import Batch, Packed
+from realhf.data.batch import Batch
 from realhf.dist.group import Pending
 from realhf.engine.block_manager import BlockManager
+from realhf.engine.room import Room
+from realhf.engine.samples import Job, Samples, by_prompt, columns
 from realhf.engine.sampling import sample, uniform
 from realhf.engine.scheduler import Prompt, Scheduler, Step
 from realhf.engine.work import Generate
-from realhf.errors import UserError
+from realhf.engine.work_queue import WorkQueue
 from realhf.layout import even_split
 from realhf.nn.block_tables import BlockTables
 from realhf.nn.kv_cache import KVCache
 from realhf.nn.transformer import Transformer
 
-_GIB = 1 << 30
 
-
-def generate(model: Transformer, batch: Batch, work: Generate, *, prompt_key: str, stream: str) -> list:
-    """The columns of `Generate`, on the last stage; `stream` (the call's name) has its own random numbers.
+def generate(
+    model: Transformer, batch: Batch, work: Generate, queue: WorkQueue, *, prompt_key: str, stream: str
+) -> tuple[list[int], list]:
+    """Ids of the samples that this replica has continued, and on the last stage the columns of `Generate`;
+    `stream` (the call's name) has its own random numbers.
 
     Raises UserError when a sample cannot fit in the model's positions or in the budget of the KV cache.
     """
     prompts = [prompt.tolist() for prompt in batch[prompt_key].split()]
-    samples = list(zip(prompts, batch.ids, strict=True))
     seed = (work.seed << 32) | zlib.crc32(stream.encode())
     pp, in_lockstep = model.groups.layout.pp, model.groups.ep.size > 1
-    num_cohorts = pp if in_lockstep else min(pp, len(samples), work.max_rows)
-    parts = [samples[slice(*even_split(len(samples), num_cohorts, i))] for i in range(num_cohorts)]
+    num_cohorts = pp if in_lockstep else max(1, min(pp, len(prompts), work.max_rows))
+    ranges = [slice(*even_split(len(prompts), num_cohorts, i)) for i in range(num_cohorts)]
+    parts = [by_prompt(prompts[part], batch.ids[part]) for part in ranges]
+    at_home = [_room(part, work, model, num_cohorts).num_at_once(part) if part else 0 for part in parts]
+    waiting = queue.put([job for part, count in zip(parts, at_home, strict=True) for job in part[count:]])
     with torch.no_grad():
-        cohorts = [_Cohort(model, work, seed, part, num_cohorts=num_cohorts) for part in parts]
+        cohorts = [
+            _Cohort(model, work, seed, part, count, waiting, queue, num_cohorts=num_cohorts)
+            for part, count in zip(parts, at_home, strict=True)]
         while any([cohort.advance() for cohort in cohorts]):
             pass
-    return _columns(cohorts, model) if model.groups.is_last_stage else []
+    made = [cohort.samples for cohort in cohorts]
+    ids = [i for samples in made for i in samples.ids[: len(samples.prompts)].tolist()]
+    return ids, columns(made, wide=model.wide) if model.groups.is_last_stage else []
+
+
+def _room(jobs: Sequence[Job], work: Generate, model: Transformer, num_cohorts: int) -> Room:
+    return Room(jobs, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts)
 
 
 class _Cohort:
-    """Samples (prompt, sample id) that share a cache and a number of slots."""
+    """Samples that share a cache and slots."""
 
     def __init__(
-        self, model: Transformer, work: Generate, seed: int, samples: Sequence[tuple[list[int], int]],
-        *, num_cohorts: int,
+        self, model: Transformer, work: Generate, seed: int, part: Sequence[Job], count: int,
+        waiting: Sequence[Job], queue: WorkQueue, *, num_cohorts: int,
     ) -> None:  # fmt: skip
+        """It begins with `count` jobs of its part; those that are `waiting` may come out of the queue."""
         self._model, self._groups, self._sampling, self._seed = model, model.groups, work.sampling, seed
-        self._device, count, max_new = model.flat.device, len(samples), work.sampling.max_new_tokens
-        self.prompts = [prompt for prompt, _ in samples]
-        self._ids = np.array([sample_id for _, sample_id in samples], np.int64)
-        self.lengths = np.zeros(count, np.int64)
-        """Tokens that each sample has."""
-        self.tokens = torch.zeros(count, max_new, dtype=torch.long, device=self._device)
-        self.logprobs = torch.zeros(count, max_new, dtype=torch.float64, device=self._device)
-        self.finished = np.zeros(count, bool)
-        self._ends = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=self._device)
-        self._ends[[i for i in model.config.eos_token_ids if i < len(self._ends)]] = True
+        self._device, self._queue = model.flat.device, queue
+        ends = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=self._device)
+        ends[[i for i in model.config.eos_token_ids if i < len(ends)]] = True
+        capacity = sum(len(job.ids) for job in part)
+        self.samples = Samples(capacity, max_new_tokens=work.sampling.max_new_tokens, ends=ends)
         self._step: Step | None = None
         self._drawn = torch.zeros(0, dtype=torch.long)
         self._has_company = self._groups.ep.size > 1
@@ -73,42 +81,24 @@ class _Cohort:
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
         self._cache: KVCache | None = None
-        if samples:
-            self._reserve(work, -(-work.max_rows // num_cohorts), num_cohorts)
+        if reach := [*part[:count], *waiting]:
+            self._reserve(work, _room(reach, work, model, num_cohorts), part[:count])
 
-    def _reserve(self, work: Generate, most_rows: int, num_cohorts: int) -> None:
+    def _reserve(self, work: Generate, room: Room, jobs: Sequence[Job]) -> None:
         """Memory for as many rows as may run at once, within the budget."""
-        prompts, max_new = _by_prompt(self.prompts), work.sampling.max_new_tokens
-        num_slots = min(most_rows, len(self.prompts))
-        longest = max(map(len, self.prompts)) + max_new
-        limit = self._model.config.num_positions
-        if limit is not None and longest > limit:
-            raise UserError(
-                f"a prompt has {longest - max_new} tokens and sampling.max_new_tokens is {max_new}: "
-                f"the model has learned {limit} positions")
-        sizes = [(len(prompt.tokens), len(prompt.samples)) for prompt in prompts]
-        size = block_size(sizes, max_new_tokens=max_new)
-        wanted = blocks_for(sizes, size=size, num_slots=num_slots, max_new_tokens=max_new)
-        if work.kv_cache_gib is not None:
-            block_bytes = self._model.cache_token_bytes * size
-            budget = int(work.kv_cache_gib * _GIB / num_cohorts) // block_bytes
-            if budget < (least := num_blocks(longest, size) + 1):
-                least_gib = least * num_cohorts * block_bytes / _GIB
-                raise UserError(
-                    f"kv_cache_gib is {work.kv_cache_gib:g}: one sample of {longest} tokens (prompt and "
-                    f"sampling.max_new_tokens) needs {least_gib:.3g}")
-            wanted = min(wanted, budget)
-        self._cache, blocks = self._model.new_cache(wanted, size), BlockManager(wanted)
+        room.check(self._model.config.num_positions)
+        self._cache = self._model.new_cache(room.num_blocks, room.block_size)
         self._tables = BlockTables(
-            num_slots=num_slots, num_blocks=wanted, block_size=size,
-            blocks_per_row=num_blocks(longest, size),
-            max_sharers=max(len(prompt.samples) for prompt in prompts))
+            num_slots=room.num_slots, num_blocks=room.num_blocks, block_size=room.block_size,
+            blocks_per_row=room.blocks_per_row, max_sharers=room.max_sharers)
         self._scheduler = Scheduler(
-            prompts, num_slots=num_slots, blocks=blocks, tables=self._tables, history=self._history,
-            prefill_tokens=work.prefill_tokens, restart_at=self._model.cache_limit)
+            [self.samples.add(job) for job in jobs], num_slots=room.num_slots,
+            blocks=BlockManager(room.num_blocks), tables=self._tables, history=self.samples.history,
+            prefill_tokens=work.prefill_tokens, restart_at=self._model.cache_limit, more=self._take_prompt)
 
-    def _history(self, index: int) -> list[int]:
-        return self.prompts[index] + self.tokens[index, : self.lengths[index]].tolist()
+    def _take_prompt(self) -> Prompt | None:
+        job = self._queue.take()
+        return None if job is None else self.samples.add(job)
 
     def advance(self) -> bool:
         """Takes over the tokens of the step before and starts the next, whose messages travel meanwhile;
@@ -144,11 +134,12 @@ class _Cohort:
         if not self._groups.is_last_stage or not samples:
             return
         logits, start = self._model.logits(torch.cat(hidden)), self._model.vocab_range[0]
-        draws = uniform(self._seed, sample_ids=self._ids[samples], positions=self.lengths[samples])
+        ids, lengths = self.samples.ids[samples], self.samples.lengths[samples]
+        draws = uniform(self._seed, sample_ids=ids, positions=lengths)
         draws_B = torch.from_numpy(draws).to(self._device)
         self._drawn, logprobs_B = sample(
             logits, draws_B, config=self._sampling, vocab_start=start, group=self._groups.tp)
-        self.logprobs[self._at(samples)] = logprobs_B
+        self.samples.logprobs[self.samples.at(samples)] = logprobs_B
         back = [(stage, self._drawn) for stage in range(self._groups.at.pp)]
         self._sent.append(self._groups.pp_back.post(back, []))
 
@@ -160,7 +151,7 @@ class _Cohort:
             cache.copy(*zip(*step.copies, strict=True))
         if step.rows:
             decoding = self._tables.advance(self._device)
-            last_B = self.tokens[self._at(step.rows, back=1)]
+            last_B = self.samples.tokens[self.samples.at(step.rows, back=1)]
             yield self._handed_on(model.decode(self._input(last_B), cache, decoding))
         if step.further is not None:
             piece = step.further
@@ -183,17 +174,8 @@ class _Cohort:
         if not groups.is_last_stage:
             self._drawn = self._integers(samples)
             groups.pp_back.exchange([], [(groups.layout.pp - 1, self._drawn)])
-        self.tokens[self._at(samples)] = self._drawn
-        finished = self._ends[self._drawn].cpu().numpy()
-        self.lengths[samples] += 1
-        self.finished[samples] = finished
         assert self._scheduler is not None
-        ended = finished | (self.lengths[samples] == self._sampling.max_new_tokens)
-        self._scheduler.update(ended.tolist())
-
-    def _at(self, samples: list[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where in `tokens` these samples' next ones go, or so many places before."""
-        return self._integers(samples), torch.from_numpy(self.lengths[samples] - back).to(self._device)
+        self._scheduler.update(self.samples.append(samples, self._drawn))
 
     def _integers(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self._device)
@@ -216,24 +198,3 @@ class _Cohort:
         if not self._groups.is_last_stage:
             self._sent.append(self._groups.pp.post([(self._groups.at.pp + 1, hidden.contiguous())], []))
         return hidden
-
-
-def _by_prompt(prompts: Sequence[list[int]]) -> list[Prompt]:
-    """Samples of equal prompts that are neighbours go together."""
-    runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
-    return [Prompt(prompts[run[0]], run) for run in runs]
-
-
-def _columns(cohorts: Sequence[_Cohort], model: Transformer) -> list:
-    """Sequences, response mask, log-probs and finished flags, as `Generate` promises them."""
-    floats = torch.zeros(0, dtype=model.wide, device=model.flat.device)
-    finished = [torch.from_numpy(cohort.finished).to(floats) for cohort in cohorts]
-    sequences, masks, logprobs = [], [], []
-    for cohort in cohorts:
-        for i, (prompt, length) in enumerate(zip(cohort.prompts, cohort.lengths.tolist(), strict=True)):
-            sequences.append(torch.cat([cohort.tokens.new_tensor(prompt), cohort.tokens[i, :length]]))
-            padding, row = (len(prompt), 0), cohort.logprobs[i, :length].to(model.wide)
-            logprobs.append(torch.nn.functional.pad(row, padding))
-            masks.append(torch.nn.functional.pad(torch.ones_like(row), padding))
-    floating = [Packed.of(rows, empty=floats) for rows in (masks, logprobs)]
-    return [Packed.of(sequences, empty=floats.long()), *floating, torch.cat([floats, *finished])]

@@ -17,6 +17,7 @@ from realhf.engine.outputs import compute_outputs, loss_by_parts
 from realhf.engine.protocol import DTYPES, Shards
 from realhf.engine.routers import Routers
 from realhf.engine.work import Generate, OptimizerConfig, TrainStep
+from realhf.engine.work_queue import WorkQueue
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
 from realhf.lora import LoraConfig
@@ -40,6 +41,8 @@ class NativeEngine(BaseEngine):
         self.model = Transformer(spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters)
         trained = self.model if self.adapters is None else self.adapters
         super().__init__(self.model, trained=trained, optimizer=optimizer)
+        self.num_stolen = 0
+        """Prompts of other replicas that this one has continued."""
 
     def adapter_shards(self) -> Shards:
         assert self.adapters is not None, "a model without LoRA has no adapters"
@@ -69,20 +72,16 @@ class NativeEngine(BaseEngine):
         return self.model.merged_model().shards() if merges else self.adapters.shards()
 
     def _generate(self, call: FunctionCall, work: Generate, batch: Batch) -> Batch:
-        """Ranks over cp are replicas here: each continues a part of the prompts, and tells the others."""
-        cp = self.groups.cp_control
-        batch = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
+        """Ranks over cp are replicas here, too: each begins with a part of the prompts."""
+        cp, queue = self.groups.cp, WorkQueue(self.groups)
+        part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
-            columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
-        mine = output_batch(call, batch.ids, columns)
-        if cp.size == 1 or not mine.fields:
-            return mine
-        others = [index for index in range(cp.size) if index != cp.index]
-        sent = cp.send_bytes(mine.pack(), others)
-        parts = {index: Batch.unpack(cp.recv_bytes(index)) for index in others} | {cp.index: mine}
-        sent.wait()
-        return Batch.concat([parts[index] for index in range(cp.size)])
+            ids, columns = generate(
+                self.model, part, work, queue, prompt_key=call.inputs[0], stream=call.name)
+        made = queue.bring_home(output_batch(call, ids, columns), batch.ids)
+        self.num_stolen += queue.num_stolen
+        return made
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """The ranks of an ep group pass through the experts together: the last ones of some are empty."""

@@ -86,10 +86,13 @@ class Scheduler:
     def __init__(
         self, prompts: Iterable[Prompt], *, num_slots: int, blocks: BlockManager, tables: BlockTables,
         prefill_tokens: int, history: Callable[[int], list[int]], restart_at: int | None = None,
+        more: Callable[[], Prompt | None] = lambda: None,
     ) -> None:  # fmt: skip
         """`history` gives a sample's prompt and all of its tokens so far. A row that is to grow past
-        `restart_at` tokens is computed anew first."""
+        `restart_at` tokens is computed anew first. `more` is asked for another prompt when the queue is empty
+        and a slot is free, until there is none."""
         self._queue, self._num_slots, self._prefill_tokens = deque(prompts), num_slots, prefill_tokens
+        self._more = more
         self._blocks, self._tables = blocks, tables
         self._history, self._restart_at = history, restart_at
         self._ready: deque[Prompt] = deque()
@@ -206,7 +209,7 @@ class Scheduler:
         pieces: list[Piece] = []
         room = self._prefill_tokens
         num_rows = len(self._rows) + sum(len(prompt.waiting) for prompt in self._ready)
-        while self._queue and room > 0:
+        while room > 0 and (self._queue or self._fetch(num_rows)):
             prompt = self._queue[0]
             left = len(prompt.tokens) - prompt.num_cached
             if pieces and left > room:  # A prompt is cut only if it is too long for any pass.
@@ -222,6 +225,12 @@ class Scheduler:
                 self._queue.popleft()
         # Neighbours of equal length are attended to together; what goes on stays in front.
         return sorted(pieces, key=lambda piece: (piece.start == 0, piece.stop))
+
+    def _fetch(self, num_rows: int) -> bool:
+        """Whether another prompt has come into the queue, for which there was a slot and a block."""
+        if num_rows < self._num_slots and self._blocks.num_free > 0 and (prompt := self._more()) is not None:
+            self._queue.append(prompt)
+        return bool(self._queue)
 
     def _admit(self, prompt: Prompt, num_rows: int) -> bool:
         """Takes blocks for the prompt, if a slot is free and each of its rows that it has slots for can have

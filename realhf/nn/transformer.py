@@ -254,10 +254,10 @@ class Transformer(ShardedParameters):
 
     @property
     def cache_token_bytes(self) -> int:
-        """Of one token in the cache, in all of this stage's layers."""
+        """Of one token in the cache, in all layers of the stage that has most: alike on all stages."""
         heads, dim, value_dim = self._cache_heads
-        parts = 1 if value_dim else 2
-        return len(self.blocks) * parts * heads * dim * self.flat.itemsize
+        parts, num_layers = 1 if value_dim else 2, -(-self.config.num_layers // self.groups.layout.pp)
+        return num_layers * parts * heads * dim * self.flat.itemsize
 
     @property
     def _cache_heads(self) -> tuple[int, int, int | None]:

@@ -8,7 +8,10 @@ import torch
 
 from realhf.cache_blocks import block_size, blocks_for, num_blocks
 from realhf.engine.block_manager import BlockManager
+from realhf.engine.room import Room
+from realhf.engine.samples import Job
 from realhf.engine.scheduler import Prompt, Scheduler
+from realhf.engine.work import Generate, SamplingConfig
 from realhf.nn.block_tables import BlockTables
 
 MAX_NEW = 150
@@ -33,7 +36,10 @@ def _sizes(prompts):
 class _Replay:
     """Carries out the scheduler's steps on token numbers in the place of keys and values."""
 
-    def __init__(self, prompts, *, num_slots, num_blocks_, prefill_tokens, restart_at, wanted):
+    def __init__(
+        self, prompts, *, num_slots, num_blocks_, prefill_tokens, restart_at, wanted, num_later=0
+    ):
+        """The last `num_later` prompts are handed over when the scheduler asks for them."""
         samples = {sample: prompt for prompt in prompts for sample in prompt.samples}
         self.prompts = {sample: list(prompt.tokens) for sample, prompt in samples.items()}
         self.made = {sample: [] for sample in samples}
@@ -44,9 +50,10 @@ class _Replay:
             num_slots=num_slots, num_blocks=num_blocks_, block_size=BLOCK_SIZE,
             blocks_per_row=num_blocks(250 + MAX_NEW, BLOCK_SIZE),
             max_sharers=max(len(prompt.samples) for prompt in prompts))
+        first, later = prompts[: len(prompts) - num_later], iter(prompts[len(prompts) - num_later :])
         self.scheduler = Scheduler(
-            prompts, num_slots=num_slots, blocks=self.blocks, tables=self.tables,
-            prefill_tokens=prefill_tokens, history=self.history, restart_at=restart_at)
+            first, num_slots=num_slots, blocks=self.blocks, tables=self.tables, prefill_tokens=prefill_tokens,
+            history=self.history, restart_at=restart_at, more=lambda: next(later, None))
         self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
         self.steps, self.widest, self.crossings = 0, 0, []
 
@@ -115,7 +122,8 @@ def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
     available = rng.choice([least, least + 2, max(least, plenty)])
     replay = _Replay(
         prompts, num_slots=num_slots, num_blocks_=available, prefill_tokens=rng.choice([7, 100, 10_000]),
-        restart_at=rng.choice([None, None, 100]), wanted=[rng.choice([1, 2, MAX_NEW]) for _ in samples])
+        restart_at=rng.choice([None, None, 100]), wanted=[rng.choice([1, 2, MAX_NEW]) for _ in samples],
+        num_later=rng.choice([0, len(prompts) // 2, len(prompts)]))
     while replay.step():
         assert replay.steps < 10_000
     assert [len(replay.made[sample]) for sample in samples] == replay.wanted
@@ -125,13 +133,31 @@ def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
         assert replay.scheduler.num_restarts == 0
 
 
-def test_slots_are_filled_again_at_once():
+@pytest.mark.parametrize("seed", range(20))
+def test_room_knows_how_many_prompts_begin_at_once(seed):
+    rng = random.Random(seed)
+    prompts = _prompts(rng, rng.randint(1, 12))
+    jobs, sampling = [Job(p.tokens, p.samples) for p in prompts], SamplingConfig(max_new_tokens=MAX_NEW)
+    max_rows, gib = rng.choice([1, 3, 8, 64]), rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
+    room = Room(jobs, Generate(sampling, max_rows=max_rows, kv_cache_gib=gib), token_bytes=1, num_cohorts=1)
+    tables = BlockTables(
+        num_slots=room.num_slots, num_blocks=room.num_blocks, block_size=room.block_size,
+        blocks_per_row=room.blocks_per_row, max_sharers=room.max_sharers)
+    scheduler = Scheduler(
+        prompts, num_slots=room.num_slots, blocks=BlockManager(room.num_blocks), tables=tables,
+        prefill_tokens=10_000, history=lambda sample: [])
+    assert len(scheduler.plan().pieces) == max(1, room.num_at_once(jobs))
+
+
+@pytest.mark.parametrize("num_later", [0, 18, 20])
+def test_slots_are_filled_again_at_once(num_later):
     """Three slots, twenty samples of different lengths: no slot is ever empty while somebody waits."""
     rng = random.Random(0)
     wanted = [rng.randint(2, 30) for _ in range(20)]
     prompts = [Prompt([i], [i]) for i in range(20)]
     replay = _Replay(
-        prompts, num_slots=3, num_blocks_=50, prefill_tokens=1000, restart_at=None, wanted=wanted)
+        prompts, num_slots=3, num_blocks_=50, prefill_tokens=1000, restart_at=None, wanted=wanted,
+        num_later=num_later)
     while replay.step():
         pass
     assert replay.widest == 3

@@ -1,0 +1,85 @@
+"""Samples: prompts that are being continued, and what has been drawn for them so far."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from realhf.data.batch import Packed
+from realhf.engine.scheduler import Prompt
+
+
+class Job(NamedTuple):
+    """A prompt, and the ids of the samples that continue it."""
+
+    tokens: list[int]
+    ids: list[int]
+
+
+def by_prompt(prompts: Sequence[list[int]], ids: Sequence[int]) -> list[Job]:
+    """Samples of equal prompts that are neighbours go together."""
+    runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
+    return [Job(prompts[run[0]], [ids[i] for i in run]) for run in runs]
+
+
+class Samples:
+    """Samples by number, in the order in which they have come; there may be more than `capacity`."""
+
+    def __init__(self, capacity: int, *, max_new_tokens: int, ends: torch.Tensor) -> None:
+        """`ends`: for every token of the vocabulary whether a sample ends with it."""
+        self.prompts: list[list[int]] = []
+        self.ids, self.lengths = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
+        """`lengths`: tokens that each sample has."""
+        self.finished = np.zeros(capacity, bool)
+        self.tokens = torch.zeros(capacity, max_new_tokens, dtype=torch.long, device=ends.device)
+        self.logprobs = torch.zeros(capacity, max_new_tokens, dtype=torch.float64, device=ends.device)
+        self._max_new_tokens, self._ends = max_new_tokens, ends
+
+    def add(self, job: Job) -> Prompt:
+        """As the scheduler wants them."""
+        first = len(self.prompts)
+        self.prompts += [job.tokens] * len(job.ids)
+        if (lacking := len(self.prompts) - len(self.ids)) > 0:
+            self._grow(max(lacking, len(self.ids)))
+        self.ids[first : len(self.prompts)] = job.ids
+        return Prompt(job.tokens, list(range(first, len(self.prompts))))
+
+    def _grow(self, count: int) -> None:
+        self.ids, self.lengths = (np.pad(numbers, (0, count)) for numbers in (self.ids, self.lengths))
+        self.finished = np.pad(self.finished, (0, count))
+        self.tokens, self.logprobs = (
+            torch.cat([x, x.new_zeros(count, x.shape[1])]) for x in (self.tokens, self.logprobs))
+
+    def history(self, number: int) -> list[int]:
+        """All tokens of a sample."""
+        return self.prompts[number] + self.tokens[number, : self.lengths[number]].tolist()
+
+    def append(self, numbers: list[int], tokens_B: torch.Tensor) -> list[bool]:
+        """The next tokens of these samples; whether they are the last ones."""
+        self.tokens[self.at(numbers)] = tokens_B
+        finished = self._ends[tokens_B].cpu().numpy()
+        self.lengths[numbers] += 1
+        self.finished[numbers] = finished
+        return (finished | (self.lengths[numbers] == self._max_new_tokens)).tolist()
+
+    def at(self, numbers: list[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where in `tokens` the next ones of these samples go, or so many places before."""
+        lengths, device = torch.from_numpy(self.lengths[numbers] - back), self.tokens.device
+        return torch.tensor(numbers, dtype=torch.long, device=device), lengths.to(device)
+
+
+def columns(parts: Sequence[Samples], *, wide: torch.dtype) -> list:
+    """Sequences, response mask, log-probs and finished flags of all samples, as `Generate` promises them."""
+    floats = torch.zeros(0, dtype=wide, device=parts[0].tokens.device)
+    finished = [torch.from_numpy(part.finished[: len(part.prompts)]).to(floats) for part in parts]
+    sequences, masks, logprobs = [], [], []
+    for part in parts:
+        for i, (prompt, length) in enumerate(zip(part.prompts, part.lengths.tolist(), strict=False)):
+            sequences.append(torch.cat([part.tokens.new_tensor(prompt), part.tokens[i, :length]]))
+            padding, row = (len(prompt), 0), part.logprobs[i, :length].to(wide)
+            logprobs.append(torch.nn.functional.pad(row, padding))
+            masks.append(torch.nn.functional.pad(torch.ones_like(row), padding))
+    floating = [Packed.of(rows, empty=floats) for rows in (masks, logprobs)]
+    return [Packed.of(sequences, empty=floats.long()), *floating, torch.cat([floats, *finished])]
