@@ -50,8 +50,9 @@ class Job:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Exit code 0: done, 2: wrong input (one sentence on stderr), 1: anything else."""
-    # Threads wait for each other awake, but not for long: they may have to share their cores.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # Threads wait for each other awake, but not for long: they may have to share their cores.
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     argv = sys.argv[1:] if argv is None else argv
     try:
         options, overrides = _parser().parse_known_args(argv)

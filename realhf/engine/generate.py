@@ -26,6 +26,7 @@ from realhf.engine.work_queue import WorkQueue
 from realhf.layout import even_split
 from realhf.nn.block_tables import BlockTables
 from realhf.nn.kv_cache import KVCache
+from realhf.nn.segments import Decode, Extend, Prefill, Segment
 from realhf.nn.transformer import Transformer
 
 
@@ -119,21 +120,19 @@ class _Cohort:
 
     def _keep_company(self) -> None:
         """All ranks of the ep group make as many passes as the one that makes most."""
-        num_passes = 0 if self._step is None else self._step.num_passes
-        most = max(self._groups.ep_control.all_gather_json(num_passes))
-        self._has_company = most > 0
+        self._has_company = any(self._groups.ep_control.all_gather_json(self._step is not None))
         if self._step is not None:
             self._compute(self._step)
-        for _ in range(most - num_passes):
+        elif self._has_company:
             self._model(self._nothing(), [])
 
     def _compute(self, step: Step) -> None:
         """This stage's part of a step, and on the last stage the sampling."""
-        hidden, samples = list(self._passes(step)), step.samples
+        hidden, samples = self._pass(step), step.samples
         self._drawn = self._integers([])
         if not self._groups.is_last_stage or not samples:
             return
-        logits, start = self._model.logits(torch.cat(hidden)), self._model.vocab_range[0]
+        logits, start = self._model.logits(hidden), self._model.vocab_range[0]
         ids, lengths = self.samples.ids[samples], self.samples.lengths[samples]
         draws = uniform(self._seed, sample_ids=ids, positions=lengths)
         draws_B = torch.from_numpy(draws).to(self._device)
@@ -143,31 +142,28 @@ class _Cohort:
         back = [(stage, self._drawn) for stage in range(self._groups.at.pp)]
         self._sent.append(self._groups.pp_back.post(back, []))
 
-    def _passes(self, step: Step) -> Iterator[torch.Tensor]:
-        """Runs the step's passes; on the last stage the hidden states that its samples' tokens come from."""
-        model, cache, size = self._model, self._cache, self._tables.block_size
-        assert cache is not None
+    def _pass(self, step: Step) -> torch.Tensor:
+        """Runs the step; on the last stage the hidden states that its samples' tokens come from."""
+        assert self._cache is not None
         if step.copies:
-            cache.copy(*zip(*step.copies, strict=True))
+            self._cache.copy(*zip(*step.copies, strict=True))
+        hidden = self._model.advance(self._input(step), self._cache, list(self._segments(step)))
+        if not self._groups.is_last_stage:
+            self._sent.append(self._groups.pp.post([(self._groups.at.pp + 1, hidden.contiguous())], []))
+            return hidden
+        return hidden[self._integers(step.last_tokens)] if step.pieces else hidden
+
+    def _segments(self, step: Step) -> Iterator[Segment]:
+        size = self._tables.block_size
         if step.rows:
-            decoding = self._tables.advance(self._device)
-            last_B = self.samples.tokens[self.samples.at(step.rows, back=1)]
-            yield self._handed_on(model.decode(self._input(last_B), cache, decoding))
-        if step.further is not None:
-            piece = step.further
-            tokens, places_L = piece.prompt.tokens, self._integers(piece.places(size))
-            ids_T = self._integers(tokens[piece.start : piece.stop])
-            hidden = model.extend(self._input(ids_T), cache, places_L, whole_len=len(tokens))
-            yield self._handed_on(hidden)[-1:].expand(len(piece.prompt.samples) * piece.is_last, -1)
+            yield Decode(self._tables.advance(self._device))
+        if (piece := step.further) is not None:
+            places_L, longest = self._integers(piece.places(size)), len(piece.prompt.tokens)
+            yield Extend(places_L, num_tokens=len(piece.tokens), longest=longest)
         if fresh := step.fresh:
-            ids_T = self._integers([t for piece in fresh for t in piece.prompt.tokens[: piece.stop]])
             places_T = self._integers([place for piece in fresh for place in piece.places(size)])
             lens, whole = [piece.stop for piece in fresh], [len(piece.prompt.tokens) for piece in fresh]
-            hidden = model.prefill(self._input(ids_T), lens, cache, places_T, whole_lens=whole)
-            hidden = self._handed_on(hidden)
-            ends = self._integers(lens).cumsum(0) - 1
-            counts = self._integers([len(piece.prompt.samples) * piece.is_last for piece in fresh])
-            yield hidden[ends.repeat_interleave(counts)] if self._groups.is_last_stage else hidden
+            yield Prefill(lens, places_T, whole_lens=whole)
 
     def _take_tokens(self, step: Step) -> None:
         samples, groups = step.samples, self._groups
@@ -185,16 +181,12 @@ class _Cohort:
         width, first = self._model.config.hidden_size, self._groups.is_first_stage
         return self._integers([]) if first else self._model.flat.new_empty(0, width)
 
-    def _input(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _input(self, step: Step) -> torch.Tensor:
         """Tokens on the first stage, the previous stage's hidden states of them on others."""
         if self._groups.is_first_stage:
-            return tokens
-        hidden = self._model.flat.new_empty(len(tokens), self._model.config.hidden_size)
+            last_B = self.samples.tokens[self.samples.at(step.rows, back=1)]
+            read = [token for piece in step.pieces for token in piece.tokens]
+            return torch.cat([last_B, self._integers(read)]) if read else last_B
+        hidden = self._model.flat.new_empty(step.num_tokens, self._model.config.hidden_size)
         self._groups.pp.exchange([], [(self._groups.at.pp - 1, hidden)])
-        return hidden
-
-    def _handed_on(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Also sends it to the next stage, if there is one."""
-        if not self._groups.is_last_stage:
-            self._sent.append(self._groups.pp.post([(self._groups.at.pp + 1, hidden.contiguous())], []))
         return hidden

@@ -72,14 +72,24 @@ class Samples:
 
 def columns(parts: Sequence[Samples], *, wide: torch.dtype) -> list:
     """Sequences, response mask, log-probs and finished flags of all samples, as `Generate` promises them."""
-    floats = torch.zeros(0, dtype=wide, device=parts[0].tokens.device)
-    finished = [torch.from_numpy(part.finished[: len(part.prompts)]).to(floats) for part in parts]
-    sequences, masks, logprobs = [], [], []
+    device = parts[0].tokens.device
+    floats, finished = torch.zeros(0, dtype=wide, device=device), list[torch.Tensor]()
+    sequences, masks, logprobs, lengths = [floats.long()], [floats], [floats], list[int]()
     for part in parts:
-        for i, (prompt, length) in enumerate(zip(part.prompts, part.lengths.tolist(), strict=False)):
-            sequences.append(torch.cat([part.tokens.new_tensor(prompt), part.tokens[i, :length]]))
-            padding, row = (len(prompt), 0), part.logprobs[i, :length].to(wide)
-            logprobs.append(torch.nn.functional.pad(row, padding))
-            masks.append(torch.nn.functional.pad(torch.ones_like(row), padding))
-    floating = [Packed.of(rows, empty=floats) for rows in (masks, logprobs)]
-    return [Packed.of(sequences, empty=floats.long()), *floating, torch.cat([floats, *finished])]
+        count, prompt_lens = len(part.prompts), np.array([len(prompt) for prompt in part.prompts], np.int64)
+        whole = torch.from_numpy(prompt_lens + part.lengths[:count])
+        ends = whole.cumsum(0)
+        row_T = torch.repeat_interleave(whole)
+        at_T = torch.arange(len(row_T)) - (ends - whole + torch.from_numpy(prompt_lens))[row_T]
+        drawn_T = at_T >= 0
+        tokens_T = torch.empty(len(row_T), dtype=torch.long)
+        tokens_T[~drawn_T] = torch.tensor([token for prompt in part.prompts for token in prompt])
+        drawn_T, at = drawn_T.to(device), (row_T[drawn_T].to(device), at_T[drawn_T].to(device))
+        tokens_T = tokens_T.to(device).masked_scatter_(drawn_T, part.tokens[at])
+        sequences.append(tokens_T)
+        masks.append(drawn_T.to(wide))
+        logprobs.append(masks[-1].masked_scatter(drawn_T, part.logprobs[at].to(wide)))
+        lengths += whole.tolist()
+        finished.append(torch.from_numpy(part.finished[:count]).to(floats))
+    packed = [Packed(torch.cat(column), lengths) for column in (sequences, masks, logprobs)]
+    return [*packed, torch.cat([floats, *finished])]

@@ -64,6 +64,10 @@ def sample(
     kept_BV = logits_BV if greedy else _filter(logits_BV, config, group=group)
     cdf_BC = _chunk_sums(kept_BV, max_B).cumsum(-1)
     sum_B = cdf_BC[:, -1] if kept_BV is logits_BV else _chunk_sums(logits_BV, max_B).sum(-1)
+    if group.size == 1:
+        local_B = argmax_B if greedy else _inverse_cdf(kept_BV, max_B, cdf_BC, uniform_B * cdf_BC[:, -1])
+        chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0]
+        return local_B, chosen_B.double().sub_(max_B).sub_(sum_B.log())
     shards = group.all_gather(torch.stack([max_B.to(sum_B.dtype), sum_B, cdf_BC[:, -1]]))
     max_RB, sum_RB, kept_RB = shards.unbind(1)
     top_B = max_RB.max(0).values
@@ -108,6 +112,9 @@ def _in_shard(
 
 def _inverse_cdf(logits_BV: Tensor, max_B: Tensor, cdf_BC: Tensor, inside_B: Tensor) -> Tensor:
     """The token of the shard at that place of its CDF: first its chunk, then itself in the chunk."""
+    if cdf_BC.shape[1] == 1:
+        cdf_BV = (logits_BV - max_B[:, None]).double().exp_().cumsum(-1)
+        return _find(cdf_BV, inside_B[:, None] * (cdf_BV[:, -1:] / cdf_BC))[0][:, 0]
     chunk_B1, inside_B1 = _find(cdf_BC, inside_B[:, None])
     at_BL = torch.arange(_CHUNK, device=logits_BV.device)[: logits_BV.shape[1]] + chunk_B1 * _CHUNK
     last = logits_BV.shape[1] - 1

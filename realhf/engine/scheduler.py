@@ -41,6 +41,10 @@ class Piece:
     stop: int
 
     @property
+    def tokens(self) -> list[int]:
+        return self.prompt.tokens[self.start : self.stop]
+
+    @property
     def is_last(self) -> bool:
         return self.stop == len(self.prompt.tokens)
 
@@ -52,8 +56,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """First blocks are copied, then all rows decode, then pieces of prompts come in, the rest of one that has
-    been begun before the others."""
+    """First blocks are copied; then one pass, in which all rows decode and pieces of prompts come in, the
+    rest of one that has been begun before the others."""
 
     copies: list[tuple[int, int]]  # Block to copy from, block to copy to.
     rows: list[int]  # Samples that decode one token, in order of their slots.
@@ -70,9 +74,18 @@ class Step:
         return self.pieces[self.further is not None :]
 
     @property
-    def num_passes(self) -> int:
-        """Through the model."""
-        return bool(self.rows) + (self.further is not None) + bool(self.fresh)
+    def num_tokens(self) -> int:
+        """That go through the model: one of each row, then the pieces."""
+        return len(self.rows) + sum(piece.stop - piece.start for piece in self.pieces)
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """Of every one of `samples`, which token it continues."""
+        found, count = list(range(len(self.rows))), len(self.rows)
+        for piece in self.pieces:
+            count += piece.stop - piece.start
+            found += [count - 1] * (len(piece.prompt.samples) * piece.is_last)
+        return found
 
     @property
     def samples(self) -> list[int]:

@@ -28,7 +28,7 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Attend:
-    """The attention of one layer in one pass: (kind, q_TND, k_TKD, v_TKD) -> out_TND.
+    """One layer's attention in one pass, or of some of its tokens: (kind, q_TND, k_TKD, v_TKD) -> out_TND.
 
     With `cached`, keys and values that the cache is to hold in place of these. Where the tokens attend to
     what is in the cache (`from_cache`), keys and values are given as it holds them.
@@ -36,13 +36,24 @@ class Attend:
 
     layer: int  # Its number on this stage.
     compute: Callable[..., Tensor]
-    from_cache: bool
+    from_cache: bool = False
+    tokens: slice | None = None  # Which ones of the pass; None: all.
 
     def __call__(
         self, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
         *, cached: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         return self.compute(self.layer, kind, q_TND, k_TKD, v_TKD, *(cached or (k_TKD, v_TKD)))
+
+
+def by_parts(
+    attends: Sequence[Attend], compute: Callable[..., Tensor], *tensors: Tensor
+) -> Tensor:
+    """`compute` of each part of the tokens: an Attend, and its tokens of the tensors; out_TND of all."""
+    if len(attends) == 1:
+        return compute(attends[0], *tensors)
+    parts = ((attend, [x[attend.tokens or slice(None)] for x in tensors]) for attend in attends)
+    return torch.cat([compute(attend, *part) for attend, part in parts])
 
 
 def packed_attention(

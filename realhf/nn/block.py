@@ -4,6 +4,8 @@ Shape suffixes: T tokens of all sequences end to end, H hidden; of this rank: F 
 key-value heads; D head dim.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,7 @@ from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.model_config import ModelConfig
 from realhf.nn.activation import activated_linear, activation
-from realhf.nn.attention import Attend, AttentionKind
+from realhf.nn.attention import Attend, AttentionKind, by_parts
 from realhf.nn.latent_attention import LatentAttention
 from realhf.nn.lora import Adapted, linear
 from realhf.nn.moe import Moe, RouterLosses
@@ -22,15 +24,14 @@ from realhf.nn.parameters import Weights
 from realhf.nn.rope import Angles, rotate
 
 
-class Norm(torch.nn.Module):
+class Norm:
     """RMSNorm or LayerNorm over the last dim, or nothing where the family has no such norm."""
 
     def __init__(self, config: ModelConfig, weights: Weights, part: str) -> None:
-        super().__init__()
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight, self.bias = weights.get(f"{part}.weight"), weights.get(f"{part}.bias")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         if self.weight is None:
             return x
         if self.bias is not None:
@@ -38,13 +39,12 @@ class Norm(torch.nn.Module):
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
 
-class Block(torch.nn.Module):
+class Block:
     """Attention and MLP or experts, each between the norms that the family has."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups, adapters: Adapted
     ) -> None:
-        super().__init__()
         self.config = config
         self.attn_norm = Norm(config, weights, "attn_norm")
         self.attn_out_norm = Norm(config, weights, "attn_out_norm")
@@ -56,12 +56,13 @@ class Block(torch.nn.Module):
         self.mlp = _moe(config, weights, layer, groups, adapters) if routed else Mlp(
             config, weights, groups.tp, adapters)
 
-    def forward(
-        self, x_TH: Tensor, angles: Angles | None, attend: Attend, losses: RouterLosses | None = None
-    ) -> Tensor:
+    def __call__(
+        self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend],
+        losses: RouterLosses | None = None,
+    ) -> Tensor:  # fmt: skip
         more = (losses,) if isinstance(self.mlp, Moe) else ()
         # Nothing has a name that it would outlive its use by: without gradients that would be the peak.
-        x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attend)))
+        x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attends)))
         return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), *more)))
 
     def _add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor:
@@ -78,13 +79,12 @@ def _moe(
     return Moe(config, weights, layer, groups, activation=activation(config), shared=shared)
 
 
-class Attention(torch.nn.Module):
+class Attention:
     """Grouped-query attention over this rank's heads."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, layer: int, tp: Group, adapters: Adapted
     ) -> None:
-        super().__init__()
         self.config, self.tp, self.adapters = config, tp, adapters
         self.qkv, self.qkv_bias = weights["qkv.weight"], weights.get("qkv.bias")
         self.out, self.out_bias = weights["o.weight"], weights.get("o.bias")
@@ -100,7 +100,7 @@ class Attention(torch.nn.Module):
         """As KVCache wants them: heads, their dim; values are not part of the keys."""
         return self.num_kv_heads, self.config.head_dim, None
 
-    def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+    def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
         adapters = self.adapters
         qkv = linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias, adapters.get("qkv.weight"))
@@ -112,8 +112,8 @@ class Attention(torch.nn.Module):
         if angles is not None:
             qkv = rotate(qkv, angles, interleaved=self.config.rope_interleaved, num_heads=N + K)
         q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
-        y_TH = linear(
-            attend(self.kind, q_TND, k_TKD, v_TKD).flatten(1), self.out, adapter=adapters.get("o.weight"))
+        out_TND = by_parts(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
+        y_TH = linear(out_TND.flatten(1), self.out, adapter=adapters.get("o.weight"))
         y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.out_bias is None else y_TH + self.out_bias
 
@@ -133,13 +133,12 @@ class Attention(torch.nn.Module):
         return x.to(x_TND.dtype) * norm.weight.view(x_TND.shape[1:])
 
 
-class Mlp(torch.nn.Module):
+class Mlp:
     """Gated or plain MLP, split by width; `prefix` names which one of the layer's."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, tp: Group, adapters: Adapted, *, prefix: str = ""
     ) -> None:
-        super().__init__()
         self.tp, self.config, self.activation = tp, config, activation(config)
         up = f"{prefix}{'gate_up' if config.gated else 'up'}"
         self.up, self.up_bias = weights[f"{up}.weight"], weights.get(f"{up}.bias")
@@ -147,7 +146,7 @@ class Mlp(torch.nn.Module):
         self.up_adapter = adapters.get(f"{up}.weight")
         self.down_adapter = adapters.get(f"{prefix}down.weight")
 
-    def forward(self, x_TH: Tensor) -> Tensor:
+    def __call__(self, x_TH: Tensor) -> Tensor:
         up_TF = linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
         if self.down_adapter is None:
             y_TH = activated_linear(self.config, up_TF, self.down)

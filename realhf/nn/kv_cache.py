@@ -58,12 +58,12 @@ class KVCache:
         parts_BM, missing_BM = at.decoding.parts_BM, at.decoding.missing_BM
         if parts_BM.shape[1] == 1:
             return out_XKGD.index_select(0, parts_BM[:, 0]).flatten(1, 2)
-        lse_BMKG = lse_XKG[parts_BM]
+        lse_BMKG, out_BMKGD = (
+            x.index_select(0, parts_BM.flatten()).unflatten(0, parts_BM.shape) for x in (lse_XKG, out_XKGD))
         if missing_BM is not None:
-            lse_BMKG = lse_BMKG.masked_fill(missing_BM[:, :, None, None], -torch.inf)
-        weights_BMKG, out_BMKGD = lse_BMKG.softmax(1), out_XKGD[parts_BM].to(lse_BMKG.dtype)
-        out_BKGD = torch.einsum("bmkg,bmkgd->bkgd", weights_BMKG, out_BMKGD)
-        return out_BKGD.flatten(1, 2).to(q_BND.dtype)
+            lse_BMKG.masked_fill_(missing_BM[:, :, None, None], -torch.inf)
+        out_BMKGD = out_BMKGD.to(lse_BMKG.dtype).mul_(lse_BMKG.softmax(1)[..., None])
+        return out_BMKGD.sum(1).flatten(1, 2).to(q_BND.dtype)
 
     def _part(
         self, layer: int, q_BKGD: Tensor, kind: AttentionKind, at: "Visible", number: int

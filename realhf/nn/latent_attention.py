@@ -4,7 +4,7 @@ Shape suffixes: T tokens, H hidden, N this rank's heads, C latent dims; per head
 without position, R rotated ones, D = P + R, V value dims.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.model_config import ModelConfig
-from realhf.nn.attention import Attend, AttentionKind
+from realhf.nn.attention import Attend, AttentionKind, by_parts
 from realhf.nn.lora import Adapted, linear
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
@@ -20,7 +20,7 @@ from realhf.nn.rope import Angles, rotate
 _NORM_EPS = 1e-6  # Of the latents' norms: transformers gives them none from config.json.
 
 
-class LatentAttention(torch.nn.Module):
+class LatentAttention:
     """Attention over this rank's heads, whose keys and values are made from one latent a token.
 
     The cache holds that latent with the key's rotated dims, which all heads share. From the cache it is
@@ -30,7 +30,6 @@ class LatentAttention(torch.nn.Module):
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, tp: Group, adapters: Adapted
     ) -> None:
-        super().__init__()
         assert config.mla is not None
         self.config, self.mla, self.tp, self.adapters = config, config.mla, tp, adapters
         parts = ("q", "q_a", "q_b", "kv_a", "kv_b", "o")
@@ -45,7 +44,7 @@ class LatentAttention(torch.nn.Module):
         """As KVCache wants them: heads, their dim, and how many of its dims are the values."""
         return 1, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim, self.mla.kv_lora_rank
 
-    def forward(self, x_TH: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+    def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         mla, interleaved = self.mla, self.config.rope_interleaved
         q_TNP, q_TNR = self._queries(x_TH).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
         latent_TC, k_TR = self._linear("kv_a", x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
@@ -53,19 +52,23 @@ class LatentAttention(torch.nn.Module):
         latent_TC, k_T1R = (copy_to_group(x, self.tp) for x in (latent_TC, k_TR[:, None]))
         if angles is not None:
             q_TNR, k_T1R = (rotate(x, angles, interleaved=interleaved) for x in (q_TNR, k_T1R))
+        out_TNV = by_parts(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
+        return sum_over_group(self._linear("o", out_TNV.flatten(1)), self.tp)
+
+    def _attended(
+        self, attend: Attend, q_TNP: Tensor, q_TNR: Tensor, latent_TC: Tensor, k_T1R: Tensor
+    ) -> Tensor:
         cached_T1L = torch.cat((latent_TC[:, None], k_T1R), dim=2)
         if attend.from_cache:
             up_NPC, up_NVC = self._up()
             q_TNL = torch.cat((torch.einsum("tnp,npc->tnc", q_TNP, up_NPC), q_TNR), dim=2)
             out_TNC = attend(self.kind, q_TNL, cached_T1L, latent_TC[:, None])
-            out_TNV = torch.einsum("tnc,nvc->tnv", out_TNC, up_NVC)
-        else:
-            kv = self._linear("kv_b", latent_TC).unflatten(1, (self.num_heads, -1))
-            k_TNP, v_TNV = kv.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=2)
-            k_TND = torch.cat((k_TNP, k_T1R.expand(-1, self.num_heads, -1)), dim=2)
-            q_TND = torch.cat((q_TNP, q_TNR), dim=2)
-            out_TNV = attend(self.kind, q_TND, k_TND, v_TNV, cached=(cached_T1L, latent_TC[:, None]))
-        return sum_over_group(self._linear("o", out_TNV.flatten(1)), self.tp)
+            return torch.einsum("tnc,nvc->tnv", out_TNC, up_NVC)
+        kv = self._linear("kv_b", latent_TC).unflatten(1, (self.num_heads, -1))
+        k_TNP, v_TNV = kv.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=2)
+        k_TND = torch.cat((k_TNP, k_T1R.expand(-1, self.num_heads, -1)), dim=2)
+        q_TND = torch.cat((q_TNP, q_TNR), dim=2)
+        return attend(self.kind, q_TND, k_TND, v_TNV, cached=(cached_T1L, latent_TC[:, None]))
 
     def _queries(self, x_TH: Tensor) -> Tensor:
         if "q" in self.linears:

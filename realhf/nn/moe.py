@@ -4,7 +4,7 @@ Shape suffixes: T tokens of all sequences end to end, S sequences, H hidden, E a
 this rank's part of an expert's width, K experts of a token, R rows (a token for one of its experts).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class _WithLoss(torch.autograd.Function):
         return grad, torch.ones_like(ctx.saved_tensors[0])
 
 
-class Moe(torch.nn.Module):
+class Moe:
     """Each token's sum of its best experts' outputs, weighted by the router, and of the shared experts'.
 
     `shared` is those experts' MLP, if there are any. Every rank of an ep group must compute equally often.
@@ -78,9 +78,8 @@ class Moe(torch.nn.Module):
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, groups: ParallelGroups,
-        *, activation: Activation, shared: torch.nn.Module | None,
+        *, activation: Activation, shared: Callable[[Tensor], Tensor] | None,
     ) -> None:  # fmt: skip
-        super().__init__()
         assert config.moe is not None
         self.moe, self.layer, self.tp, self.ep = config.moe, layer, groups.tp, groups.ep
         self.activation, self.shared = activation, shared
@@ -94,7 +93,7 @@ class Moe(torch.nn.Module):
         self.up = weights["expert_gate_up.weight" if config.gated else "expert_up.weight"]
         self.down = weights["expert_down.weight"]
 
-    def forward(self, x_TH: Tensor, losses: RouterLosses | None = None) -> Tensor:
+    def __call__(self, x_TH: Tensor, losses: RouterLosses | None = None) -> Tensor:
         weights_TK, expert_TK = self._route(x_TH, losses)
         # The outputs that they multiply are parts of sums over tp.
         weights_TK = copy_to_group(weights_TK, self.tp).to(x_TH.dtype)

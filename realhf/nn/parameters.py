@@ -20,7 +20,7 @@ Weights = Mapping[str, Weight]
 """A layer's weights by part ("o.weight"); q, k and v are one ("qkv.weight"), gate and up another."""
 
 
-class ShardedParameters(torch.nn.Module):
+class ShardedParameters:
     """What a rank holds of the parameters of a table, in flat memory, and how its gradients are completed.
 
     `flat` holds all parameters end to end in table order; what autograd sees are views into it, q/k/v as one
@@ -31,7 +31,6 @@ class ShardedParameters(torch.nn.Module):
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
     ) -> None:
-        super().__init__()
         self.spec, self.groups, self.config = spec, groups, spec.config
         self.wide = torch.promote_types(dtype, torch.float32)
         """Of what needs precision: float32, or float64 in a float64 model."""
@@ -132,16 +131,17 @@ class ShardedParameters(torch.nn.Module):
     def enable_grad(self) -> None:
         """Makes the parameters trainable; call it once."""
         self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
-        for weight in self._weights():
+        for weight in self.weights():
             weight.collect(self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight))
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Switches autograd on or off for these parameters."""
-        for weight in self._weights():
+        for weight in self.weights():
             weight.requires_grad_(requires_grad)
         return self
 
-    def _weights(self) -> list[Weight]:
+    def weights(self) -> list[Weight]:
+        """What autograd sees."""
         return [weight for weights in self._by_layer.values() for weight in weights.values()]
 
     def zero_grad_buffer(self) -> None:
@@ -150,7 +150,7 @@ class ShardedParameters(torch.nn.Module):
 
     def forget_grads(self) -> None:
         """What comes next is the first gradient of a step."""
-        for weight in self._weights():
+        for weight in self.weights():
             weight.is_empty = True
 
     def finish_grads(self) -> None:
@@ -160,7 +160,7 @@ class ShardedParameters(torch.nn.Module):
         norms of heads, the whole side of adapters), and what both stages have that hold a tied embedding.
         What the replicas have, which are over dp and cp, the optimizer adds up.
         """
-        for weight in self._weights():
+        for weight in self.weights():
             weight.finish()
         grads = self.grad_shards()
         for members, names in self._partial.items():

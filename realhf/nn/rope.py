@@ -91,8 +91,10 @@ def rotate(x_TND: Tensor, angles: Angles, *, interleaved: bool, num_heads: int |
 
     With `num_heads`, those behind the first so many stay as they are.
     """
-    cos, sin = angles
-    return _Rotate.apply(x_TND, cos, sin, interleaved, x_TND.shape[1] if num_heads is None else num_heads)
+    num_heads = x_TND.shape[1] if num_heads is None else num_heads
+    if torch.is_grad_enabled():
+        return _Rotate.apply(x_TND, *angles, interleaved, num_heads)
+    return _rotated(x_TND, *angles, interleaved, num_heads, sign=1)
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,12 +1,13 @@
 """Transformer: one rank's shard of a decoder of any family, built from the parameter table.
 
-Shape suffixes: T tokens of all sequences end to end, B rows of a decoding step, H hidden; of this rank: N
+Shape suffixes: T tokens of all sequences end to end, H hidden; of this rank: N
 query heads, K key-value heads, V part of the vocabulary; D head dim.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,16 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
-from realhf.nn.attention import Attend, AttentionKind, masked_attention, packed_attention
+from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
-from realhf.nn.block_tables import Decoding
 from realhf.nn.context_parallel import attend_over_group, token_range
-from realhf.nn.kv_cache import KVCache, Visible
+from realhf.nn.kv_cache import KVCache
 from realhf.nn.linear import embedding
 from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.moe import RouterLosses
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
+from realhf.nn.segments import Segment, token_places
 from realhf.nn.vocab_parallel import Head
 from realhf.param_spec import ModelSpec
 
@@ -46,9 +47,7 @@ class Transformer(ShardedParameters):
         layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
         self._layers = layers
         self._adapted: list[Adapter] = []
-        self.blocks = torch.nn.ModuleList(self._block(layer) for layer in layers)
-        self._ends = torch.nn.ParameterDict(
-            {part.replace(".", "_"): w for i in (-1, None) for part, w in self.of_layer(i).items()})
+        self.blocks = [self._block(layer) for layer in layers]
         self._final_norm = Norm(self.config, self.of_layer(None), "final_norm")
         self._rope = None
         if self.config.positions == "rope":
@@ -88,7 +87,7 @@ class Transformer(ShardedParameters):
 
     # Computation
 
-    def forward(
+    def __call__(
         self, x: Tensor, seq_lens: list[int], *, recompute: bool = False,
         router_losses: RouterLosses | None = None,
     ) -> Tensor:  # fmt: skip
@@ -99,7 +98,7 @@ class Transformer(ShardedParameters):
         what they find to `router_losses`.
         """
         self._check_lengths(seq_lens)
-        row_T, position_T, length_T = self._places(seq_lens, x.device)
+        row_T, position_T, length_T = token_places(seq_lens, x.device)
         cp, more = self.groups.cp, dict[str, Any](recompute=recompute, router_losses=router_losses)
         mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
@@ -108,59 +107,30 @@ class Transformer(ShardedParameters):
         if cp.size > 1:
             x = x[mine] if self.groups.is_first_stage else x
             attend = partial(self._attend_part, seq_lens)
-        attends = partial(Attend, compute=attend, from_cache=False)
-        return self._stage(x, position_T[mine], length_T[mine], attends, **more)
+        return self._stage(
+            x, position_T[mine], length_T[mine], lambda layer: [Attend(layer, attend)], **more)
 
-    def prefill(
-        self, x: Tensor, seq_lens: list[int], cache: KVCache, places_T: Tensor,
-        *, whole_lens: list[int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """`forward`, without gradients and not over cp, of the beginnings of sequences that will have
-        `whole_lens` tokens (None: these are all of them); keys and values go to these places of the cache."""
-        self._check_lengths(whole_lens or seq_lens)
-        row_T, position_T, length_T = self._places(seq_lens, x.device)
-        if whole_lens is not None:
-            length_T = torch.tensor(whole_lens, device=x.device)[row_T]
+    def advance(self, x: Tensor, cache: KVCache, segments: Sequence[Segment]) -> Tensor:
+        """Tokens whose keys and values go into the cache, through this stage, without gradients and not over
+        cp: ids_T on the first stage, else hidden_TH, segment by segment; gives hidden_TH."""
+        self._check_lengths([segment.longest for segment in segments])
+        places = [segment.places for segment in segments]
+        position_T, length_T = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
+        stops = list(accumulate((len(position) for position, _ in places), initial=0))
+        tokens = [slice(start, stop) for start, stop in pairwise(stops)]
 
-        def attend(
-            layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *cached: Tensor
-        ) -> Tensor:
-            k_cached, v_cached = cached
-            cache.write(layer, k_cached, v_cached, places_T)
-            return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
+        def attends(layer: int) -> list[Attend]:
+            return [
+                Attend(layer, partial(segment.attend, cache), segment.from_cache, at)
+                for segment, at in zip(segments, tokens, strict=True)
+            ]
 
-        return self._stage(x, position_T, length_T, partial(Attend, compute=attend, from_cache=False))
-
-    def extend(self, x: Tensor, cache: KVCache, places_L: Tensor, *, whole_len: int) -> Tensor:
-        """The next tokens of one sequence of `whole_len`, whose tokens up to the last of these have
-        `places_L` in the cache: ids_T on the first stage, else hidden_TH; gives hidden_TH."""
-        self._check_lengths([whole_len])
-        num_tokens, position_L = len(x), torch.arange(len(places_L), device=x.device)
-        position_T = position_L[-num_tokens:]
-
-        def attend(
-            layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: Tensor
-        ) -> Tensor:
-            cache.write(layer, k_TKD, v_TKD, places_L[-num_tokens:])
-            behind_TL = position_T[:, None] - position_L
-            visible_TL = (behind_TL >= 0) & (behind_TL < (kind.window or len(places_L)))
-            q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, places_L)))
-            return masked_attention(q, k, v, visible_TL, kind)[0].transpose(0, 1)
-
-        lengths_T = torch.full_like(position_T, whole_len)
-        return self._stage(x, position_T, lengths_T, partial(Attend, compute=attend, from_cache=True))
+        return self._stage(x, position_T, length_T, attends)
 
     def _check_lengths(self, seq_lens: list[int]) -> None:
         limit, longest = self.config.num_positions, max(seq_lens, default=0)
         if limit is not None and longest > limit:
             raise UserError(f"a sequence has {longest} tokens; the model has learned {limit} positions")
-
-    def _places(self, seq_lens: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every token its sequence, its position in it and its length: row_T, position_T, length_T."""
-        counts = torch.tensor(seq_lens, dtype=torch.long)
-        row_T = torch.repeat_interleave(counts)
-        position_T = torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]
-        return row_T.to(device), position_T.to(device), counts[row_T].to(device)
 
     def _attend_packed(
         self, seq_lens: list[int], _: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
@@ -177,21 +147,8 @@ class Transformer(ShardedParameters):
         return attend_over_group(
             attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(seq_lens))
 
-    def decode(self, x: Tensor, cache: KVCache, decoding: Decoding) -> Tensor:
-        """One new token of every row of `decoding`: ids_B on the first stage, else hidden_BH; hidden_BH."""
-        visible = Visible(decoding)
-
-        def attend(
-            layer: int, kind: AttentionKind, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor, *_: Tensor
-        ) -> Tensor:
-            cache.write(layer, k_BKD, v_BKD, decoding.places_B)
-            return cache.attention(layer, q_BND, kind, visible)
-
-        position_B = decoding.positions_B
-        return self._stage(x, position_B, position_B + 1, partial(Attend, compute=attend, from_cache=True))
-
     def _stage(
-        self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Attend],
+        self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Sequence[Attend]],
         *, recompute: bool = False, router_losses: RouterLosses | None = None,
     ) -> Tensor:  # fmt: skip
         x_TH = self._embed(x, position_T) if self.groups.is_first_stage else x
@@ -261,6 +218,4 @@ class Transformer(ShardedParameters):
 
     @property
     def _cache_heads(self) -> tuple[int, int, int | None]:
-        block = self.blocks[0]
-        assert isinstance(block, Block)
-        return block.attention.cache_heads
+        return self.blocks[0].attention.cache_heads

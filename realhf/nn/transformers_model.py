@@ -72,7 +72,7 @@ class TransformersModel(ShardedParameters):
         """What files of this model hold."""
         return in_files(self.hf, self.shards())
 
-    def forward(self, tokens: Packed, *, recompute: bool = False) -> Tensor:
+    def __call__(self, tokens: Packed, *, recompute: bool = False) -> Tensor:
         """What the head makes of every token: x_BLX of right-padded rows, one sequence each.
 
         With `recompute`, every layer keeps only its input and is computed again in the backward pass.

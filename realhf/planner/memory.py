@@ -370,6 +370,9 @@ class _Call:
         cohort = min(share, -(-w.max_rows // cohorts))
         prompts = -(-cohort // w.samples_per_prompt) + (cohort % w.samples_per_prompt > 0)
         tokens = max(w.prompt_tokens, min(prompts * w.prompt_tokens, w.prefill_tokens))
+        # Rows decode in the pass of prompts, but for the first.
+        at_once = share == cohort and prompts * w.prompt_tokens <= w.prefill_tokens
+        most = max(tokens, cohort) if at_once else tokens + cohort
         cache = float(cohorts * self._cached_tokens(cohort, share) * a.cached * e * self._layers)
         if w.kv_cache_gib is not None:
             cache = min(cache, w.kv_cache_gib * 2**30)
@@ -377,12 +380,9 @@ class _Call:
         base = {"samples": results + _INDEX_BYTES * tokens, "kv_cache": cache}
         if self.role.lora is not None and self.role.lora.merge:  # Taken to be of all weights.
             base["merged"] = e * float(num_params(self.role.spec, self.strategy, self.stage))
-        messages = 0.0 if self.strategy.pp == 1 else self._hidden(max(tokens, cohort)) * 2
+        messages = 0.0 if self.strategy.pp == 1 else self._hidden(most) * 2
         base["messages"] = messages
-        moments = [
-            base | {"activations": self._forward_temporaries(tokens)},
-            base | {"activations": self._forward_temporaries(cohort)},
-        ]
+        moments = [base | {"activations": self._forward_temporaries(most)}]
         if self._is_last:  # Logits in w; in float64: divided, exponentials, their sums.
             logits = cohort * a.vocabulary * (_wide(self.role) + 24)
             moments.append(base | {"logits": logits, "activations": self._hidden(cohort)})

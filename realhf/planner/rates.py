@@ -290,13 +290,15 @@ class Rates:
     def accumulate(self, role: ModelRole, params: float) -> float:
         """Adds one micro-batch's gradients to the float32 buffer: products read and write it, and where they
         have another dtype, they are written and read first."""
-        product = role.itemsize if role.itemsize < _WIDE else 0
-        return self.traffic(params * 2 * (product + _WIDE))
+        wide = wide_bytes(role)
+        product = role.itemsize if role.itemsize < wide else 0
+        return self.traffic(params * 2 * (product + wide))
 
     def update(self, role: ModelRole, *, owned: float) -> float:
         """AdamW on the owned part: gradient, master copy and two moments read; all but the first written, and
         the parameters where they are narrower than that copy."""
-        return self.traffic(owned * (7 * _WIDE + (role.itemsize if role.itemsize < _WIDE else 0)))
+        wide = wide_bytes(role)
+        return self.traffic(owned * (7 * wide + (role.itemsize if role.itemsize < wide else 0)))
 
 
 def cache_width(config: ModelConfig, tp: int) -> float:

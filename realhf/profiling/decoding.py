@@ -12,6 +12,7 @@ from realhf.engine.block_manager import BlockManager
 from realhf.engine.scheduler import Prompt, Scheduler
 from realhf.layout import even_split
 from realhf.nn.block_tables import BlockTables
+from realhf.nn.segments import Decode, Prefill
 from realhf.nn.transformer import Transformer
 from realhf.profiling.clock import device_bytes
 
@@ -70,11 +71,11 @@ class Rows:
         given = prompts(len(lens), lens[0], vocab_size=self._model.config.vocab_size)
         ids_T = given["prompt_ids"].values.to(device)
         places_T = torch.tensor([place for places in self._places for place in places], device=device)
-        run = partial(self._model.prefill, ids_T, lens, self._cache, places_T, whole_lens=lens)
+        run = partial(self._model.advance, ids_T, self._cache, [Prefill(lens, places_T)])
         return torch.no_grad()(run)
 
     @torch.no_grad()
     def decode(self, *, steps: int) -> None:
         """The same step, so many times, without its head."""
         for _ in range(steps):
-            self._model.decode(self._ids_B, self._cache, self.decoding)
+            self._model.advance(self._ids_B, self._cache, [Decode(self.decoding)])

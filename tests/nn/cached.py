@@ -3,6 +3,7 @@
 import torch
 
 from realhf.nn.block_tables import BlockTables
+from realhf.nn.segments import Decode, Extend, Prefill
 
 BLOCK_SIZE = 64
 _BLOCKS = 3  # Of a row.
@@ -27,7 +28,8 @@ class CachedRows:
         """Whole sequences, or the `first` so many tokens of each."""
         lens = self.lens if first is None else [min(first, length) for length in self.lens]
         places = [place for row, length in enumerate(lens) for place in self.places(row, length)[1]]
-        hidden = self.model.prefill(x, lens, self.cache, torch.tensor(places), whole_lens=self.lens)
+        segment = Prefill(lens, torch.tensor(places), whole_lens=self.lens)
+        hidden = self.model.advance(x, self.cache, [segment])
         for row, length in enumerate(self.lens):
             self.tables.start(row, self.places(row, length)[0], length=length)
         return hidden
@@ -36,10 +38,10 @@ class CachedRows:
         """The last tokens of a row that has been prefilled so far."""
         length = self.lens[row]
         places = torch.tensor(self.places(row, length)[1])
-        return self.model.extend(x, self.cache, places, whole_len=length)
+        return self.model.advance(x, self.cache, [Extend(places, num_tokens=len(x), longest=length)])
 
     def decode(self, x):
-        return self.model.decode(x, self.cache, self.tables.advance(torch.device("cpu")))
+        return self.model.advance(x, self.cache, [Decode(self.tables.advance(torch.device("cpu")))])
 
     def stop(self, row):
         self.tables.stop(row)

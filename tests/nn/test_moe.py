@@ -183,8 +183,9 @@ def test_balance_loss_is_that_of_transformers_on_one_sequence_and_layer():
     model.enable_grad()
     logits = []
     losses = RouterLosses(balance_scale=1.0, z_scale=0.5)
-    moe = model.blocks[0].mlp
-    moe.register_forward_pre_hook(lambda _, args: logits.append(args[0] @ moe.router.T))
+    block = model.blocks[0]
+    moe, norm = block.mlp, block.mlp_norm
+    block.mlp_norm = lambda x: logits.append((y := norm(x)) @ moe.router.T) or y
     hidden = model(tokens()[:9], [9], router_losses=losses)
     (hidden * 0).sum().backward()
     expected = load_balancing_loss_func((logits[0],), 6, 2) / 2
@@ -249,7 +250,7 @@ def test_no_tokens_go_backward_through_all_weights(name):
     model = build(hf_config(name))
     found = []
     for ids, lens in ((tokens(), SEQ_LENS), (tokens()[:0], [])):
-        weights = [w.requires_grad_() for w in model.parameters()]
+        weights = [w.requires_grad_() for w in model.weights()]
         x = model.logits(model(ids, lens)).sum()
         found.append([g is not None for g in torch.autograd.grad(x, weights, allow_unused=True)])
     assert found[0] == found[1] and sum(found[0]) > len(found[0]) / 2
