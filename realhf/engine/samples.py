@@ -83,7 +83,8 @@ def columns(parts: Sequence[Samples], *, wide: torch.dtype) -> list:
         at_T = torch.arange(len(row_T)) - (ends - whole + torch.from_numpy(prompt_lens))[row_T]
         drawn_T = at_T >= 0
         tokens_T = torch.empty(len(row_T), dtype=torch.long)
-        tokens_T[~drawn_T] = torch.tensor([token for prompt in part.prompts for token in prompt])
+        tokens_T[~drawn_T] = torch.tensor(
+            [token for prompt in part.prompts for token in prompt], dtype=torch.long)
         drawn_T, at = drawn_T.to(device), (row_T[drawn_T].to(device), at_T[drawn_T].to(device))
         tokens_T = tokens_T.to(device).masked_scatter_(drawn_T, part.tokens[at])
         sequences.append(tokens_T)
