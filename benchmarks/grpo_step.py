@@ -8,8 +8,9 @@
 A step answers 32 prompts 8 times with up to 64 tokens, scores the answers by a function, and makes one
 optimizer step; no KL term, so no reference. Ours runs an experiment as `realhf run` does, in one process or
 in two of one thread each (layouts d1 and d2), whichever a trial finds faster.
-Both have the same random weights, prompts and hyperparameters, two threads, and the smallest micro-batch that
-was within 3 % of the fastest for them here (it is tried first; `--micro-batch OURS THEIRS` saves that time).
+Both have the same random weights, prompts and hyperparameters, two threads, and of the micro-batches
+within 3 % of the fastest here the one with the least memory (it is tried first; `--micro-batch OURS THEIRS
+--ranks N` saves that time).
 bfloat16 is mixed precision on both sides: theirs is `bf16=True`, ours bfloat16 weights with a float32 master
 copy. Lengths:
 
@@ -70,17 +71,17 @@ def prepare(scene: Scene) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dict[str, Any]:
+def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks: int) -> dict[str, Any]:
     """A row of the table."""
-    settings, sizes, ranks, tried = prepare(scene), {}, 2, list[Trial]()
+    settings, tried = prepare(scene), dict[str, list[Trial]]()
     if micro_batch is not None:
         sizes = dict(zip(("ours", "trl"), micro_batch, strict=True))
     else:
-        tried = [t for n in (1, 2) for t in try_micro_batches(OURS, settings, _OUR_TRIES, ranks=n)]
-        theirs_tried, chosen = try_micro_batches(THEIRS, settings, _THEIR_TRIES), best(tried)
+        ours_tried = [t for n in (1, 2) for t in try_micro_batches(OURS, settings, _OUR_TRIES, ranks=n)]
+        theirs_tried, chosen = try_micro_batches(THEIRS, settings, _THEIR_TRIES), best(ours_tried)
         sizes, ranks = {"ours": chosen.micro_batch, "trl": best(theirs_tried).micro_batch}, chosen.ranks
-        progress(f"{scene.name}: tried ours {tried}, theirs {theirs_tried}")
-        tried += theirs_tried
+        tried = {"ours": ours_tried, "trl": theirs_tried}
+        progress(f"{scene.name}: tried {tried}")
     with (
         Side(OURS, settings | {"micro_batch": sizes["ours"], "ranks": ranks}) as ours,
         Side(THEIRS, settings | {"micro_batch": sizes["trl"]}) as theirs,
@@ -98,7 +99,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dic
     return {
         "size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "micro_batch": sizes,
         "ranks": ranks,
-        "tried": tried,
+        "tried": {name: [trial._asdict() for trial in trials] for name, trials in tried.items()},
         "seconds": {name: median(found, "seconds") for name, found in answers.items()},
         "response_length": {name: median(found, "response_length") for name, found in answers.items()},
         "ratio": ratio, "ratio_of_cpu_seconds": cpu_ratio,
@@ -220,6 +221,7 @@ def main() -> int:
     add("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     text = "tokens of ours and sequences of theirs, instead of trying"
     add("--micro-batch", nargs=2, type=int, metavar=("OURS", "THEIRS"), help=text)
+    add("--ranks", type=int, default=2, choices=(1, 2), help="of ours, with --micro-batch")
     add("--repeats", type=int, help="default: 5 of the tiny model, 3 of the large one and of two processes")
     add("--no-scaling", action="store_true", help="without two processes against one")
     add("--quick", action="store_true", help="one repetition of the tiny model in float32")
@@ -235,7 +237,7 @@ def main() -> int:
                 for workload in args.workloads:
                     scene = Scene(size, dtype, workload, Path(scratch))
                     repeats = args.repeats or {"tiny": 5}.get(size, 3)
-                    rows.append(run(scene, repeats=repeats, micro_batch=args.micro_batch))
+                    rows.append(run(scene, repeats=repeats, micro_batch=args.micro_batch, ranks=args.ranks))
                     progress(f"{scene.name}: seconds {rows[-1]['seconds']}, ratio {rows[-1]['ratio']:.2f}")
         if not args.no_scaling:
             scaled = scaling(Path(scratch), repeats=args.repeats or 3, steps=14)

@@ -7,8 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.optim.adamw import adamw
 
 _GEMMS = ((1024, 1024, 1024), (2048, 2048, 2048), (256, 768, 32000), (256, 768, 4096), (4096, 768, 4096))
 """Squares, and what a model of 100M parameters consists of."""
@@ -27,22 +25,6 @@ def measure_limits(dtype: str) -> dict[str, float]:
     target = source.clone()
     copy_seconds = _median(partial(target.copy_, source))
     return {"peak_flops": max(rates), "copy_bytes_per_second": 2 * _COPY_BYTES / copy_seconds}
-
-
-def touch_libraries() -> None:
-    """A little of all that training runs, so that the code of it is in memory before that is measured."""
-    for dtype in (torch.float32, torch.bfloat16):
-        weight = torch.nn.Parameter(torch.randn(64, 64, dtype=dtype))
-        ids = torch.arange(256) % 64
-        x = F.silu(F.linear(F.embedding(ids, weight), weight)) * F.embedding(ids, weight)
-        x = F.rms_norm(x, (64,), weight[0]).view(4, 64, 4, 16).transpose(1, 2)
-        x = F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).reshape(256, 64)
-        F.cross_entropy(F.linear(x, weight).float(), ids).backward()
-        assert weight.grad is not None
-        moments = [torch.zeros(64, 64, dtype=dtype)], [torch.zeros(64, 64, dtype=dtype)]
-        adamw(
-            [weight.detach()], [weight.grad], *moments, [], [torch.zeros(())], fused=True, amsgrad=False,
-            maximize=False, beta1=0.9, beta2=0.95, lr=1e-3, weight_decay=0.01, eps=1e-8)
 
 
 def _median(run: Callable[[], object]) -> float:

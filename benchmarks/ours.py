@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from limits import measure_limits, touch_libraries
+from libraries import touch_libraries
+from limits import measure_limits
 from sides import Desk, Measured, memory_bytes, reward
 
 from realhf import GRPO, DatasetConfig, OptimizerConfig, Role, SamplingConfig
@@ -67,7 +68,7 @@ def generate(desk: Desk) -> None:
         desk.answer(tokens=len(made["sequence_ids"].values) - num_prompt_tokens, **measured.cost)
 
 
-class Other:
+class SecondRank:
     """The second rank of a side, if it has two: a process that runs `follow(settings, world, leader)`."""
 
     def __init__(self, follow: Callable[..., None], settings: dict[str, Any]) -> None:
@@ -81,9 +82,8 @@ class Other:
         torch.set_num_threads(settings["threads"] // ranks)
         self.world = World(size=ranks, store=store)
 
-    @property
-    def base_bytes(self) -> int:
-        """Memory of both before the model was loaded."""
+    def wait(self) -> int:
+        """Until it is there; the memory of both before the model is loaded."""
         base = memory_bytes("VmRSS")
         return base if self._pipe is None else base + self._pipe.recv()
 
@@ -113,13 +113,14 @@ def _of_both(cost: dict[str, float], theirs: dict[str, float]) -> dict[str, floa
 
 def train(desk: Desk) -> None:
     """Optimizer steps of the causal language model's loss, every time on the same sequences."""
-    settings, other = desk.settings, Other(_train_along, desk.settings)
-    base, step = other.base_bytes, _train_step(settings, other.world)
+    settings, other = desk.settings, SecondRank(_train_along, desk.settings)
+    base, step = other.wait(), _train_step(settings, other.world)
     desk.answer(base_bytes=base)
     for request in desk.requests():
         if request["do"] == "limits":
             torch.set_num_threads(settings["threads"])
             desk.answer(**measure_limits(settings["dtype"]))
+            torch.set_num_threads(settings["threads"] // other.world.size)
             continue
         with Measured() as measured:
             other.start()
@@ -152,7 +153,7 @@ def _train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str
 class Paced(Trainer):
     """Takes a step when it is asked for one, and lets the other rank take it, too."""
 
-    def pace(self, desk: Desk, other: Other) -> None:
+    def pace(self, desk: Desk, other: SecondRank) -> None:
         self._desk, self._other, self._requests = desk, other, desk.requests()
 
     def _step(self, step: int) -> StepRecord:
@@ -189,8 +190,8 @@ def grpo(desk: Desk) -> None:
     settings = desk.settings
     if "batch" in settings:
         return _policy_loss(desk)
-    other = Other(_grpo_along, settings)
-    base, trainer = other.base_bytes, Paced(_program(settings), other.world, quiet=True)
+    other = SecondRank(_grpo_along, settings)
+    base, trainer = other.wait(), Paced(_program(settings), other.world, quiet=True)
     trainer.pace(desk, other)
     desk.answer(base_bytes=base)
     trainer.run()

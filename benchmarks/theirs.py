@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from limits import touch_libraries
+from libraries import touch_libraries
 from sides import Desk, Measured, memory_bytes, reward
 from transformers import (
     AutoModelForCausalLM,

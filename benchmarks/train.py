@@ -9,9 +9,9 @@ A step is forward and backward pass over a batch with the causal language model'
 AdamW: ours a train step on packed sequences, in one process or data-parallel in two of one thread each,
 theirs `Trainer` with padded micro-batches. Both have the same random weights, hyperparameters and data, and
 two threads. What is compared is found by trying first: theirs with the micro-batch that is fastest here
-(within 3 %, the smallest), ours the fastest that needs no more memory than that. `--micro-batch OURS THEIRS`
-saves the time for it, and takes two processes. bfloat16 is mixed precision on both sides: theirs is autocast,
-ours bfloat16 weights with a float32 master copy. Batches:
+(within 3 %, the one with the least memory), ours the fastest that needs no more memory than that.
+`--micro-batch OURS THEIRS --ranks N` saves the time for it. bfloat16 is mixed precision on both sides: theirs
+is autocast, ours bfloat16 weights with a float32 master copy. Batches:
 
 - equal: sequences of 256 tokens;
 - spread: twice as many, of geometric lengths with a mean of a quarter of the maximum of 512.
@@ -75,20 +75,20 @@ def prepare(scene: Scene) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dict[str, Any]:
+def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks: int) -> dict[str, Any]:
     """A row of the table."""
-    settings, lengths, ranks, tried = prepare(scene), lengths_of(scene), 2, list[Trial]()
+    settings, lengths, tried = prepare(scene), lengths_of(scene), dict[str, list[Trial]]()
     if micro_batch is not None:
         sizes = dict(zip(("ours", "trainer"), micro_batch, strict=True))
     else:
         their_sizes = [n for n in _THEIR_TRIES if len(lengths) % n == 0]
         theirs_tried = try_micro_batches(THEIRS, settings, their_sizes)
-        tried = [t for n in (1, 2) for t in try_micro_batches(OURS, settings, _OUR_TRIES, ranks=n)]
+        ours_tried = [t for n in (1, 2) for t in try_micro_batches(OURS, settings, _OUR_TRIES, ranks=n)]
         their_best = best(theirs_tried)
-        chosen = best(tried, at_most_bytes=their_best.peak_bytes)
+        chosen = best(ours_tried, at_most_bytes=their_best.peak_bytes)
         sizes, ranks = {"ours": chosen.micro_batch, "trainer": their_best.micro_batch}, chosen.ranks
-        progress(f"{scene.name}: tried ours {tried}, theirs {theirs_tried}")
-        tried += theirs_tried
+        tried = {"ours": ours_tried, "trainer": theirs_tried}
+        progress(f"{scene.name}: tried {tried}")
     with (
         Side(OURS, settings | {"micro_batch": sizes["ours"], "ranks": ranks}) as ours,
         Side(THEIRS, settings | {"micro_batch": sizes["trainer"]}) as theirs,
@@ -100,7 +100,8 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None) -> dic
     least = train_flops(config_of(scene.size), lengths) / limits["peak_flops"]
     return {
         "size": scene.size, "dtype": scene.dtype, "workload": scene.workload, "micro_batch": sizes,
-        "ranks": ranks, "tried": tried,
+        "ranks": ranks,
+        "tried": {name: [trial._asdict() for trial in trials] for name, trials in tried.items()},
         **summary(answers, base, num_tokens=sum(lengths)), **limits, "attainable_seconds": least,
         "efficiency": {name: least / median(found, "seconds") for name, found in answers.items()},
     }  # fmt: skip
@@ -166,6 +167,7 @@ def main() -> int:
     add("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     text = "tokens of ours and sequences of theirs, instead of trying"
     add("--micro-batch", nargs=2, type=int, metavar=("OURS", "THEIRS"), help=text)
+    add("--ranks", type=int, default=2, choices=(1, 2), help="of ours, with --micro-batch")
     add("--repeats", type=int, help="default: 7 of the tiny model, 3 of the large one")
     add("--quick", action="store_true", help="one repetition of the tiny model in float32")
     add("--json", action="store_true", help="one JSON document on standard output")
@@ -180,7 +182,7 @@ def main() -> int:
                 for workload in args.workloads:
                     scene = Scene(size, dtype, workload, Path(scratch))
                     repeats = args.repeats or {"tiny": 7}.get(size, 3)
-                    rows.append(run(scene, repeats=repeats, micro_batch=args.micro_batch))
+                    rows.append(run(scene, repeats=repeats, micro_batch=args.micro_batch, ranks=args.ranks))
                     speeds = {name: round(speed) for name, speed in rows[-1]["tokens_per_second"].items()}
                     progress(f"{scene.name}: tokens/s {speeds}")
     document = {"benchmark": "train", "machine": hardware, "settings": vars(args), "rows": rows}
