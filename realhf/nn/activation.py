@@ -10,6 +10,7 @@ from torch import Tensor
 
 from realhf.model_config import ModelConfig
 from realhf.nn.gradients import collects
+from realhf.nn.linear import linear
 
 Activation = Callable[[Tensor], Tensor]
 """up_TF -> hidden_TF; of a gated MLP the first half of F is the gate and it gives half as many."""
@@ -54,7 +55,7 @@ def activated_linear(config: ModelConfig, up_TF: Tensor, weight_HF: Tensor) -> T
     curve, gated = ACTIVATIONS[config.activation], config.gated
     if torch.is_grad_enabled() and collects(weight_HF):
         return _ActivatedLinear.apply(up_TF, weight_HF, curve, gated)
-    return F.linear(activation(config)(up_TF), weight_HF)
+    return linear(activation(config)(up_TF), weight_HF)
 
 
 def _parts(x_TF: Tensor) -> list[slice]:

@@ -11,11 +11,18 @@ from torch import Tensor
 
 from realhf.nn.gradients import Weight, collects
 
+_ROWS = 32
+"""In bfloat16 on CPU torch compiles a product anew, for a millisecond, for every number of rows: without
+gradients, as in generation, where that number changes from step to step, rows are filled up to a multiple."""
+
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """y_TO = x W^T + b."""
     if torch.is_grad_enabled() and collects(weight_OI):
         return _Linear.apply(x_TI, weight_OI, bias_O)
+    lacking = -len(x_TI) % _ROWS
+    if lacking and x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled()):
+        return F.linear(F.pad(x_TI, (0, 0, 0, lacking)), weight_OI, bias_O)[: len(x_TI)]
     return F.linear(x_TI, weight_OI, bias_O)
 
 

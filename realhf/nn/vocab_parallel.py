@@ -20,6 +20,7 @@ from torch import Tensor
 from realhf.dist.autograd import copy_to_group
 from realhf.dist.group import Group
 from realhf.nn.gradients import Weight, collects
+from realhf.nn.linear import linear
 
 _CHUNK_NUMEL = 1 << 24
 """Logits that exist at a time; see also planner/memory.py."""
@@ -48,7 +49,7 @@ class Head:
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """All logits of these tokens: logits_TV, in at least float32."""
-        logits_TV = F.linear(copy_to_group(hidden_TH, self.group), self.weight_VH)
+        logits_TV = linear(copy_to_group(hidden_TH, self.group), self.weight_VH)
         return self.finished(logits_TV, temperature=1.0)
 
     def finished(self, logits_TV: Tensor, *, temperature: float) -> Tensor:
