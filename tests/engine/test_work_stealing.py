@@ -181,7 +181,7 @@ SHORT = [3] * 20
     [
         ("d2@0-1", [SHORT, [250]]),  # The long one begins at once.
         ("d2@0-1", [[*SHORT, 250], SHORT]),  # It waits.
-        ("d2p2@0-3", [SHORT, [250]]),  # A replica of one prompt would have one cohort, with all of the memory.
+        ("d2p2@0-3", [SHORT, [250]]),  # One cohort alone would have all of the memory.
         ("d2p2@0-3", [[*SHORT, 250], [3]]),
     ],
 )
