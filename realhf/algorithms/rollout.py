@@ -50,6 +50,9 @@ class Rollout(Experiment):
     """Memory of a rank for keys and values; None: what `max_rows` sequences of full length need."""
     prefill_tokens: int = 8192
     """Tokens of prompts in one pass; a longer prompt is cut into pieces."""
+    work_stealing: bool = True
+    """Replicas that are done early take waiting prompts of others. Which ones depends on timing, and with it
+    the last bits of log-probs: switch it off for runs that must repeat bit for bit."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0
@@ -66,7 +69,7 @@ class Rollout(Experiment):
     def actor_generate(self) -> FunctionCall:
         work = Generate(
             sampling=self.sampling, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
-            prefill_tokens=self.prefill_tokens)
+            prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing)
         outputs = (*SEQUENCE, "gen_logprobs", "finished")
         return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
 

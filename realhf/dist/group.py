@@ -7,7 +7,7 @@ times faster there than gloo's collectives; sums run in rank order, so all membe
 import json
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,10 +36,23 @@ def _naming_peers(ranks: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason, peers = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0]), ", ".join(map(str, ranks))
+        reason, peers = _reason(error), ", ".join(map(str, ranks))
         if "imed out" in reason:
             reason += f" (rank {peers} may itself be waiting for another)"
         raise PeerError(f"communication with rank{'s' * (len(ranks) > 1)} {peers} broke off: {reason}") from error
+
+
+@contextmanager
+def naming_store() -> Iterator[None]:
+    """Turns the store's errors into a PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"communication with the store broke off: {_reason(error)}") from error
+
+
+def _reason(error: RuntimeError) -> str:
+    return re.sub(r"^\[.*?\] ", "", str(error).partition("\n")[0])
 
 
 @dataclass
@@ -183,19 +196,21 @@ class Group:
         return data
 
     def send_json(self, document: Any, peers: Sequence[int], *, tag: int = 0) -> Pending:
-        data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-        return self.send_bytes(data, peers, tag=tag)
+        return self.send_bytes(_from_json(document), peers, tag=tag)
 
     def recv_json(self, peer: int, *, tag: int = 0) -> Any:
-        return json.loads(self.recv_bytes(peer, tag=tag).numpy().tobytes())
+        return _to_json(self.recv_bytes(peer, tag=tag))
+
+    def all_gather_bytes(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """Every member's bytes, in member order."""
+        pending = self.send_bytes(data, self._peers())
+        parts = {peer: self.recv_bytes(peer) for peer in self._peers()} | {self.index: data}
+        pending.wait()
+        return [parts[i] for i in range(self.size)]
 
     def all_gather_json(self, document: Any) -> list[Any]:
         """Every member's JSON document, in member order."""
-        pending = self.send_json(document, self._peers())
-        documents = {peer: self.recv_json(peer) for peer in self._peers()}
-        documents[self.index] = json.loads(json.dumps(document))
-        pending.wait()
-        return [documents[i] for i in range(self.size)]
+        return [_to_json(data) for data in self.all_gather_bytes(_from_json(document))]
 
     def barrier(self) -> None:
         """Returns when every member has come here; on NCCL, too, the host waits."""
@@ -204,6 +219,14 @@ class Group:
     def _peers(self) -> list[int]:
         """The other members, each member starting behind itself, so that no port is everybody's first."""
         return [(self.index + i) % self.size for i in range(1, self.size)]
+
+
+def _from_json(document: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+
+
+def _to_json(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
 
 
 class World:
@@ -218,6 +241,7 @@ class World:
         self.ranks_per_host = ranks_per_host or size
         self._store, self._timeout = store, timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        self._num_stores = Counter[str]()
         self.control = self.group(tuple(range(size)), purpose="control")  # All ranks over gloo.
         if len(sizes := set(self.control.all_gather_json(self.ranks_per_host))) > 1:
             counts = " and ".join(map(str, sorted(sizes)))
@@ -286,9 +310,15 @@ class World:
         return self._groups[key]
 
     def store(self, name: str) -> dist.Store:
-        """What all ranks see under this name."""
+        """Counters and other values by key, the same under this name for all ranks that ask. Keys outlive
+        their users: a name is used once, or its keys are deleted."""
         assert self._store is not None, "a world of several ranks needs a store"
         return dist.PrefixStore(f"realhf/{name}/", self._store)
+
+    def unused_store(self, name: str) -> dist.Store:
+        """One that is empty whatever others have left behind; its users ask for it equally often."""
+        self._num_stores[name] += 1
+        return self.store(f"{name}/{self._num_stores[name]}")
 
     def _connect(self, key: tuple[tuple[int, ...], str], index: int, *, native: bool) -> Any:
         """A communicator of its own, whose members meet in the store under ranks and purpose.

@@ -13,7 +13,7 @@ class ParallelGroups:
 
     `all` is every rank of the layout, `ends` the first and the last stage (None between them or if there is
     but one), `ep` the dp neighbours that share out one set of experts. `pp_back` has the ranks of `pp` for what
-    flows backward; `dp_control`, `ep_control` and `replicas` (over dp and cp) are over gloo.
+    flows backward; `dp_control`, `ep_control` and `replicas_control` (dp and cp) are over gloo.
     """
 
     layout: Layout
@@ -24,7 +24,7 @@ class ParallelGroups:
     pp: Group
     pp_back: Group
     dp_control: Group
-    replicas: Group
+    replicas_control: Group
     ep: Group
     ep_control: Group
     all: Group
@@ -45,7 +45,7 @@ class ParallelGroups:
             **{axis: world.group(line[axis]) for axis in ("tp", "cp", "pp", "ep")},
             pp_back=world.group(line["pp"], purpose="backward"),
             dp_control=world.group(line["dp"], purpose="control"),
-            replicas=world.group(layout.replicas(rank), purpose="control"),
+            replicas_control=world.group(layout.replicas(rank), purpose="control"),
             ep_control=world.group(line["ep"], purpose="control"),
             all=world.group(layout.ranks),
         )

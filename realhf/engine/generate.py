@@ -17,7 +17,7 @@ import torch
 from realhf.data.batch import Batch
 from realhf.dist.group import Pending
 from realhf.engine.block_manager import BlockManager
-from realhf.engine.room import Room
+from realhf.engine.room import Room, Terms, longest_sizes
 from realhf.engine.samples import Job, Samples, by_prompt, columns
 from realhf.engine.sampling import sample, uniform
 from realhf.engine.scheduler import Prompt, Scheduler, Step
@@ -33,48 +33,58 @@ from realhf.nn.transformer import Transformer
 def generate(
     model: Transformer, batch: Batch, work: Generate, queue: WorkQueue, *, prompt_key: str, stream: str
 ) -> tuple[list[int], list]:
-    """Ids of the samples that this replica has continued, and on the last stage the columns of `Generate`;
-    `stream` (the call's name) has its own random numbers.
+    """Ids of the samples that this replica has continued, and on one of its ranks (last stage, first of tp)
+    the columns of `Generate`; `stream` (the call's name) has its own random numbers.
 
-    Raises UserError when a sample cannot fit in the model's positions or in the budget of the KV cache.
+    Raises UserError when a sample cannot fit in the model's positions or in the budget of the KV cache: on
+    all replicas among which prompts move.
     """
     prompts = [prompt.tolist() for prompt in batch[prompt_key].split()]
     seed = (work.seed << 32) | zlib.crc32(stream.encode())
-    pp, in_lockstep = model.groups.layout.pp, model.groups.ep.size > 1
-    num_cohorts = pp if in_lockstep else max(1, min(pp, len(prompts), work.max_rows))
-    ranges = [slice(*even_split(len(prompts), num_cohorts, i)) for i in range(num_cohorts)]
+    terms = _agree(model, by_prompt(prompts, batch.ids), work, queue)
+    ranges = [slice(*even_split(len(prompts), terms.num_cohorts, i)) for i in range(terms.num_cohorts)]
     parts = [by_prompt(prompts[part], batch.ids[part]) for part in ranges]
-    at_home = [_room(part, work, model, num_cohorts).num_at_once(part) if part else 0 for part in parts]
+    at_home = [Room(part, terms).num_at_once(part) if part else 0 for part in parts]
     waiting = queue.put([job for part, count in zip(parts, at_home, strict=True) for job in part[count:]])
     with torch.no_grad():
         cohorts = [
-            _Cohort(model, work, seed, part, count, waiting, queue, num_cohorts=num_cohorts)
+            _Cohort(model, terms=terms, seed=seed, part=part, count=count, waiting=waiting, queue=queue)
             for part, count in zip(parts, at_home, strict=True)]
         while any([cohort.advance() for cohort in cohorts]):
             pass
     made = [cohort.samples for cohort in cohorts]
     ids = [i for samples in made for i in samples.ids[: len(samples.prompts)].tolist()]
-    return ids, columns(made, wide=model.wide) if model.groups.is_last_stage else []
+    has_columns = model.groups.is_last_stage and model.groups.at.tp == 0
+    return ids, columns(made, wide=model.wide) if has_columns else []
 
 
-def _room(jobs: Sequence[Job], work: Generate, model: Transformer, num_cohorts: int) -> Room:
-    return Room(jobs, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts)
+def _agree(model: Transformer, jobs: Sequence[Job], work: Generate, queue: WorkQueue) -> Terms:
+    """The same for all replicas among which prompts move. Raises UserError where nobody could take one."""
+    told = queue.gather([sum(len(job.ids) for job in jobs), longest_sizes(jobs)])
+    most, sizes = max(count for count, _ in told), [tuple(size) for _, some in told for size in some]
+    pp, in_lockstep = model.groups.layout.pp, model.groups.ep.size > 1
+    num_cohorts = pp if in_lockstep else max(1, min(pp, most, work.max_rows))
+    terms = Terms.of(sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts)
+    if sizes:
+        terms.check(model.config.num_positions)
+    return terms
 
 
 class _Cohort:
     """Samples that share a cache and slots."""
 
     def __init__(
-        self, model: Transformer, work: Generate, seed: int, part: Sequence[Job], count: int,
-        waiting: Sequence[Job], queue: WorkQueue, *, num_cohorts: int,
+        self, model: Transformer, *, terms: Terms, seed: int, part: Sequence[Job], count: int,
+        waiting: Sequence[Job], queue: WorkQueue,
     ) -> None:  # fmt: skip
         """It begins with `count` jobs of its part; those that are `waiting` may come out of the queue."""
-        self._model, self._groups, self._sampling, self._seed = model, model.groups, work.sampling, seed
+        sampling = terms.work.sampling
+        self._model, self._groups, self._sampling, self._seed = model, model.groups, sampling, seed
         self._device, self._queue = model.flat.device, queue
         ends = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=self._device)
         ends[[i for i in model.config.eos_token_ids if i < len(ends)]] = True
         capacity = sum(len(job.ids) for job in part)
-        self.samples = Samples(capacity, max_new_tokens=work.sampling.max_new_tokens, ends=ends)
+        self.samples = Samples(capacity, max_new_tokens=sampling.max_new_tokens, ends=ends)
         self._step: Step | None = None
         self._drawn = torch.zeros(0, dtype=torch.long)
         self._has_company = self._groups.ep.size > 1
@@ -83,11 +93,10 @@ class _Cohort:
         self._scheduler: Scheduler | None = None
         self._cache: KVCache | None = None
         if reach := [*part[:count], *waiting]:
-            self._reserve(work, _room(reach, work, model, num_cohorts), part[:count])
+            self._reserve(Room(reach, terms), part[:count], prefill_tokens=terms.work.prefill_tokens)
 
-    def _reserve(self, work: Generate, room: Room, jobs: Sequence[Job]) -> None:
+    def _reserve(self, room: Room, jobs: Sequence[Job], *, prefill_tokens: int) -> None:
         """Memory for as many rows as may run at once, within the budget."""
-        room.check(self._model.config.num_positions)
         self._cache = self._model.new_cache(room.num_blocks, room.block_size)
         self._tables = BlockTables(
             num_slots=room.num_slots, num_blocks=room.num_blocks, block_size=room.block_size,
@@ -95,7 +104,7 @@ class _Cohort:
         self._scheduler = Scheduler(
             [self.samples.add(job) for job in jobs], num_slots=room.num_slots,
             blocks=BlockManager(room.num_blocks), tables=self._tables, history=self.samples.history,
-            prefill_tokens=work.prefill_tokens, restart_at=self._model.cache_limit, more=self._take_prompt)
+            prefill_tokens=prefill_tokens, restart_at=self._model.cache_limit, more=self._take_prompt)
 
     def _take_prompt(self) -> Prompt | None:
         job = self._queue.take()

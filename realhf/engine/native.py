@@ -41,8 +41,6 @@ class NativeEngine(BaseEngine):
         self.model = Transformer(spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters)
         trained = self.model if self.adapters is None else self.adapters
         super().__init__(self.model, trained=trained, optimizer=optimizer)
-        self.num_stolen = 0
-        """Prompts of other replicas that this one has continued."""
 
     def adapter_shards(self) -> Shards:
         assert self.adapters is not None, "a model without LoRA has no adapters"
@@ -73,15 +71,13 @@ class NativeEngine(BaseEngine):
 
     def _generate(self, call: FunctionCall, work: Generate, batch: Batch) -> Batch:
         """Ranks over cp are replicas here, too: each begins with a part of the prompts."""
-        cp, queue = self.groups.cp, WorkQueue(self.groups)
+        cp, queue = self.groups.cp, WorkQueue(self.groups, stealing=work.work_stealing)
         part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
             ids, columns = generate(
                 self.model, part, work, queue, prompt_key=call.inputs[0], stream=call.name)
-        made = queue.bring_home(output_batch(call, ids, columns), batch.ids)
-        self.num_stolen += queue.num_stolen
-        return made
+        return queue.bring_home(output_batch(call, ids, columns), batch.ids)
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """The ranks of an ep group pass through the experts together: the last ones of some are empty."""

@@ -18,7 +18,7 @@ Shards = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class CallResult:
-    """Output columns (on the last pipeline stage, else none) and metrics (the same on all of its ranks)."""
+    """Output columns (at least on the layout's heads) and metrics (the same on the last pipeline stage)."""
 
     batch: Batch
     metrics: Metrics

@@ -1,52 +1,71 @@
 """Room: how many rows run at once in a generation, and the blocks of the cache that they have."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from realhf.cache_blocks import block_size, blocks_for, num_blocks
-from realhf.engine.samples import Job
+from realhf.engine.samples import Job, Size
 from realhf.engine.work import Generate
 from realhf.errors import UserError
 
 _GIB = 1 << 30
 
 
-class Room:
-    """What a cache and its tables are made for, so that all of these prompts can pass through.
+def longest_sizes(jobs: Sequence[Job]) -> list[Size]:
+    """Of the longest prompt and of the longest one with several samples: all that Terms go by."""
+    sizes = [job.size for job in jobs]
+    return [max(some) for some in (sizes, [size for size in sizes if size[1] > 1]) if some]
 
-    It is one of `num_cohorts` that share the rows and the memory of `work`; a token takes `token_bytes`.
-    """
 
-    def __init__(self, jobs: Sequence[Job], work: Generate, *, token_bytes: int, num_cohorts: int) -> None:
-        sizes, max_new = [(len(job.tokens), len(job.ids)) for job in jobs], work.sampling.max_new_tokens
-        self.num_slots = min(-(-work.max_rows // num_cohorts), sum(count for _, count in sizes))
-        self.longest = max(length for length, _ in sizes) + max_new
-        self.max_sharers = max(count for _, count in sizes)
-        self.block_size = block_size(sizes, max_new_tokens=max_new)
-        self.num_blocks = blocks_for(
-            sizes, size=self.block_size, num_slots=self.num_slots, max_new_tokens=max_new)
-        self._work, self._num_cohorts = work, num_cohorts
-        self._block_bytes, self._budget = token_bytes * self.block_size, self.num_blocks
-        if work.kv_cache_gib is not None:
-            self._budget = int(work.kv_cache_gib * _GIB / num_cohorts) // self._block_bytes
-            self.num_blocks = min(self.num_blocks, self._budget)
+@dataclass(frozen=True)
+class Terms:
+    """What all cohorts of all replicas generate by, so that none refuses a prompt that another would take."""
 
-    @property
-    def blocks_per_row(self) -> int:
-        return num_blocks(self.longest, self.block_size)
+    work: Generate
+    token_bytes: int  # Of one token in a rank's cache.
+    num_cohorts: int  # They share the rows and the memory of `work`.
+    longest: int  # Tokens of a row.
+    block_size: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int) -> "Terms":
+        max_new = work.sampling.max_new_tokens
+        longest = max((length for length, _ in sizes), default=0) + max_new
+        size = block_size(sizes or [(0, 1)], max_new_tokens=max_new)
+        return cls(work, token_bytes, num_cohorts, longest, size)
+
+    def affordable(self, count: int) -> int:
+        """Of so many blocks for a cohort those that the budget allows."""
+        gib = self.work.kv_cache_gib
+        block_bytes = self.token_bytes * self.block_size
+        return count if gib is None else min(count, int(gib * _GIB / self.num_cohorts) // block_bytes)
 
     def check(self, num_positions: int | None) -> None:
         """Raises UserError when a sample cannot fit in the model's positions or in the cache."""
-        max_new = self._work.sampling.max_new_tokens
+        max_new = self.work.sampling.max_new_tokens
         if num_positions is not None and self.longest > num_positions:
             raise UserError(
                 f"a prompt has {self.longest - max_new} tokens and sampling.max_new_tokens is {max_new}: "
                 f"the model has learned {num_positions} positions")
-        gib, least = self._work.kv_cache_gib, self.blocks_per_row + 1
-        if gib is not None and self._budget < least:
-            least_gib = least * self._num_cohorts * self._block_bytes / _GIB
+        least = num_blocks(self.longest, self.block_size) + 1
+        if self.affordable(least) < least:
+            least_gib = least * self.num_cohorts * self.token_bytes * self.block_size / _GIB
             raise UserError(
-                f"kv_cache_gib is {gib:g}: one sample of {self.longest} tokens (prompt and "
-                f"sampling.max_new_tokens) needs {least_gib:.3g}")
+                f"kv_cache_gib is {self.work.kv_cache_gib:g}: one sample of {self.longest} tokens (prompt "
+                f"and sampling.max_new_tokens) needs {least_gib:.3g}")
+
+
+class Room:
+    """What a cohort's cache and its tables are made for, so that all of these prompts can pass through."""
+
+    def __init__(self, jobs: Sequence[Job], terms: Terms) -> None:
+        sizes, work, self.block_size = [job.size for job in jobs], terms.work, terms.block_size
+        max_new = work.sampling.max_new_tokens
+        self.num_slots = min(-(-work.max_rows // terms.num_cohorts), sum(count for _, count in sizes))
+        self.max_sharers = max(count for _, count in sizes)
+        self.blocks_per_row = num_blocks(max(length for length, _ in sizes) + max_new, self.block_size)
+        self.num_blocks = terms.affordable(
+            blocks_for(sizes, size=self.block_size, num_slots=self.num_slots, max_new_tokens=max_new))
 
     def num_at_once(self, jobs: Sequence[Job]) -> int:
         """How many of them, from the first on, have slots and blocks to begin with."""

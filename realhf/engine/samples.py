@@ -7,8 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from realhf.data.batch import Packed
+from realhf.data.batch import Batch, Packed
 from realhf.engine.scheduler import Prompt
+
+Size = tuple[int, int]
+"""Tokens of a prompt, and samples that continue it."""
 
 
 class Job(NamedTuple):
@@ -17,11 +20,27 @@ class Job(NamedTuple):
     tokens: list[int]
     ids: list[int]
 
+    @property
+    def size(self) -> Size:
+        return len(self.tokens), len(self.ids)
+
 
 def by_prompt(prompts: Sequence[list[int]], ids: Sequence[int]) -> list[Job]:
     """Samples of equal prompts that are neighbours go together."""
     runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
     return [Job(prompts[run[0]], [ids[i] for i in run]) for run in runs]
+
+
+def pack_jobs(jobs: Sequence[Job]) -> torch.Tensor:
+    """As bytes."""
+    tokens = [torch.tensor(job.tokens, dtype=torch.long) for job in jobs]
+    packed = Packed.of(tokens, empty=torch.zeros(0, dtype=torch.long))
+    return Batch(list(range(len(jobs))), {"tokens": packed, "ids": [job.ids for job in jobs]}).pack()
+
+
+def unpack_jobs(data: torch.Tensor) -> list[Job]:
+    batch = Batch.unpack(data)
+    return [Job(t.tolist(), ids) for t, ids in zip(batch["tokens"].split(), batch["ids"], strict=True)]
 
 
 class Samples:
@@ -42,7 +61,7 @@ class Samples:
         first = len(self.prompts)
         self.prompts += [job.tokens] * len(job.ids)
         if (lacking := len(self.prompts) - len(self.ids)) > 0:
-            self._grow(max(lacking, len(self.ids)))
+            self._grow(max(lacking, len(self.ids) // 8))
         self.ids[first : len(self.prompts)] = job.ids
         return Prompt(job.tokens, list(range(first, len(self.prompts))))
 

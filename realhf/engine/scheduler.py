@@ -240,7 +240,8 @@ class Scheduler:
         return sorted(pieces, key=lambda piece: (piece.start == 0, piece.stop))
 
     def _fetch(self, num_rows: int) -> bool:
-        """Whether another prompt has come into the queue, for which there was a slot and a block."""
+        """Whether another prompt has come into the queue, for which there was a slot and a block. One that
+        turns out to need more waits here, even if another replica has room for it."""
         if num_rows < self._num_slots and self._blocks.num_free > 0 and (prompt := self._more()) is not None:
             self._queue.append(prompt)
         return bool(self._queue)

@@ -79,6 +79,9 @@ class Generate(Work):
     max_rows: int = 512  # Sequences that a rank decodes at once; those that are left wait for a free slot.
     kv_cache_gib: float | None = None  # Of a rank's memory; None: what `max_rows` of full length need.
     prefill_tokens: int = 8192  # Of prompts in one pass; a longer prompt is cut into pieces.
+    work_stealing: bool = True
+    """Replicas that are done early take waiting prompts of others. Which ones depends on timing, and with it
+    the last bits of log-probs: switch it off for runs that must repeat bit for bit."""
 
     def __post_init__(self) -> None:
         _require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")

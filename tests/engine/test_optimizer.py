@@ -117,14 +117,14 @@ SPREAD = [
 ]  # fmt: skip
 
 
-def _update_by_made_up_gradients(world, hf, text):
+def _update_by_made_up_gradients(world, hf, text, dtype=torch.float64):
     """Name -> (region, values) of this rank after some steps; gradients are those of the whole divided among
     the ranks that add theirs up."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
     spec = model_spec(hf_config(hf))
-    shards = Shards(spec, ParallelGroups.create(world, layout), dtype=torch.float64)
+    shards = Shards(spec, ParallelGroups.create(world, layout), dtype=dtype)
     start = _normal(spec, seed=100)
     for name, region in shards.regions.items():
         shards.shards()[name].copy_(start[name][region_slices(region)])
@@ -141,7 +141,8 @@ def _update_by_made_up_gradients(world, hf, text):
         region = spec.held_by(layout, world.rank, sharded=True)[name]
         low = shards.regions[name][0][0]
         rows = shards.shards()[name][region[0][0] - low : region[0][1] - low]
-        assert torch.equal(owned, rows), name
+        assert owned.dtype == torch.promote_types(dtype, torch.float32)
+        assert torch.equal(owned.to(dtype), rows), name
     return norms, {n: (region, shards.shards()[n]) for n, region in shards.regions.items()}
 
 
@@ -183,6 +184,21 @@ def test_updates_are_those_of_one_process(pool, family, layout):
         for name, (region, values) in shards.items():
             expected = whole[name][1][region_slices(region)]
             torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen2", "d2c2@0-3"), ("qwen3-moe", "d2e2t2@0-3")])
+def test_updates_of_bfloat16_are_those_of_one_process(pool, family, layout):
+    """Up to the last bit, where the master copies are rounded to either side of it."""
+    dtype = torch.bfloat16
+    norms, whole = _update_by_made_up_gradients(World(), family, "d1@0", dtype)
+    results = [r for r in pool.run(_update_by_made_up_gradients, family, layout, dtype) if r is not None]
+    assert len(results) == len(Layout.parse(layout).ranks)
+    for their_norms, shards in results:
+        assert their_norms == pytest.approx(norms, rel=1e-5)
+        for name, (region, values) in shards.items():
+            expected = whole[name][1][region_slices(region)]
+            assert values.dtype == dtype and (values == expected).double().mean() > 0.99, name
+            torch.testing.assert_close(values, expected, rtol=2**-7, atol=1e-5, msg=name)
 
 
 def test_bfloat16_model_learns_with_a_float32_master_copy(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from realhf.cache_blocks import block_size, blocks_for, num_blocks
 from realhf.engine.block_manager import BlockManager
-from realhf.engine.room import Room
+from realhf.engine.room import Room, Terms
 from realhf.engine.samples import Job
 from realhf.engine.scheduler import Prompt, Scheduler
 from realhf.engine.work import Generate, SamplingConfig
@@ -139,7 +139,8 @@ def test_room_knows_how_many_prompts_begin_at_once(seed):
     prompts = _prompts(rng, rng.randint(1, 12))
     jobs, sampling = [Job(p.tokens, p.samples) for p in prompts], SamplingConfig(max_new_tokens=MAX_NEW)
     max_rows, gib = rng.choice([1, 3, 8, 64]), rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
-    room = Room(jobs, Generate(sampling, max_rows=max_rows, kv_cache_gib=gib), token_bytes=1, num_cohorts=1)
+    work = Generate(sampling, max_rows=max_rows, kv_cache_gib=gib)
+    room = Room(jobs, Terms.of([job.size for job in jobs], work, token_bytes=1, num_cohorts=1))
     tables = BlockTables(
         num_slots=room.num_slots, num_blocks=room.num_blocks, block_size=room.block_size,
         blocks_per_row=room.blocks_per_row, max_sharers=room.max_sharers)

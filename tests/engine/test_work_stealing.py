@@ -2,19 +2,24 @@
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import World
+from realhf.dist.group import PeerError, World
+from realhf.dist.parallel import ParallelGroups
+from realhf.engine.base import output_batch
+from realhf.engine.generate import generate
 from realhf.engine.native import NativeEngine
+from realhf.engine.samples import Job
 from realhf.engine.work import Generate, SamplingConfig
-from realhf.engine.work_queue import Lines
+from realhf.engine.work_queue import Lines, WorkQueue
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
-from realhf.layout import Layout
+from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.families import MOE_CASES
@@ -36,8 +41,9 @@ def _engine(world, layout, *, family="qwen2"):
 
 
 def _shares(num_shards):
-    """Numbers of samples by shard: the first one has nearly all of 48."""
-    return [list(range(48 - 2 * num_shards + 2)), *([i, i + 1] for i in range(50 - 2 * num_shards, 48, 2))]
+    """Numbers of samples by shard: of 48 every shard but the first has two."""
+    num_first = 48 - 2 * (num_shards - 1)
+    return [list(range(num_first)), *([i, i + 1] for i in range(num_first, 48, 2))]
 
 
 def _prompts(lengths):
@@ -53,19 +59,30 @@ def _call(**options):
     return FunctionCall("actor_generate", "generate", ("prompts",), OUTPUTS, role="actor", work=work)
 
 
-def _generate(world, text, lengths, options, num_calls=1, family="qwen2"):
-    """What this rank gets, how many prompts it took from others, and the store's keys before and after."""
+def _generate(world, text, lengths, options, family="qwen2"):
+    """What this rank gets of two generations, how many samples of others it continued in the second, and the
+    store's keys before and after."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
     engine, ids = _engine(world, layout, family=family), _shares(layout.dp)[layout.coordinate(world.rank).dp]
-    prompts = _prompts(lengths)
+    prompts, call = _prompts(lengths), _call(**options)
     batch = Batch(ids, {"prompts": Packed.of([prompts[i] for i in ids])})
     num_keys = [] if world.size == 1 else [_num_keys(engine)]
-    made = [engine.run(_call(**options), [batch], micro_batch_tokens=1000).batch for _ in range(num_calls)]
+    made = [engine.run(call, [batch], micro_batch_tokens=1000).batch]
+    again, num_stolen = _generate_counting(engine, call, batch)
     num_keys += [] if world.size == 1 else [_num_keys(engine)]
-    columns = [{key: _rows(column) for key, column in batch.fields.items()} for batch in made]
-    return ids, [batch.ids for batch in made], columns, engine.num_stolen, num_keys
+    columns = [{key: _rows(column) for key, column in batch.fields.items()} for batch in (*made, again)]
+    return ids, [batch.ids for batch in (*made, again)], columns, num_stolen, num_keys
+
+
+def _generate_counting(engine, call, batch):
+    """What the engine makes, and how many samples of others it continues."""
+    cp, queue = engine.groups.cp, WorkQueue(engine.groups, stealing=call.work.work_stealing)
+    part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
+    ids, columns = generate(engine.model, part, call.work, queue, prompt_key="prompts", stream=call.name)
+    made = queue.bring_home(output_batch(call, ids, columns), batch.ids)
+    return made, len(set(ids) - set(part.ids))
 
 
 def _rows(column):
@@ -80,21 +97,20 @@ def _num_keys(engine):
     return num_keys
 
 
-def _check(pool, layout, lengths, options, *, num_calls=1, family="qwen2"):
-    """Every rank of the last stage has what one process computes; how many prompts each rank has taken."""
-    _, [all_ids], [expected], _, _ = _generate(World(), "d1@0", lengths, {"max_rows": 512}, family=family)
+def _check(pool, layout, lengths, options, *, family="qwen2"):
+    """Every head has what one process computes, twice; how many samples of others each rank has continued."""
+    _, [all_ids, _], [expected, _], _, _ = _generate(World(), "d1@0", lengths, {"max_rows": 512}, family)
     assert all_ids == list(range(48))
     num_tokens = {len(tokens) for tokens in expected["sequences"]}
     assert len(num_tokens) > 3 and 0 < float(expected["finished"].mean()) < 1
-    results = pool.run(_generate, layout, lengths, options, num_calls, family)
+    results = pool.run(_generate, layout, lengths, options, family)
     results = {rank: result for rank, result in enumerate(results) if result is not None}
-    last = Layout.parse(layout).grid[-1].ravel().tolist()
     for rank, (ids, made, columns, _, (before, after)) in results.items():
         assert before == after
-        if rank not in last:
-            assert made == [[]] * num_calls
+        if rank not in Layout.parse(layout).heads:
+            assert made == [[], []]
             continue
-        assert made == [ids] * num_calls
+        assert made == [ids, ids]
         for found in columns:
             for key in ("sequences", "mask"):
                 for ours, i in zip(found[key], ids, strict=True):
@@ -109,7 +125,7 @@ def _check(pool, layout, lengths, options, *, num_calls=1, family="qwen2"):
     "layout", ["d2@0-1", "d4@3,1,0,2", "d2t2@0-3", "d2p2@0-3", "d2c2@0-3", "c2t2@0-3"])
 def test_replicas_that_are_done_continue_the_prompts_of_others(pool, layout):
     """All but a few samples begin on the first data shard, which has few slots."""
-    num_stolen = _check(pool, layout, [3, 1, 6, 2], {}, num_calls=2)
+    num_stolen = _check(pool, layout, [3, 1, 6, 2], {})
     parsed = Layout.parse(layout)
     for dp in range(1, parsed.dp):  # These have one prompt or two, which begin at once.
         for rank in parsed.grid[:, dp].ravel().tolist():
@@ -118,10 +134,12 @@ def test_replicas_that_are_done_continue_the_prompts_of_others(pool, layout):
         assert len({num_stolen[rank] for rank in replica}) == 1
 
 
-@pytest.mark.parametrize(("layout", "gib"), [("d2@0-1", 5 * BLOCK_GIB), ("d2p2@0-3", 5 * BLOCK_GIB)])
-def test_what_waits_for_memory_goes_to_others_too(pool, layout, gib):
-    """Prompts of one and of two blocks: three rows' worth for the samples of a shard."""
-    num_stolen = _check(pool, layout, [70, 2, 100, 64], {"kv_cache_gib": gib, "max_rows": 512})
+@pytest.mark.parametrize("layout", ["d2@0-1", "d2p2@0-3"])
+def test_what_waits_for_memory_goes_to_others_too(pool, layout):
+    """Prompts of one and of two blocks: three rows' worth for the samples of a cohort. (With two stages there
+    are two cohorts, and half of the layers.)"""
+    options = {"kv_cache_gib": 5 * BLOCK_GIB, "max_rows": 512}
+    num_stolen = _check(pool, layout, [70, 2, 100, 64], options)
     assert num_stolen[Layout.parse(layout).grid[0, 1, 0, 0]] > 0
 
 
@@ -135,25 +153,76 @@ def test_nothing_moves_where_all_begin_at_once(pool):
     assert num_stolen == {0: 0, 1: 0}
 
 
-def _refusal(world, layout, options):
-    """The error of a call that nobody can do. Both shards are told of the long prompts, one has them."""
-    lengths = [3, 230, 4, 250]
+@pytest.mark.parametrize("layout", ["d2@0-1", "d2c2@0-3", "e2@0-1"])
+def test_without_stealing_every_prompt_stays_where_it_is(pool, layout):
+    family = "qwen2-moe" if "e" in layout else "qwen2"
+    num_stolen = _check(pool, layout, [3, 1, 6, 2], {"work_stealing": False}, family=family)
+    assert set(num_stolen.values()) == {0}
+
+
+def _refusal(world, text, lengths, gib):
+    """The error of a call with prompts of these lengths by data shard, one sample each."""
+    layout = Layout.parse(text)
+    if world.rank not in layout:
+        return None
+    mine = lengths[layout.coordinate(world.rank).dp]
+    batch = Batch(list(range(len(mine))), {"prompts": Packed.of([torch.full((n,), 4) for n in mine])})
     with pytest.raises(UserError) as refused:
-        _generate(world, layout, lengths, options)
+        _engine(world, layout).run(_call(kv_cache_gib=gib), [batch], micro_batch_tokens=1000)
     return str(refused.value)
 
 
+SHORT = [3] * 20
+"""Of these some wait."""
+
+
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("layout", "lengths"),
     [
-        ({"kv_cache_gib": 2 * BLOCK_GIB}, "one sample of 290 tokens"),
-        ({"kv_cache_gib": 4 * BLOCK_GIB}, "one sample of 290 tokens"),
+        ("d2@0-1", [SHORT, [250]]),  # The long one begins at once.
+        ("d2@0-1", [[*SHORT, 250], SHORT]),  # It waits.
+        ("d2p2@0-3", [SHORT, [250]]),  # One cohort alone would have all of the memory.
+        ("d2p2@0-3", [[*SHORT, 250], [3]]),
     ],
 )
-def test_a_sample_that_can_never_run_is_refused_alike_everywhere(pool, options, sentence):
-    alone = _refusal(World(), "d1@0", options)
-    assert sentence in alone
-    assert pool.run(_refusal, "d2@0-1", options, num_ranks=2) == [alone] * 2
+def test_a_sample_that_can_never_run_is_refused_alike_everywhere(pool, layout, lengths):
+    """Rows of 290 tokens take three blocks of 128, and one more is needed: by as many cohorts as there are
+    stages, which share out the layers."""
+    needed = 4 * 2 * BLOCK_GIB
+    sentence = f"one sample of 290 tokens (prompt and sampling.max_new_tokens) needs {needed:.3g}"
+    results = pool.run(_refusal, layout, lengths, 0.99 * needed)
+    assert [r for r in results if r is not None] == [results[0]] * len(Layout.parse(layout).ranks)
+    assert results[0].endswith(sentence)
+
+
+def _after_a_failure(world):
+    """The jobs that this rank takes out of a queue, after one from which it took some and which it left."""
+    groups = ParallelGroups.create(world, Layout.parse("d4@0-3"))
+    taken = []
+    for number in range(2):
+        queue = WorkQueue(groups, stealing=True)
+        queue.put([Job([4] * (1 + i % 3), [100 * world.rank + i]) for i in range(10 * world.rank)])
+        world.control.barrier()
+        while (job := queue.take()) is not None and (number == 1 or len(taken) < 9):
+            taken.append(job)
+        taken = taken if number else []
+        world.control.barrier()
+    return taken
+
+
+def test_a_generation_that_failed_takes_nothing_from_the_next(pool):
+    taken = [job for jobs in pool.run(_after_a_failure) for job in jobs]
+    expected = [Job([4] * (1 + i % 3), [100 * rank + i]) for rank in range(4) for i in range(10 * rank)]
+    assert sorted(taken, key=lambda job: job.ids) == expected
+
+
+def test_a_store_that_is_gone_is_a_peer_that_is_gone():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lines = Lines([3, 3], 0, dist.TCPStore("127.0.0.1", server.port, is_master=False))
+    assert lines.take() == (0, 0)
+    del server
+    with pytest.raises(PeerError, match="communication with the store broke off: "):
+        _drain(lines)
 
 
 COUNTS = [40, 0, 200, 7]
@@ -181,10 +250,14 @@ def _check_drained(taken):
 
 
 def test_many_threads_take_every_item_once():
-    store = dist.HashStore()
+    store, barrier = dist.HashStore(), Barrier(len(COUNTS))
+
+    def drain(index):
+        barrier.wait()
+        return _drain(Lines(COUNTS, index, store))
+
     with ThreadPoolExecutor(len(COUNTS)) as threads:
-        taken = threads.map(lambda index: _drain(Lines(COUNTS, index, store)), range(len(COUNTS)))
-        _check_drained(list(taken))
+        _check_drained(list(threads.map(drain, range(len(COUNTS)))))
 
 
 def _drain_together(world):

@@ -84,8 +84,6 @@ def measure(world: Any, case: Case) -> Any:
     call = FunctionCall("call", case.kind, inputs, outputs[case.kind], role="role", work=_work(case))
     batches = _batches(case, layout, layout.coordinate(world.rank).dp)
     options = {"micro_batch_tokens": case.micro_batch_tokens, "recompute": case.recompute}
-    if case.kind == "train_step":  # Adam makes its moments in its first step.
-        engine.run(call, [batches[0].select([0])], **options)
     with Storages() as storages:
         engine.run(call, batches, **options)
     training = 0
