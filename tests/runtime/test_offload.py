@@ -96,8 +96,9 @@ def _steps(world, task, layouts, options, out):
     executor = Executor(world, program.actions, program.plan, store, context, experiment.group_size)
     seen, passes = [(_device_bytes(store, program), [], {})], []
     if world.rank in program.homes["actor"]:
-        block = store.engine("actor", program.homes["actor"]).model.blocks[0]
-        block.register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+        blocks = store.engine("actor", program.homes["actor"]).model.blocks
+        first = blocks[0]
+        blocks[0] = lambda *args: passes.append(torch.is_grad_enabled()) or first(*args)
     for step in range(2):
         here = world.rank in dataset_layout(program.graph, program.plan)
         batch = loader.batch(first_prompt=step * 6, num_prompts=6) if here else None
