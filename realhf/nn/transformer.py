@@ -48,6 +48,7 @@ class Transformer(ShardedParameters):
         self._layers = layers
         self._adapted: list[Adapter] = []
         self.blocks = [self._block(layer) for layer in layers]
+        self._cache_heads = self.blocks[0].attention.cache_heads
         self._final_norm = Norm(self.config, self.of_layer(None), "final_norm")
         self._rope = None
         if self.config.positions == "rope":
@@ -215,7 +216,3 @@ class Transformer(ShardedParameters):
         heads, dim, value_dim = self._cache_heads
         parts, num_layers = 1 if value_dim else 2, -(-self.config.num_layers // self.groups.layout.pp)
         return num_layers * parts * heads * dim * self.flat.itemsize
-
-    @property
-    def _cache_heads(self) -> tuple[int, int, int | None]:
-        return self.blocks[0].attention.cache_heads
