@@ -52,6 +52,7 @@ _NUM_EQUAL = {"tiny": 64, "100m": 16}
 _OUR_TRIES, _THEIR_TRIES = (512, 1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16, 32, 64)
 _OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
 _SCRATCH_BYTES = 1 << 30
+_WARMUPS = 3  # The second step of a process is the slowest.
 
 
 def lengths_of(scene: Scene) -> list[int]:
@@ -95,7 +96,8 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
     ):
         sides = {"ours": ours, "trainer": theirs}
         base = {name: side.loaded["base_bytes"] for name, side in sides.items()}
-        answers = alternate({name: partial(side.ask) for name, side in sides.items()}, repeats=repeats)
+        asks = {name: partial(side.ask) for name, side in sides.items()}
+        answers = alternate(asks, repeats=repeats, warmups=_WARMUPS)
         limits = ours.ask("limits")
     least = train_flops(config_of(scene.size), lengths) / limits["peak_flops"]
     return {
