@@ -85,7 +85,7 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, name):
         assert scale > 0
         grad = model.adapters.grad_shards()[param.name]
         torch.testing.assert_close(grad / scale, theirs[rows] / scale, rtol=0, atol=2e-4, msg=param.name)
-    assert not any(weight.requires_grad for weight in model._weights())
+    assert not any(weight.requires_grad for weight in model.weights())
 
 
 def test_scores_are_those_of_peft(tmp_path):
