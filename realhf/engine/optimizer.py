@@ -61,10 +61,11 @@ class ShardedAdamW:
             self._sections.append(_Section(group, params, sums, parts[group.index]))
             self._counted += self._primary(grads, *slices[group.index])
             start = stops[-1]
-        sizes, self._is_own_copy = [len(mine) for mine in self._mine], model.flat.dtype != grads.dtype
-        own = list(world.zeros(sum(sizes), grads.dtype).split(sizes)) if self._is_own_copy else []
-        self._slices = own or self._mine
+        sizes, self._has_own_copy = [len(mine) for mine in self._mine], model.flat.dtype != grads.dtype
+        self._slices = self._mine
         """The master copy, by section."""
+        if self._has_own_copy:
+            self._slices = list(world.zeros(sum(sizes), grads.dtype).split(sizes))
         self._means, self._squares = ([torch.zeros_like(part) for part in self._slices] for _ in range(2))
         self._steps = [torch.zeros((), device=part.device) for part in self._slices]
         self.reload()
@@ -77,8 +78,8 @@ class ShardedAdamW:
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """What it keeps besides the parameters and their gradients, but for the numbers of steps."""
-        return [*(self._slices if self._is_own_copy else []), *self._means, *self._squares]
+        """Tensors that it keeps besides the parameters and their gradients, but for the numbers of steps."""
+        return [*(self._slices if self._has_own_copy else []), *self._means, *self._squares]
 
     @property
     def _mine(self) -> list[torch.Tensor]:
@@ -104,6 +105,7 @@ class ShardedAdamW:
         """Reduces gradients over replicas, clips and updates; gives `grad_norm` and `lr`.
 
         Unless it is to `gather` them, the model's parameters are old afterwards, but for this replica's part.
+        Raises FloatingPointError when the gradient norm is not finite.
         """
         self._model.finish_grads()
         grads = [section.group.reduce_scatter_chunks(section.grads) for section in self._sections]

@@ -9,6 +9,7 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.engine.scheduler import Prompt
+from realhf.nn.segments import token_places
 
 Size = tuple[int, int]
 """Tokens of a prompt, and samples that continue it."""
@@ -96,10 +97,9 @@ def columns(parts: Sequence[Samples], *, wide: torch.dtype) -> list:
     sequences, masks, logprobs, lengths = [floats.long()], [floats], [floats], list[int]()
     for part in parts:
         count, prompt_lens = len(part.prompts), np.array([len(prompt) for prompt in part.prompts], np.int64)
-        whole = torch.from_numpy(prompt_lens + part.lengths[:count])
-        ends = whole.cumsum(0)
-        row_T = torch.repeat_interleave(whole)
-        at_T = torch.arange(len(row_T)) - (ends - whole + torch.from_numpy(prompt_lens))[row_T]
+        whole = (prompt_lens + part.lengths[:count]).tolist()
+        row_T, position_T, _ = token_places(whole, torch.device("cpu"))
+        at_T = position_T - torch.from_numpy(prompt_lens)[row_T]
         drawn_T = at_T >= 0
         tokens_T = torch.empty(len(row_T), dtype=torch.long)
         tokens_T[~drawn_T] = torch.tensor(
@@ -109,7 +109,7 @@ def columns(parts: Sequence[Samples], *, wide: torch.dtype) -> list:
         sequences.append(tokens_T)
         masks.append(drawn_T.to(wide))
         logprobs.append(masks[-1].masked_scatter(drawn_T, part.logprobs[at].to(wide)))
-        lengths += whole.tolist()
+        lengths += whole
         finished.append(torch.from_numpy(part.finished[:count]).to(floats))
     packed = [Packed(torch.cat(column), lengths) for column in (sequences, masks, logprobs)]
     return [*packed, torch.cat([floats, *finished])]

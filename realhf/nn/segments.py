@@ -79,8 +79,11 @@ class Extend(Segment):
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
-        position_T = self._position_L[-self.num_tokens :]
-        return position_T, torch.full_like(position_T, self.longest)
+        return self._position_T, torch.full_like(self._position_T, self.longest)
+
+    @property
+    def _position_T(self) -> Tensor:
+        return self._position_L[-self.num_tokens :]
 
     @cached_property
     def _position_L(self) -> Tensor:
@@ -91,7 +94,7 @@ class Extend(Segment):
         k_cached: Tensor, v_cached: Tensor,
     ) -> Tensor:  # fmt: skip
         cache.write(layer, k_cached, v_cached, self.places_L[-self.num_tokens :])
-        behind_TL = self.places[0][:, None] - self._position_L
+        behind_TL = self._position_T[:, None] - self._position_L
         visible_TL = (behind_TL >= 0) & (behind_TL < (kind.window or len(self.places_L)))
         q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, self.places_L)))
         return masked_attention(q, k, v, visible_TL, kind)[0].transpose(0, 1)
