@@ -53,6 +53,8 @@ class Rollout(Experiment):
     work_stealing: bool = True
     """Replicas that are done early take waiting prompts of others. Which ones depends on timing, and with it
     the last bits of log-probs: switch it off for runs that must repeat bit for bit."""
+    cuda_graphs: bool = True
+    """On a GPU, decoding steps are recorded and replayed: of models without experts that a rank has whole."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0
@@ -69,7 +71,8 @@ class Rollout(Experiment):
     def actor_generate(self) -> FunctionCall:
         work = Generate(
             sampling=self.sampling, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
-            prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing)
+            prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing,
+            cuda_graphs=self.cuda_graphs)
         outputs = (*SEQUENCE, "gen_logprobs", "finished")
         return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
 

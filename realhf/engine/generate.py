@@ -17,6 +17,7 @@ import torch
 from realhf.data.batch import Batch
 from realhf.dist.group import Pending
 from realhf.engine.block_manager import BlockManager
+from realhf.engine.decode_graphs import DecodeGraphs, recorder
 from realhf.engine.room import Room, Terms, longest_sizes
 from realhf.engine.samples import Job, Samples, by_prompt, columns
 from realhf.engine.sampling import sample, uniform
@@ -92,10 +93,11 @@ class _Cohort:
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
         self._cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
         if reach := [*part[:count], *waiting]:
-            self._reserve(Room(reach, terms), part[:count], prefill_tokens=terms.work.prefill_tokens)
+            self._reserve(Room(reach, terms), part[:count], terms.work)
 
-    def _reserve(self, room: Room, jobs: Sequence[Job], *, prefill_tokens: int) -> None:
+    def _reserve(self, room: Room, jobs: Sequence[Job], work: Generate) -> None:
         """Memory for as many rows as may run at once, within the budget."""
         self._cache = self._model.new_cache(room.num_blocks, room.block_size)
         self._tables = BlockTables(
@@ -104,7 +106,10 @@ class _Cohort:
         self._scheduler = Scheduler(
             [self.samples.add(job) for job in jobs], num_slots=room.num_slots,
             blocks=BlockManager(room.num_blocks), tables=self._tables, history=self.samples.history,
-            prefill_tokens=prefill_tokens, restart_at=self._model.cache_limit, more=self._take_prompt)
+            prefill_tokens=work.prefill_tokens, restart_at=self._model.cache_limit, more=self._take_prompt)
+        record = recorder(self._device) if work.cuda_graphs and self._model.recordable else None
+        if record is not None:
+            self._graphs = DecodeGraphs(self._model, self._cache, self._tables, record)
 
     def _take_prompt(self) -> Prompt | None:
         job = self._queue.take()
@@ -120,7 +125,7 @@ class _Cohort:
             self._take_tokens(self._step)
         self._step = None if self._scheduler is None else self._scheduler.plan()
         if self._step is None:
-            self._scheduler = self._cache = None  # Its memory is for others.
+            self._scheduler = self._cache = self._graphs = None  # Their memory is for others.
         if self._has_company:
             self._keep_company()
         elif self._step is not None:
@@ -156,16 +161,29 @@ class _Cohort:
         assert self._cache is not None
         if step.copies:
             self._cache.copy(*zip(*step.copies, strict=True))
-        hidden = self._model.advance(self._input(step), self._cache, list(self._segments(step)))
+        if self._graphs is not None and step.rows:
+            hidden = self._by_graph(step, self._cache, self._graphs)
+        else:
+            hidden = self._model.advance(self._input(step), self._cache, list(self._segments(step)))
         if not self._groups.is_last_stage:
             self._sent.append(self._groups.pp.post([(self._groups.at.pp + 1, hidden.contiguous())], []))
             return hidden
         return hidden[self._integers(step.last_tokens)] if step.pieces else hidden
 
+    def _by_graph(self, step: Step, cache: KVCache, graphs: DecodeGraphs) -> torch.Tensor:
+        """The rows in a pass of their own."""
+        hidden = graphs(self._last_tokens(step))
+        if not step.pieces:
+            return hidden
+        return torch.cat([hidden, self._model.advance(self._read(step), cache, list(self._prompts(step)))])
+
     def _segments(self, step: Step) -> Iterator[Segment]:
-        size = self._tables.block_size
         if step.rows:
             yield Decode(self._tables.advance(self._device))
+        yield from self._prompts(step)
+
+    def _prompts(self, step: Step) -> Iterator[Segment]:
+        size = self._tables.block_size
         if (piece := step.further) is not None:
             places_L, longest = self._integers(piece.places(size)), len(piece.prompt.tokens)
             yield Extend(places_L, num_tokens=len(piece.tokens), longest=longest)
@@ -190,12 +208,18 @@ class _Cohort:
         width, first = self._model.config.hidden_size, self._groups.is_first_stage
         return self._integers([]) if first else self._model.flat.new_empty(0, width)
 
+    def _last_tokens(self, step: Step) -> torch.Tensor:
+        return self.samples.tokens[self.samples.at(step.rows, back=1)]
+
+    def _read(self, step: Step) -> torch.Tensor:
+        """The tokens of prompts."""
+        return self._integers([token for piece in step.pieces for token in piece.tokens])
+
     def _input(self, step: Step) -> torch.Tensor:
         """Tokens on the first stage, the previous stage's hidden states of them on others."""
         if self._groups.is_first_stage:
-            last_B = self.samples.tokens[self.samples.at(step.rows, back=1)]
-            read = [token for piece in step.pieces for token in piece.tokens]
-            return torch.cat([last_B, self._integers(read)]) if read else last_B
+            last_B = self._last_tokens(step)
+            return torch.cat([last_B, self._read(step)]) if step.pieces else last_B
         hidden = self._model.flat.new_empty(step.num_tokens, self._model.config.hidden_size)
         self._groups.pp.exchange([], [(self._groups.at.pp - 1, hidden)])
         return hidden

@@ -82,6 +82,7 @@ class Generate(Work):
     work_stealing: bool = True
     """Replicas that are done early take waiting prompts of others. Which ones depends on timing, and with it
     the last bits of log-probs: switch it off for runs that must repeat bit for bit."""
+    cuda_graphs: bool = True  # On a GPU, decoding steps of models without experts that a rank has whole.
 
     def __post_init__(self) -> None:
         _require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")

@@ -97,16 +97,37 @@ class BlockTables:
         """Slots that have rows."""
         return np.flatnonzero(self._is_running)
 
+    def size(self) -> tuple[int, int]:
+        """Running rows, and blocks of the one that has most."""
+        slots = self.running()
+        return len(slots), int(self._counts[slots].max(initial=0))
+
+    def advance_by_table(self, num_rows: int, num_blocks: int) -> Integers:
+        """Every running row gets one more token; nobody is `full`. Of `num_rows` rows position and place of
+        the token, and `num_blocks` blocks: any behind the row's own. Rows that are lacking are the first one
+        once more."""
+        slots, lens, places = self._next_tokens()
+        table_BM = self._table[slots, :num_blocks]
+        table_BM = np.pad(table_BM, ((0, 0), (0, num_blocks - table_BM.shape[1])))
+        numbers = np.column_stack((lens, places, table_BM))
+        return np.concatenate((numbers, np.repeat(numbers[:1], num_rows - len(numbers), axis=0)))
+
+    def _next_tokens(self) -> tuple[Integers, Integers, Integers]:
+        """The running rows' slots, and positions and places of their next tokens, which are then there."""
+        slots = self.running()
+        lens = self.lens[slots]
+        places = self._table[slots, lens // self.block_size] * self.block_size + lens % self.block_size
+        self.lens[slots] += 1
+        return slots, lens, places
+
     def advance(self, device: torch.device) -> Decoding:
         """Every running row gets one more token; nobody is `full`."""
-        slots = self.running()
-        lens, counts, index = self.lens[slots], self._counts[slots], np.arange(len(slots))
+        slots, lens, places = self._next_tokens()
+        counts = self._counts[slots]
         row_of = np.zeros(len(self.lens) + 1, np.int64)  # (-1 is the last one)
-        row_of[slots] = index
+        row_of[slots] = np.arange(len(slots))
         table_BM = self._table[slots, : counts.max()]
         at_M, shared_B = np.arange(table_BM.shape[1]), self._num_shared[slots]
-        places = table_BM[index, lens // self.block_size] * self.block_size + lens % self.block_size
-        self.lens[slots] += 1
         own, own_places = self._set(self._owners, row_of, lens + 1, device)
         sets, parts_BM = [own], own_places[table_BM]
         if shared_B.any():

@@ -18,6 +18,7 @@ from realhf.model_config import ModelConfig
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin of every token's angles, each of shape (T, 1, R / 2)."""
+_BY_LENGTH = ("dynamic", "longrope")
 
 
 class Rotary:
@@ -43,8 +44,7 @@ class Rotary:
         return of_layer
 
     def _angles(self, kind: str, position_T: Tensor, length_T: Tensor) -> Angles:
-        rope_type = self._kinds[kind]["rope_type"]
-        if rope_type in ("dynamic", "longrope"):
+        if self._kinds[kind]["rope_type"] in _BY_LENGTH:
             if (limit := self.boundary) is not None:  # Only its side counts.
                 length_T = torch.where(length_T > limit, limit + 1, limit)
             else:
@@ -71,6 +71,11 @@ class Rotary:
         compute = functions[rope["rope_type"]]
         frequencies, factor = compute(self._scaled_config, self._device, length, layer_type=kind or None)
         return frequencies.to(self._wide), factor
+
+    @property
+    def by_length(self) -> bool:
+        """Whether angles depend on the lengths of the sequences."""
+        return any(rope["rope_type"] in _BY_LENGTH for rope in self._kinds.values())
 
     @cached_property
     def boundary(self) -> int | None:

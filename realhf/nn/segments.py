@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -66,6 +67,39 @@ class Decode(Segment):
     ) -> Tensor:  # fmt: skip
         cache.write(layer, k_cached, v_cached, self.decoding.places_B)
         return cache.attention(layer, q_TND, kind, self._visible)
+
+
+@dataclass(frozen=True)
+class DecodeByTable(Segment):
+    """As `Decode`, of tensors alone, whose shapes do not tell how long the rows are: the pass can be recorded
+    and replayed when their contents have changed. It reads the whole of each row's `places_BL`."""
+
+    positions_B: Tensor
+    places_B: Tensor
+    places_BL: Tensor  # In the cache; behind a row's newest token any.
+
+    @classmethod
+    def of_blocks(cls, positions_B: Tensor, places_B: Tensor, blocks_BM: Tensor, size: int) -> Self:
+        """Of each row's blocks of so many tokens."""
+        inside = torch.arange(size, device=blocks_BM.device)
+        return cls(positions_B, places_B, (blocks_BM[:, :, None] * size + inside).flatten(1))
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        return self.positions_B, self.positions_B + 1
+
+    def attend(
+        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        k_cached: Tensor, v_cached: Tensor,
+    ) -> Tensor:  # fmt: skip
+        cache.write(layer, k_cached, v_cached, self.places_B)
+        k, v = (
+            x.unflatten(0, self.places_BL.shape).transpose(1, 2)
+            for x in cache.read(layer, self.places_BL.flatten()))
+        behind_BL = self.positions_B[:, None] - torch.arange(k.shape[2], device=k.device)
+        visible_BL = (behind_BL >= 0) & (behind_BL < (kind.window or k.shape[2]))
+        q_BKGD = q_TND.unflatten(1, (k.shape[1], -1))  # Groups in the place of positions.
+        return masked_attention(q_BKGD, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ class Transformer(ShardedParameters):
         self.blocks = [self._block(layer) for layer in layers]
         self._cache_heads = self.blocks[0].attention.cache_heads
         self._final_norm = Norm(self.config, self.of_layer(None), "final_norm")
+        scale = torch.tensor(self.config.embedding_scale, dtype=dtype)  # Rounded first, as transformers does.
+        self._embedding_scale = float(scale)
         self._rope = None
         if self.config.positions == "rope":
             self._rope = Rotary(self.config, dtype=dtype, device=self.flat.device)
@@ -170,11 +172,19 @@ class Transformer(ShardedParameters):
             here_T = (ids_T >= start) & (ids_T < stop)
             x_TH = embedding(torch.where(here_T, ids_T - start, 0), weights["embedding.weight"])
             x_TH = sum_over_group(x_TH * here_T[:, None], self.groups.tp)
-        if (scale := self.config.embedding_scale) != 1:
-            x_TH = x_TH * float(torch.tensor(scale, dtype=x_TH.dtype))  # Rounded first, as transformers does.
+        if self._embedding_scale != 1:
+            x_TH = x_TH * self._embedding_scale
         if "positions.weight" in weights:
             x_TH = x_TH + embedding(position_T, weights["positions.weight"])
         return x_TH
+
+    @property
+    def recordable(self) -> bool:
+        """Whether `advance` of DecodeByTable can be recorded: it waits for nobody, neither ranks nor host."""
+        groups = self.groups
+        alone = all(group.size == 1 for group in (groups.tp, groups.pp, groups.ep))
+        by_length = self._rope is not None and self._rope.by_length
+        return alone and self.config.moe is None and not by_length
 
     @property
     def cache_limit(self) -> int | None:

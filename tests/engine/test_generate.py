@@ -31,12 +31,13 @@ def _engine(directory, world=None, layout="d1@0"):
 
 
 def _generate(
-    engine, prompts, *, seed=0, max_rows=512, first_id=0, kv_cache_gib=None, prefill_tokens=8192, **sampling
+    engine, prompts, *, seed=0, max_rows=512, first_id=0, kv_cache_gib=None, prefill_tokens=8192,
+    cuda_graphs=True, **sampling
 ):
     """Responses, log-probs and finished flags, and the columns that they are cut from."""
     work = Generate(
         SamplingConfig(**{"max_new_tokens": NUM_NEW} | sampling), seed=seed, max_rows=max_rows,
-        kv_cache_gib=kv_cache_gib, prefill_tokens=prefill_tokens)
+        kv_cache_gib=kv_cache_gib, prefill_tokens=prefill_tokens, cuda_graphs=cuda_graphs)
     call = FunctionCall(
         name="actor_generate",
         kind="generate",
@@ -143,7 +144,7 @@ def test_samples_depend_on_seed_and_sample_id_and_not_on_what_runs_beside_them(c
 LONG = 90  # New tokens: rows cross from block to block.
 
 
-def _long_prompts():
+def long_prompts():
     """Of up to three blocks, some of whole ones, with up to four samples each."""
     generator = torch.Generator().manual_seed(7)
     lengths = [3, 130, 130, 130, 130, 64, 64, 1, 65, 65, 65, 20]
@@ -156,7 +157,7 @@ def _generate_long(world, layout, directory, options):
     if world.rank not in parsed:
         return None
     settings = {"seed": 3, "max_new_tokens": LONG, **options}
-    return _generate(_engine(directory, world, layout), _long_prompts(), **settings)[0]
+    return _generate(_engine(directory, world, layout), long_prompts(), **settings)[0]
 
 
 def test_tokens_are_the_same_whatever_the_slots_the_memory_and_the_pieces(pool, tmp_path):
