@@ -12,6 +12,7 @@ Prompts that do not begin at once wait in a queue, from which all cohorts of all
 import zlib
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from realhf.data.batch import Batch
@@ -142,9 +143,9 @@ class _Cohort:
 
     def _compute(self, step: Step) -> None:
         """This stage's part of a step, and on the last stage the sampling."""
-        hidden, samples = self._pass(step), step.samples
+        hidden, samples = self._pass(step), np.array(step.samples, np.int64)
         self._drawn = self._integers([])
-        if not self._groups.is_last_stage or not samples:
+        if not self._groups.is_last_stage or not len(samples):
             return
         logits, start = self._model.logits(hidden), self._model.vocab_range[0]
         ids, lengths = self.samples.ids[samples], self.samples.lengths[samples]
@@ -193,9 +194,9 @@ class _Cohort:
             yield Prefill(lens, places_T, whole_lens=whole)
 
     def _take_tokens(self, step: Step) -> None:
-        samples, groups = step.samples, self._groups
+        samples, groups = np.array(step.samples, np.int64), self._groups
         if not groups.is_last_stage:
-            self._drawn = self._integers(samples)
+            self._drawn = torch.empty(len(samples), dtype=torch.long, device=self._device)
             groups.pp_back.exchange([], [(groups.layout.pp - 1, self._drawn)])
         assert self._scheduler is not None
         self._scheduler.update(self.samples.append(samples, self._drawn))
@@ -209,7 +210,7 @@ class _Cohort:
         return self._integers([]) if first else self._model.flat.new_empty(0, width)
 
     def _last_tokens(self, step: Step) -> torch.Tensor:
-        return self.samples.tokens[self.samples.at(step.rows, back=1)]
+        return self.samples.tokens[self.samples.at(np.array(step.rows, np.int64), back=1)]
 
     def _read(self, step: Step) -> torch.Tensor:
         """The tokens of prompts."""

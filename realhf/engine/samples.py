@@ -9,6 +9,7 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.engine.scheduler import Prompt
+from realhf.nn.block_tables import Integers
 from realhf.nn.segments import token_places
 
 Size = tuple[int, int]
@@ -76,7 +77,7 @@ class Samples:
         """All tokens of a sample."""
         return self.prompts[number] + self.tokens[number, : self.lengths[number]].tolist()
 
-    def append(self, numbers: list[int], tokens_B: torch.Tensor) -> list[bool]:
+    def append(self, numbers: Integers, tokens_B: torch.Tensor) -> list[bool]:
         """The next tokens of these samples; whether they are the last ones."""
         self.tokens[self.at(numbers)] = tokens_B
         finished = self._ends[tokens_B].cpu().numpy()
@@ -84,10 +85,10 @@ class Samples:
         self.finished[numbers] = finished
         return (finished | (self.lengths[numbers] == self._max_new_tokens)).tolist()
 
-    def at(self, numbers: list[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, numbers: Integers, *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Where in `tokens` the next ones of these samples go, or so many places before."""
-        lengths, device = torch.from_numpy(self.lengths[numbers] - back), self.tokens.device
-        return torch.tensor(numbers, dtype=torch.long, device=device), lengths.to(device)
+        device, lengths = self.tokens.device, self.lengths[numbers] - back
+        return torch.from_numpy(numbers).to(device), torch.from_numpy(lengths).to(device)
 
 
 def columns(parts: Sequence[Samples], *, wide: torch.dtype) -> list:

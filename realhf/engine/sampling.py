@@ -114,29 +114,25 @@ def _inverse_cdf(logits_BV: Tensor, max_B: Tensor, cdf_BC: Tensor, inside_B: Ten
     """The token of the shard at that place of its CDF: first its chunk, then itself in the chunk."""
     if cdf_BC.shape[1] == 1:
         cdf_BV = (logits_BV - max_B[:, None]).double().exp_().cumsum(-1)
-        return _find(cdf_BV, inside_B[:, None] * (cdf_BV[:, -1:] / cdf_BC))[0][:, 0]
-    chunk_B1, inside_B1 = _find(cdf_BC, inside_B[:, None])
+        return _find(cdf_BV, inside_B[:, None] * (cdf_BV[:, -1:] / cdf_BC))[:, 0]
+    chunk_B1 = _find(cdf_BC, inside_B[:, None])
+    start_B1 = torch.where(chunk_B1 > 0, cdf_BC.gather(1, (chunk_B1 - 1).clamp(min=0)), 0.0)
+    inside_B1 = torch.minimum(inside_B[:, None], _before(cdf_BC[:, -1:])) - start_B1
     at_BL = torch.arange(_CHUNK, device=logits_BV.device)[: logits_BV.shape[1]] + chunk_B1 * _CHUNK
     last = logits_BV.shape[1] - 1
     weights_BL = (logits_BV.gather(1, at_BL.clamp(max=last)) - max_B[:, None]).double().exp()
     cdf_BL = weights_BL.masked_fill(at_BL > last, 0).cumsum(-1)
-    sum_B1 = cdf_BC.gather(1, chunk_B1) - _start(cdf_BC, chunk_B1)
+    sum_B1 = cdf_BC.gather(1, chunk_B1) - start_B1
     # (Sums of one chunk that are made in two ways differ in their last digits.)
     inside_B1 = inside_B1 * (cdf_BL[:, -1:] / sum_B1.clamp(min=torch.finfo(torch.float64).tiny))
-    return at_BL.gather(1, _find(cdf_BL, inside_B1)[0])[:, 0].clamp(max=last)
+    return at_BL.gather(1, _find(cdf_BL, inside_B1))[:, 0].clamp(max=last)
 
 
-def _find(cdf_BC: Tensor, inside_B1: Tensor) -> tuple[Tensor, Tensor]:
+def _find(cdf_BC: Tensor, inside_B1: Tensor) -> Tensor:
     """The first place where the CDF is above the value, at most the last of positive weight, should rounding
-    lead past the end; and how far behind that place's beginning the value lies."""
+    lead past the end."""
     inside_B1 = torch.minimum(inside_B1, _before(cdf_BC[:, -1:]))
-    at_B1 = torch.searchsorted(cdf_BC, inside_B1, right=True).clamp(max=cdf_BC.shape[1] - 1)
-    return at_B1, inside_B1 - _start(cdf_BC, at_B1)
-
-
-def _start(cdf_BC: Tensor, at_B1: Tensor) -> Tensor:
-    before = cdf_BC.gather(1, (at_B1 - 1).clamp(min=0))
-    return torch.where(at_B1 > 0, before, 0.0)
+    return torch.searchsorted(cdf_BC, inside_B1, right=True).clamp_(max=cdf_BC.shape[1] - 1)
 
 
 def _before(x: Tensor) -> Tensor:

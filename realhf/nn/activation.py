@@ -67,8 +67,11 @@ def _activate(up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:
     if not gated:
         return curve.compute(up_TF)
     gate_TF, up_TF = up_TF.chunk(2, dim=1)
+    parts = _parts(up_TF)
+    if len(parts) == 1:
+        return curve.compute(gate_TF).mul_(up_TF)
     out_TF = up_TF.new_empty(up_TF.shape)
-    for at in _parts(out_TF):
+    for at in parts:
         torch.mul(curve.compute(gate_TF[at]), up_TF[at], out=out_TF[at])
     return out_TF
 

@@ -104,7 +104,7 @@ class Attention:
         N, K = self.num_heads, self.num_kv_heads
         adapters = self.adapters
         qkv = linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias, adapters.get("qkv.weight"))
-        qkv = qkv.unflatten(1, (-1, self.config.head_dim))
+        qkv = qkv.view(len(qkv), N + 2 * K, self.config.head_dim)
         if self.config.qk_norm is not None:
             q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
             q_TND, k_TKD = self._normed(q_TND, self.q_norm), self._normed(k_TKD, self.k_norm)

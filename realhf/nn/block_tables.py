@@ -21,9 +21,11 @@ class BlockSet:
     """Some blocks, and for each of them the rows (numbers in the batch) whose tokens attend to it."""
 
     blocks: slice | Tensor
-    starts_P: Tensor  # Position of a block's first token.
     rows_PS: Tensor  # Where there are fewer rows, or none, any number stands.
-    width: int  # Behind so many tokens all of the blocks are empty.
+    counts_PS: Tensor  # Tokens that the row has from the block's first one on.
+    fewest: int  # Of these counts.
+    most: int
+    width: int  # Behind so many tokens all of the blocks are empty, or end.
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,9 @@ class BlockTables:
         else:
             blocks = torch.from_numpy(used).to(device)
         places[used] = np.arange(len(used))
-        starts_P, rows_PS = self._starts[used], row_of[users[used]]
-        width = int((lens[rows_PS] - starts_P[:, None]).max(initial=0))
-        starts, rows = (torch.from_numpy(x).to(device) for x in (starts_P, rows_PS))
-        return BlockSet(blocks, starts, rows, min(width, self.block_size)), places
+        rows_PS = row_of[users[used]]
+        counts_PS = lens[rows_PS] - self._starts[used][:, None]
+        fewest, most = (int(counts_PS.min()), int(counts_PS.max())) if len(used) else (0, 0)
+        width = min(most, self.block_size)
+        rows, counts = (torch.from_numpy(x).to(device) for x in (rows_PS, counts_PS))
+        return BlockSet(blocks, rows, counts, fewest, most, width), places

@@ -51,7 +51,9 @@ class KVCache:
 
     def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind, at: "Visible") -> Tensor:
         """Grouped-query attention of each row's newest token over its cached positions: out_BND."""
-        q_BKGD = q_BND.unflatten(1, (self.layers[layer].shape[3], -1))
+        num_rows, num_heads, dim = q_BND.shape
+        num_kv_heads = self.layers[layer].shape[3]
+        q_BKGD = q_BND.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
         parts = [self._part(layer, q_BKGD, kind, at, number) for number in range(len(at.decoding.sets))]
         outs, lses = zip(*parts, strict=True)
         out_XKGD, lse_XKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
@@ -73,11 +75,14 @@ class KVCache:
         k, *others = self.layers[layer][:, blocks.blocks, : blocks.width].transpose(2, 3)
         v = others[0] if others else k
         num_sharers, group = blocks.rows_PS.shape[1], q_BKGD.shape[2]
-        q_PSKGD = q_BKGD.index_select(0, blocks.rows_PS.flatten()).unflatten(0, blocks.rows_PS.shape)
-        q = q_PSKGD.transpose(1, 2).flatten(2, 3)  # Sharers and groups in the place of positions.
-        out, lse = attention_with_lse(q, k, v, kind, at.mask(number, kind.window, group, q.dtype))
-        out = out.unflatten(2, (num_sharers, group)).transpose(1, 2).flatten(0, 1)
-        lse = lse.unflatten(2, (num_sharers, group)).transpose(1, 2).flatten(0, 1)
+        mask = at.mask(number, kind.window, group, q_BKGD.dtype)
+        q = q_BKGD.index_select(0, blocks.rows_PS.flatten())
+        if num_sharers > 1:  # They take the place of positions, as groups do.
+            q = q.unflatten(0, blocks.rows_PS.shape).transpose(1, 2).flatten(2, 3)
+        out, lse = attention_with_lse(q, k, v, kind, mask)
+        if num_sharers > 1:
+            out, lse = (
+                x.unflatten(2, (num_sharers, group)).transpose(1, 2).flatten(0, 1) for x in (out, lse))
         return out if others else out[..., : self._value_dim], lse
 
 
@@ -98,18 +103,18 @@ class Visible:
     def _mask(
         self, blocks: BlockSet, window: int | None, group: int, dtype: torch.dtype
     ) -> Tensor | None:
-        last_PS1 = self.decoding.positions_B[blocks.rows_PS][:, :, None]
-        at_P1L = (blocks.starts_P[:, None] + torch.arange(blocks.width, device=last_PS1.device))[:, None]
-        seen_PSL = at_P1L <= last_PS1
-        if window is not None:
-            seen_PSL = seen_PSL & (at_P1L > last_PS1 - window)
-        if seen_PSL.all():
+        sees_all_before = window is None or window >= blocks.most
+        if blocks.fewest >= blocks.width and sees_all_before:
             return None
+        counts_PS1 = blocks.counts_PS[:, :, None]
+        at_L = torch.arange(blocks.width, device=counts_PS1.device)
+        seen_PSL = at_L < counts_PS1
+        if window is not None:
+            seen_PSL &= at_L >= counts_PS1 - window
         if blocks.rows_PS.shape[1] > 1:
             seen_PSL = seen_PSL.repeat_interleave(group, dim=1)
         # Finite, so that a block of which nothing is seen gets a weight of 0 instead of NaN.
-        hidden = torch.finfo(dtype).min / 2
-        return torch.zeros_like(seen_PSL, dtype=dtype).masked_fill(~seen_PSL, hidden)[:, None]
+        return (~seen_PSL).to(dtype).mul_(torch.finfo(dtype).min / 2)[:, None]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -92,14 +92,28 @@ class Rotary:
 
 
 def rotate(x_TND: Tensor, angles: Angles, *, interleaved: bool, num_heads: int | None = None) -> Tensor:
-    """Turns the first R dims of each head: dim i with dim i + R/2, or neighbours where `interleaved`.
+    """Turns the first R dims of each head: dim i with dim i + R/2, or neighbours where `interleaved`; without
+    gradients in place.
 
     With `num_heads`, those behind the first so many stay as they are.
     """
     num_heads = x_TND.shape[1] if num_heads is None else num_heads
     if torch.is_grad_enabled():
         return _Rotate.apply(x_TND, *angles, interleaved, num_heads)
-    return _rotated(x_TND, *angles, interleaved, num_heads, sign=1)
+    a, b = _halves(x_TND[:, :num_heads], angles[0], interleaved)
+    before, (cos, sin) = a.clone(), angles
+    a.mul_(cos).addcmul_(b, sin, value=-1)
+    b.mul_(cos).addcmul_(before, sin)
+    return x_TND
+
+
+def _halves(x_TND: Tensor, cos: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The dims that are turned with one another, as views."""
+    size = 2 * cos.shape[-1]
+    if size < x_TND.shape[2]:
+        x_TND = x_TND[..., :size]
+    a, b = (x_TND[..., ::2], x_TND[..., 1::2]) if interleaved else x_TND.chunk(2, dim=-1)
+    return a, b
 
 
 class _Rotate(torch.autograd.Function):
@@ -126,9 +140,7 @@ def _rotated(
     x_TND, out_TND = x_TND[:, :num_heads], y_TND[:, :num_heads]
     if size < x_TND.shape[2]:
         out_TND[..., size:] = x_TND[..., size:]
-    a, b, c, d = (
-        part for x in (x_TND[..., :size], out_TND[..., :size])
-        for part in ((x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)))
+    (a, b), (c, d) = (_halves(x, cos, interleaved) for x in (x_TND, out_TND))
     torch.mul(a, cos, out=c).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=d).addcmul_(a, sin, value=sign)
     return y_TND

@@ -95,16 +95,17 @@ class _Replay:
         for blocks in decoding.sets:
             used = blocks.blocks
             numbers = range(used.start, used.stop) if isinstance(used, slice) else used.tolist()
-            for number, start, sharers in zip(
-                numbers, blocks.starts_P.tolist(), blocks.rows_PS.tolist(), strict=True
-            ):
-                parts += [(number, start, row) for row in sharers]
+            sharers = zip(blocks.rows_PS.tolist(), blocks.counts_PS.tolist(), strict=True)
+            for number, (sharing, counts) in zip(numbers, sharers, strict=True):
+                assert blocks.fewest <= min(counts) and max(counts) <= blocks.most
+                parts += [(number, count, row) for row, count in zip(sharing, counts, strict=True)]
+            assert blocks.width == min(BLOCK_SIZE, blocks.most)
         for row, (sample, past) in enumerate(zip(rows, before, strict=True)):
             seen = []
             for place, at in enumerate(decoding.parts_BM[row].tolist()):
                 if decoding.missing_BM is None or not decoding.missing_BM[row, place]:
-                    number, start, owner = parts[at]
-                    assert (start, owner) == (len(seen), row)
+                    number, count, owner = parts[at]
+                    assert (count, owner) == (past + 1 - len(seen), row)
                     seen += self._block(number).tolist()
             assert int(decoding.positions_B[row]) == past == len(self.history(sample)) - 1
             assert seen[: past + 1] == self.history(sample)
