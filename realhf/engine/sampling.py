@@ -19,8 +19,8 @@ from realhf.engine.work import SamplingConfig
 Words = NDArray[np.uint64]
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _CHUNK = 256  # Tokens of the vocabulary whose probabilities are added up before anything else.
 _PART_NUMEL = 1 << 18  # Logits that are worked on at a time, so that they stay in a core's cache.
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -28,14 +28,13 @@ _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 def philox_4x32(counter: Sequence[Words], key: tuple[int, int], *, rounds: int = 10) -> list[Words]:
     """Four 32-bit words, as uint64 arrays, from a counter of four such words and a key of two numbers."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    even, odd = np.stack(counter[::2]), np.stack(counter[1::2])
+    keys = np.array([key], np.uint64).T
     for _ in range(rounds):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = (product1 >> _HALF) ^ c1 ^ np.uint64(k0), (product0 >> _HALF) ^ c3 ^ np.uint64(k1)
-        c1, c3 = product1 & _MASK, product0 & _MASK
-        k0, k1 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
-    return [c0, c1, c2, c3]
+        products = (even * _MULTIPLIERS)[::-1]
+        even, odd = products >> _HALF ^ odd ^ keys, products & _MASK
+        keys = keys + _KEY_STEPS & _MASK
+    return [even[0], odd[0], even[1], odd[1]]
 
 
 def uniform(seed: int, *, sample_ids: Integers, positions: Integers) -> Floats:

@@ -56,7 +56,10 @@ class Rotary:
         else:
             frequencies, factor = self._frequencies(kind, None)
         angles = position_T[:, None, None].to(self._wide) * frequencies
-        return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1:
+            cos, sin = cos * factor, sin * factor
+        return cos.to(self._dtype), sin.to(self._dtype)
 
     def _compute_frequencies(self, kind: str, length: int | None) -> tuple[Tensor, float]:
         """Radians per position, shape (R / 2,), and the factor of cos and sin."""
