@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from realhf.data.batch import Batch
+from realhf.dist import tags
 from realhf.dist.group import Pending, naming_store
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.samples import Job, pack_jobs, unpack_jobs
-
-_TAG = 1 << 21  # Of what a replica's first rank tells its others; nobody else uses it.
 
 
 class Lines:
@@ -119,13 +118,13 @@ class WorkQueue:
         control = self._groups.world.control
         if self._lines is None:
             told = torch.empty(2, dtype=torch.long)
-            control.exchange([], [(self._leader, told)], tag=_TAG)
+            control.exchange([], [(self._leader, told)], tag=tags.PROMPT)
             line, number = told.tolist()
             return (line, number) if line >= 0 else None
         place = self._lines.take()
         if self._followers:
             tells = torch.tensor(place or (-1, -1))
-            self._told.append(control.post([(rank, tells) for rank in self._followers], [], tag=_TAG))
+            self._told.append(control.post([(rank, tells) for rank in self._followers], [], tag=tags.PROMPT))
         return place
 
     def bring_home(self, made: Batch, ids: Sequence[int]) -> Batch:

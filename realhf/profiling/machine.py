@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from realhf.data.batch import Batch, Packed
+from realhf.dist import tags
 from realhf.dist.group import Group, Outbox, World
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
@@ -23,7 +24,6 @@ from realhf.runtime.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _FLOATS_PER_TOKEN = 8  # Beside ids: with these, what samples carry is `space._SAMPLE_BYTES` per token.
-_TAG = 1 << 20  # Of the samples' messages; nobody else uses it.
 _GEMM, _COPY_BYTES = 1024, 1 << 27
 
 
@@ -83,7 +83,7 @@ def _samples(clock: Clock, sizes: Sizes) -> Table:
             "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
         }
         batch = Batch(list(range(samples)), columns) if world.rank == 0 else None
-        given = Source(source, tuple(columns), batch, tag=_TAG)
+        given = Source(source, tuple(columns), batch, tag=tags.PROFILED)
         moves[float(tokens * (8 + 4 * _FLOATS_PER_TOKEN))] = partial(_move, world, given, target)
     return Table({"bytes": tuple(moves)}, list(clock.seconds(moves).values()))
 
@@ -94,7 +94,7 @@ def _move(world: World, source: Source, target: Layout) -> None:
     if world.rank in source.layout:
         exchange.send(source, target)
     if world.rank in target:
-        exchange.receive([source], target, Routing(), tag=_TAG)
+        exchange.receive([source], target, Routing(), tag=tags.PROFILED)
     outbox.wait()
 
 

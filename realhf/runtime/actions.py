@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+from realhf.dist import tags
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
@@ -17,10 +18,6 @@ from realhf.transformers_config import TransformersConfig
 
 RANK_0 = Layout.parse("d1@0")
 """Where host calls run unless the plan says otherwise, and where results are recorded."""
-
-RECORD_TAG, FIRST_TAG = 1, 2
-"""Tags of messages on the control group: 0 is for what all ranks do together, then come the records of steps,
-then the inputs of calls, which have tags of their own."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ def compile_actions(
     homes: Mapping[str, Layout],
     specs: Mapping[str, ModelSpec],
     *,
-    first_tag: int = FIRST_TAG,
+    first_tag: int = tags.FIRST_INPUT,
 ) -> tuple[Action, ...]:
     """One step: the calls in topological order; `specs` are those of all parameter sets.
 
@@ -170,8 +167,8 @@ def compile_actions(
     No ranks can wait for each other in a circle: over all steps, an action waits only for ranks that have yet
     to come to it and for actions that stand before it, and every rank walks through them in this order.
     """
-    tags, sets = count(first_tag), parameter_sets(roles)
-    receives = {call.name: _receive(call, graph, plan, tags) for call in graph.order}
+    numbers, sets = count(first_tag), parameter_sets(roles)
+    receives = {call.name: _receive(call, graph, plan, numbers) for call in graph.order}
     actions: list[Action] = []
 
     def send(producer: str | None) -> None:
@@ -231,12 +228,14 @@ def _copies(
     return made
 
 
-def _receive(call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan, tags: Iterator[int]) -> Receive:
+def _receive(
+    call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan, numbers: Iterator[int]
+) -> Receive:
     by_producer: dict[str | None, list[str]] = {}
     for key in call.inputs:
         producer = graph.producer(key)
         by_producer.setdefault(None if producer is None else producer.name, []).append(key)
     layouts = {p: dataset_layout(graph, plan) if p is None else plan[p].layout for p in by_producer}
     target = plan[call.name].layout
-    sends = [Send(call, p, layouts[p], tuple(keys), target, next(tags)) for p, keys in by_producer.items()]
-    return Receive(call, tuple(sends), target, next(tags))
+    sends = [Send(call, p, layouts[p], tuple(keys), target, next(numbers)) for p, keys in by_producer.items()]
+    return Receive(call, tuple(sends), target, next(numbers))

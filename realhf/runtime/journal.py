@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from realhf.dist import tags
 from realhf.dist.group import Outbox, Pending, World
-from realhf.runtime.actions import RECORD_TAG
 from realhf.runtime.executor import StepRecord
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder, merge_metrics
@@ -52,7 +52,7 @@ class Journal:
             self._forget_what_is_done()
         else:
             documents = [r and dataclasses.asdict(r) for r in mine]
-            self._sent = self._world.control.send_json(documents, [0], tag=RECORD_TAG)
+            self._sent = self._world.control.send_json(documents, [0], tag=tags.RECORD)
             self._outbox.add(self._sent)
 
     def finish(self) -> None:
@@ -80,7 +80,7 @@ class Journal:
         pauses: bool,
     ) -> None:
         control, peers = self._world.control, range(1, self._world.size)
-        theirs = [control.recv_json(rank, tag=RECORD_TAG) for rank in peers]
+        theirs = [control.recv_json(rank, tag=tags.RECORD) for rank in peers]
         steps, evaluations = (  # One record per rank, or none.
             [own, *(StepRecord(**documents[i]) for documents in theirs)] if own is not None else []
             for i, own in enumerate(mine)
