@@ -29,11 +29,10 @@ _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 def philox_4x32(counter: Sequence[Words], key: tuple[int, int], *, rounds: int = 10) -> list[Words]:
     """Four 32-bit words, as uint64 arrays, from a counter of four such words and a key of two numbers."""
     even, odd = np.stack(counter[::2]), np.stack(counter[1::2])
-    keys = np.array([key], np.uint64).T
-    for _ in range(rounds):
+    rounds_before = np.arange(rounds, dtype=np.uint64)[:, None, None]
+    for keys in np.array([key], np.uint64).T + rounds_before * _KEY_STEPS & _MASK:
         products = (even * _MULTIPLIERS)[::-1]
         even, odd = products >> _HALF ^ odd ^ keys, products & _MASK
-        keys = keys + _KEY_STEPS & _MASK
     return [even[0], odd[0], even[1], odd[1]]
 
 
