@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 8.0
+NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
 
 
 def _rank(rank, port, fault, at_round, results):
