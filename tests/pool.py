@@ -1,6 +1,7 @@
 """Pool: four gloo worker processes that serve the whole test session."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -16,6 +17,8 @@ SIZE = 4
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 0.5
 """After a first failure, how long the other ranks may still report theirs."""
+PRELOAD = ["torch", "torch.distributed", "realhf.runtime.trainer", "transformers", "pytest"]
+"""What most tests of workers import, imported once for all of them."""
 
 
 class Pool:
@@ -54,7 +57,7 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "realhf.dist.group", "pytest"])
+        context.set_forkserver_preload(PRELOAD)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -105,6 +108,7 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
     """The life of one worker: join the world, then one job after the other until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
+    gc.freeze()  # What is imported stays: collections need not look at it.
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(SIZE), "CUDA_VISIBLE_DEVICES": ""})
     world: Any = None

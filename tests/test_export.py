@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from realhf.cli import load_experiment
 from realhf.experiment import Role
 from realhf.model_config import ModelConfig
+from realhf.plan import ExecutionPlan
 from realhf.runtime.check import compile_program
 from realhf.runtime.export import base_name, config_fields, files_beside
-from tests.cli_tools import GRPO_LAYOUTS, REALHF, Command, grpo_run, read_jsonl, write_experiment, write_plan
+from realhf.runtime.trainer import Trainer
+from tests.cli_tools import GRPO_LAYOUTS, grpo_run, read_jsonl, write_experiment, write_plan
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 
 COMMON = {
@@ -42,7 +45,7 @@ def grpo() -> Path:
 
 
 @pytest.fixture(scope="module")
-def ppo(tmp_path_factory) -> Path:
+def ppo(pool, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("ppo")
     experiment = write_experiment(directory, "ppo", model={"pad_token_id": None}, steps=2)
     out = directory / "run"
@@ -54,12 +57,15 @@ def ppo(tmp_path_factory) -> Path:
         "actor_train": "t2@0-1",
         "critic_train": "t2@0-1",
     }
-    with Command(
-        *REALHF, "run", experiment, "--plan", write_plan(directory, layouts), "--out", out
-    ) as command:
-        code, _, err = command.finish()
-    assert code == 0, err
+    out.mkdir()
+    pool.run(_train, experiment, write_plan(directory, layouts), out)
     return out
+
+
+def _train(world, experiment, plan, out):
+    plan = ExecutionPlan.load(str(plan))
+    program = compile_program(load_experiment(experiment), plan, world_size=world.size)
+    Trainer(program, world, quiet=True, out=out).run()
 
 
 def test_files(grpo):
@@ -89,8 +95,6 @@ def test_config_holds_overrides(grpo):
 
 
 def test_plan_can_be_run_again(grpo):
-    from realhf import ExecutionPlan
-
     calls = ExecutionPlan.load(str(grpo / "plan.yaml")).calls
     assert {name: str(calls[name].layout) for name in GRPO_LAYOUTS} == GRPO_LAYOUTS
 

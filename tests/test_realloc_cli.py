@@ -1,5 +1,7 @@
 """`realhf realloc`, judged by its JSON alone: its transfers are carried out on arrays of element ids."""
 
+import contextlib
+import io
 import json
 import math
 from collections import Counter
@@ -12,6 +14,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from realhf.cli import main
 from tests.cli_tools import REALHF, REPO, Command
 
 CLUSTERS = sorted(path.stem for path in (REPO / "plans/clusters").glob("*.yaml"))
@@ -88,8 +91,15 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def realloc(*words: Any) -> tuple[int, str, str]:
-    with Command(*REALHF, "realloc", *words) as command:
-        return command.finish()
+    """Exit code, standard output and standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(["realloc", *map(str, words)])
+        except SystemExit as error:
+            assert isinstance(error.code, int)
+            code = error.code
+    return code, out.getvalue(), err.getvalue()
 
 
 def answer(model: Path | str, source: str, target: str, *words: str) -> dict[str, Any]:
@@ -202,7 +212,8 @@ def test_shipped_clusters(cluster):
 
 def test_for_people():
     words = ("--model", "llama-7b", "--src", "d2t4@0-7", "--dst", "d16@0-15", "--cluster", "h100-2x8")
-    code, out, err = realloc(*words)
+    with Command(*REALHF, "realloc", *words) as command:
+        code, out, err = command.finish()
     assert (code, err) == (0, "")
     limit = answer("llama-7b", "d2t4@0-7", "d16@0-15", "--cluster", "h100-2x8")["limit"]
     assert limit in " ".join(out.split())

@@ -41,7 +41,8 @@ def _batch(rows, first_id=0):
 
 
 def _engine(world, text, *, head="lm", trainable=False):
-    spec = model_spec(ModelConfig.from_hf(hf_config(tied=True) | {"eos_token_id": [3, 20, 40]}, head=head))
+    config = hf_config(tied=True) | {"eos_token_id": [3, 20, 40], "num_hidden_layers": 2}
+    spec = model_spec(ModelConfig.from_hf(config, head=head))
     optimizer = OptimizerConfig(lr=3e-3, max_grad_norm=0.5) if trainable else None
     engine = NativeEngine(spec, Layout.parse(text), world, dtype="float64", optimizer=optimizer)
     engine.load(None, seed=0)

@@ -25,6 +25,7 @@ NUM_NEW = 7
 def _engine(name, world, layout, *, head="lm", optimizer=None):
     case = MOE_CASES[name]
     hf = case.hf(architectures=[f"{PREFIX[name]}ForCausalLM"], eos_token_id=[5, 11, 23, 40, 41, 42, 50, 60])
+    hf["num_hidden_layers"] = 2
     spec = model_spec(ModelConfig.from_hf(hf, head=head))
     engine = NativeEngine(spec, layout, world, dtype="float64", optimizer=optimizer)
     engine.load(None, seed=0)

@@ -26,8 +26,11 @@ from tests.families import MOE_CASES
 from tests.nn.tiny import hf_config
 
 OUTPUTS = ("sequences", "mask", "logprobs", "finished")
-MAX_NEW = 40
-BLOCK_GIB = 4 * 2 * 64 * 2 * 8 * 8 / 2**30
+NUM_LAYERS = 2
+MAX_NEW = 16
+MANY_NEW = 40
+"""Where the memory of prompts matters."""
+BLOCK_GIB = NUM_LAYERS * 2 * 64 * 2 * 8 * 8 / 2**30
 """Of layers, keys and values, tokens, heads, dims and bytes, for blocks of 64 tokens."""
 
 
@@ -35,6 +38,7 @@ def _engine(world, layout, *, family="qwen2"):
     config = hf_config(tied=True) | {"eos_token_id": [3, 20], "max_position_embeddings": 256}
     if family == "qwen2-moe":
         config = MOE_CASES[family].hf(architectures=["Qwen2MoeForCausalLM"], eos_token_id=[5, 11])
+    config["num_hidden_layers"] = NUM_LAYERS
     engine = NativeEngine(model_spec(ModelConfig.from_hf(config)), layout, world, dtype="float64")
     engine.load(None, seed=0)
     return engine
@@ -53,8 +57,8 @@ def _prompts(lengths):
     return [prompt for prompt in prompts for _ in range(3)]
 
 
-def _call(**options):
-    sampling = SamplingConfig(max_new_tokens=MAX_NEW)
+def _call(*, max_new=MAX_NEW, **options):
+    sampling = SamplingConfig(max_new_tokens=max_new)
     work = Generate(sampling, **{"seed": 3, "max_rows": 4} | options)
     return FunctionCall("actor_generate", "generate", ("prompts",), OUTPUTS, role="actor", work=work)
 
@@ -99,7 +103,8 @@ def _num_keys(engine):
 
 def _check(pool, layout, lengths, options, *, family="qwen2"):
     """Every head has what one process computes, twice; how many samples of others each rank has continued."""
-    _, [all_ids, _], [expected, _], _, _ = _generate(World(), "d1@0", lengths, {"max_rows": 512}, family)
+    alone = {"max_rows": 512, "max_new": options.get("max_new", MAX_NEW)}
+    _, [all_ids, _], [expected, _], _, _ = _generate(World(), "d1@0", lengths, alone, family)
     assert all_ids == list(range(48))
     num_tokens = {len(tokens) for tokens in expected["sequences"]}
     assert len(num_tokens) > 3 and 0 < float(expected["finished"].mean()) < 1
@@ -138,7 +143,7 @@ def test_replicas_that_are_done_continue_the_prompts_of_others(pool, layout):
 def test_what_waits_for_memory_goes_to_others_too(pool, layout):
     """Prompts of one and of two blocks: three rows' worth for the samples of a cohort. (With two stages there
     are two cohorts, and half of the layers.)"""
-    options = {"kv_cache_gib": 5 * BLOCK_GIB, "max_rows": 512}
+    options = {"kv_cache_gib": 5 * BLOCK_GIB, "max_rows": 512, "max_new": MANY_NEW}
     num_stolen = _check(pool, layout, [70, 2, 100, 64], options)
     assert num_stolen[Layout.parse(layout).grid[0, 1, 0, 0]] > 0
 
@@ -167,8 +172,9 @@ def _refusal(world, text, lengths, gib):
         return None
     mine = lengths[layout.coordinate(world.rank).dp]
     batch = Batch(list(range(len(mine))), {"prompts": Packed.of([torch.full((n,), 4) for n in mine])})
+    call = _call(kv_cache_gib=gib, max_new=MANY_NEW)
     with pytest.raises(UserError) as refused:
-        _engine(world, layout).run(_call(kv_cache_gib=gib), [batch], micro_batch_tokens=1000)
+        _engine(world, layout).run(call, [batch], micro_batch_tokens=1000)
     return str(refused.value)
 
 

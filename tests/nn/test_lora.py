@@ -1,9 +1,11 @@
-"""Adapters against PEFT on one process, against one process under layouts, and PEFT directories."""
+"""Adapters against PEFT on one process, against one process under layouts, and PEFT directories.
+
+PEFT is imported where it is used: it takes seconds, and worker processes do without it.
+"""
 
 import json
 from functools import partial
 
-import peft
 import pytest
 import torch
 import transformers
@@ -45,6 +47,8 @@ def build(config, lora, *, world=None, layout="d1@0", dtype=torch.float64):
 
 def by_peft(directory, name, *, head="lm", **settings):
     """transformers' model in float32 with PEFT's adapters, saved to base/ and adapter/."""
+    import peft
+
     torch.manual_seed(0)
     case = (CASES | MOE_CASES)[name]
     hf = case.hf(attn_implementation="eager", **({} if head == "lm" else {"num_labels": 1}))
@@ -89,6 +93,8 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, name):
 
 
 def test_scores_are_those_of_peft(tmp_path):
+    import peft
+
     reference, ids = by_peft(tmp_path, "llama", head="score"), tokens()
     model = ours(tmp_path, head="score")
     scores = model.scores(model(ids, SEQ_LENS)).split(SEQ_LENS)
@@ -107,6 +113,8 @@ def _save(world, directory, layout):
 
 @pytest.mark.parametrize("name", ["qwen3", "phi-3", "gpt2"])
 def test_directories_are_peft_directories(pool, tmp_path, name):
+    import peft
+
     reference, ids = by_peft(tmp_path, name, use_rslora=True), tokens()
     theirs = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for layout in ("d1@0", "t2@0-1", "p2@0-1", "t2p2@0-3"):
@@ -234,6 +242,8 @@ def _config(name):
 
 @pytest.mark.parametrize("name", [*CASES, *MOE_CASES])
 def test_names_and_shapes_are_those_of_peft(name):
+    import peft
+
     hf, config = _config(name)
     targets = tuple(legal_targets(config))
     shapes: dict[str, tuple[int, int]] = {}

@@ -8,7 +8,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 8.0
+from tests.pool import PRELOAD
+
+NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
 
 
 def _rank(rank, port, fault, at_round, results):
@@ -52,7 +54,7 @@ def _rank(rank, port, fault, at_round, results):
 @pytest.mark.parametrize("fault, at_round", [("dies", 0), ("dies", 3), ("falls silent", 3)])
 def test_the_others_name_role_peer_and_round(fault, at_round):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "realhf.dist.group", "pytest"])
+    context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
     options = (store.port, fault, at_round, results)

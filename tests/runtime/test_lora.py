@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-import peft
 import pytest
 import torch
 import transformers
@@ -173,6 +172,8 @@ def test_the_reference_is_the_memory_beneath_the_adapters(pool, task, layouts, s
 @pytest.mark.parametrize("layouts", [_slow(PLANS[1]), PLANS[2]], ids="-".join)
 def test_exports_are_peft_directories(pool, task, tmp_path, layouts):
     """Opened by PEFT they answer as the merged model does, and a run goes on from them."""
+    import peft  # Here, as it takes seconds and workers do without it.
+
     outs = {}
     for merged in (False, True):
         outs[merged] = tmp_path / f"merged-{merged}"
