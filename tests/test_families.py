@@ -24,8 +24,8 @@ from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS, QUICK, SIZES
 
 ALL = {**CASES, **MOE_CASES}
 LENGTHS = [5, 1, 9, 9, 3, 7]
-PROMPT_LENGTHS, NUM_NEW = [8, 8, 56, 56], 16
-"""The short ones pass the length at which Phi-3 changes its rope, the long ones a block of the cache."""
+PROMPT_LENGTHS, NUM_NEW = [8, 8, 56, 56], 64
+"""The short ones pass the length at which Phi-3 changes its rope."""
 MESHES = {1: "0", 2: "0,1", 4: "0-3"}
 """The ranks of a layout of so many."""
 
