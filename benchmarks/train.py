@@ -52,6 +52,7 @@ _NUM_EQUAL = {"tiny": 64, "100m": 16}
 _OUR_TRIES, _THEIR_TRIES = (512, 1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16, 32, 64)
 _OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
 _SCRATCH_BYTES = 1 << 30
+_WITHIN = 0.97  # Of their peak ours must stay in trials: both vary from run to run.
 _WARMUPS = 3  # The second step of a process is the slowest.
 
 
@@ -86,7 +87,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
         theirs_tried = try_micro_batches(THEIRS, settings, their_sizes)
         ours_tried = [t for n in (1, 2) for t in try_micro_batches(OURS, settings, _OUR_TRIES, ranks=n)]
         their_best = best(theirs_tried)
-        chosen = best(ours_tried, at_most_bytes=their_best.peak_bytes)
+        chosen = best(ours_tried, at_most_bytes=_WITHIN * their_best.peak_bytes)
         sizes, ranks = {"ours": chosen.micro_batch, "trainer": their_best.micro_batch}, chosen.ranks
         tried = {"ours": ours_tried, "trainer": theirs_tried}
         progress(f"{scene.name}: tried {tried}")
