@@ -107,7 +107,7 @@ def our_pass(directory: Path, *, device: torch.device, dtype: str) -> Passed:
 
 
 def gradient_pairs(directory: Path, ours: Passed, other: Passed) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Of every trained parameter: its gradient by us, by them, and the largest entry of its whole tensor's."""
+    """Of every trained parameter its gradient by us, by them, and the largest entry of its whole tensor's."""
     pairs = {}
     for param in model_spec(ModelConfig.load(str(directory))).params:
         if param.trainable:

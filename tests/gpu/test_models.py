@@ -35,9 +35,9 @@ def test_float32_is_that_of_transformers(directories, tmp_path, device, real_dev
     reference = their_pass(directory, tmp_path, device=real_device, dtype="float32")
     largest = float(reference.logits.abs().max())
     record_property("logits apart, relative", float((ours.logits - reference.logits).abs().max()) / largest)
-    torch.testing.assert_close(ours.logits, reference.logits, rtol=0, atol=2e-5 * largest)
+    torch.testing.assert_close(ours.logits, reference.logits, rtol=0, atol=5e-5 * largest)
     for key, (mine, other, largest) in gradient_pairs(directory, ours, reference).items():
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4 * float(largest), msg=key)
+        torch.testing.assert_close(mine, other, rtol=0, atol=3e-4 * float(largest), msg=key)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
