@@ -1,6 +1,7 @@
 # make demo [SEED=2] [DEMO_ARGS=...]   sets up .venv and runs the demo
 # make test                           sets up .venv and runs the tests
 # make test-families                 every model family under every layout (`make test` has a part of it)
+# make gpu-check                     what needs a GPU: tests and speed (docs/gpu.md)
 # make check                          ruff, mypy and the layering test
 # make bench-setup                    sets up .venv-bench: the libraries that benchmarks compare with
 #
@@ -14,7 +15,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv-bench/.installed
 
-.PHONY: setup bench-setup demo test test-families check clean
+.PHONY: setup bench-setup demo test test-families gpu-check check clean
 
 setup: $(STAMP)
 
@@ -38,6 +39,9 @@ test: setup
 
 test-families: setup
 	$(BIN)/python -m pytest -q -m "" tests/test_families.py
+
+gpu-check: setup
+	$(BIN)/python benchmarks/gpu_check.py --json gpu.json
 
 check: setup
 	$(BIN)/ruff check .

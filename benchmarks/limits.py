@@ -10,31 +10,43 @@ import torch
 
 _GEMMS = ((1024, 1024, 1024), (2048, 2048, 2048), (256, 768, 32000), (256, 768, 4096), (4096, 768, 4096))
 """Squares, and what a model of 100M parameters consists of."""
-_COPY_BYTES = 1 << 28
+_CUDA_GEMMS = ((8192, 8192, 8192), (16384, 8192, 8192), (4096, 2048, 8192))
+_COPY_BYTES, _CUDA_COPY_BYTES = 1 << 28, 1 << 32
+"""More than the caches hold."""
 _SECONDS_EACH = 0.4
 
 
-def measure_limits(dtype: str) -> dict[str, float]:
+def measure_limits(dtype: str, device: str = "cpu") -> dict[str, float]:
     """FLOP/s of the fastest matrix product and bytes/s (read and written) of a copy, in this process."""
-    kind = getattr(torch, dtype)
-    rates = []
-    for m, k, n in _GEMMS:
-        a, b, out = torch.randn(m, k).to(kind), torch.randn(n, k).to(kind), torch.empty(m, n, dtype=kind)
-        rates.append(2 * m * k * n / _median(partial(torch.matmul, a, b.T, out=out)))
-    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    make: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device}
+    on_cuda, rates = device.startswith("cuda"), []
+    for m, k, n in _CUDA_GEMMS if on_cuda else _GEMMS:
+        a, b = (torch.randn(rows, k, device=device).to(make["dtype"]) for rows in (m, n))
+        run = partial(torch.matmul, a, b.T, out=torch.empty(m, n, **make))
+        rates.append(2 * m * k * n / median_seconds(run, device=device))
+    num_bytes = _CUDA_COPY_BYTES if on_cuda else _COPY_BYTES
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = source.clone()
-    copy_seconds = _median(partial(target.copy_, source))
-    return {"peak_flops": max(rates), "copy_bytes_per_second": 2 * _COPY_BYTES / copy_seconds}
+    copy_seconds = median_seconds(partial(target.copy_, source), device=device)
+    return {"peak_flops": max(rates), "copy_bytes_per_second": 2 * num_bytes / copy_seconds}
 
 
-def _median(run: Callable[[], object]) -> float:
+def median_seconds(run: Callable[[], object], *, device: str = "cpu") -> float:
+    """Of one call, with all that it has started on the device."""
+    wait = torch.cuda.synchronize if device.startswith("cuda") else _nothing
     run()
+    wait()
     times, end = list[float](), time.perf_counter() + _SECONDS_EACH
     while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         run()
+        wait()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def _nothing() -> None:
+    pass
 
 
 def matrix_parameters(config: Any) -> int:

@@ -114,7 +114,7 @@ def _of_both(cost: dict[str, float], theirs: dict[str, float]) -> dict[str, floa
 def train(desk: Desk) -> None:
     """Optimizer steps of the causal language model's loss, every time on the same sequences."""
     settings, other = desk.settings, SecondRank(_train_along, desk.settings)
-    base, step = other.wait(), _train_step(settings, other.world)
+    base, step = other.wait(), train_step(settings, other.world)
     desk.answer(base_bytes=base)
     for request in desk.requests():
         if request["do"] == "limits":
@@ -131,7 +131,7 @@ def train(desk: Desk) -> None:
 
 
 def _train_along(settings: dict[str, Any], world: World, leader: Connection) -> None:
-    step = _train_step(settings, world)
+    step = train_step(settings, world)
     while True:
         leader.recv()
         with Measured() as measured:
@@ -139,7 +139,7 @@ def _train_along(settings: dict[str, Any], world: World, leader: Connection) -> 
         leader.send(measured.cost)
 
 
-def _train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str, float]]:
+def train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str, float]]:
     rows = [torch.tensor(row) for row in json.loads(Path(settings["data"]).read_text())]
     rows = [rows[i] for i in balance([len(row) for row in rows], world.size)[world.rank]]
     mask = [(torch.arange(len(row)) > 0).float() for row in rows]

@@ -44,7 +44,7 @@ def generate(desk: Desk) -> None:
     )  # fmt: skip
     share = settings["rows"] // settings["group"]
     batches = [prompts[start : start + share] for start in range(0, len(prompts), share)]
-    run = _padded
+    run = padded
     if settings["continuous"]:
         run, batches = partial(_continuous, rows=settings["rows"]), [prompts]
     desk.answer(base_bytes=base)
@@ -56,11 +56,12 @@ def generate(desk: Desk) -> None:
         desk.answer(tokens=tokens, **measured.cost)
 
 
-def _padded(model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig) -> int:
+def padded(model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig) -> int:
     """Response tokens, end tokens among them, padding not."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[config.pad_token_id] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    ids, mask = ids.to(model.device), mask.to(model.device)
     made = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:]
     ended = (made == config.eos_token_id).long()
     return int((ended.cumsum(1) - ended == 0).sum())
@@ -115,14 +116,14 @@ def train(desk: Desk) -> None:
     with tempfile.TemporaryDirectory() as out:
         more = {"train_sampling_strategy": "sequential"}
         trainer = Trainer(
-            model=model, train_dataset=rows * settings["steps"], data_collator=_padded_rows,
+            model=model, train_dataset=rows * settings["steps"], data_collator=padded_rows,
             args=_arguments(TrainingArguments, settings, len(rows), out, **more), callbacks=[Pace(desk)],
         )  # fmt: skip
         desk.answer(base_bytes=base)
         trainer.train()
 
 
-def _padded_rows(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+def padded_rows(rows: list[list[int]]) -> dict[str, torch.Tensor]:
     longest = max(map(len, rows))
     made = {
         "input_ids": [row + [0] * (longest - len(row)) for row in rows],

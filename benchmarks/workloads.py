@@ -26,6 +26,10 @@ _LARGE = {
     "intermediate_size": 2048, "vocab_size": 32000, "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }  # fmt: skip
+_LARGEST = _LARGE | {
+    "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 8192, "max_position_embeddings": 4096,
+}  # fmt: skip
 _NEVER = -30.0  # Its logit.
 
 
@@ -43,20 +47,26 @@ class Scene(NamedTuple):
 
 
 def config_of(size: str) -> Qwen2Config:
-    """`tiny`: the shipped model of that name, as large as the demo's. `100m`: 100M parameters, like Qwen2."""
-    fields: dict[str, Any] = _LARGE
+    """`tiny`: the shipped model of that name, as large as the demo's. `100m`: 100M parameters, like Qwen2;
+    `1b`, for a GPU: ten times as many, in the shape of Llama 3.2."""
+    fields: dict[str, Any] = _LARGEST if size == "1b" else _LARGE
     if size == "tiny":
         fields = json.loads((shipped_dir("models") / "tiny.json").read_text())
         fields = {name: fields[name] for name in _LARGE}
     return Qwen2Config(**fields, pad_token_id=PAD, eos_token_id=END, bos_token_id=None)
 
 
-def write_model(directory: Path, size: str, *, end_probability: float, seed: int = 0) -> None:
-    """Config, float32 weights and a tokenizer that makes a token of every letter."""
+def write_model(
+    directory: Path, size: str, *, end_probability: float, seed: int = 0, dtype: str = "float32",
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Config, weights, made on a device, and a tokenizer that makes a token of every letter."""
     torch.manual_seed(seed)
     config = config_of(size)
-    model = Qwen2ForCausalLM(config)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config)
     _set_end(model, end_probability)
+    model.to(getattr(torch, dtype))
     model.generation_config.update(eos_token_id=END, pad_token_id=PAD)
     model.save_pretrained(directory)
     words = ["<pad>", "<eos>", *LETTERS, *(f"word{i}" for i in range(config.vocab_size))][: config.vocab_size]
@@ -75,6 +85,7 @@ def _set_end(model: Qwen2ForCausalLM, probability: float) -> None:
         layer.self_attn.o_proj.weight[0] = 0
         layer.mlp.down_proj.weight[0] = 0
     tokens = torch.randint(_FIRST_WORD, len(weight), (8, 64), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(weight.device)
     inner.norm.weight[0] /= inner(tokens).last_hidden_state[..., 0].mean()
     hidden = inner(tokens).last_hidden_state.flatten(0, 1)
     logits = hidden @ weight.T

@@ -68,12 +68,19 @@ def k3(logp_T: Tensor, ref_T: Tensor) -> Tensor:
 
 def response_counts(mask: Packed) -> Tensor:
     """Response tokens per sample, shape (num_samples,)."""
-    return mask.values.new_tensor([float(part.sum()) for part in mask.split()])
+    values = mask.values
+    return values.new_zeros(len(mask)).index_add(0, _sample_of_tokens(mask), values)
 
 
 def per_token(values: Tensor, mask: Packed) -> Tensor:
     """Spreads one value per sample over its tokens, shape (num_tokens,)."""
-    return values.repeat_interleave(values.new_tensor(mask.lengths).long())
+    return values[_sample_of_tokens(mask)]
+
+
+def _sample_of_tokens(mask: Packed) -> Tensor:
+    """Every token's sample, by number. (The host does not wait for the device.)"""
+    counts = mask.values.new_tensor(mask.lengths).long()
+    return counts.new_tensor(range(len(mask))).repeat_interleave(counts, output_size=len(mask.values))
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:

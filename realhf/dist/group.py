@@ -295,6 +295,9 @@ class World:
         """Meets the processes that torchrun's environment names, on CUDA where it is available."""
         device, store = torch.device("cpu"), None
         if torch.cuda.is_available():
+            if local_rank >= (count := torch.cuda.device_count()):
+                mend = "start one worker per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+                raise UserError(f"worker {local_rank} of this host has no GPU of its own, there are {count}: {mend}")
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
         if size > 1:

@@ -56,7 +56,11 @@ class Weight(torch.nn.Parameter):
         """Adds rows to those of these indices."""
         self.finish()
         assert self.total is not None
-        self.total.index_add_(0, index_T, rows_TI.to(self.total.dtype))
+        rows_TI = rows_TI.to(self.total.dtype)
+        if rows_TI.is_cuda:  # There index_add_ adds in any order, and runs would not repeat.
+            self.total.index_put_((index_T,), rows_TI, accumulate=True)
+        else:
+            self.total.index_add_(0, index_T, rows_TI)
 
     def finish(self) -> None:
         """Without any gradient the sum is 0."""

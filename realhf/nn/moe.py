@@ -45,7 +45,7 @@ class RouterLosses:
         chosen_TE = torch.zeros_like(share_TE).scatter_(1, scores_TE.topk(top_k).indices, 1)
         chosen_TE = chosen_TE * (num_experts / top_k / self._length_T[:, None])
         empty_SE = share_TE.new_zeros(self._num_sequences, num_experts)
-        chosen_SE, share_SE = (empty_SE.index_add(0, self._row_T, x) for x in (chosen_TE, share_TE))
+        chosen_SE, share_SE = (_with_rows(empty_SE, self._row_T, x) for x in (chosen_TE, share_TE))
         if self._group.size > 1:
             self._group.all_reduce(chosen_SE)
         balance, z = (chosen_SE * share_SE).sum(), logits_TE.to(share_TE.dtype).logsumexp(-1).square().sum()
@@ -55,6 +55,13 @@ class RouterLosses:
     def sums(self) -> Tensor:
         """Balance loss over sequences and layers, and z-loss over tokens and layers: this rank's part."""
         return torch.stack([x.double() for x in self._sums.values()]).sum(0) if self._sums else torch.zeros(2)
+
+
+def _with_rows(x_SE: Tensor, row_T: Tensor, rows_TE: Tensor) -> Tensor:
+    """Rows added to those of these numbers. (On CUDA index_add adds in any order: runs would not repeat.)"""
+    if rows_TE.is_cuda:
+        return x_SE.index_put((row_T,), rows_TE, accumulate=True)
+    return x_SE.index_add(0, row_T, rows_TE)
 
 
 class _WithLoss(torch.autograd.Function):

@@ -1,0 +1,159 @@
+"""A CUDA device that is not there: tensors in host memory that say they are on it, and refuse to be mixed
+with others as real ones would. It finds what was left on the host, and nothing about kernels.
+
+Tensors are told apart by their memory. Only this thread sees the device; backward passes do not ask for it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import varlen
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+_MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+_INDEXING = ("aten::index", "aten::index_put", "aten::_index_put_impl")
+"""Index tensors may lie on the host."""
+_BETWEEN_DEVICES = ("aten::copy", "aten::_foreach_copy")
+
+
+@contextmanager
+def pretended_device() -> Iterator[torch.device]:
+    """The device, for as long as it is there."""
+    with patch.object(varlen, "varlen_attn", _varlen_attn), _Dispatched(_MARKS), _Called(_MARKS):
+        yield CUDA
+
+
+class _Marks:
+    """Which memory is the device's."""
+
+    def __init__(self) -> None:
+        self._there: dict[int, StorageWeakRef] = {}
+        self.strict = True
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._there
+
+    def set(self, tensors: Any, *, there: bool) -> None:
+        for tensor in _tensors(tensors):
+            storage = tensor.untyped_storage()
+            if there:  # The weak reference keeps its address from being used for another one.
+                self._there[storage._cdata] = StorageWeakRef(storage)
+            else:
+                self._there.pop(storage._cdata, None)
+
+
+_MARKS = _Marks()
+"""Of this process: tensors may be kept from one time to the next."""
+
+
+def _varlen_attn(
+    q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, starts: torch.Tensor, _: torch.Tensor,
+    longest: int, __: int, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """torch's kernel of that name, by a loop over sequences. It has the kernel's demands."""
+    assert q_TND.shape[2] % 8 == 0 and q_TND.shape == (*q_TND.shape[:2], v_TKD.shape[2])
+    assert starts.dtype == torch.int32 and window_size[1] == 0
+    outs, sizes = [], starts.diff().tolist()
+    for q, k, v in zip(*(x.split(sizes) for x in (q_TND, k_TKD, v_TKD)), strict=True):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        at = torch.arange(len(q), device=q.device)
+        behind = at[:, None] - at
+        seen = (behind >= 0) & (behind <= (window_size[0] if window_size[0] >= 0 else len(q)))
+        scores = torch.einsum("tnd,snd->nts", q, k).float() * (scale or q.shape[2] ** -0.5)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
+        outs.append(torch.einsum("nts,snd->tnd", weights, v))
+    return torch.cat(outs)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+class _Dispatched(TorchDispatchMode):
+    """What is computed of the device's tensors is on it, too; backward passes included."""
+
+    def __init__(self, marks: _Marks) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = func.name().split(".")[0].rstrip("_"), _tensors((args, kwargs))
+        there = [x for x in given if self._marks.has(x)]
+        here = [x for x in given if x.dim() > 0 and not self._marks.has(x)]
+        if name in _INDEXING and self._marks.has(args[0]):
+            here = [x for x in here if x.dtype not in (torch.long, torch.bool)]
+        between = name in _BETWEEN_DEVICES
+        if there and here and not between and self._marks.strict:
+            shapes = [f"{tuple(x.shape)} {x.dtype}" for x in here]
+            raise RuntimeError(f"{func} mixes tensors of {CUDA} with others: {', '.join(shapes)}")
+        found = func(*args, **(kwargs or {}))
+        if there and not between:
+            self._marks.set(found, there=True)
+        return found
+
+
+class _Called(TorchFunctionMode):
+    """Devices by name, and `Tensor.device`."""
+
+    def __init__(self, marks: _Marks) -> None:
+        super().__init__()
+        self._marks = marks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == torch.Tensor.device.__get__ and self._marks.has(args[0]):
+            return CUDA
+        if func == torch.Tensor.is_cuda.__get__:
+            return self._marks.has(args[0])
+        if func is torch.Tensor.numpy and self._marks.has(args[0]):
+            raise TypeError(f"a tensor of {CUDA} has no numpy array: copy it to the host first")
+        if func in _MOVES:
+            return self._move(func, args, kwargs)
+        if func is F.scaled_dot_product_attention:  # Inside it makes its masks where it is.
+            self._marks.strict = False
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._marks.strict = True
+        device = kwargs.get("device")
+        if func is torch.Tensor.new_tensor and device is None and self._marks.has(args[0]):
+            device = CUDA
+        if device is None or torch.device(device).type == "meta":
+            return func(*args, **kwargs)
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        found = func(*args, **{**kwargs, "device": CPU})
+        self._marks.set(found, there=torch.device(device).type == "cuda")
+        return found
+
+    def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`to`, `cpu` and `cuda`: a copy wherever the device changes."""
+        there = goes = self._marks.has(args[0])
+        words = [*args[1:], *kwargs.values()] if func is torch.Tensor.to else [func.__name__]
+        for word in words:
+            if isinstance(word, str | torch.device) and torch.device(word).type == "meta":
+                return func(*args, **kwargs)
+            if isinstance(word, str | torch.device):
+                goes = torch.device(word).type == "cuda"
+            elif isinstance(word, torch.Tensor):
+                goes = self._marks.has(word)
+        if func is not torch.Tensor.to:
+            args, kwargs = args[:1], {"device": CPU}
+        args = [CPU if isinstance(x, str | torch.device) else x for x in args]
+        kwargs = {key: CPU if isinstance(x, str | torch.device) else x for key, x in kwargs.items()}
+        found = torch.Tensor.to(*args, **kwargs)
+        if goes == there:
+            return found
+        if found.untyped_storage()._cdata == args[0].untyped_storage()._cdata:
+            found = found.clone()
+        self._marks.set(found, there=goes)
+        return found

@@ -1,0 +1,52 @@
+"""The engine on a device that is not there: nothing may be left on the host that the device needs, nor the
+other way round. Tests marked `gpu` show the rest on a real one."""
+
+import pytest
+import torch
+
+from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+from realhf.data.batch import Batch, Packed
+from realhf.engine.work import LogProbs, OptimizerConfig, TrainStep
+from realhf.graph import FunctionCall
+from tests.gpu.models import OUTPUTS, engine_of, generate, tokens, write_model
+from tests.gpu.pretended import pretended_device
+
+
+@pytest.mark.parametrize("name", ["gemma-2", "deepseek-v3"])
+def test_generation_forward_pass_and_training(tmp_path, name):
+    directory = write_model(tmp_path / "model", name)
+    prompts = [prompt for prompt in tokens(20).split([3, 10, 7]) for _ in range(2)]
+    found = []
+    with pretended_device() as pretended:
+        for device in (pretended, torch.device("cpu")):
+            engine = engine_of(directory, device=device, dtype="float32", optimizer=OptimizerConfig(lr=1e-3))
+            settings = {"max_rows": 4, "prefill_tokens": 8}
+            made = generate(engine, prompts, settings=settings, max_new_tokens=6)
+            forward = FunctionCall(
+                "ref_forward", "forward", OUTPUTS[:2], ("logprobs",), role="ref", work=LogProbs())
+            logprobs = engine.run(forward, [made], micro_batch_tokens=50).batch["logprobs"]
+            found.append((made["sequence_ids"].values.tolist(), logprobs.values, _train(engine, made)))
+    (ids, logprobs, metrics), (other_ids, other_logprobs, other_metrics) = found
+    assert ids == other_ids
+    torch.testing.assert_close(logprobs, other_logprobs, rtol=1e-4, atol=1e-4)
+    assert metrics == pytest.approx(other_metrics, rel=1e-3, abs=1e-5)
+
+
+def _train(engine, made):
+    mask = made["response_mask"]
+    columns = {key: made[key] for key in OUTPUTS[:3]}
+    columns["advantages"] = Packed(mask.values * 0.5, mask.lengths)
+    work = TrainStep(PolicyLoss(PolicyLossConfig()), router_aux_loss_coef=0.01)
+    call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
+    return engine.run(call, [Batch(made.ids, columns)], micro_batch_tokens=50).metrics
+
+
+def test_it_refuses_what_a_real_one_refuses():
+    with pretended_device() as device:
+        here, there = torch.ones(3), torch.ones(3, device=device)
+        assert (there + 1).device == device and there.is_cuda and not here.is_cuda
+        with pytest.raises(RuntimeError, match="mixes"):
+            here + there
+        with pytest.raises(TypeError, match="numpy"):
+            there.numpy()
+        assert there.cpu().numpy().tolist() == [1.0, 1.0, 1.0]
