@@ -35,8 +35,8 @@ def test_rows_attend_to_blocks_of_their_own_but_where_they_share_a_prompt(
     """The prompt is of 130 tokens: 128 and 16 in two blocks of 128, or 64, 64 and what is not shared."""
     model = build(hf_config() | {"max_position_embeddings": 256})
     rows = Rows(model, 6, prompt_tokens=130, num_prompts=num_prompts)
-    own, *shared = rows.decoding.sets
-    assert rows.decoding.positions_B.tolist() == [130] * 6
+    own, *shared = rows.segment.decoding.sets
+    assert rows.segment.decoding.positions_B.tolist() == [130] * 6
     assert own.rows_PS.shape == (own_blocks, 1) and sorted(own.rows_PS.unique().tolist()) == list(range(6))
     assert [s.rows_PS.shape for s in shared] == [(shared_blocks, 6 // num_prompts)] * (shared_blocks > 0)
     before = [layer.clone() for layer in rows._cache.layers]

@@ -81,8 +81,7 @@ class _Step:
         self._model, self._cache, self._block_size = model, cache, block_size
 
     def compute(self) -> Tensor:
-        positions_B, places_B, *blocks = self.numbers_BX.split((1, 1, self.numbers_BX.shape[1] - 2), dim=1)
-        rows = DecodeByTable.of_blocks(positions_B[:, 0], places_B[:, 0], blocks[0], self._block_size)
+        rows = DecodeByTable.of(self.numbers_BX, self._block_size)
         return self._model.advance(self.ids_B, self._cache, [rows])
 
 

@@ -28,7 +28,7 @@ from realhf.engine.work_queue import WorkQueue
 from realhf.layout import even_split
 from realhf.nn.block_tables import BlockTables
 from realhf.nn.kv_cache import KVCache
-from realhf.nn.segments import Decode, Extend, Prefill, Segment
+from realhf.nn.segments import Extend, Prefill, Segment, next_tokens
 from realhf.nn.transformer import Transformer
 
 
@@ -180,7 +180,7 @@ class _Cohort:
 
     def _segments(self, step: Step) -> Iterator[Segment]:
         if step.rows:
-            yield Decode(self._tables.advance(self._device))
+            yield next_tokens(self._tables, self._device)
         yield from self._prompts(step)
 
     def _prompts(self, step: Step) -> Iterator[Segment]:

@@ -23,6 +23,7 @@ _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
 _CHUNK = 256  # Tokens of the vocabulary whose probabilities are added up before anything else.
 _PART_NUMEL = 1 << 18  # Logits that are worked on at a time, so that they stay in a core's cache.
+_CUDA_PARTS = 256  # As many times more on a GPU, where each costs kernel launches.
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -84,7 +85,8 @@ def sample(
 def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:
     """Sums of exp(logits - max) over every `_CHUNK` tokens of the vocabulary: sums_BC in float64."""
     whole, parts = logits_BV.shape[1] // _CHUNK * _CHUNK, []
-    step = max(1, _PART_NUMEL // logits_BV.shape[1])
+    numel = _PART_NUMEL * (_CUDA_PARTS if logits_BV.is_cuda else 1)
+    step = max(1, numel // logits_BV.shape[1])
     for at in (slice(start, start + step) for start in range(0, len(logits_BV), step)):
         weights = (logits_BV[at] - max_B[at, None]).exp_()
         sums = [weights[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)] if whole else []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -67,9 +68,11 @@ def packed_attention(
         if kernel is not None:
             starts, longest = _cumulative(tuple(seq_lens), q_TND.device), max(seq_lens, default=0)
             dim = v_TKD.shape[-1]
-            if dim != k_TKD.shape[-1]:  # The kernels want it to be that of the keys.
-                v_TKD = F.pad(v_TKD, (0, k_TKD.shape[-1] - dim))
-            return kernel(q_TND, k_TKD, v_TKD, starts, starts, longest, longest)[..., :dim]
+            wanted = -(-max(dim, k_TKD.shape[-1]) // _DIM_STEP) * _DIM_STEP
+            q, k, v = (
+                x if x.shape[-1] == wanted else F.pad(x, (0, wanted - x.shape[-1]))
+                for x in (q_TND, k_TKD, v_TKD))
+            return kernel(q, k, v, starts, starts, longest, longest)[..., :dim]
     # One call per run of neighbours of equal length.
     runs = [(length, len(list(run))) for length, run in groupby(n for n in seq_lens if n)]
     plain = kind.softcap is None and (kind.window is None or kind.window >= max(seq_lens))
@@ -85,6 +88,7 @@ def packed_attention(
     return torch.cat(outs)
 
 
+_DIM_STEP = 8  # Of head dims that kernels on CUDA take, the same for queries, keys and values.
 _BFLOAT16_PAYS = 1 << 15
 """Length times head dim from which torch's backward pass on CPU is faster in bfloat16 than in float32. (For
 every length it compiles and keeps kernels of bfloat16: 6 ms and 5 MB.)"""
@@ -195,9 +199,11 @@ def _varlen_kernel(kind: AttentionKind) -> Callable[..., Tensor] | None:
     if kind.softcap is not None:
         return None
     varlen = import_module("torch.nn.attention.varlen")  # here, as only CUDA needs it and it takes a second
+    # torch 2.11 takes fewer heads of keys than of queries without being told.
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
 
     def by_torch(*args: Any) -> Tensor:
-        return varlen.varlen_attn(*args, scale=kind.scale, window_size=(left, 0), enable_gqa=True)
+        return varlen.varlen_attn(*args, scale=kind.scale, window_size=(left, 0), **grouped)
 
     return by_torch
 

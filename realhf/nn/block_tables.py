@@ -122,7 +122,7 @@ class BlockTables:
         self.lens[slots] += 1
         return slots, lens, places
 
-    def advance(self, device: torch.device) -> Decoding:
+    def advance(self) -> Decoding:
         """Every running row gets one more token; nobody is `full`."""
         slots, lens, places = self._next_tokens()
         counts = self._counts[slots]
@@ -130,23 +130,21 @@ class BlockTables:
         row_of[slots] = np.arange(len(slots))
         table_BM = self._table[slots, : counts.max()]
         at_M, shared_B = np.arange(table_BM.shape[1]), self._num_shared[slots]
-        own, own_places = self._set(self._owners, row_of, lens + 1, device)
+        own, own_places = self._set(self._owners, row_of, lens + 1)
         sets, parts_BM = [own], own_places[table_BM]
         if shared_B.any():
-            shared, shared_places = self._set(self._sharers, row_of, lens + 1, device)
+            shared, shared_places = self._set(self._sharers, row_of, lens + 1)
             sharers, before = self._sharers.shape[1], len(own.rows_PS)
             shared_parts_BM = before + shared_places[table_BM] * sharers + self._ordinals[slots][:, None]
             parts_BM = np.where(at_M < shared_B[:, None], shared_parts_BM, parts_BM)
             sets.append(shared)
         missing_BM = at_M >= counts[:, None]
         parts_BM = np.where(missing_BM, 0, parts_BM)
-        missing = torch.from_numpy(missing_BM).to(device) if missing_BM.any() else None
-        positions_B, places_B, parts = (torch.from_numpy(x).to(device) for x in (lens, places, parts_BM))
+        missing = torch.from_numpy(missing_BM) if missing_BM.any() else None
+        positions_B, places_B, parts = map(torch.from_numpy, (lens, places, parts_BM))
         return Decoding(slots, positions_B, places_B, tuple(sets), parts, missing)
 
-    def _set(
-        self, users: Integers, row_of: Integers, lens: Integers, device: torch.device
-    ) -> tuple[BlockSet, Integers]:
+    def _set(self, users: Integers, row_of: Integers, lens: Integers) -> tuple[BlockSet, Integers]:
         """The blocks that have such users, and every block's place among them."""
         used = np.flatnonzero((users >= 0).any(1))
         first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
@@ -155,11 +153,11 @@ class BlockTables:
             used = np.arange(first, stop)
             blocks: slice | Tensor = slice(first, stop)
         else:
-            blocks = torch.from_numpy(used).to(device)
+            blocks = torch.from_numpy(used)
         places[used] = np.arange(len(used))
         rows_PS = row_of[users[used]]
         counts_PS = lens[rows_PS] - self._starts[used][:, None]
         fewest, most = (int(counts_PS.min()), int(counts_PS.max())) if len(used) else (0, 0)
         width = min(most, self.block_size)
-        rows, counts = (torch.from_numpy(x).to(device) for x in (rows_PS, counts_PS))
+        rows, counts = torch.from_numpy(rows_PS), torch.from_numpy(counts_PS)
         return BlockSet(blocks, rows, counts, fewest, most, width), places

@@ -46,8 +46,10 @@ class KVCache:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Blocks that rows are about to write to, but share."""
+        device = self.layers[0].device
+        targets_P, sources_P = torch.tensor(targets, device=device), torch.tensor(sources, device=device)
         for layer in self.layers:
-            layer[:, list(targets)] = layer[:, list(sources)]
+            layer.index_copy_(1, targets_P, layer.index_select(1, sources_P))
 
     def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind, at: "Visible") -> Tensor:
         """Grouped-query attention of each row's newest token over its cached positions: out_BND."""

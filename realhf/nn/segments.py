@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from realhf.nn.attention import AttentionKind, masked_attention, packed_attention
-from realhf.nn.block_tables import Decoding
+from realhf.nn.block_tables import BlockTables, Decoding
 from realhf.nn.kv_cache import KVCache, Visible
 
 
@@ -79,10 +79,11 @@ class DecodeByTable(Segment):
     places_BL: Tensor  # In the cache; behind a row's newest token any.
 
     @classmethod
-    def of_blocks(cls, positions_B: Tensor, places_B: Tensor, blocks_BM: Tensor, size: int) -> Self:
-        """Of each row's blocks of so many tokens."""
-        inside = torch.arange(size, device=blocks_BM.device)
-        return cls(positions_B, places_B, (blocks_BM[:, :, None] * size + inside).flatten(1))
+    def of(cls, numbers_BX: Tensor, block_size: int) -> Self:
+        """What BlockTables.advance_by_table gives."""
+        inside = torch.arange(block_size, device=numbers_BX.device)
+        places_BL = (numbers_BX[:, 2:, None] * block_size + inside).flatten(1)
+        return cls(numbers_BX[:, 0], numbers_BX[:, 1], places_BL)
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -100,6 +101,15 @@ class DecodeByTable(Segment):
         visible_BL = (behind_BL >= 0) & (behind_BL < (kind.window or k.shape[2]))
         q_BKGD = q_TND.unflatten(1, (k.shape[1], -1))  # Groups in the place of positions.
         return masked_attention(q_BKGD, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
+
+
+def next_tokens(tables: BlockTables, device: torch.device) -> Segment:
+    """One new token of every running row: block by block on a CPU, and by tables, which takes fewer kernels
+    and makes the host wait for none of them, on a GPU."""
+    if device.type == "cpu":
+        return Decode(tables.advance())
+    numbers_BX = torch.from_numpy(tables.advance_by_table(*tables.size())).to(device)
+    return DecodeByTable.of(numbers_BX, tables.block_size)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from realhf.engine.block_manager import BlockManager
 from realhf.engine.scheduler import Prompt, Scheduler
 from realhf.layout import even_split
 from realhf.nn.block_tables import BlockTables
-from realhf.nn.segments import Decode, Prefill
+from realhf.nn.segments import Prefill, next_tokens
 from realhf.nn.transformer import Transformer
 from realhf.profiling.clock import device_bytes
 
@@ -61,7 +61,7 @@ class Rows:
         self._places = [piece.places(size) for piece in first.pieces]
         scheduler.update([False] * rows)
         scheduler.plan()
-        self.decoding = tables.advance(device)
+        self.segment = next_tokens(tables, device)
         """The step behind the prompts."""
         self._ids_B = torch.arange(rows, device=device) * 7919 % model.config.vocab_size
 
@@ -78,4 +78,4 @@ class Rows:
     def decode(self, *, steps: int) -> None:
         """The same step, so many times, without its head."""
         for _ in range(steps):
-            self._model.advance(self._ids_B, self._cache, [Decode(self.decoding)])
+            self._model.advance(self._ids_B, self._cache, [self.segment])

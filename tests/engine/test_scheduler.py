@@ -4,7 +4,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 
 from realhf.cache_blocks import block_size, blocks_for, num_blocks
 from realhf.engine.block_manager import BlockManager
@@ -87,7 +86,7 @@ class _Replay:
     def _decode(self, rows):
         """Every row sees, in its parts and in order, exactly what it has said and read so far."""
         before = self.tables.lens[self.tables.running()].tolist()
-        decoding = self.tables.advance(torch.device("cpu"))
+        decoding = self.tables.advance()
         assert len(rows) == len(decoding.slots) <= self.num_slots
         tokens = [self.history(sample)[-1] for sample in rows]
         self.memory[decoding.places_B.numpy()] = tokens

@@ -4,7 +4,7 @@ with others as real ones would. It finds what was left on the host, and nothing 
 Tensors are told apart by their memory. Only this thread sees the device; backward passes do not ask for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from realhf.engine import generate as generation
+
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 _INDEXING = ("aten::index", "aten::index_put", "aten::_index_put_impl")
@@ -27,7 +29,9 @@ _BETWEEN_DEVICES = ("aten::copy", "aten::_foreach_copy")
 @contextmanager
 def pretended_device() -> Iterator[torch.device]:
     """The device, for as long as it is there."""
-    with patch.object(varlen, "varlen_attn", _varlen_attn), _Dispatched(_MARKS), _Called(_MARKS):
+    kernels = patch.object(varlen, "varlen_attn", _varlen_attn)
+    graphs = patch.object(generation, "recorder", lambda device: Tape if device == CUDA else None)
+    with kernels, graphs, _Dispatched(_MARKS), _Called(_MARKS):
         yield CUDA
 
 
@@ -76,6 +80,36 @@ def _varlen_attn(
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+_WAITS = ("_local_scalar_dense", "lift_fresh", "nonzero", "_unique2", "bincount", "equal")
+"""Kernels whose results, or arguments, are on the host."""
+
+
+class Tape(TorchDispatchMode):
+    """Records a function and plays it again as a CUDA graph does: the same kernels on the same memory."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.kernels: list[tuple[Any, Any, Any, Any]] = []
+        self.num_replays = 0
+        with self:
+            self.out = compute()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in _WAITS, f"{func} cannot be recorded"
+        out = func(*args, **(kwargs or {}))
+        self.kernels.append((func, args, kwargs or {}, out))
+        return out
+
+    def __call__(self) -> torch.Tensor:
+        self.num_replays += 1
+        for func, args, kwargs, out in self.kernels:
+            made = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(made), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # no view
+                    old.copy_(new)
+        return self.out
 
 
 class _Dispatched(TorchDispatchMode):

@@ -41,7 +41,7 @@ class CachedRows:
         return self.model.advance(x, self.cache, [Extend(places, num_tokens=len(x), longest=length)])
 
     def decode(self, x):
-        return self.model.advance(x, self.cache, [Decode(self.tables.advance(torch.device("cpu")))])
+        return self.model.advance(x, self.cache, [Decode(self.tables.advance())])
 
     def stop(self, row):
         self.tables.stop(row)

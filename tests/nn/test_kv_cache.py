@@ -48,7 +48,7 @@ class _Rows:
         """What the cache gives, and by slot what is expected."""
         for slot in self.tables.full():
             self.tables.append(slot, self.free.pop())
-        decoding = self.tables.advance(CPU)
+        decoding = self.tables.advance()
         count = len(decoding.slots)
         q, new = torch.randn(count, HEADS * GROUP, DIM).to(self.dtype), self._draw(count)
         self.cache.write(0, *new, decoding.places_B)
