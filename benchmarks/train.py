@@ -52,7 +52,7 @@ _NUM_EQUAL = {"tiny": 64, "100m": 16}
 _OUR_TRIES, _THEIR_TRIES = (512, 1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16, 32, 64)
 _OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
 _SCRATCH_BYTES = 1 << 30
-_WITHIN = 0.97  # Of their peak ours must stay in trials: both vary from run to run.
+_WITHIN = 0.97  # Share of the other side's peak memory that our trials may reach: both vary.
 _WARMUPS = 3  # The second step of a process is the slowest.
 
 

@@ -37,3 +37,16 @@ def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int,
         own += [num_blocks(length + max_new_tokens, size) - whole] * count
     num_prompts = -(-2 * num_slots * len(shared) // max(1, len(own)))
     return sum(sorted(own)[-num_slots:]) + sum(sorted(shared)[-num_prompts:])
+
+
+def tokens_for(
+    length: int, samples_per_prompt: int, *, num_slots: int, num_samples: int, max_new_tokens: int
+) -> int:
+    """Tokens in the blocks that `blocks_for` gives so many samples of prompts that are all alike."""
+    shares = samples_per_prompt > 1
+    size = block_size([(length, samples_per_prompt)], max_new_tokens=max_new_tokens)
+    whole = length // size * shares
+    prompts = -(-num_samples // samples_per_prompt)
+    prompts = min(prompts, -(-2 * num_slots * prompts // num_samples))
+    own = num_blocks(length + max_new_tokens, size) - whole
+    return (num_slots * own + prompts * (whole + 1) * shares) * size

@@ -56,19 +56,20 @@ def naming_store() -> Iterator[None]:
 def _batch_threads() -> Iterator[None]:
     """Threads that start inside never interrupt a running one when they wake up (on Linux).
 
-    Gloo's thread polls without pause while another thread holds the lock of a connection. Had it taken the core
-    from that other one, as happens with more ranks than cores, both would lose its whole time slice.
+    Gloo's thread polls without pause while another thread holds the lock of a connection. If it had interrupted
+    that thread, as happens with more ranks than cores, it would poll for a whole time slice in vain.
     """
-    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    with suppress(OSError):  # Some containers know no other policy.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    before = None
+    with suppress(OSError, AttributeError):  # Some containers, and other systems, know no such thing.
+        before = os.sched_getscheduler(0)
+        if before == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
     finally:
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        if before is not None:
+            with suppress(OSError):
+                os.sched_setscheduler(0, before, os.sched_param(0))
 
 
 def _reason(error: RuntimeError) -> str:

@@ -1,6 +1,6 @@
 """Tags: what tells kinds of messages apart that two ranks may exchange over a control group at the same time.
 
-Messages without one are of what all ranks do together.
+Messages without a tag (0) are those that all ranks exchange together.
 """
 
 RECORD = 1

@@ -3,7 +3,7 @@
 A GPU computes a small batch faster than the host launches its kernels one by one; a CUDA graph launches them
 all at once. What is recorded finds its inputs where they were then, and may not wait for the host.
 
-Shape suffixes: B rows, filled up to a number that recurs; X numbers that say where a row stands.
+Shape suffixes: B rows, filled up to a number that recurs; X position, place in cache and blocks of a row.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,19 @@ def recorder(device: torch.device) -> Record | None:
     none on such a device."""
     if device.type != "cuda":
         return None
-    pool = torch.cuda.graph_pool_handle()
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def record(compute: Compute) -> Compute:
+        # (torch.cuda.graph would wait for all streams and give the allocator's memory back first.)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            out = compute()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                out = compute()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
 
         def replay() -> Tensor:
             graph.replay()
@@ -43,38 +50,37 @@ def recorder(device: torch.device) -> Record | None:
 
 
 class DecodeGraphs:
-    """Decodes all running rows of one cache."""
+    """Decodes all running rows of one cache, which has one block more than its tables know."""
 
     def __init__(self, model: Transformer, cache: KVCache, tables: BlockTables, record: Record) -> None:
         """The model must be `recordable`."""
         self._model, self._cache, self._tables, self._record = model, cache, tables, record
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._passes: dict[tuple[int, ...], _Pass] = {}
 
     def __call__(self, ids_B: Tensor) -> Tensor:
         """The pass of the rows' last tokens: hidden_BH, until the next call."""
-        num_rows, num_blocks = self._tables.size()
-        size = recurring(num_rows), recurring(num_blocks)
-        is_new = size not in self._steps
+        counts = zip(self._tables.size(), self._tables.largest_size, strict=True)
+        num_rows, num_blocks = (min(recurring(count), most) for count, most in counts)
+        is_new = (num_rows, num_blocks) not in self._passes
         if is_new:
-            self._steps[size] = _Step(self._model, self._cache, size, block_size=self._tables.block_size)
-        step = self._steps[size]
-        step.ids_B[:num_rows] = ids_B
-        step.ids_B[num_rows:] = ids_B[0]
-        step.numbers_BX.copy_(torch.from_numpy(self._tables.advance_by_table(*size)))
+            self._passes[num_rows, num_blocks] = _Pass(
+                self._model, self._cache, num_rows, num_blocks, block_size=self._tables.block_size)
+        step = self._passes[num_rows, num_blocks]
+        step.ids_B[: len(ids_B)] = ids_B
+        step.numbers_BX.copy_(torch.from_numpy(self._tables.advance_by_table(num_rows, num_blocks)))
         if is_new:  # Libraries prepare themselves in a first pass, and some sizes never come up again.
-            return step.compute()[:num_rows]
+            return step.compute()[: len(ids_B)]
         if step.replay is None:
             step.replay = self._record(step.compute)
-        return step.replay()[:num_rows]
+        return step.replay()[: len(ids_B)]
 
 
-class _Step:
+class _Pass:
     """A decoding pass of one size."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, size: tuple[int, int], *, block_size: int
+        self, model: Transformer, cache: KVCache, num_rows: int, num_blocks: int, *, block_size: int
     ) -> None:
-        num_rows, num_blocks = size
         self.numbers_BX = model.flat.new_zeros(num_rows, 2 + num_blocks, dtype=torch.long)
         self.ids_B = self.numbers_BX.new_zeros(num_rows)
         self.replay: Compute | None = None

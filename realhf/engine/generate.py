@@ -100,7 +100,9 @@ class _Cohort:
 
     def _reserve(self, room: Room, jobs: Sequence[Job], work: Generate) -> None:
         """Memory for as many rows as may run at once, within the budget."""
-        self._cache = self._model.new_cache(room.num_blocks, room.block_size)
+        record = recorder(self._device) if work.cuda_graphs and self._model.recordable else None
+        num_blocks = room.num_blocks + (record is not None)  # The spare one of DecodeGraphs.
+        self._cache = self._model.new_cache(num_blocks, room.block_size)
         self._tables = BlockTables(
             num_slots=room.num_slots, num_blocks=room.num_blocks, block_size=room.block_size,
             blocks_per_row=room.blocks_per_row, max_sharers=room.max_sharers)
@@ -108,7 +110,6 @@ class _Cohort:
             [self.samples.add(job) for job in jobs], num_slots=room.num_slots,
             blocks=BlockManager(room.num_blocks), tables=self._tables, history=self.samples.history,
             prefill_tokens=work.prefill_tokens, restart_at=self._model.cache_limit, more=self._take_prompt)
-        record = recorder(self._device) if work.cuda_graphs and self._model.recordable else None
         if record is not None:
             self._graphs = DecodeGraphs(self._model, self._cache, self._tables, record)
 
@@ -143,17 +144,19 @@ class _Cohort:
 
     def _compute(self, step: Step) -> None:
         """This stage's part of a step, and on the last stage the sampling."""
-        hidden, samples = self._pass(step), np.array(step.samples, np.int64)
+        samples = np.array(step.samples, np.int64)
+        ids, lengths = self.samples.ids[samples], self.samples.lengths[samples]
+        draws = uniform(self._seed, sample_ids=ids, positions=lengths)
+        # (What goes to a GPU waits for what it does, so that this goes before the pass.)
+        draws_B, at = torch.from_numpy(draws).to(self._device), self.samples.at(samples)
+        hidden = self._pass(step)
         self._drawn = self._integers([])
         if not self._groups.is_last_stage or not len(samples):
             return
         logits, start = self._model.logits(hidden), self._model.vocab_range[0]
-        ids, lengths = self.samples.ids[samples], self.samples.lengths[samples]
-        draws = uniform(self._seed, sample_ids=ids, positions=lengths)
-        draws_B = torch.from_numpy(draws).to(self._device)
         self._drawn, logprobs_B = sample(
             logits, draws_B, config=self._sampling, vocab_start=start, group=self._groups.tp)
-        self.samples.logprobs[self.samples.at(samples)] = logprobs_B
+        self.samples.logprobs[at] = logprobs_B
         back = [(stage, self._drawn) for stage in range(self._groups.at.pp)]
         self._sent.append(self._groups.pp_back.post(back, []))
 

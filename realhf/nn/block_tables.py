@@ -23,7 +23,7 @@ class BlockSet:
     blocks: slice | Tensor
     rows_PS: Tensor  # Where there are fewer rows, or none, any number stands.
     counts_PS: Tensor  # Tokens that the row has from the block's first one on.
-    fewest: int  # Of these counts.
+    fewest: int  # Of these counts, where there is a row.
     most: int
     width: int  # Behind so many tokens all of the blocks are empty, or end.
 
@@ -102,17 +102,23 @@ class BlockTables:
     def size(self) -> tuple[int, int]:
         """Running rows, and blocks of the one that has most."""
         slots = self.running()
-        return len(slots), int(self._counts[slots].max(initial=0))
+        return len(slots), int(self._counts[slots].max())
+
+    @property
+    def largest_size(self) -> tuple[int, int]:
+        """That they can have."""
+        return self._table.shape[0], self._table.shape[1]
 
     def advance_by_table(self, num_rows: int, num_blocks: int) -> Integers:
         """Every running row gets one more token; nobody is `full`. Of `num_rows` rows position and place of
-        the token, and `num_blocks` blocks: any behind the row's own. Rows that are lacking are the first one
-        once more."""
+        the token, and `num_blocks` blocks: any behind the row's own. Rows that are lacking write to a block
+        that the tables do not have, the next one behind theirs."""
         slots, lens, places = self._next_tokens()
-        table_BM = self._table[slots, :num_blocks]
-        table_BM = np.pad(table_BM, ((0, 0), (0, num_blocks - table_BM.shape[1])))
-        numbers = np.column_stack((lens, places, table_BM))
-        return np.concatenate((numbers, np.repeat(numbers[:1], num_rows - len(numbers), axis=0)))
+        spare = len(self._starts)
+        numbers = np.full((num_rows, 2 + num_blocks), spare, np.int64)
+        numbers[:, 0], numbers[:, 1] = 0, spare * self.block_size
+        numbers[: len(slots)] = np.column_stack((lens, places, self._table[slots, :num_blocks]))
+        return numbers
 
     def _next_tokens(self) -> tuple[Integers, Integers, Integers]:
         """The running rows' slots, and positions and places of their next tokens, which are then there."""
@@ -155,9 +161,10 @@ class BlockTables:
         else:
             blocks = torch.from_numpy(used)
         places[used] = np.arange(len(used))
-        rows_PS = row_of[users[used]]
+        rows_PS, has_PS = row_of[users[used]], users[used] >= 0
         counts_PS = lens[rows_PS] - self._starts[used][:, None]
-        fewest, most = (int(counts_PS.min()), int(counts_PS.max())) if len(used) else (0, 0)
+        theirs = counts_PS[has_PS]
+        fewest, most = (int(theirs.min()), int(theirs.max())) if len(theirs) else (0, 0)
         width = min(most, self.block_size)
         rows, counts = torch.from_numpy(rows_PS), torch.from_numpy(counts_PS)
         return BlockSet(blocks, rows, counts, fewest, most, width), places

@@ -104,8 +104,8 @@ class DecodeByTable(Segment):
 
 
 def next_tokens(tables: BlockTables, device: torch.device) -> Segment:
-    """One new token of every running row: block by block on a CPU, and by tables, which takes fewer kernels
-    and makes the host wait for none of them, on a GPU."""
+    """One new token of every running row: block by block on a CPU; by tables, which takes fewer kernels, on a
+    GPU."""
     if device.type == "cpu":
         return Decode(tables.advance())
     numbers_BX = torch.from_numpy(tables.advance_by_table(*tables.size())).to(device)

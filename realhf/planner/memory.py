@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from realhf.cache_blocks import block_size, num_blocks
+from realhf.cache_blocks import tokens_for
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
@@ -32,6 +32,7 @@ _CHUNK_NUMEL = 1 << 24  # Logits that exist at a time on CPU, and those that are
 _SLICE_NUMEL = 1 << 18  # nn/vocab_parallel.py. On CUDA as many times more:
 _CUDA_CHUNKS, _CUDA_SLICES = 8, 256
 _PART_NUMEL = 1 << 17  # Elements that norms and activations work on at a time on CPU.
+_GRAPHS = 1.25  # Rows times blocks of a recorded pass, relative to those that there are; decode_graphs.py.
 _BLOCK_NUMEL, _CUDA_BLOCKS = 1 << 22, 64  # Of a product that is added in another dtype; nn/gradients.py.
 
 
@@ -253,15 +254,16 @@ class _Call:
         norm = hidden + self._norm_temporaries(a.hidden * tokens, backward=False)
         outputs = 1 if self.fused else 2
         projected = e * tokens * (a.latents + self._attended)
-        turned = e * tokens * a.qkv * (a.rotated > 0)
+        turned = e * tokens * a.rotated / 2  # A copy of half of it, while it is turned in place.
         attending = e * tokens * outputs * a.attention
         if self.strategy.cp > 1:  # What is sent and what is received; attention's output, that sent back.
             attending = e * tokens * (self._exchanged + max(self._exchanged, (outputs + 1) * a.attention))
         attention = 2 * hidden + projected + max(turned, attending + hidden, hidden + self._reduced(hidden))
         routed = e * tokens * a.routed * (2 if self.strategy.ep > 1 else 1)  # Both ways.
         width, up = e * tokens * a.mlp, 2 if self.role.config.gated else 1
-        part = e * self._part(tokens * a.mlp)
-        mlp = 3 * hidden + routed + up * width + max(width + part, hidden + self._reduced(hidden))
+        part = e * self._part(tokens * a.mlp)  # On its way to what is made of several.
+        activating = width + max(hidden, part * (part < width))
+        mlp = 3 * hidden + routed + up * width + max(activating, hidden + self._reduced(hidden))
         return max(norm, attention, mlp) + e * a.head_dim * tokens
 
     # Moments
@@ -373,28 +375,26 @@ class _Call:
         # Rows decode in the pass of prompts, but for the first.
         at_once = share == cohort and prompts * w.prompt_tokens <= w.prefill_tokens
         most = max(tokens, cohort) if at_once else tokens + cohort
-        cache = float(cohorts * self._cached_tokens(cohort, share) * a.cached * e * self._layers)
+        cached_tokens = tokens_for(
+            math.ceil(w.prompt_tokens), w.samples_per_prompt, num_slots=cohort, num_samples=share,
+            max_new_tokens=w.max_new_tokens)
+        cache = float(cohorts * cached_tokens * a.cached * e * self._layers)
         if w.kv_cache_gib is not None:
             cache = min(cache, w.kv_cache_gib * 2**30)
         results = 16.0 * samples * max(w.max_new_tokens, 1) + 8 * samples * w.prompt_tokens
         base = {"samples": results + _INDEX_BYTES * tokens, "kv_cache": cache}
         if self.role.lora is not None and self.role.lora.merge:  # Taken to be of all weights.
             base["merged"] = e * float(num_params(self.role.spec, self.strategy, self.stage))
-        messages = 0.0 if self.strategy.pp == 1 else self._hidden(most) * 2
-        base["messages"] = messages
-        moments = [base | {"activations": self._forward_temporaries(most)}]
+        base["messages"] = 0.0 if self.strategy.pp == 1 else self._hidden(most) * 2
+        moments = [base | {"activations": self._forward_temporaries(most) + self._gathered(cohort)}]
         if self._is_last:  # Logits in w; in float64: divided, exponentials, their sums.
             logits = cohort * a.vocabulary * (_wide(self.role) + 24)
             moments.append(base | {"logits": logits, "activations": self._hidden(cohort)})
         return moments
 
-    def _cached_tokens(self, rows: int, samples: int) -> int:
-        """That the cache of one cohort has room for: `blocks_for` prompts that are all alike."""
+    def _gathered(self, rows: int) -> float:
+        """Copies of one layer's keys and values of all rows, which decode by tables on a GPU: one in graphs,
+        rounded up to a size that recurs, and one of a first pass."""
         w = self.workload
-        length, shares = math.ceil(w.prompt_tokens), w.samples_per_prompt > 1
-        size = block_size([(length, w.samples_per_prompt)], max_new_tokens=w.max_new_tokens)
-        whole = length // size * shares
-        prompts = -(-samples // w.samples_per_prompt)
-        prompts = min(prompts, -(-2 * rows * prompts // samples))
-        own = num_blocks(length + w.max_new_tokens, size) - whole
-        return (rows * own + prompts * (whole + 1) * shares) * size
+        tokens = rows * (math.ceil(w.prompt_tokens) + w.max_new_tokens) * (1.0 + _GRAPHS)
+        return tokens * self._at.cached * self.role.itemsize if self.fused else 0.0

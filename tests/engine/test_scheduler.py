@@ -95,9 +95,12 @@ class _Replay:
             used = blocks.blocks
             numbers = range(used.start, used.stop) if isinstance(used, slice) else used.tolist()
             sharers = zip(blocks.rows_PS.tolist(), blocks.counts_PS.tolist(), strict=True)
+            first = len(parts)
             for number, (sharing, counts) in zip(numbers, sharers, strict=True):
-                assert blocks.fewest <= min(counts) and max(counts) <= blocks.most
                 parts += [(number, count, row) for row, count in zip(sharing, counts, strict=True)]
+            attended = [at for row in decoding.parts_BM.tolist() for at in row if first <= at < len(parts)]
+            counts = [parts[at][1] for at in attended] or [0]
+            assert (blocks.fewest, blocks.most) == (min(counts), max(counts))
             assert blocks.width == min(BLOCK_SIZE, blocks.most)
         for row, (sample, past) in enumerate(zip(rows, before, strict=True)):
             seen = []

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from realhf.data.loader import Loader
-from realhf.dist import tags
+from realhf.dist.tags import RECORD
 from realhf.engine.work import OptimizerConfig
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -203,19 +203,19 @@ def test_every_call_gets_its_inputs_once_from_where_they_were_made():
         first = next(call for call in graph.order if {*call.inputs} & {"prompt_ids", "prompt"})
         reader = plan[first.name].layout.heads[0]
         made = {key: (None, Layout.parse(f"d1@{reader}")) for key in graph.inputs}
-        sent, received, ran, found = [], None, [], []
+        sent, received, ran, tags = [], None, [], []
         for action in actions:
             if isinstance(action, Send):
                 assert action.target == plan[action.call.name].layout
                 assert all(made[key] == (action.producer, action.source) for key in action.keys)
                 sent.append(action)
-                found.append(action.tag)
+                tags.append(action.tag)
             elif isinstance(action, Receive):
                 assert received is None and action.target == plan[action.call.name].layout
                 assert set(action.sends) == {send for send in sent if send.call == action.call}
                 assert sorted(key for send in action.sends for key in send.keys) == sorted(action.call.inputs)
                 received = action.call
-                found.append(action.tag)
+                tags.append(action.tag)
             elif isinstance(action, Run):
                 assert received == action.call  # Directly before it: the rank may run other calls till then.
                 assert action.layout == plan[action.call.name].layout
@@ -225,7 +225,7 @@ def test_every_call_gets_its_inputs_once_from_where_they_were_made():
             else:
                 assert received is None
         assert sorted(ran) == sorted(call.name for call in graph.calls)
-        assert len(set(found)) == len(found) and not {0, tags.RECORD} & set(found)
+        assert len(set(tags)) == len(tags) and not {0, RECORD} & set(tags)
 
 
 def _versions_seen(actions, homes, num_steps=3):
