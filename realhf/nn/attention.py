@@ -209,6 +209,7 @@ def _varlen_kernel(kind: AttentionKind) -> Callable[..., Tensor] | None:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # It may be kept for a backward pass later.
 def _cumulative(seq_lens: tuple[int, ...], device: torch.device) -> Tensor:
     """Offsets of the sequences, kept so that the layers of one forward share one copy to the device."""
     return torch.tensor((0, *seq_lens)).cumsum(0).to(device, torch.int32)

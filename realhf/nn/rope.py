@@ -61,6 +61,7 @@ class Rotary:
             cos, sin = cos * factor, sin * factor
         return cos.to(self._dtype), sin.to(self._dtype)
 
+    @torch.inference_mode(False)  # They are kept for training, too.
     def _compute_frequencies(self, kind: str, length: int | None) -> tuple[Tensor, float]:
         """Radians per position, shape (R / 2,), and the factor of cos and sin."""
         rope = self._kinds[kind]
