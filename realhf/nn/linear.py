@@ -14,16 +14,28 @@ from realhf.nn.gradients import Weight, collects
 _ROWS = 32
 """In bfloat16 on CPU torch compiles a product anew, for a millisecond, for every number of rows: without
 gradients, as in generation, where that number changes from step to step, rows are filled up to a multiple."""
+_SMALL = 1 << 21
+"""Multiplications up to which it takes longer to prepare such a product than to make it in float32."""
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """y_TO = x W^T + b."""
     if torch.is_grad_enabled() and collects(weight_OI):
         return _Linear.apply(x_TI, weight_OI, bias_O)
-    lacking = -len(x_TI) % _ROWS
-    if lacking and x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled()):
-        return F.linear(F.pad(x_TI, (0, 0, 0, lacking)), weight_OI, bias_O)[: len(x_TI)]
+    if x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled()):
+        return _narrow_linear(x_TI, weight_OI, bias_O)
     return F.linear(x_TI, weight_OI, bias_O)
+
+
+def _narrow_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """In bfloat16 on CPU, which adds up in float32 either way."""
+    if len(x_TI) * weight_OI.numel() <= _SMALL:
+        bias_O = None if bias_O is None else bias_O.float()
+        return F.linear(x_TI.float(), weight_OI.float(), bias_O).to(x_TI.dtype)
+    lacking = -len(x_TI) % _ROWS
+    if not lacking:
+        return F.linear(x_TI, weight_OI, bias_O)
+    return F.linear(F.pad(x_TI, (0, 0, 0, lacking)), weight_OI, bias_O)[: len(x_TI)]
 
 
 def embedding(ids_T: Tensor, weight_VH: Tensor) -> Tensor:
