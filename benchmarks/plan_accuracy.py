@@ -193,13 +193,13 @@ def main(options: Options) -> int:
         plans["the planner's"] = planned
         planned.save(directory / f"plan-{len(plans) - 1}.yaml")
         measured = run_all(directory, path, plans, options)
-    lengths = [x for m in measured.values() for x in m.response_tokens]
-    taken = measured["data"].calls  # What host functions take is the user's to say.
-    host = [lower_quartile(taken[call.name]) for call in experiment.graph().calls if call.kind == "host"]
-    expected = dataclasses.replace(
-        experiment.expected, response_tokens=statistics.fmean(lengths), host_seconds=statistics.fmean(host)
-    )
-    problem = problem_of(dataclasses.replace(experiment, expected=expected), rates.cluster)
+        lengths = [x for m in measured.values() for x in m.response_tokens]
+        taken = measured["data"].calls  # What host functions take is the user's to say.
+        host = [lower_quartile(taken[call.name]) for call in experiment.graph().calls if call.kind == "host"]
+        expected = dataclasses.replace(
+            experiment.expected, response_tokens=statistics.fmean(lengths),
+            host_seconds=statistics.fmean(host))
+        problem = problem_of(dataclasses.replace(experiment, expected=expected), rates.cluster)
     rows = []
     for name, plan in plans.items():
         predicted, own = predict(problem, rates, plan), measured[name]
