@@ -205,6 +205,8 @@ def main() -> int:
     add("--only", nargs="+", choices=CHECKS, metavar="NAME", help=f"of {', '.join(CHECKS)}")
     add("--at-once", type=int, help=f"files of tests; default: {_TESTS_AT_ONCE} on cuda, 1 on cpu")
     args = parser.parse_args()
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
     if args.device == "cuda":
         import torch  # Only for this question: the checks are other processes.
 

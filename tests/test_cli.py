@@ -125,6 +125,8 @@ WORDS: dict[str, list[str]] = {
     "--batch-size -4": ["batch_size is -4", " 1"],
     "--loss.average mean": ["--loss.average", "sequence", "token"],
     "--actor.dtype int8": ["--actor.dtype", "float32", "float64"],
+    "--kv-cache-gib inf": ["kv_cache_gib is inf", "must be a number of GiB above 0"],
+    "--sampling.temperature nan": ["sampling.temperature is nan", "must be a number of at least 0"],
     "--actor.optimizer.lr -1": ["optimizer.lr is -1", "must not be negative"],
     "--sampling.top-p 2": ["sampling.top_p is 2", "at most 1"],
     "--minibatches 0": ["minibatches is 0", " 1"],

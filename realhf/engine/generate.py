@@ -11,6 +11,7 @@ Prompts that do not begin at once wait in a queue, from which all cohorts of all
 
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -81,6 +82,8 @@ class _Cohort:
     ) -> None:  # fmt: skip
         """It begins with `count` jobs of its part; those that are `waiting` may come out of the queue."""
         sampling = terms.work.sampling
+        if sampling.top_k >= model.config.vocab_size:  # That is all of them.
+            sampling = replace(sampling, top_k=0)
         self._model, self._groups, self._sampling, self._seed = model, model.groups, sampling, seed
         self._device, self._queue = model.flat.device, queue
         ends = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=self._device)

@@ -50,6 +50,7 @@ class Terms:
         least = num_blocks(self.longest, self.block_size) + 1
         if self.affordable(least) < least:
             least_gib = least * self.num_cohorts * self.token_bytes * self.block_size / _GIB
+            least_gib *= 1.01  # More than it loses when it is rounded to three digits.
             raise UserError(
                 f"kv_cache_gib is {self.work.kv_cache_gib:g}: one sample of {self.longest} tokens (prompt "
                 f"and sampling.max_new_tokens) needs {least_gib:.3g}")

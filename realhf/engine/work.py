@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "be at least 1")
-        _require(self.temperature >= 0, "sampling.temperature", self.temperature, "not be negative")
+        legal = 0 <= self.temperature < inf
+        _require(legal, "sampling.temperature", self.temperature, "be a number of at least 0")
         _require(self.top_k >= 0, "sampling.top_k", self.top_k, "not be negative")
         _require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "be above 0 and at most 1")
 
@@ -87,7 +89,7 @@ class Generate(Work):
     def __post_init__(self) -> None:
         _require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
         gib = self.kv_cache_gib
-        _require(gib is None or gib > 0, "kv_cache_gib", gib, "be above 0")
+        _require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")
         _require(self.prefill_tokens >= 1, "prefill_tokens", self.prefill_tokens, "be at least 1")
 
 

@@ -137,6 +137,7 @@ def test_samples_depend_on_seed_and_sample_id_and_not_on_what_runs_beside_them(c
     assert len({tuple(r) for r in whole[:3]}) == 3  # equal prompts, different samples
     assert [_generate(engine, prompts, seed=3, max_rows=n)[0] for n in (1, 4)] == [whole, whole]
     assert _generate(engine, prompts[4:6], seed=3, first_id=4)[0] == whole[4:6]
+    assert _generate(engine, prompts, seed=3, top_k=10**12)[0] == whole
     assert _generate(engine, prompts, seed=4)[0] != whole
     assert _generate(engine, prompts, seed=3, first_id=len(prompts))[0] != whole
 
@@ -176,8 +177,10 @@ def test_tokens_are_the_same_whatever_the_slots_the_memory_and_the_pieces(pool, 
     for layout in ("t2@0-1", "p2@0-1", "t2p2@0-3"):
         results = [r for r in pool.run(_generate_long, layout, tmp_path, tight) if r is not None]
         assert results and all(result == expected for result in results), layout
-    with pytest.raises(UserError, match="kv_cache_gib is .*: one sample of 200 tokens .* needs"):
+    with pytest.raises(UserError, match="kv_cache_gib is .*: one sample of 200 tokens .* needs") as error:
         _generate_long(World(), "d1@0", tmp_path, {"kv_cache_gib": 4 * block})
+    least = {"kv_cache_gib": float(str(error.value).split()[-1])}
+    assert _generate_long(World(), "d1@0", tmp_path, least) == expected
 
 
 def test_no_prompts_give_empty_columns(case):
