@@ -8,6 +8,7 @@ element in the model's dtype, w in that of what needs precision (float32; float6
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,12 +16,10 @@ from realhf.cache_blocks import tokens_for
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.sizes import Widths, exchanged, held_params, num_params, widths
+from realhf.planner.sizes import Widths, exchanged, float32_bytes, held_params, num_params, widths
 from realhf.realloc.schedule import STAGING_BYTES
 
-__all__ = [
-    "available_bytes", "call_bytes", "num_params", "trained_params", "training_bytes", "weights_bytes",
-]  # fmt: skip
+__all__ = ["available_bytes", "call_bytes", "num_params", "trained_params", "training_bytes", "weights_bytes"]
 
 Parts = dict[str, float]
 
@@ -264,7 +263,11 @@ class _Call:
         part = e * self._part(tokens * a.mlp)  # On its way to what is made of several.
         activating = width + max(hidden, part * (part < width))
         mlp = 3 * hidden + routed + up * width + max(activating, hidden + self._reduced(hidden))
-        return max(norm, attention, mlp) + e * a.head_dim * tokens
+        rest = self._widened(a.in_layer(num_ups=up), tokens) + e * a.head_dim * tokens
+        return max(norm, attention, mlp) + rest
+
+    def _widened(self, products: Sequence[tuple[int, int]], tokens: float) -> float:
+        return float32_bytes(products, tokens) * (self.role.dtype == "bfloat16" and not self.fused)
 
     # Moments
 
@@ -386,15 +389,11 @@ class _Call:
         if self.role.lora is not None and self.role.lora.merge:  # Taken to be of all weights.
             base["merged"] = e * float(num_params(self.role.spec, self.strategy, self.stage))
         base["messages"] = 0.0 if self.strategy.pp == 1 else self._hidden(most) * 2
-        moments = [base | {"activations": self._forward_temporaries(most) + self._gathered(cohort)}]
+        # On a GPU rows decode from copies of a layer's keys and values: in a graph, and in a first pass.
+        copied = (1 + _GRAPHS) * cohort * (math.ceil(w.prompt_tokens) + w.max_new_tokens) * self.fused
+        moments = [base | {"activations": self._forward_temporaries(most) + copied * a.cached * e}]
         if self._is_last:  # Logits in w; in float64: divided, exponentials, their sums.
-            logits = cohort * a.vocabulary * (_wide(self.role) + 24)
+            logits = float(cohort * a.vocabulary * (_wide(self.role) + 24))
+            logits = max(logits, self._widened([(a.hidden, a.vocabulary)], cohort))  # Those come before.
             moments.append(base | {"logits": logits, "activations": self._hidden(cohort)})
         return moments
-
-    def _gathered(self, rows: int) -> float:
-        """Copies of one layer's keys and values of all rows, which decode by tables on a GPU: one in graphs,
-        rounded up to a size that recurs, and one of a first pass."""
-        w = self.workload
-        tokens = rows * (math.ceil(w.prompt_tokens) + w.max_new_tokens) * (1.0 + _GRAPHS)
-        return tokens * self._at.cached * self.role.itemsize if self.fused else 0.0

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +13,7 @@ from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, ParamSpec, model_spec, region_size
 
+_SMALL_PRODUCT = 1 << 21
 _NORMS = ("attn_norm.weight", "attn_out_norm.weight", "mlp_norm.weight", "mlp_out_norm.weight")
 
 
@@ -35,6 +37,19 @@ class Widths:
     vocabulary: int
     widest_weight: int  # Elements of the layer's weight whose gradient is the largest.
     head_dim: int
+
+    def in_layer(self, *, num_ups: int) -> list[tuple[int, int]]:
+        """Inputs and outputs of its products."""
+        return [
+            (self.hidden, self.qkv), (self.attention, self.hidden), (self.hidden, num_ups * self.mlp),
+            (self.mlp, self.hidden)]
+
+
+def float32_bytes(products: Sequence[tuple[int, int]], tokens: float) -> float:
+    """Of the operands and the result of the largest of these products that is small enough to be made in
+    float32, as those of bfloat16 on CPU are; nn/linear.py."""
+    small = [(i, o) for i, o in products if tokens * i * o <= _SMALL_PRODUCT]
+    return 4 * max((tokens * (i + o) + i * o for i, o in small), default=0.0)
 
 
 def exchanged(config: ModelConfig, tp: int, cp: int) -> int:
