@@ -125,9 +125,9 @@ def _reference(name, directory):
         for value in model.parameters():
             value.data = torch.zeros_like(value) if value.grad is None else value.grad.clone()
     model.save_pretrained(directory / "gradients")
-    fresh = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    tokens = []
+    load, tokens = transformers.AutoModelForCausalLM.from_pretrained, []
     for prompts in (torch.stack(_prompts()[:2]), torch.stack(_prompts()[2:])):
+        fresh = load(directory, attn_implementation="eager")  # A dynamic rope remembers the longest so far.
         mask = torch.ones_like(prompts)
         made = fresh.generate(prompts, attention_mask=mask, do_sample=False, max_new_tokens=NUM_NEW)
         tokens += made.tolist()
