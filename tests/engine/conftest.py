@@ -1,14 +1,5 @@
-"""Tiny tensors: a second thread costs more than it brings, above all on a busy machine."""
+"""Tests of tiny tensors."""
 
-from collections.abc import Iterator
+from tests.threads import one_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+__all__ = ["one_thread"]

@@ -10,6 +10,9 @@ import torch
 
 from tests.gpu.models import VARIABLE
 from tests.gpu.pretended import pretended_device
+from tests.threads import one_thread
+
+__all__ = ["device", "one_thread", "process_device", "real_device"]
 
 NO_CUDA = "there is no CUDA device (torch.cuda.is_available() is false): the gpu tests were skipped"
 
@@ -39,15 +42,6 @@ def process_device(device: torch.device) -> torch.device:
     if os.environ.get(VARIABLE) == "pretended":
         pytest.skip("other processes do not see the pretended device")
     return device
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On the CPU a second thread costs these tiny tensors more than it brings."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
