@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import io
 import re
+import types
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -16,6 +17,7 @@ import tyro
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 
+_KINDS = {int: "a whole number", float: "a number", type(None): "None"}
 _TYRO = (tyro.conf.AvoidSubcommands,)  # Optional parts that are set can be overridden like any other field.
 
 
@@ -41,7 +43,10 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
             changed, unknown = tyro.cli(type(experiment), default=experiment, args=list(words),
                                         return_unknown_args=True, config=_TYRO)
     except (SystemExit, ValueError) as error:
-        complaint = error if isinstance(error, ValueError) else _sentence(complaints.getvalue())
+        complaint = str(error)
+        if isinstance(error, SystemExit):
+            complaint = _sentence(complaints.getvalue())
+            complaint = _no_number(experiment, complaint) or complaint
         raise UserError(f"overrides {' '.join(words)!r}: {complaint}") from error
     if unknown:
         legal = [f"--{name.replace('_', '-')}" for name in _field_names(experiment)]
@@ -105,8 +110,26 @@ def _sentence(complaint: str) -> str:
     return [part for part in parts if part][:2][-1]
 
 
+def _no_number(experiment: Experiment, complaint: str) -> str:
+    """What to say of a field that was to be a number, in place of what the parser does; else nothing."""
+    if (found := re.match(r"Error parsing (--[\w.-]+):", complaint)) is None:
+        return ""
+    *path, name = _path(found[1])
+    value: Any = experiment
+    for part in path:
+        value = getattr(value, part, None)
+    hint = typing.get_type_hints(type(value)).get(name)
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    names = [_KINDS.get(kind, "") for kind in kinds]
+    return f"{found[1]} must be {' or '.join(names)}" if all(names) else ""
+
+
 def _field_names(value: Any, name: str = "") -> list[str]:
-    """Every field that an override can change, those of optional parts among them."""
+    """Every field that an override can change, those of optional parts among them; one that is true or false
+    also as what switches it off."""
+    if isinstance(value, bool):
+        *parts, last = name.split(".")
+        return [name, ".".join([*parts, f"no_{last}"])]
     if not is_dataclass(value) or isinstance(value, type):
         return [name]
     names = []

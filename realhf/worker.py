@@ -14,7 +14,6 @@ import torch
 from realhf.dist.group import PeerError, World
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
-from realhf.runtime.export import other_bases
 from realhf.runtime.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ def _train(job: "Job", world: World) -> None:
     if different := [rank for rank, plan in enumerate(plans) if plan != plans[0]]:
         hint = "write one with `realhf plan -o plan.yaml` and give it to all by --plan"
         raise UserError(f"ranks 0 and {different[0]} have different plans: {hint}")
-    for what in other_bases(job.program.roles) if world.rank == 0 else ():
-        print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
     out = job.out or Path("runs") / time.strftime("run-%Y%m%d-%H%M%S")
     out = Path(world.control.all_gather_json(str(out))[0])  # As rank 0 has it.
     out.mkdir(parents=True, exist_ok=True)

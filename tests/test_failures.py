@@ -138,3 +138,11 @@ def test_run_directory_in_use(tmp_path, capsys, monkeypatch, environment):
 def _contents(directory: Path) -> dict[str, tuple[int, bytes]]:
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_out_of_memory(tmp_path, capsys):
+    words = ["--sampling.max-new-tokens", str(10**14), "--eval-every", "0"]
+    assert main(["run", str(write_experiment(tmp_path)), "--out", str(tmp_path / "run"), *words]) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("realhf: call 'actor_generate' ran out of memory on rank 0 (")
+    assert "sampling.max_new_tokens" in sentence and "enforce fail" not in sentence

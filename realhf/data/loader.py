@@ -42,10 +42,16 @@ class Loader:
         if 0 in lengths and "prompt_ids" in keys:
             raise UserError(f"dataset {config.path}: the prompt in row {lengths.index(0)} has no tokens")
         self._rows = [row for row in made if len(row["prompt_ids"]) <= config.max_prompt_tokens]
-        self.num_too_long = len(made) - len(self._rows)
+        self.num_too_long, self.max_prompt_tokens = len(made) - len(self._rows), config.max_prompt_tokens
         if not self._rows:
             limit = config.max_prompt_tokens
             raise UserError(f"dataset {config.path}: every prompt is longer than max_prompt_tokens {limit}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, or of the longest whole sequence where rows are such."""
+        key = "sequence_ids" if "sequence_ids" in self._keys else "prompt_ids"
+        return max(len(row[key]) for row in self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -22,7 +22,7 @@ from realhf.engine.block_manager import BlockManager
 from realhf.engine.decode_graphs import DecodeGraphs, recorder
 from realhf.engine.room import Room, Terms, longest_sizes
 from realhf.engine.samples import Job, Samples, by_prompt, columns
-from realhf.engine.sampling import sample, uniform
+from realhf.engine.sampling import Draws, sample
 from realhf.engine.scheduler import Prompt, Scheduler, Step
 from realhf.engine.work import Generate
 from realhf.engine.work_queue import WorkQueue
@@ -84,8 +84,8 @@ class _Cohort:
         sampling = terms.work.sampling
         if sampling.top_k >= model.config.vocab_size:  # That is all of them.
             sampling = replace(sampling, top_k=0)
-        self._model, self._groups, self._sampling, self._seed = model, model.groups, sampling, seed
-        self._device, self._queue = model.flat.device, queue
+        self._model, self._groups, self._sampling = model, model.groups, sampling
+        self._device, self._queue, self._draws = model.flat.device, queue, Draws(seed)
         ends = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=self._device)
         ends[[i for i in model.config.eos_token_ids if i < len(ends)]] = True
         capacity = sum(len(job.ids) for job in part)
@@ -149,7 +149,7 @@ class _Cohort:
         """This stage's part of a step, and on the last stage the sampling."""
         samples = np.array(step.samples, np.int64)
         ids, lengths = self.samples.ids[samples], self.samples.lengths[samples]
-        draws = uniform(self._seed, sample_ids=ids, positions=lengths)
+        draws = self._draws(samples, sample_ids=ids, positions=lengths)
         # (What goes to a GPU waits for what it does, so that this goes before the pass.)
         draws_B, at = torch.from_numpy(draws).to(self._device), self.samples.at(samples)
         hidden = self._pass(step)

@@ -62,13 +62,14 @@ class BlockTables:
         # The slots of a block's rows, -1 for none; of one that is not shared, and of those that are.
         self._owners = np.full((num_blocks, 1), -1, np.int64)
         self._sharers = np.full((num_blocks, max(1, max_sharers)), -1, np.int64)
+        self._parts: tuple[tuple[_Users, ...], Tensor, Tensor | None] | None = None
 
     def start(
         self, slot: int, blocks: Sequence[int], *, length: int, num_shared: int = 0, ordinal: int = 0
     ) -> None:
         """A row begins with `length` tokens in these blocks; of those that share the first `num_shared`
         blocks it is number `ordinal`."""
-        count = len(blocks)
+        count, self._parts = len(blocks), None
         self.lens[slot], self._is_running[slot], self._counts[slot] = length, True, count
         self._num_shared[slot], self._ordinals[slot] = num_shared, ordinal
         self._table[slot, :count] = blocks
@@ -78,6 +79,7 @@ class BlockTables:
 
     def append(self, slot: int, block: int) -> None:
         """The row goes on in another block."""
+        self._parts = None
         self._table[slot, self._counts[slot]] = block
         self._starts[block] = self._counts[slot] * self.block_size
         self._owners[block, 0] = slot
@@ -85,6 +87,7 @@ class BlockTables:
 
     def stop(self, slot: int) -> list[int]:
         """The row ends; its blocks, of which the first may have other users."""
+        self._parts = None
         blocks, shared = self._table[slot, : self._counts[slot]], self._num_shared[slot]
         self._sharers[blocks[:shared], self._ordinals[slot]] = -1
         self._owners[blocks[shared:], 0] = -1
@@ -131,40 +134,61 @@ class BlockTables:
     def advance(self) -> Decoding:
         """Every running row gets one more token; nobody is `full`."""
         slots, lens, places = self._next_tokens()
+        if self._parts is None:
+            self._parts = self._new_parts(slots)
+        users, parts_BM, missing_BM = self._parts
+        sets = tuple(some.at(lens + 1, block_size=self.block_size) for some in users)
+        return Decoding(slots, torch.from_numpy(lens), torch.from_numpy(places), sets, parts_BM, missing_BM)
+
+    def _new_parts(self, slots: Integers) -> "tuple[tuple[_Users, ...], Tensor, Tensor | None]":
+        """What of a Decoding stays the same until a row starts, stops or gets a block."""
         counts = self._counts[slots]
         row_of = np.zeros(len(self.lens) + 1, np.int64)  # (-1 is the last one)
         row_of[slots] = np.arange(len(slots))
         table_BM = self._table[slots, : counts.max()]
         at_M, shared_B = np.arange(table_BM.shape[1]), self._num_shared[slots]
-        own, own_places = self._set(self._owners, row_of, lens + 1)
-        sets, parts_BM = [own], own_places[table_BM]
+        own, own_places = self._users(self._owners, row_of)
+        users: tuple[_Users, ...] = (own,)
+        parts_BM = own_places[table_BM]
         if shared_B.any():
-            shared, shared_places = self._set(self._sharers, row_of, lens + 1)
+            shared, shared_places = self._users(self._sharers, row_of)
             sharers, before = self._sharers.shape[1], len(own.rows_PS)
             shared_parts_BM = before + shared_places[table_BM] * sharers + self._ordinals[slots][:, None]
             parts_BM = np.where(at_M < shared_B[:, None], shared_parts_BM, parts_BM)
-            sets.append(shared)
+            users = (own, shared)
         missing_BM = at_M >= counts[:, None]
         parts_BM = np.where(missing_BM, 0, parts_BM)
         missing = torch.from_numpy(missing_BM) if missing_BM.any() else None
-        positions_B, places_B, parts = map(torch.from_numpy, (lens, places, parts_BM))
-        return Decoding(slots, positions_B, places_B, tuple(sets), parts, missing)
+        return users, torch.from_numpy(parts_BM), missing
 
-    def _set(self, users: Integers, row_of: Integers, lens: Integers) -> tuple[BlockSet, Integers]:
-        """The blocks that have such users, and every block's place among them."""
-        used = np.flatnonzero((users >= 0).any(1))
+    def _users(self, slots_PS: Integers, row_of: Integers) -> "tuple[_Users, Integers]":
+        """The blocks that have such users (-1 for none), and every block's place among them."""
+        used = np.flatnonzero((slots_PS >= 0).any(1))
         first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
-        places = np.zeros(len(users), np.int64)
+        places = np.zeros(len(slots_PS), np.int64)
         if len(used) >= _DENSE * (stop - first):
             used = np.arange(first, stop)
             blocks: slice | Tensor = slice(first, stop)
         else:
             blocks = torch.from_numpy(used)
         places[used] = np.arange(len(used))
-        rows_PS, has_PS = row_of[users[used]], users[used] >= 0
-        counts_PS = lens[rows_PS] - self._starts[used][:, None]
-        theirs = counts_PS[has_PS]
+        has_PS = slots_PS[used] >= 0
+        return _Users(blocks, row_of[slots_PS[used]], has_PS, self._starts[used, None]), places
+
+
+@dataclass(frozen=True)
+class _Users:
+    """Some blocks and their rows, of which there may be fewer (has_PS)."""
+
+    blocks: slice | Tensor
+    rows_PS: Integers
+    has_PS: NDArray[np.bool_]
+    starts_P1: Integers  # Tokens of a row before each block.
+
+    def at(self, lens: Integers, *, block_size: int) -> BlockSet:
+        """When the rows have so many tokens."""
+        counts_PS = lens[self.rows_PS] - self.starts_P1
+        theirs = counts_PS[self.has_PS]
         fewest, most = (int(theirs.min()), int(theirs.max())) if len(theirs) else (0, 0)
-        width = min(most, self.block_size)
-        rows, counts = torch.from_numpy(rows_PS), torch.from_numpy(counts_PS)
-        return BlockSet(blocks, rows, counts, fewest, most, width), places
+        rows, counts = torch.from_numpy(self.rows_PS), torch.from_numpy(counts_PS)
+        return BlockSet(self.blocks, rows, counts, fewest, most, min(most, block_size))

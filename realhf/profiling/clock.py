@@ -1,6 +1,5 @@
 """Clock: times what all ranks do at once, since they share the machine's memory in a run, too."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -62,17 +61,6 @@ class Clock:
         mine = [_lower_quartile(times) for times in taken.values()]
         columns = zip(*self.world.control.all_gather_json(mine), strict=True)
         return dict(zip(taken, map(statistics.fmean, columns), strict=True))
-
-
-def device_bytes(world: World) -> float:
-    """Memory of this rank's device, or its part of the host's."""
-    if world.device.type == "cuda":
-        return torch.cuda.mem_get_info()[1]
-    return host_bytes() / world.ranks_per_host
-
-
-def host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _lower_quartile(times: list[float]) -> float:

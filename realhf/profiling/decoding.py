@@ -14,7 +14,7 @@ from realhf.layout import even_split
 from realhf.nn.block_tables import BlockTables
 from realhf.nn.segments import Prefill, next_tokens
 from realhf.nn.transformer import Transformer
-from realhf.profiling.clock import device_bytes
+from realhf.profiling.memory import device_bytes
 
 _CACHE_SHARE = 1 / 8  # Of a device's memory, for the rows that are measured.
 _NEW_TOKENS = 16  # That rows have room for.

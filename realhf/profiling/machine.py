@@ -17,7 +17,8 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.profile import Table
-from realhf.profiling.clock import Clock, device_bytes, host_bytes
+from realhf.profiling.clock import Clock
+from realhf.profiling.memory import device_bytes, host_bytes
 from realhf.profiling.models import Model, Sizes
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.exchange import Exchange, Routing, Source

@@ -230,7 +230,8 @@ def _check_positions(
         if limit is not None and long:
             raise ValueError(
                 f"{name}.model has learned {limit} positions, and responses may have {new} tokens: "
-                f"set {' and '.join(long)} to at most {limit - new}"
+                + (f"set {' and '.join(long)} to at most {limit - new}" if limit > new else
+                   f"set sampling.max_new_tokens below {limit}")
             )
 
 

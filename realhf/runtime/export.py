@@ -1,13 +1,11 @@
 """What goes along with exported weights: the tokenizer, the source's licence, and a model card."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from realhf.experiment import Experiment, Role
 from realhf.model_config import ModelConfig
 from realhf.nn.checkpoint_write import Beside
-from realhf.nn.peft import CONFIG_FILE
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
@@ -52,30 +50,13 @@ def base_name(role: Role) -> str:
     (What a config says of its origin, `_name_or_path`, can be what the model was itself trained from.)
     """
     path = Path(role.model).resolve()
-    return _in_hub(path) or str(path)
+    return hub_name(path) or str(path)
 
 
-def _in_hub(path: Path) -> str | None:
+def hub_name(path: Path) -> str | None:
+    """Of the model at a path in the hub's cache."""
     cached = [part for part in path.parts if part.startswith("models--")]
     return cached[-1].removeprefix("models--").replace("--", "/", 1) if cached else None
-
-
-def other_bases(roles: Mapping[str, Role]) -> list[str]:
-    """What to warn of: adapters that seem to be made for another model than the one that a role has. Paths
-    differ between machines, so that only their last parts are compared."""
-    found: dict[tuple[str, str], str] = {}  # By adapters and model, which several roles may have.
-    for name, role in roles.items():
-        if role.random_init or role.lora is None or role.lora.adapter is None:
-            continue
-        adapter, ours = role.lora.adapter, base_name(role)
-        theirs = json.loads((Path(adapter) / CONFIG_FILE).read_text()).get("base_model_name_or_path")
-        if not isinstance(theirs, str) or not theirs:
-            continue
-        names = {Path(ours).name, Path(role.model).name}  # (A link may have another name.)
-        if Path(_in_hub(Path(theirs)) or theirs).name not in names:
-            what = f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}"
-            found.setdefault((adapter, ours), what)
-    return list(found.values())
 
 
 def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:

@@ -1,7 +1,9 @@
 """Trainer: the step loop. Every rank runs it; it is blind to the algorithm."""
 
 import dataclasses
+import gc
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
+from realhf.runtime.warnings import warnings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +45,18 @@ class Trainer:
         self._configs = {name: role.config() for name, role in program.roles.items()}
         if self._is_main:
             self._check_vocabulary()
-        self._loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
-        self._eval_batch: Batch | None = None
+        loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
+        eval_loader, self._loader = None, loader
         if program.eval_graph is not None and experiment.eval_dataset is not None:
-            loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
-            if loader is not None:
-                self._eval_batch = loader.batch(first_prompt=0, num_prompts=len(loader))
+            eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
+        if self._is_main and not quiet:
+            given = {"dataset": loader, "eval_dataset": eval_loader}
+            loaders = {name: some for name, some in given.items() if some is not None}
+            for what in warnings_of(program, loaders):
+                print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
+        self._eval_batch: Batch | None = None
+        if eval_loader is not None:
+            self._eval_batch = eval_loader.batch(first_prompt=0, num_prompts=len(eval_loader))
         actions = (*program.actions, *program.eval_actions)
         self._store = ModelStore(
             world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded)
@@ -63,12 +72,15 @@ class Trainer:
             self._recorder.start(_to_json(experiment), dataclasses.replace(program.plan, calls=calls))
 
     def run(self) -> RunResult:
+        gc.collect()
+        gc.freeze()  # Python does not look through all that is there by now, again and again: 3 % of a step.
         try:
             return self._run()
         except Exception:
             self._journal.abandon()
             raise
         finally:
+            gc.unfreeze()
             if self._progress is not None:
                 self._progress.stop()
 

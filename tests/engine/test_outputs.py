@@ -12,7 +12,7 @@ from realhf.model_config import ModelConfig
 from realhf.nn import vocab_parallel
 from realhf.param_spec import model_spec
 from tests.engine.reference import ragged_rows
-from tests.engine.training import CALL, minibatch, trainer
+from tests.engine.training import CALL, engine_and_minibatches, minibatch
 from tests.nn.tiny import hf_config
 from tests.realloc.test_memory import Storages
 
@@ -24,7 +24,7 @@ FORWARD = FunctionCall(
 
 def _run(world, text, chunk_tokens, tied):
     """Metrics, parameters and log-probs of this rank, with so many tokens in a chunk of logits."""
-    if (mine := trainer(world, text, num_rows=12, tied=tied)) is None:
+    if (mine := engine_and_minibatches(world, text, num_rows=12, tied=tied)) is None:
         return None
     engine, batches = mine
     before = vocab_parallel._CHUNK_NUMEL

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.engine.training import CALL, trainer
+from tests.engine.training import CALL, engine_and_minibatches
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 from tests.realloc.test_memory import Storages
 
 
 def _train(world, text, recompute):
-    if (mine := trainer(world, text, num_rows=8)) is None:
+    if (mine := engine_and_minibatches(world, text, num_rows=8)) is None:
         return None
     engine, batches = mine
     passes = []

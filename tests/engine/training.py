@@ -26,7 +26,7 @@ def minibatch(rows):
     return Batch(list(range(len(rows))), {"sequence_ids": ids, "response_mask": mask})
 
 
-def trainer(world: World, text: str, *, num_rows: int, tied: bool = True):
+def engine_and_minibatches(world: World, text: str, *, num_rows: int, tied: bool = True):
     """In float64, the engine and this rank's part of two mini-batches; None if it has none."""
     layout = Layout.parse(text)
     if world.rank not in layout:

@@ -20,9 +20,9 @@ from realhf.param_spec import region_size
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import parameter_specs
 from realhf.runtime.check import compile_program
-from realhf.runtime.export import other_bases
 from realhf.runtime.models import ModelStore
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.warnings import other_bases
 from tests.nn.tiny import build
 from tests.runtime.tiny import HF_CONFIG, Recorder, make_experiment, recording, write_task
 

@@ -97,7 +97,7 @@ def role(directory: Path, *, head: str = "lm", trainable: bool = True) -> Role:
 def make_experiment(kind: str, directory: Path, **changes: Any) -> Any:
     """A `grpo`, `ppo` or `sft` experiment in float64 on the task in `directory`."""
     settings = common(directory) | changes
-    actor = role(directory)
+    actor = settings.pop("actor", None) or role(directory)
     if kind == "sft":
         return SFT(actor=actor, reward_function=some_reward, **settings)
     settings["group_size"] = settings.get("group_size", 4)

@@ -1,0 +1,80 @@
+"""What a person is warned of when a run begins: it may be meant, so that the run goes on."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from realhf.data.loader import Loader
+from realhf.engine.work import Generate
+from realhf.experiment import Role
+from realhf.nn.peft import CONFIG_FILE
+from realhf.runtime.check import Program
+from realhf.runtime.export import base_name, hub_name
+from realhf.transformers_config import TransformersConfig
+
+
+def warnings_of(program: Program, loaders: Mapping[str, Loader]) -> list[str]:
+    """One sentence each; `loaders` by the dataset's field in the experiment."""
+    return [
+        *other_bases(program.roles), *_ignored(program), *_left_out(loaders), *_greedy(program),
+        *_beyond_positions(program, longest=max((loader.longest for loader in loaders.values()), default=0)),
+    ]  # fmt: skip
+
+
+def other_bases(roles: Mapping[str, Role]) -> list[str]:
+    """Adapters that seem to be made for another model than the one that a role has. Paths differ between
+    machines, so that only their last parts are compared."""
+    found: dict[tuple[str, str], str] = {}  # By adapters and model, which several roles may have.
+    for name, role in roles.items():
+        if role.random_init or role.lora is None or role.lora.adapter is None:
+            continue
+        adapter, ours = role.lora.adapter, base_name(role)
+        theirs = json.loads((Path(adapter) / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+        if not isinstance(theirs, str) or not theirs:
+            continue
+        names = {Path(ours).name, Path(role.model).name}  # (A link may have another name.)
+        if Path(hub_name(Path(theirs)) or theirs).name not in names:
+            what = f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}"
+            found.setdefault((adapter, ours), what)
+    return list(found.values())
+
+
+def _ignored(program: Program) -> Iterator[str]:
+    """Settings of generation that only the native engine has."""
+    for call in program.graph.calls:
+        work = call.work
+        if not isinstance(work, Generate) or call.role is None or program.roles[call.role].engine == "native":
+            continue
+        names = ("kv_cache_gib", "prefill_tokens", "work_stealing", "cuda_graphs")
+        if changed := [name for name in names if getattr(work, name) != getattr(Generate, name)]:
+            yield f"{call.role}.engine is transformers, which does not have {' and '.join(changed)}"
+
+
+def _left_out(loaders: Mapping[str, Loader]) -> Iterator[str]:
+    for name, loader in loaders.items():
+        if count := loader.num_too_long:
+            rows, limit = f"{count} of {len(loader) + count} rows", loader.max_prompt_tokens
+            yield f"{name}: {rows} are left out, as their prompts are longer than max_prompt_tokens {limit}"
+
+
+def _greedy(program: Program) -> Iterator[str]:
+    works, count = [call.work for call in program.graph.calls], program.experiment.group_size
+    if count > 1 and any(isinstance(work, Generate) and work.sampling.temperature == 0 for work in works):
+        yield f"sampling.temperature is 0: the {count} samples of a prompt are all the same"
+
+
+def _beyond_positions(program: Program, *, longest: int) -> Iterator[str]:
+    """Of models that can compute more positions than they were made for; others refuse them."""
+    works = [call.work for call in program.graph.calls]
+    new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
+    for name in sorted({call.role for call in program.graph.calls if call.role is not None}):
+        config = program.roles[name].config()
+        limit = config.hf.get("max_position_embeddings")
+        is_known = not isinstance(config, TransformersConfig) or config.has_table
+        if not is_known or config.positions != "rope" or not isinstance(limit, int):
+            continue
+        limit *= max(float(rope.get("factor") or 1) for rope in config.rope_kinds().values())
+        if longest + new > limit:
+            yield (
+                f"{name}.model was made for {limit:g} positions (max_position_embeddings), but a sequence may"
+                f" have {longest + new}: {longest} from the dataset and sampling.max_new_tokens {new}")
