@@ -127,6 +127,7 @@ class ModelSpec:
 
     config: ModelConfig
     params: tuple[ParamSpec, ...]
+    section_numel: int = 1 << 26  # Parameters of a rank from which on `sections` cuts them between layers.
 
     @property
     def numel(self) -> int:
@@ -136,7 +137,7 @@ class ModelSpec:
     def without_limbs(self) -> "ModelSpec":
         """The table with every parameter in the shape that it has in a checkpoint."""
         params = (replace(p, shape=p.shape[1:], limbs=1) if p.limbs > 1 else p for p in self.params)
-        return ModelSpec(self.config, tuple(params))
+        return replace(self, params=tuple(params))
 
     def stage_layers(self, strategy: ParallelStrategy, stage: int) -> range:
         return range(*even_split(self.config.num_layers, strategy.pp, stage))
@@ -166,14 +167,28 @@ class ModelSpec:
         """What `rank` holds, cut where other ranks begin to hold the same; each part with those ranks.
 
         They add up its gradients and share its optimizer: over dp and cp, where experts differ over ep those
-        of equal ep index. A part can be empty.
+        of equal ep index. Large parts are cut between layers, so that those of the last layers are added up
+        while the backward pass goes on.
         """
         held = self.held_by(layout, rank)
         if layout.ep == 1:
-            return [(held, layout.replicas(rank))]
+            return [(part, layout.replicas(rank)) for part in self._cut(held)]
         shared = {name: region for name, region in held.items() if name not in self._of_experts}
         experts = {name: region for name, region in held.items() if name in self._of_experts}
-        return [(shared, layout.replicas(rank)), (experts, layout.expert_replicas(rank))]
+        both = ((shared, layout.replicas(rank)), (experts, layout.expert_replicas(rank)))
+        return [(part, ranks) for regions, ranks in both for part in self._cut(regions)]
+
+    def _cut(self, regions: Mapping[str, Region]) -> list[dict[str, Region]]:
+        """In parts of whole layers, each but the last as large as `section_numel` at least."""
+        parts, numel, last = list[dict[str, Region]](), 0, None
+        for name, region in regions.items():
+            layer = self.layer_of[name]
+            if not parts or (numel >= self.section_numel and layer != last):
+                parts.append({})
+                numel = 0
+            parts[-1][name] = region
+            numel, last = numel + region_size(region), layer
+        return parts
 
     def placements(self, layout: Layout, *, sharded: bool = False) -> list[Placement]:
         """The placement of every parameter, in table order; parameters placed alike share one object."""
@@ -208,6 +223,11 @@ class ModelSpec:
 
     def _first_stage(self, layer: int | None, pp: int) -> int:
         return pp - 1 if layer is None else max(0, even_part(self.config.num_layers, pp, layer))
+
+    @cached_property
+    def layer_of(self) -> dict[str, int | None]:
+        """Parameter name -> layer, as in ParamSpec."""
+        return {param.name: param.layer for param in self.params}
 
     @cached_property
     def _of_experts(self) -> frozenset[str]:

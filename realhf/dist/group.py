@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -186,15 +186,26 @@ class Group:
 
     def reduce_scatter_chunks(self, chunks: list[torch.Tensor]) -> torch.Tensor:
         """Sums chunk `index` of all members into this member's chunk, in place; chunks may differ in size."""
-        mine = chunks[self.index]
+        self.post_reduce_scatter(chunks)()
+        return chunks[self.index]
+
+    def post_reduce_scatter(self, chunks: list[torch.Tensor]) -> Callable[[], None]:
+        """Like `reduce_scatter_chunks`, but returns at once: what it gives must be called before the sums are
+        used, and the chunks stay untouched until then."""
         if self._native:
-            for index, chunk in enumerate(chunks):
-                self._backend.reduce(chunk, index).wait()
-        elif self.size > 1:
-            parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
-            self.exchange([(p, chunks[p]) for p in self._peers()], [(p, parts[p]) for p in self._peers()])
+            pending = Pending([(self._backend.reduce(c, i), self.ranks) for i, c in enumerate(chunks)], [])
+            return pending.wait
+        if self.size == 1:
+            return _nothing
+        mine, peers = chunks[self.index], self._peers()
+        parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
+        pending = self.post([(p, chunks[p]) for p in peers], [(p, parts[p]) for p in peers])
+
+        def finish() -> None:
+            pending.wait()
             mine.copy_(reduce(torch.Tensor.add_, parts))
-        return mine
+
+        return finish
 
     def all_gather_chunks(self, chunks: list[torch.Tensor]) -> None:
         """Fills every chunk from the member of its index, in place; sizes of chunks may differ."""
@@ -240,6 +251,10 @@ class Group:
     def _peers(self) -> list[int]:
         """The other members, each member starting behind itself, so that no port is everybody's first."""
         return [(self.index + i) % self.size for i in range(1, self.size)]
+
+
+def _nothing() -> None:
+    """What is left to do for a group of one."""
 
 
 def _from_json(document: Any) -> torch.Tensor:

@@ -41,9 +41,11 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _compute(
-        self, tokens: Packed, hidden: torch.Tensor | None, *, recompute: bool, routers: Routers | None
-    ) -> torch.Tensor:
-        """A micro-batch through this stage, from the previous stage's hidden states (None on the first)."""
+        self, tokens: Packed, hidden: torch.Tensor | None,
+        *, recompute: bool, routers: Routers | None, layer_done: Callable[[int], None] | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """A micro-batch through this stage, from the previous stage's hidden states (None on the first); the
+        backward pass tells `layer_done` of layers whose gradients are complete."""
 
     @abstractmethod
     def _finish(
@@ -151,6 +153,8 @@ class BaseEngine(ABC):
         counts = {"num_sequences": totals["samples"], "num_tokens": totals["routed_tokens"]}
         routers = self._routers(work, **counts)
         self._pipeline(batch, call, settings, finish, routers=routers, **passes)
+        assert self._optimizer is not None
+        self._optimizer.finish_sums()
         router_metrics = {} if routers is None else routers.metrics()
         if not self.groups.is_last_stage:
             return {}
@@ -166,9 +170,13 @@ class BaseEngine(ABC):
         groups, key = self.groups, call.inputs[0]
         parts = self._micro_batches(batch[key].lengths, max_tokens)
         micro = [batch.select(part) for part in parts]
+        layer_done = self._optimizer.layer_is_done if self._optimizer is not None else None
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            x = self._compute(micro[i][key], hidden, recompute=recompute, routers=routers)
+            last = i == len(micro) - 1  # The others' gradients are added before.
+            x = self._compute(
+                micro[i][key], hidden, recompute=recompute, routers=routers,
+                layer_done=layer_done if last else None)
             if not groups.is_last_stage:
                 return x
             return self._finish(x, micro[i], finish, key=key, settings=settings)

@@ -90,11 +90,13 @@ class NativeEngine(BaseEngine):
         return parts
 
     def _compute(
-        self, tokens: Packed, hidden: torch.Tensor | None, *, recompute: bool, routers: Routers | None
-    ) -> torch.Tensor:
+        self, tokens: Packed, hidden: torch.Tensor | None,
+        *, recompute: bool, routers: Routers | None, layer_done: Callable[[int], None] | None,
+    ) -> torch.Tensor:  # fmt: skip
         x = tokens.values if hidden is None else hidden
         router_losses = None if routers is None else routers.next_pass()
-        return self.model(x, tokens.lengths, recompute=recompute, router_losses=router_losses)
+        return self.model(
+            x, tokens.lengths, recompute=recompute, router_losses=router_losses, layer_done=layer_done)
 
     def _finish(
         self, x: torch.Tensor, samples: Batch, finish: Callable[[Outputs, Batch], torch.Tensor],

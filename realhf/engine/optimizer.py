@@ -6,6 +6,8 @@ Where parameters are as wide as the optimizer computes, their slice is the maste
 """
 
 import math
+from collections import deque
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -17,6 +19,9 @@ from realhf.engine.work import OptimizerConfig
 from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import Region, region_size, shards_of_rows
 from realhf.realloc.bind import shards_of
+
+_UNDER_WAY = 2
+"""Sums over replicas at a time: over gloo, each takes memory for what the others send."""
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -37,6 +42,8 @@ class _Section(NamedTuple):
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
     shards: dict[str, Region]  # What this member's chunk consists of.
+    names: list[str]  # Of all of its parameters.
+    first_layer: float  # Of these: -1 for embeddings, infinity for what follows the last layer.
 
 
 class ShardedAdamW:
@@ -58,9 +65,13 @@ class ShardedAdamW:
             stops = list(accumulate((sum(map(region_size, part.values())) for part in parts), initial=start))
             slices = list(pairwise(stops))
             params, sums = ([flat[first:stop] for first, stop in slices] for flat in (model.flat, grads))
-            self._sections.append(_Section(group, params, sums, parts[group.index]))
+            layers = [model.spec.layer_of[name] for name in regions]
+            first = min(math.inf if layer is None else layer for layer in layers)
+            self._sections.append(_Section(group, params, sums, parts[group.index], list(regions), first))
             self._counted += self._primary(grads, *slices[group.index])
             start = stops[-1]
+        self._open, self._under_way = self._by_layer(), deque[Callable[[], None]]()
+        """Sections whose gradients are not summed yet; and what completes the sums that have begun."""
         sizes, self._has_own_copy = [len(mine) for mine in self._mine], model.flat.dtype != grads.dtype
         self._slices = self._mine
         """The master copy, by section."""
@@ -101,14 +112,39 @@ class ShardedAdamW:
         for master, mine in zip(self._slices, self._mine, strict=True):
             master.copy_(mine)
 
+    def layer_is_done(self, layer: int) -> None:
+        """No backward pass of this step adds to the gradients of this layer, or a later one, any more: sums
+        over replicas can begin. All ranks must say so of the same layers in the same order, or of none."""
+        while self._open and self._open[-1].first_layer >= layer:
+            self._reduce(self._open.pop())
+
+    def _reduce(self, section: _Section) -> None:
+        """Begins to sum a section's gradients over its replicas."""
+        self._model.finish_grads(section.names)
+        while len(self._under_way) >= _UNDER_WAY:
+            self._under_way.popleft()()
+        self._under_way.append(section.group.post_reduce_scatter(section.grads))
+
+    def finish_sums(self) -> None:
+        """Completes all sums of gradients. Nothing that waits for other replicas may come between the last
+        backward pass and this: in that pass they may be waiting for the sums."""
+        while self._open:
+            self._reduce(self._open.pop())
+        while self._under_way:
+            self._under_way.popleft()()
+
+    def _by_layer(self) -> list[_Section]:
+        """The sections, of which the backward pass completes the last one first."""
+        return sorted(self._sections, key=lambda section: section.first_layer)
+
     def step(self, *, gather: bool = True) -> dict[str, float]:
-        """Reduces gradients over replicas, clips and updates; gives `grad_norm` and `lr`.
+        """Sums gradients over replicas, clips and updates; gives `grad_norm` and `lr`.
 
         Unless it is to `gather` them, the model's parameters are old afterwards, but for this replica's part.
         Raises FloatingPointError when the gradient norm is not finite.
         """
-        self._model.finish_grads()
-        grads = [section.group.reduce_scatter_chunks(section.grads) for section in self._sections]
+        self.finish_sums()
+        grads = [section.grads[section.group.index] for section in self._sections]
         norm = torch.nn.utils.get_total_norm(self._counted).to(self._model.flat.device, torch.float64)
         grad_norm = math.sqrt(self._groups.all.all_reduce(norm.square().view(1)).item())
         if not math.isfinite(grad_norm):
@@ -126,6 +162,7 @@ class ShardedAdamW:
             for section in self._sections:
                 section.group.all_gather_chunks(section.params)
         self._model.forget_grads()
+        self._open = self._by_layer()
         self.num_steps += 1
         return {"grad_norm": grad_norm, "lr": rate}
 

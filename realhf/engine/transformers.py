@@ -70,8 +70,9 @@ class TransformersEngine(BaseEngine):
         return parts
 
     def _compute(
-        self, tokens: Packed, hidden: Tensor | None, *, recompute: bool, routers: Routers | None
-    ) -> Tensor:
+        self, tokens: Packed, hidden: Tensor | None,
+        *, recompute: bool, routers: Routers | None, layer_done: Callable[[int], None] | None,
+    ) -> Tensor:  # fmt: skip
         return self.model(tokens, recompute=recompute)
 
     def _finish(

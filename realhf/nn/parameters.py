@@ -48,10 +48,11 @@ class ShardedParameters:
         """Layer and part -> the parts that were fused into it, and their numbers of rows."""
         self._by_layer = self._fuse_weights()
         """Layer (as in ParamSpec) -> part -> weight."""
+        held = [p for p in spec.params if p.name in self.regions]
+        self._weight_of = {p.name: self._by_layer[p.layer][self._fused_part(p)] for p in held}
         tp, index = groups.layout.tp, groups.at.tp
         self._partial: dict[tuple[int, ...], list[str]] = {}
         """Members of the tp group that add their gradients -> of these parameters."""
-        held = [p for p in spec.params if p.name in self.regions]
         for p in held:
             if p.has_partial_gradient(tp):
                 self._partial.setdefault(p.sharers(tp, index), []).append(p.name)
@@ -153,21 +154,24 @@ class ShardedParameters:
         for weight in self.weights():
             weight.is_empty = True
 
-    def finish_grads(self) -> None:
-        """Completes gradients after the last backward pass of a step, within one replica.
+    def finish_grads(self, names: Collection[str] | None = None) -> None:
+        """Completes the gradients, of these parameters only, when no backward pass of a step adds to them any
+        more; within one replica.
 
         Adds up what tp ranks have of a parameter that they share and use each for itself (key-value heads,
         norms of heads, the whole side of adapters), and what both stages have that hold a tied embedding.
         What the replicas have, which are over dp and cp, the optimizer adds up.
         """
-        for weight in self.weights():
-            weight.finish()
+        some = set(self.regions if names is None else names)
+        for name in some:
+            self._weight_of[name].finish()
         grads = self.grad_shards()
-        for members, names in self._partial.items():
-            parts = [grads[name].view(-1) for name in names]
-            total = self._sharers[members].all_reduce(torch.cat(parts))
-            for part, value in zip(parts, total.split([len(p) for p in parts]), strict=True):
-                part.copy_(value)
+        for members, partial in self._partial.items():
+            if parts := [grads[name].view(-1) for name in partial if name in some]:
+                total = self._sharers[members].all_reduce(torch.cat(parts))
+                for part, value in zip(parts, total.split([len(p) for p in parts]), strict=True):
+                    part.copy_(value)
         for name in self._at_both_ends:
-            assert self.groups.ends is not None
-            self.groups.ends.all_reduce(grads[name])
+            if name in some:
+                assert self.groups.ends is not None
+                self.groups.ends.all_reduce(grads[name])

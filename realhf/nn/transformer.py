@@ -92,17 +92,19 @@ class Transformer(ShardedParameters):
 
     def __call__(
         self, x: Tensor, seq_lens: list[int], *, recompute: bool = False,
-        router_losses: RouterLosses | None = None,
+        router_losses: RouterLosses | None = None, layer_done: Callable[[int], None] | None = None,
     ) -> Tensor:  # fmt: skip
         """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
 
         Ranks over cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every
         block keeps only its input and is computed again in the backward pass (Chen et al. 2016). Routers add
-        what they find to `router_losses`.
+        what they find to `router_losses`. The backward pass calls `layer_done` with a layer's number when it
+        has left that layer behind.
         """
         self._check_lengths(seq_lens)
         row_T, position_T, length_T = token_places(seq_lens, x.device)
         cp, more = self.groups.cp, dict[str, Any](recompute=recompute, router_losses=router_losses)
+        more["layer_done"] = layer_done if torch.is_grad_enabled() else None
         mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
             router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
@@ -153,10 +155,15 @@ class Transformer(ShardedParameters):
     def _stage(
         self, x: Tensor, position_T: Tensor, length_T: Tensor, attends: Callable[[int], Sequence[Attend]],
         *, recompute: bool = False, router_losses: RouterLosses | None = None,
+        layer_done: Callable[[int], None] | None = None,
     ) -> Tensor:  # fmt: skip
         x_TH = self._embed(x, position_T) if self.groups.is_first_stage else x
         angles = None if self._rope is None else self._rope(position_T, length_T)
         for index, (layer, block) in enumerate(zip(self._layers, self.blocks, strict=True)):
+            if layer_done is not None and x_TH.requires_grad:
+                # (A view: autograd takes the gradients of leaves in any order, but before those of others.)
+                x_TH = x_TH.view_as(x_TH) if x_TH.is_leaf else x_TH
+                x_TH.register_hook(partial(_tell, layer_done, layer))
             # The ranks of a tp group compute it again at the same place of their backward passes and stop
             # behind the same last saved tensor: their collectives stay in step.
             again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
@@ -226,3 +233,8 @@ class Transformer(ShardedParameters):
         heads, dim, value_dim = self._cache_heads
         parts, num_layers = 1 if value_dim else 2, -(-self.config.num_layers // self.groups.layout.pp)
         return num_layers * parts * heads * dim * self.flat.itemsize
+
+
+def _tell(layer_done: Callable[[int], None], layer: int, _: Tensor) -> None:
+    """A hook of a layer's input, whose gradient is there."""
+    layer_done(layer)

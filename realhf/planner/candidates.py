@@ -10,8 +10,9 @@ from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
+from realhf.planner.capacity import available_bytes
 from realhf.planner.cost import CallCost, Options, call_cost
-from realhf.planner.memory import available_bytes, call_bytes, training_bytes, weights_bytes
+from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 

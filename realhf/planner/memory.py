@@ -13,18 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from realhf.cache_blocks import tokens_for
-from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.sizes import Widths, exchanged, float32_bytes, held_params, num_params, widths
-from realhf.realloc.schedule import STAGING_BYTES
-
-__all__ = ["available_bytes", "call_bytes", "num_params", "trained_params", "training_bytes", "weights_bytes"]
 
 Parts = dict[str, float]
 
-_FRAGMENTATION = 0.05  # Share of a device's memory that the allocator cannot use.
-_CONTEXT_BYTES = 1 << 30  # Of libraries and of communication buffers; a Python process on CPU takes no less.
 _SAMPLE_BYTES = 64  # Of a token in the inputs of a call: ids, mask and columns of the loss, twice.
 _INDEX_BYTES = 40  # Of a token of a micro-batch: row, position and other integers.
 _CHUNK_NUMEL = 1 << 24  # Logits that exist at a time on CPU, and those that are looked at at once; see
@@ -33,16 +27,6 @@ _CUDA_CHUNKS, _CUDA_SLICES = 8, 256
 _PART_NUMEL = 1 << 17  # Elements that norms and activations work on at a time on CPU.
 _GRAPHS = 1.25  # Rows times blocks of a recorded pass, relative to those that there are; decode_graphs.py.
 _BLOCK_NUMEL, _CUDA_BLOCKS = 1 << 22, 64  # Of a product that is added in another dtype; nn/gradients.py.
-
-
-def available_bytes(cluster: Cluster) -> float:
-    """Of a device's memory, what plans may use.
-
-    The rest is for fragmentation (5 %), libraries and communication buffers (1 GiB) and what is on its way
-    in a reallocation.
-    """
-    usable = (1 - _FRAGMENTATION) * cluster.device_memory_bytes - _CONTEXT_BYTES - STAGING_BYTES
-    return max(0.0, usable)
 
 
 def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
@@ -322,6 +306,9 @@ class _Call:
             -freed + 2 * hidden + self._reduced(hidden), -freed + 2 * hidden + 2 * qkv,
         ):
             moments.append(base | {"gradients": temporaries})
+        if begun := self._begun_early:  # Sums of gradients, when the activations of a section are gone.
+            left = base["activations"] * (1 - begun)
+            moments.append(base | {"activations": left, "gradients": 2 * hidden + widest + self._received})
         return [*moments, self._inputs(tokens) | {"optimizer": self._optimizer_temporaries}]
 
     def _ends_of_training(self, base: Parts, kept: float, tokens: float, responses: float) -> list[Parts]:
@@ -350,21 +337,35 @@ class _Call:
         """Of sums of gradients: those that tp ranks share (key-value heads, adapters), put together, and over
         gloo the others' parts of them, of a tied embedding on its two stages, of this replica's slice."""
         s, w, config = self.strategy, _wide(self.role), self.role.config
-        shared, received, sharers = 0.0, 0.0, s.tp // config.num_kv_heads
+        shared, sharers = 0.0, s.tp // config.num_kv_heads
         if sharers > 1:
             weights = self._layers * 2 * config.head_dim * (config.hidden_size + config.qkv_bias)
             shared = w * weights * self._reduced_copies(sharers)
         trained = trained_params(self.role, s, self.stage)
         if self.role.lora is not None:  # At most all adapters have a whole side, and both of these copies.
             shared = w * trained * self._reduced_copies(s.tp) if s.tp > 1 else 0.0
-        if not self.fused:
-            held = held_params(config, s, self.stage, self.role.lora)
-            received = max(
-                w * part * (1 - 1 / n)
-                for part, n in zip(held, (s.num_replicas, s.num_expert_replicas), strict=True))
-            if self.role.lora is None and config.tied and s.pp > 1 and (self._is_first or self._is_last):
-                received = max(received, 2.0 * w * self._at.vocabulary * self._at.hidden)
-        return max(shared, received)
+        is_end = s.pp > 1 and (self._is_first or self._is_last)
+        is_tied = config.tied and is_end and self.role.lora is None and not self.fused
+        tied = 2.0 * w * self._at.vocabulary * self._at.hidden if is_tied else 0.0
+        return max(shared, tied, self._received)
+
+    @property
+    def _received(self) -> float:
+        """Over gloo, what other replicas send of two sections of the gradients (ModelSpec.sections)."""
+        if self.fused:
+            return 0.0
+        s, numel = self.strategy, self.role.trained_spec.section_numel
+        held = held_params(self.role.config, s, self.stage, self.role.lora)
+        most = numel + max(held) / self._layers + self._at.vocabulary * self._at.hidden
+        w, counts = _wide(self.role), (s.num_replicas, s.num_expert_replicas)
+        return max(w * min(p, 2 * most) * (1 - 1 / n) for p, n in zip(held, counts, strict=True))
+
+    @property
+    def _begun_early(self) -> float:
+        """Of the backward pass the share behind which gradients begin to be summed; 0: they do not."""
+        held = sum(held_params(self.role.config, self.strategy, self.stage, self.role.lora))
+        share = self.role.trained_spec.section_numel / held
+        return share if share < 1 and not self.fused else 0.0
 
     def generate(self) -> list[Parts]:
         """The cache, and the passes: of prompts, and of rows that decode and are sampled from."""

@@ -111,6 +111,11 @@ class ModelRole:
         """The parameters that training changes, and that move in every step."""
         return self.spec if self.lora is None else adapter_spec(self.config, self.lora)
 
+    @property
+    def section(self) -> float:
+        """Where the optimizer's copy is cut anew for the replicas, as a share of it."""
+        return self.trained_spec.section_numel / self.trained_spec.numel
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -12,8 +12,10 @@ from typing import NamedTuple
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.memory import available_bytes, call_bytes, num_params, training_bytes, weights_bytes
+from realhf.planner.capacity import available_bytes
+from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
 from realhf.planner.problem import Problem
+from realhf.planner.sizes import num_params
 from realhf.units import format_bytes
 
 

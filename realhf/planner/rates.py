@@ -28,7 +28,7 @@ class Assumptions:
     attention: float = 0.4
     memory: float = 0.8
     link: float = 0.8
-    overlap: float = 0.0  # Share of a backward pass behind which gradients are reduced: our engine does not.
+    overlap: float = 0.0  # Share of a backward pass behind which gradients are reduced; ours is not counted.
     block_seconds: float = 4e-5  # Host time of one block: launching its kernels.
     pass_seconds: float = 5e-4  # Host time of a micro-batch besides its blocks: cutting, head, loss.
     call_seconds: float = 0.02  # Host time around a call: dealing out samples, packing columns.

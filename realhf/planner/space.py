@@ -11,7 +11,7 @@ import numpy as np
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.memory import available_bytes
+from realhf.planner.capacity import available_bytes
 from realhf.planner.period import NEVER, Dependencies, periods
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
@@ -112,7 +112,7 @@ class Space:
         if key not in self._moved:
             self._moved[key] = transfer_seconds(
                 self.problem.cluster, *ends, num_bytes=role.trained_spec.numel * role.itemsize,
-                sharded=ends[0].strategy.num_replicas > 1,
+                sharded=ends[0].strategy.num_replicas > 1, section=role.section,
             ) / self.rates.assume.link  # fmt: skip
         return self._moved[key]
 

@@ -30,11 +30,12 @@ class Placed(NamedTuple):
 
 
 def transfer_seconds(
-    cluster: Cluster, source: Placed, target: Placed, *, num_bytes: float, sharded: bool = False
-) -> float:
+    cluster: Cluster, source: Placed, target: Placed, *, num_bytes: float, sharded: bool = False,
+    section: float = 1.0,
+) -> float:  # fmt: skip
     """Seconds to move a model of `num_bytes`; with `sharded` from the optimizer's copy, whose replicas
-    have a part each (contiguous in the order of layers)."""
-    held, wanted = _rectangles(source, sharded=sharded), _rectangles(target)
+    have a part each: of every `section` of a rank's layers, as a share of the model (ModelSpec.sections)."""
+    held, wanted = _rectangles(source, sharded=sharded, section=section), _rectangles(target)
     at = np.arange(len(wanted)) + target.first_rank - source.first_rank
     here = np.zeros_like(wanted)  # What the ranks of the target have of it.
     inside = (at >= 0) & (at < len(held))
@@ -89,14 +90,19 @@ class _Grid:
             yield np.array([first, last, left, right])
 
 
-def _rectangles(placed: Placed, *, sharded: bool = False) -> np.ndarray:
-    """(first layer, last, first column, last) as shares of the whole, by rank."""
+def _rectangles(placed: Placed, *, sharded: bool = False, section: float = 1.0) -> np.ndarray:
+    """(first layer, last, first column, last) as shares of the whole, by rank.
+
+    Parts of replicas in several sections are taken as columns of all layers.
+    """
     s = placed.strategy
     pp, replica, tp = np.indices((s.pp, s.num_replicas, s.tp)).reshape(3, -1)
-    low, height = pp / s.pp, 1 / s.pp
-    if sharded:
-        low, height = low + replica / (s.pp * s.num_replicas), 1 / (s.pp * s.num_replicas)
-    return np.round(np.stack([low, low + height, tp / s.tp, (tp + 1) / s.tp], axis=1), 9)
+    low, height, left, width = pp / s.pp, 1 / s.pp, tp / s.tp, 1 / s.tp
+    if sharded and height * width > section:
+        left, width = left + replica / (s.tp * s.num_replicas), width / s.num_replicas
+    elif sharded:
+        low, height = low + replica / (s.pp * s.num_replicas), height / s.num_replicas
+    return np.round(np.stack([low, low + height, left, left + width], axis=1), 9)
 
 
 def _area(a: np.ndarray) -> np.ndarray:

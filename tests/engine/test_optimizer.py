@@ -1,5 +1,6 @@
 """Training against transformers and torch.optim.AdamW, learning rates against their schedulers."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -117,13 +118,13 @@ SPREAD = [
 ]  # fmt: skip
 
 
-def _update_by_made_up_gradients(world, hf, text, dtype=torch.float64):
+def _update_by_made_up_gradients(world, hf, text, dtype=torch.float64, section_numel=1 << 26):
     """Name -> (region, values) of this rank after some steps; gradients are those of the whole divided among
     the ranks that add theirs up."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
-    spec = model_spec(hf_config(hf))
+    spec = replace(model_spec(hf_config(hf)), section_numel=section_numel)
     shards = Shards(spec, ParallelGroups.create(world, layout), dtype=dtype)
     start = _normal(spec, seed=100)
     for name, region in shards.regions.items():
@@ -149,7 +150,7 @@ def _update_by_made_up_gradients(world, hf, text, dtype=torch.float64):
 class Shards(ShardedParameters):
     """The parameters of a model, of any family; made-up gradients are whole within a replica."""
 
-    def finish_grads(self):
+    def finish_grads(self, names=None):
         pass
 
 
@@ -171,13 +172,15 @@ _ARCHITECTURES = {
 
 
 @pytest.mark.parametrize(("family", "layout"), SPREAD)
-def test_updates_are_those_of_one_process(pool, family, layout):
+@pytest.mark.parametrize("section_numel", [1 << 26, 3000], ids=["whole", "in sections"])
+def test_updates_are_those_of_one_process(pool, family, layout, section_numel):
     norms, whole = _update_by_made_up_gradients(World(), family, "d1@0")
     spec = model_spec(hf_config(family))
     for step, norm in enumerate(norms):
         squares = sum(grad.square().sum().item() for grad in _normal(spec, seed=step).values())
         assert norm == pytest.approx(squares**0.5, rel=1e-12)
-    results = [r for r in pool.run(_update_by_made_up_gradients, family, layout) if r is not None]
+    found = pool.run(_update_by_made_up_gradients, family, layout, torch.float64, section_numel)
+    results = [r for r in found if r is not None]
     assert len(results) == len(Layout.parse(layout).ranks)
     for their_norms, shards in results:
         assert their_norms == pytest.approx(norms, rel=1e-12)

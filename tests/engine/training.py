@@ -21,8 +21,10 @@ CALL = FunctionCall(
 
 
 def minibatch(rows):
-    ids = Packed.of([torch.tensor(p + c) for p, c in rows])
-    mask = Packed.of([torch.tensor([0.0] * len(p) + [1.0] * len(c)).double() for p, c in rows])
+    no_ids, no_mask = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.double)
+    ids = Packed.of([torch.tensor(p + c) for p, c in rows], empty=no_ids)
+    mask = Packed.of(
+        [torch.tensor([0.0] * len(p) + [1.0] * len(c)).double() for p, c in rows], empty=no_mask)
     return Batch(list(range(len(rows))), {"sequence_ids": ids, "response_mask": mask})
 
 

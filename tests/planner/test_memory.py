@@ -11,8 +11,10 @@ from realhf.layout import Layout, ParallelStrategy
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec, region_size
-from realhf.planner.memory import available_bytes, call_bytes, num_params, training_bytes, weights_bytes
+from realhf.planner.capacity import available_bytes
+from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.sizes import num_params
 from realhf.realloc.schedule import STAGING_BYTES
 from tests.planner.measured import Case, measure
 from tests.realloc.test_memory import Storages
