@@ -37,7 +37,8 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.nn.hf import load_weights, save_weights
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import ModelSpec, model_spec, region_slices
+from realhf.param_spec import ModelSpec, model_spec
+from realhf.region import region_slices
 
 NPROC = 4
 LAYOUTS = ("t4", "d2t2", "p4", "d4")

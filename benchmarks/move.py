@@ -8,9 +8,10 @@ import torch
 
 from realhf.dist.group import World
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, Region, region_size
+from realhf.param_spec import ModelSpec
 from realhf.realloc.bind import shards_of
 from realhf.realloc.execute import Reallocator
+from realhf.region import Region, region_size
 
 DTYPE = torch.float32
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # destination, source

@@ -15,24 +15,21 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from harness import Goal, machine, progress, report
 from move import DTYPE, Move
 from realloc_run import MODELS, Truth
 from rich.table import Table
-from two_hosts import Host, NoNamespacesError, two_hosts
+from two_hosts import NoNamespacesError, meet, run_again, two_hosts
 
-from realhf.dist.group import World
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, region_slices
+from realhf.param_spec import ModelSpec
+from realhf.region import region_slices
 
 RANKS_PER_HOST = 2
 MTU = 9000
@@ -49,8 +46,6 @@ PAIRS = (
     "experts p4@0-3 d4e4@0-3",
     "experts d2e2@0-1 d4e4@0-3",
 )
-_PORT = 29400
-_TIMEOUT_SECONDS = 120.0
 
 
 def parse(pair: str, mib: int) -> tuple[ModelSpec, Layout, Layout]:
@@ -76,14 +71,7 @@ def must_cross_bytes(spec: ModelSpec, source: Layout, target: Layout) -> list[in
 
 def work(rank: int, address: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """On every rank: one row per pair."""
-    store = dist.TCPStore(
-        address, _PORT, is_master=rank == 0, wait_for_workers=False,
-        timeout=timedelta(seconds=_TIMEOUT_SECONDS),
-    )  # fmt: skip
-    world = World(
-        rank=rank, size=2 * RANKS_PER_HOST, store=store, timeout_seconds=_TIMEOUT_SECONDS,
-        ranks_per_host=RANKS_PER_HOST,
-    )  # fmt: skip
+    world = meet(rank, address, ranks_per_host=RANKS_PER_HOST)
     rows = []
     for pair in args.pairs:
         spec, source, target = parse(pair, args.mib)
@@ -133,32 +121,6 @@ def _sent_bytes() -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
-def run_workers(hosts: list[Host]) -> list[dict[str, Any]]:
-    """The rows of this command's pairs, from two processes on each host."""
-    processes = []
-    try:
-        for rank in range(2 * RANKS_PER_HOST):
-            host = hosts[rank // RANKS_PER_HOST]
-            command = [*host.inside, sys.executable, *sys.argv]
-            command += ["--rank", str(rank), "--address", hosts[0].address]
-            settings = {
-                "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": host.interface,
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts without names are fine
-            }  # fmt: skip
-            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            processes.append(subprocess.Popen(command, env=os.environ | settings, stdout=out, text=True))
-        text, _ = processes[0].communicate()
-        for rank, process in enumerate(processes):
-            if process.wait():
-                raise RuntimeError(f"rank {rank} failed, see above")
-        rows: list[dict[str, Any]] = json.loads(text)
-        return rows
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def judge(row: dict[str, Any], needed: list[int], *, mbit: int) -> dict[str, Any]:
     """A row with its two ratios: most bytes counted over those needed, median of seconds over least."""
     least = max(needed) * 8 / (mbit * 1e6)
@@ -206,7 +168,7 @@ def main() -> int:
     hardware = machine()
     try:
         with two_hosts(mbit=args.mbit, mtu=MTU) as hosts:
-            rows = run_workers(hosts)
+            rows = run_again(hosts, ranks_per_host=RANKS_PER_HOST)
     except NoNamespacesError as error:
         progress(str(error))
         return 2

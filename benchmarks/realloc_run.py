@@ -37,7 +37,8 @@ from rivals import RIVALS
 from realhf.dist.group import World
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, model_spec, region_slices
+from realhf.param_spec import ModelSpec, model_spec
+from realhf.region import region_slices
 
 _TIMEOUT_SECONDS = 600.0
 _SMALL_MIB = 512

@@ -21,9 +21,10 @@ from rich.table import Table
 from realhf.cluster import Cluster
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, model_spec, region_size
+from realhf.param_spec import ModelSpec, model_spec
 from realhf.realloc.schedule import Schedule, make_schedule
 from realhf.realloc.wires import Wires
+from realhf.region import region_size
 
 OVER_BOUND = 1.05
 SECONDS = {64: 1.0, 1024: 10.0}

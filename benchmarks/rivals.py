@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from move import DTYPE, Copies, Move, overlap, shape_of
 
-from realhf.param_spec import Region, region_size, region_slices
 from realhf.realloc.execute import Reallocator
+from realhf.region import Region, region_size, region_slices
 
 BROADCAST_BYTES, GATHER_BYTES = 256 << 20, 16 << 20  # of a bucket; of 4 MiB to 256 MiB the fastest on gloo
 

@@ -1,10 +1,21 @@
 """Two hosts on one machine: network namespaces joined by a wire. Needs root and iproute2."""
 
+import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from realhf.dist.group import World
+
+_PORT = 29400
+_TIMEOUT_SECONDS = 120.0
 
 _BURST_BYTES = 1 << 15
 """What an idle wire may send at once: a few of the largest packets."""
@@ -71,3 +82,38 @@ def _make(hosts: list[Host], *, mbit: int | None, mtu: int) -> None:
 
 def _run(*words: object) -> None:
     subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True)
+
+
+def run_again(hosts: list[Host], *, ranks_per_host: int) -> Any:
+    """This command once more in processes of one thread on each host, with `--rank` and `--address` of the
+    first host; what rank 0 prints, which is JSON."""
+    processes = []
+    try:
+        for rank in range(ranks_per_host * len(hosts)):
+            host = hosts[rank // ranks_per_host]
+            command = [*host.inside, sys.executable, *sys.argv]
+            command += ["--rank", str(rank), "--address", hosts[0].address]
+            settings = {
+                "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": host.interface,
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts without names are fine
+            }  # fmt: skip
+            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            processes.append(subprocess.Popen(command, env=os.environ | settings, stdout=out, text=True))
+        text, _ = processes[0].communicate()
+        for rank, process in enumerate(processes):
+            if process.wait():
+                raise RuntimeError(f"rank {rank} failed, see above")
+        return json.loads(text)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def meet(rank: int, address: str, *, ranks_per_host: int) -> World:
+    """The world of such a process."""
+    timeout = timedelta(seconds=_TIMEOUT_SECONDS)
+    store = dist.TCPStore(address, _PORT, is_master=rank == 0, wait_for_workers=False, timeout=timeout)
+    return World(
+        rank=rank, size=2 * ranks_per_host, store=store, timeout_seconds=_TIMEOUT_SECONDS,
+        ranks_per_host=ranks_per_host)

@@ -4,66 +4,27 @@ Parameters go by their names in Hugging Face checkpoints and a rank holds a box 
 by this table, weights are read and written by it, `realloc` schedules by it. Nobody else knows about splits.
 """
 
-import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from realhf.layout import Coordinate, Layout, ParallelStrategy, even_part, even_split
 from realhf.model_config import ModelConfig
+from realhf.region import Region, region_size, shards_of_rows
 
-Region = tuple[tuple[int, int], ...]  # A box of a tensor: one half-open index range per dim.
 Placement = tuple[tuple[Region, tuple[int, ...]], ...]
 """Distinct regions of a parameter under a layout, by tp index, each with the sorted ranks that hold it."""
 NUM_LIMBS = 3  # 8 bits each in bfloat16: a float32 has 24.
 _BOTH_ENDS = -1  # The stage of an embedding that is also the head.
 
 
-def region_size(region: Region) -> int:
-    """Number of elements in a region."""
-    return math.prod(stop - start for start, stop in region)
-
-
-def region_slices(region: Region) -> tuple[slice, ...]:
-    """The region as an index into the whole tensor."""
-    return tuple(slice(start, stop) for start, stop in region)
-
-
 def is_sharded(layout: Layout) -> bool:
     """Whether the optimizer's copy of a model that trains in this layout is spread over replicas (ZeRO-1)."""
     return layout.strategy.num_replicas > 1
-
-
-def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, Region]]:
-    """Regions that lie end to end, in parts as even as whole rows allow: name -> region, for each part."""
-    if not regions:
-        return [{} for _ in range(num_parts)]
-    stops = list(accumulate(map(region_size, regions.values())))
-    names, starts = list(regions), [0, *stops]
-    edges = [(0, 0)]  # (number of the parameter, row in it)
-    for index in range(1, num_parts):
-        position = starts[-1] * index // num_parts
-        number = min(bisect_right(stops, position), len(names) - 1)
-        (low, high), *rest = regions[names[number]]
-        row = math.prod(b - a for a, b in rest)
-        edges.append((number, min(high - low, round((position - starts[number]) / row))))
-    edges.append((len(names), 0))
-    parts: list[dict[str, Region]] = []
-    for (first, begin), (last, end) in itertools.pairwise(edges):
-        part: dict[str, Region] = {}
-        for number in range(first, min(last + 1, len(names))):
-            (low, high), *rest = regions[names[number]]
-            rows = (low + begin if number == first else low, low + end if number == last else high)
-            if rows[0] < rows[1]:
-                part[names[number]] = (rows, *rest)
-        parts.append(part)
-    return parts
 
 
 class InFile(NamedTuple):
@@ -127,7 +88,7 @@ class ModelSpec:
 
     config: ModelConfig
     params: tuple[ParamSpec, ...]
-    section_numel: int = 1 << 26  # Parameters of a rank from which on `sections` cuts them between layers.
+    section_numel: int = 1 << 24  # Parameters of a rank from which on `sections` cuts them between layers.
 
     @property
     def numel(self) -> int:

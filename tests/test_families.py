@@ -19,7 +19,8 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy, even_split
 from realhf.model_config import ModelConfig
 from realhf.nn.hf import save_weights
-from realhf.param_spec import model_spec, region_slices
+from realhf.param_spec import model_spec
+from realhf.region import region_slices
 from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS, QUICK, SIZES
 
 ALL = {**CASES, **MOE_CASES}

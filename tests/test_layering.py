@@ -13,7 +13,7 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = (
     "cache_blocks", "graph", "layout", "plan", "cluster", "families", "hf_fields", "lora", "model_config",
-    "param_spec", "shipped", "transformers_config",
+    "param_spec", "region", "shipped", "transformers_config",
 )  # fmt: skip
 LAYERS = {
     **dict.fromkeys(("errors", "units"), 0),

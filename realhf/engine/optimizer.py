@@ -17,8 +17,8 @@ from torch.optim.adamw import adamw
 from realhf.dist.group import Group
 from realhf.engine.work import OptimizerConfig
 from realhf.nn.parameters import ShardedParameters
-from realhf.param_spec import Region, region_size, shards_of_rows
 from realhf.realloc.bind import shards_of
+from realhf.region import Region, region_size, shards_of_rows
 
 _UNDER_WAY = 2
 """Sums over replicas at a time: over gloo, each takes memory for what the others send."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.nn.tensor_files import STORED_DTYPES, StoredTensor, find_tensors
-from realhf.param_spec import ModelSpec, ParamSpec, Region
+from realhf.param_spec import ModelSpec, ParamSpec
+from realhf.region import Region
 
 LM_HEAD, SCORE = "lm_head.weight", "score.weight"
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

@@ -19,7 +19,8 @@ from realhf.layout import Layout
 from realhf.nn.checkpoint import box_in_tensor, params_by_tensor, tensor_shape
 from realhf.nn.host_tensors import dtype_in_file, in_file_order, memory_of
 from realhf.nn.tensor_files import INDEX, STORED_DTYPES, pack_header, pack_index
-from realhf.param_spec import ModelSpec, ParamSpec, Region, region_size
+from realhf.param_spec import ModelSpec, ParamSpec
+from realhf.region import Region, region_size
 
 MAX_SHARD_BYTES = 5 * 10**9
 Beside = Path | str

@@ -22,7 +22,8 @@ from realhf.nn.lora import Adapters
 from realhf.nn.peft import CONFIG_FILE, STEM, adapter_config, open_adapters
 from realhf.nn.tensor_files import STORED_DTYPES, StoredTensor
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import ModelSpec, Region
+from realhf.param_spec import ModelSpec
+from realhf.region import Region
 
 _BLOCK_BYTES = 1 << 20
 """What cannot be read into its place as it is goes through this much memory, which stays in the cache."""

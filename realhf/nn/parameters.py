@@ -11,8 +11,9 @@ from torch import Tensor
 
 from realhf.dist.parallel import ParallelGroups
 from realhf.nn.gradients import Weight
-from realhf.param_spec import ModelSpec, ParamSpec, region_size, region_slices
+from realhf.param_spec import ModelSpec, ParamSpec
 from realhf.realloc.bind import shards_of
+from realhf.region import region_size, region_slices
 
 _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 """Parts that lie side by side and are computed with as one."""

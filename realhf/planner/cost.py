@@ -1,8 +1,9 @@
 """Cost: seconds of one call on a mesh, from blocks up. What the engine does is counted, nothing is zeroed.
 
 The pipeline is 1F1B (Narayanan et al. 2021): the first micro-batch passes all stages, then one leaves per
-slot of the slowest stage. Gradients are reduced and ZeRO-1's parameters gathered after the backward pass, as
-the engine does it; `Assumptions.overlap` is for engines that hide that behind the backward pass.
+slot of the slowest stage. Gradients are taken to be reduced, and ZeRO-1's parameters gathered, after the
+backward pass. Of large models the engine reduces most of them during it (ModelSpec.sections): what that saves
+depends on the wires. `Assumptions.overlap` is for engines of which such a share is known.
 """
 
 import math

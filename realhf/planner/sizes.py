@@ -11,7 +11,8 @@ import numpy as np
 from realhf.layout import ParallelStrategy
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, ParamSpec, model_spec, region_size
+from realhf.param_spec import ModelSpec, ParamSpec, model_spec
+from realhf.region import region_size
 
 _SMALL_PRODUCT = 1 << 21
 _NORMS = ("attn_norm.weight", "attn_out_norm.weight", "mlp_norm.weight", "mlp_out_norm.weight")

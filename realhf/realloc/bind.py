@@ -9,8 +9,9 @@ from torch import Tensor
 
 from realhf.dist.group import Group
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, Region, region_size
+from realhf.param_spec import ModelSpec
 from realhf.realloc.messages import Message
+from realhf.region import Region, region_size
 
 if TYPE_CHECKING:
     from realhf.realloc.neighbours import Neighbours

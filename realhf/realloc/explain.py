@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.layout import DeviceMesh, Layout
-from realhf.param_spec import region_size
 from realhf.realloc.schedule import Schedule
+from realhf.region import region_size
 from realhf.units import format_bytes, format_seconds
 
 _TOLERATED = 1.05

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from realhf.param_spec import Region, region_size
 from realhf.realloc.schedule import Schedule
+from realhf.region import Region, region_size
 
 LARGE_BYTES = 1 << 20
 """Boxes of at least this size travel alone, so that they need no packing where they lie end to end in memory;

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.param_spec import Placement, Region, region_size
+from realhf.param_spec import Placement
+from realhf.region import Region, region_size
 
 
 class Cell(NamedTuple):

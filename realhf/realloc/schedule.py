@@ -16,11 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, Placement, Region
+from realhf.param_spec import ModelSpec, Placement
 from realhf.realloc.delivery import ONE, Leg
 from realhf.realloc.parcels import Cell, Parcel, find_cells, make_parcels
 from realhf.realloc.routes import Routed, Router
 from realhf.realloc.wires import Wires
+from realhf.region import Region
 
 HOP_ROUNDS = 2
 """A rank hands on in round r + HOP_ROUNDS what it got in round r."""

@@ -22,9 +22,10 @@ from realhf.layout import Layout
 from realhf.nn.checkpoint_write import Beside, CheckpointWriter
 from realhf.nn.hf import adapter_writer
 from realhf.nn.transformers_class import file_spec
-from realhf.param_spec import Region, is_sharded, region_size
+from realhf.param_spec import is_sharded
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats
+from realhf.region import Region, region_size
 from realhf.runtime.actions import (
     Action,
     Reallocate,

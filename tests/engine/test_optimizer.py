@@ -20,7 +20,8 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.nn.hf import save_weights
 from realhf.nn.parameters import ShardedParameters
-from realhf.param_spec import model_spec, region_slices
+from realhf.param_spec import model_spec
+from realhf.region import region_slices
 from tests.engine.reference import plain_model, ragged_rows
 from tests.families import CASES, MOE_CASES
 

@@ -15,7 +15,8 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec, region_slices
+from realhf.param_spec import model_spec
+from realhf.region import region_slices
 from tests.families import CASES, MOE_CASES, SIZES
 
 VARIABLE = "REALHF_GPU_DEVICE"

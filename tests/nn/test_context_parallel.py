@@ -11,7 +11,7 @@ from realhf.families import FAMILIES
 from realhf.layout import Layout
 from realhf.nn.attention import AttentionKind, packed_attention
 from realhf.nn.context_parallel import attend_over_group, token_range
-from realhf.param_spec import region_slices
+from realhf.region import region_slices
 from tests.families import CASES
 from tests.nn.tiny import SEQ_LENS, build
 

@@ -17,8 +17,9 @@ from realhf.model_config import ModelConfig
 from realhf.nn.checkpoint_write import CheckpointWriter, assign_parts
 from realhf.nn.hf import load_weights, read_shards, save_weights
 from realhf.nn.limbs import joined, split_into
-from realhf.param_spec import model_spec, region_size
+from realhf.param_spec import model_spec
 from realhf.realloc.bind import shards_of
+from realhf.region import region_size
 from tests.families import CASES, MOE_CASES
 from tests.nn.tiny import SEQ_LENS, build, hf_config, tokens
 

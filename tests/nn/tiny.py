@@ -12,7 +12,8 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.nn.context_parallel import token_range
 from realhf.nn.transformer import Transformer
-from realhf.param_spec import Region, model_spec, region_slices
+from realhf.param_spec import model_spec
+from realhf.region import Region, region_slices
 
 SEQ_LENS = [5, 1, 9, 9, 3]
 

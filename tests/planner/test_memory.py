@@ -10,12 +10,13 @@ from realhf.cluster import Cluster
 from realhf.layout import Layout, ParallelStrategy
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
-from realhf.param_spec import model_spec, region_size
+from realhf.param_spec import model_spec
 from realhf.planner.capacity import available_bytes
 from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.sizes import num_params
 from realhf.realloc.schedule import STAGING_BYTES
+from realhf.region import region_size
 from tests.planner.measured import Case, measure
 from tests.realloc.test_memory import Storages
 

@@ -9,9 +9,10 @@ import torch
 from realhf.dist.group import World
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.param_spec import ModelSpec, Region, model_spec
+from realhf.param_spec import ModelSpec, model_spec
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator
+from realhf.region import Region
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 

@@ -6,9 +6,10 @@ import pytest
 from realhf.cluster import Cluster, Link
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import MlaConfig, ModelConfig, MoeConfig
-from realhf.param_spec import ModelSpec, Region, model_spec, region_size
+from realhf.param_spec import ModelSpec, model_spec
 from realhf.realloc.schedule import Schedule, make_schedule
 from realhf.realloc.wires import Wires
+from realhf.region import Region, region_size
 
 MAX_RANKS = 16
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from realhf.layout import Layout
-from realhf.param_spec import model_spec, region_size, region_slices
+from realhf.param_spec import model_spec
 from realhf.realloc.execute import Reallocator
+from realhf.region import region_size, region_slices
 from tests.realloc.test_execute import _in_shared_memory, _model, _shards, _spec
 from tests.test_param_spec import small
 

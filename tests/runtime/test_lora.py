@@ -16,8 +16,8 @@ from realhf import LoraConfig
 from realhf.layout import Layout
 from realhf.nn.hf import load_weights, save_weights
 from realhf.overrides import override
-from realhf.param_spec import region_size
 from realhf.plan import ExecutionPlan
+from realhf.region import region_size
 from realhf.runtime.actions import parameter_specs
 from realhf.runtime.check import compile_program
 from realhf.runtime.models import ModelStore
