@@ -18,9 +18,11 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BlockSet:
-    """Some blocks, and for each of them the rows (numbers in the batch) whose tokens attend to it."""
+    """Some blocks, and for each of them the rows (numbers in the batch) whose tokens attend to it. `joined`
+    neighbours that have the same rows count as one large block."""
 
     blocks: slice | Tensor
+    joined: int
     rows_PS: Tensor  # Where there are fewer rows, or none, any number stands.
     counts_PS: Tensor  # Tokens that the row has from the block's first one on.
     fewest: int  # Of these counts, where there is a row.
@@ -147,21 +149,42 @@ class BlockTables:
         row_of[slots] = np.arange(len(slots))
         table_BM = self._table[slots, : counts.max()]
         at_M, shared_B = np.arange(table_BM.shape[1]), self._num_shared[slots]
-        own, own_places = self._users(self._owners, row_of)
+        own, own_places = self._users(self._owners, row_of, joined=1)
         users: tuple[_Users, ...] = (own,)
-        parts_BM = own_places[table_BM]
+        parts_BM, missing_BM = own_places[table_BM], at_M >= counts[:, None]
         if shared_B.any():
-            shared, shared_places = self._users(self._sharers, row_of)
+            joined, is_shared_BM = self._joined(), at_M < shared_B[:, None]
+            shared, shared_places = self._users(self._sharers, row_of, joined=joined)
             sharers, before = self._sharers.shape[1], len(own.rows_PS)
             shared_parts_BM = before + shared_places[table_BM] * sharers + self._ordinals[slots][:, None]
-            parts_BM = np.where(at_M < shared_B[:, None], shared_parts_BM, parts_BM)
+            parts_BM = np.where(is_shared_BM, shared_parts_BM, parts_BM)
+            missing_BM |= is_shared_BM & (at_M % joined > 0)
+            order_BM = np.argsort(missing_BM, axis=1, kind="stable")[:, : (~missing_BM).sum(1).max()]
+            parts_BM = np.take_along_axis(parts_BM, order_BM, 1)
+            missing_BM = np.take_along_axis(missing_BM, order_BM, 1)
             users = (own, shared)
-        missing_BM = at_M >= counts[:, None]
         parts_BM = np.where(missing_BM, 0, parts_BM)
         missing = torch.from_numpy(missing_BM) if missing_BM.any() else None
         return users, torch.from_numpy(parts_BM), missing
 
-    def _users(self, slots_PS: Integers, row_of: Integers) -> "tuple[_Users, Integers]":
+    def _joined(self) -> int:
+        """How many neighbours among the shared blocks always have the same rows, one behind the other: as
+        many as all prompts have, if all have equally many. (Not where few of the blocks are in use.)"""
+        is_used: NDArray[np.bool_] = np.any(self._sharers >= 0, axis=1)
+        used = np.flatnonzero(is_used)
+        first, last = int(used[0]), int(used[-1])
+        rows, numbers = self._sharers[first : last + 1], self._starts[first : last + 1] // self.block_size
+        if len(used) < _DENSE * len(rows):
+            return 1
+        goes_on = (rows[1:] == rows[:-1]).all(1) & (numbers[1:] == numbers[:-1] + 1)
+        goes_on |= ~(is_used[first:last] | is_used[first + 1 : last + 1])
+        begins = np.flatnonzero(np.append(True, ~goes_on))
+        behind_others = numbers[begins] * is_used[first + begins]
+        return int(np.gcd.reduce(np.concatenate((begins, behind_others, [len(rows)]))))
+
+    def _users(
+        self, slots_PS: Integers, row_of: Integers, *, joined: int
+    ) -> "tuple[_Users, Integers]":
         """The blocks that have such users (-1 for none), and every block's place among them."""
         used = np.flatnonzero((slots_PS >= 0).any(1))
         first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
@@ -171,9 +194,10 @@ class BlockTables:
             blocks: slice | Tensor = slice(first, stop)
         else:
             blocks = torch.from_numpy(used)
-        places[used] = np.arange(len(used))
+        places[used] = np.arange(len(used)) // joined
+        used = used[::joined]
         has_PS = slots_PS[used] >= 0
-        return _Users(blocks, row_of[slots_PS[used]], has_PS, self._starts[used, None]), places
+        return _Users(blocks, joined, row_of[slots_PS[used]], has_PS, self._starts[used, None]), places
 
 
 @dataclass(frozen=True)
@@ -181,6 +205,7 @@ class _Users:
     """Some blocks and their rows, of which there may be fewer (has_PS)."""
 
     blocks: slice | Tensor
+    joined: int
     rows_PS: Integers
     has_PS: NDArray[np.bool_]
     starts_P1: Integers  # Tokens of a row before each block.
@@ -191,4 +216,5 @@ class _Users:
         theirs = counts_PS[self.has_PS]
         fewest, most = (int(theirs.min()), int(theirs.max())) if len(theirs) else (0, 0)
         rows, counts = torch.from_numpy(self.rows_PS), torch.from_numpy(counts_PS)
-        return BlockSet(self.blocks, rows, counts, fewest, most, min(most, block_size))
+        width = min(most, block_size * self.joined)
+        return BlockSet(self.blocks, self.joined, rows, counts, fewest, most, width)

@@ -74,7 +74,12 @@ class KVCache:
     ) -> tuple[Tensor, Tensor]:
         """Of every block of a set and each of its rows: out of (P * S, K, G, D) and log-sum-exp."""
         blocks = at.decoding.sets[number]
-        k, *others = self.layers[layer][:, blocks.blocks, : blocks.width].transpose(2, 3)
+        cached = self.layers[layer]
+        if blocks.joined > 1:
+            cached = cached[:, blocks.blocks].unflatten(1, (-1, blocks.joined)).flatten(2, 3)
+            k, *others = cached[:, :, : blocks.width].transpose(2, 3)
+        else:
+            k, *others = cached[:, blocks.blocks, : blocks.width].transpose(2, 3)
         v = others[0] if others else k
         num_sharers, group = blocks.rows_PS.shape[1], q_BKGD.shape[2]
         mask = at.mask(number, kind.window, group, q_BKGD.dtype)

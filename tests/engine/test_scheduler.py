@@ -54,7 +54,7 @@ class _Replay:
             first, num_slots=num_slots, blocks=self.blocks, tables=self.tables, prefill_tokens=prefill_tokens,
             history=self.history, restart_at=restart_at, more=lambda: next(later, None))
         self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
-        self.steps, self.widest, self.crossings = 0, 0, []
+        self.steps, self.widest, self.most_joined, self.crossings = 0, 0, 0, []
 
     def history(self, sample):
         return self.prompts[sample] + self.made[sample]
@@ -93,22 +93,24 @@ class _Replay:
         parts = []
         for blocks in decoding.sets:
             used = blocks.blocks
-            numbers = range(used.start, used.stop) if isinstance(used, slice) else used.tolist()
+            numbers = list(range(used.start, used.stop)) if isinstance(used, slice) else used.tolist()
+            joined = [numbers[i : i + blocks.joined] for i in range(0, len(numbers), blocks.joined)]
+            self.most_joined = max(self.most_joined, blocks.joined)
             sharers = zip(blocks.rows_PS.tolist(), blocks.counts_PS.tolist(), strict=True)
             first = len(parts)
-            for number, (sharing, counts) in zip(numbers, sharers, strict=True):
-                parts += [(number, count, row) for row, count in zip(sharing, counts, strict=True)]
+            for some, (sharing, counts) in zip(joined, sharers, strict=True):
+                parts += [(some, count, row) for row, count in zip(sharing, counts, strict=True)]
             attended = [at for row in decoding.parts_BM.tolist() for at in row if first <= at < len(parts)]
             counts = [parts[at][1] for at in attended] or [0]
             assert (blocks.fewest, blocks.most) == (min(counts), max(counts))
-            assert blocks.width == min(BLOCK_SIZE, blocks.most)
+            assert blocks.width == min(BLOCK_SIZE * blocks.joined, blocks.most)
         for row, (sample, past) in enumerate(zip(rows, before, strict=True)):
             seen = []
             for place, at in enumerate(decoding.parts_BM[row].tolist()):
                 if decoding.missing_BM is None or not decoding.missing_BM[row, place]:
-                    number, count, owner = parts[at]
+                    some, count, owner = parts[at]
                     assert (count, owner) == (past + 1 - len(seen), row)
-                    seen += self._block(number).tolist()
+                    seen += [token for number in some for token in self._block(number).tolist()]
             assert int(decoding.positions_B[row]) == past == len(self.history(sample)) - 1
             assert seen[: past + 1] == self.history(sample)
             self.crossings += [past] * (past == self.scheduler._restart_at)
@@ -176,7 +178,7 @@ def test_samples_of_a_prompt_share_its_blocks():
         prompts, num_slots=8, num_blocks_=11, prefill_tokens=1000, restart_at=None, wanted=[20] * 8)
     replay.step()
     replay.step()
-    assert replay.widest == 8
+    assert (replay.widest, replay.most_joined) == (8, 3)
     assert replay.blocks.num_free == 0  # three shared blocks, and eight of one row each
 
 

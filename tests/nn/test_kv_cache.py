@@ -13,31 +13,34 @@ from realhf.nn.kv_cache import KVCache, Visible
 HEADS, GROUP, DIM = 2, 3, 16
 BLOCK_SIZE = 64
 CPU = torch.device("cpu")
-ROWS = {0: (130, 2), 3: (1, 0), 4: (64, 0), 5: (200, 2), 7: (65, 0)}
-"""Slot -> tokens, and how many of its blocks are those that it shares."""
+ROWS = {0: (130, 2, 0), 3: (1, 0, 0), 4: (64, 0, 0), 5: (200, 2, 0), 7: (65, 0, 0)}
+"""Slot -> tokens, how many of its blocks are shared, and the first of these."""
+SIDE_BY_SIDE = {
+    0: (130, 2, 10), 1: (200, 2, 12), 3: (1, 0, 0), 5: (129, 2, 10), 6: (190, 2, 12), 7: (230, 2, 16)}
 
 
 class _Rows:
     """A cache, and beside it the keys and values of each row."""
 
-    def __init__(self, dtype, value_dim):
+    def __init__(self, dtype, value_dim, rows=ROWS):
         self.dtype, self.value_dim = dtype, value_dim
         self.cache = KVCache(1, (40, BLOCK_SIZE, HEADS, DIM), value_dim=value_dim, dtype=dtype, device=CPU)
         self.tables = BlockTables(
             num_slots=9, num_blocks=40, block_size=BLOCK_SIZE, blocks_per_row=4, max_sharers=3)
-        self.free = list(range(40))
+        starts = {first for _, num_shared, first in rows.values() if num_shared}
+        self.free = [block for block in range(40) if all(block - first not in (0, 1, 2) for first in starts)]
         random.Random(0).shuffle(self.free)
         self.tokens = {}
-        shared, prefix = [self.free.pop(), self.free.pop()], self._draw(2 * BLOCK_SIZE)
-        for slot, (length, num_shared) in ROWS.items():
+        prefixes = {first: self._draw(2 * BLOCK_SIZE) for first in starts}
+        for slot, (length, num_shared, first) in rows.items():
             own = [self.free.pop() for _ in range(num_blocks(length, BLOCK_SIZE) - num_shared)]
-            blocks, tokens = shared[:num_shared] + own, self._draw(length)
+            blocks, tokens = [first, first + 1][:num_shared] + own, self._draw(length)
             if num_shared:
-                tokens[:, : len(prefix[0])] = prefix
+                tokens[:, : 2 * BLOCK_SIZE] = prefixes[first]
             places = [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)]
             self.cache.write(0, *tokens, torch.tensor(places))
             self.tokens[slot] = tokens
-            ordinal = 2 if slot == 5 else 0
+            ordinal = 2 if slot in (5, 6) else 0
             self.tables.start(slot, blocks, length=length, num_shared=num_shared, ordinal=ordinal)
 
     def _draw(self, count):
@@ -88,6 +91,27 @@ def test_attention_over_blocks_is_that_over_the_rows_tokens(dtype, atol, kind, v
         if number == 1:  # One of two that share, and then all but one that lie far apart.
             rows.tables.stop(5)
             rows.tables.stop(4)
+
+
+@pytest.mark.parametrize("dtype, atol", ACCURACY)
+@pytest.mark.parametrize("kind, value_dim", KINDS)
+def test_shared_blocks_side_by_side_are_attended_to_as_one(dtype, atol, kind, value_dim):
+    torch.manual_seed(0)
+    rows = _Rows(dtype, value_dim, SIDE_BY_SIDE)
+    for stopped in (None, 5, 1, 0):  # Until one prompt has one row left, another none.
+        ours, expected = rows.step(kind)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
+        if stopped is not None:
+            rows.tables.stop(stopped)
+    assert _joined(rows) == 2
+    rows.tables.start(2, [30, 32], length=100, num_shared=1)
+    assert _joined(rows) == 1
+
+
+def _joined(rows):
+    for slot in rows.tables.full():
+        rows.tables.append(slot, rows.free.pop())
+    return rows.tables.advance().sets[1].joined
 
 
 def test_a_copied_block_goes_its_own_way():
