@@ -55,6 +55,7 @@ def generate(desk: Desk) -> None:
     prompts = [torch.tensor(prompt) for prompt in prompts for _ in range(settings["group"])]
     batch = Batch(list(range(len(prompts))), {"prompt_ids": Packed.of(prompts)})
     num_prompt_tokens = sum(map(len, prompts))
+    gc.collect()
     gc.freeze()  # As a Trainer does.
     desk.answer(base_bytes=base)
     for number, request in enumerate(desk.requests()):
@@ -147,6 +148,7 @@ def train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str,
     mask = [(torch.arange(len(row)) > 0).float() for row in rows]
     columns = {"sequence_ids": Packed.of(rows), "response_mask": Packed.of(mask)}
     batch, engine = Batch(list(range(len(rows))), columns), engine_of(settings, world)
+    gc.collect()
     gc.freeze()  # As a Trainer does.
     work = TrainStep(CrossEntropy())
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)

@@ -119,7 +119,8 @@ def _no_number(experiment: Experiment, complaint: str) -> str:
     for part in path:
         value = getattr(value, part, None)
     hint = typing.get_type_hints(type(value)).get(name)
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(hint) if is_union else (hint,)
     names = [_KINDS.get(kind, "") for kind in kinds]
     return f"{found[1]} must be {' or '.join(names)}" if all(names) else ""
 

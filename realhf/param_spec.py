@@ -125,7 +125,7 @@ class ModelSpec:
         return {self.params[i].name: regions[kind] for i, kind in numbers}
 
     def sections(self, layout: Layout, rank: int) -> list[tuple[dict[str, Region], tuple[int, ...]]]:
-        """What `rank` holds, cut where other ranks begin to hold the same; each part with those ranks.
+        """What `rank` holds in parts, each with the ranks that hold the same.
 
         They add up its gradients and share its optimizer: over dp and cp, where experts differ over ep those
         of equal ep index. Large parts are cut between layers, so that those of the last layers are added up
@@ -168,7 +168,9 @@ class ModelSpec:
         boxes: dict[str, dict[Region, list[int]]] = {param.name: {} for param in self.params}
         for stage, owner, index in np.ndindex(layout.pp, layout.ep, layout.tp):
             sections = self.sections(layout, int(layout.grid[stage, owner, 0, index]))
-            for regions, ranks in sections[owner > 0 :]:  # What is no expert's is the same for all owners.
+            for regions, ranks in sections:
+                if owner and not self._of_experts & regions.keys():  # The same for all owners.
+                    continue
                 for part, rank in zip(shards_of_rows(regions, len(ranks)), ranks, strict=True):
                     for name, region in part.items():
                         boxes[name].setdefault(region, []).append(rank)

@@ -22,8 +22,6 @@ def region_slices(region: Region) -> tuple[slice, ...]:
 
 def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, Region]]:
     """Regions that lie end to end, in parts as even as whole rows allow: name -> region, for each part."""
-    if not regions:
-        return [{} for _ in range(num_parts)]
     stops = list(accumulate(map(region_size, regions.values())))
     names, starts = list(regions), [0, *stops]
     edges = [(0, 0)]  # (number of the parameter, row in it)

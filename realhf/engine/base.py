@@ -45,7 +45,7 @@ class BaseEngine(ABC):
         *, recompute: bool, routers: Routers | None, layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:  # fmt: skip
         """A micro-batch through this stage, from the previous stage's hidden states (None on the first); the
-        backward pass tells `layer_done` of layers whose gradients are complete."""
+        backward pass may tell `layer_done` of layers whose gradients are complete."""
 
     @abstractmethod
     def _finish(

@@ -1,4 +1,4 @@
-"""ZeRO-1 AdamW (Rajbhandari et al. 2020): every replica updates one slice of the flat parameters.
+"""ZeRO-1 AdamW (Rajbhandari et al. 2020): every replica updates one slice of each section of the parameters.
 
 Replicas are ranks over dp and cp. Experts that are spread over ep have fewer, and slices of their own.
 
@@ -7,7 +7,7 @@ Where parameters are as wide as the optimizer computes, their slice is the maste
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -52,14 +52,13 @@ class ShardedAdamW:
     def __init__(self, model: ShardedParameters, config: OptimizerConfig) -> None:
         self.config, self.num_steps = config, 0
         self._model, self._groups = model, model.groups
+        self._by_name = {param.name: param for param in model.spec.params}
         model.enable_grad()
         grads, world = model.grad_buffer, model.groups.world
         assert grads is not None
         self._sections, self._counted, start = list[_Section](), list[torch.Tensor](), 0
         """Gradients that this rank counts in the norm: what several ranks share counts once."""
         for regions, ranks in model.spec.sections(model.groups.layout, model.groups.rank):
-            if not regions:
-                continue
             group = world.group(ranks)
             parts = shards_of_rows(regions, group.size)
             stops = list(accumulate((sum(map(region_size, part.values())) for part in parts), initial=start))
@@ -68,7 +67,7 @@ class ShardedAdamW:
             layers = [model.spec.layer_of[name] for name in regions]
             first = min(math.inf if layer is None else layer for layer in layers)
             self._sections.append(_Section(group, params, sums, parts[group.index], list(regions), first))
-            self._counted += self._primary(grads, *slices[group.index])
+            self._counted += self._primary(regions, grads, *slices[group.index])
             start = stops[-1]
         self._open, self._under_way = self._by_layer(), deque[Callable[[], None]]()
         """Sections whose gradients are not summed yet; and what completes the sums that have begun."""
@@ -97,15 +96,17 @@ class ShardedAdamW:
         """This replica's chunks of the model's parameters."""
         return [section.params[section.group.index] for section in self._sections]
 
-    def _primary(self, grads: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
-        """What lies in [start, stop) of the gradients and is not counted on another rank."""
+    def _primary(
+        self, names: Iterable[str], grads: torch.Tensor, start: int, stop: int
+    ) -> list[torch.Tensor]:
+        """What of these parameters lies in [start, stop) of the gradients and no other rank counts."""
         spec, layout, at = self._model.spec, self._groups.layout, self._groups.at
-        by_name = {param.name: param for param in spec.params}
-        return [
-            grads[max(first, start) : min(last, stop)]
-            for name, (first, last) in self._model.flat_offsets().items()
-            if max(first, start) < min(last, stop) and spec.is_primary(by_name[name], layout, at)
-        ]
+        found, offsets = [], self._model.flat_offsets()
+        for name in names:
+            first, last = max(offsets[name][0], start), min(offsets[name][1], stop)
+            if first < last and spec.is_primary(self._by_name[name], layout, at):
+                found.append(grads[first:last])
+        return found
 
     def reload(self) -> None:
         """Takes over parameters that were written from outside."""

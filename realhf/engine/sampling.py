@@ -60,7 +60,7 @@ class Draws:
     def __call__(self, rows: Integers, *, sample_ids: Integers, positions: Integers) -> Floats:
         """Of samples, each at the same row every time."""
         if (lacking := int(rows.max(initial=-1)) + 1 - len(self._numbers)) > 0:
-            self._numbers = np.pad(self._numbers, ((0, lacking), (0, 0)))
+            self._numbers = np.pad(self._numbers, ((0, max(lacking, len(self._numbers) // 8)), (0, 0)))
         column = positions % _AHEAD
         if len(fresh := np.flatnonzero(column == 0)):
             ahead = positions[fresh, None] + np.arange(_AHEAD)

@@ -1,7 +1,7 @@
 """BlockTables: in which blocks of a KV cache the tokens of the running rows lie, as the host keeps the books.
 
-Shape suffixes: B running rows in order of their slots, P blocks of a set, S rows that share one, M blocks of
-the row that has most.
+Shape suffixes: B running rows in order of their slots, P blocks of a set, joined ones as one, S rows that
+share one, M blocks of the row that has most.
 """
 
 from collections.abc import Sequence

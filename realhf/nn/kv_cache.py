@@ -1,11 +1,12 @@
 """KVCache: keys and values of one rank's layers in blocks, and attention of the newest tokens over them.
 
-The blocks are attended to where they lie, each for itself and a shared one once for all of its rows; what
-comes of it is put together by log-sum-exp (Dao et al. 2023, "Flash-Decoding"; the shared prefix as in
-Hydragen, arXiv:2402.05099).
+The blocks are attended to where they lie, each for itself and a shared one (or several that always go
+together, as one) once for all of its rows; what comes of it is put together by log-sum-exp (Dao et al. 2023,
+"Flash-Decoding"; the shared prefix as in Hydragen, arXiv:2402.05099).
 
 Shape suffixes: B rows, T tokens of all rows end to end, N query heads, K key-value heads, G queries per
-key-value head, D head dim; P blocks, L tokens in a block, S rows that share one, M blocks of a row.
+key-value head, D head dim; P blocks, joined ones as one, L tokens in them, S rows that share one, M those
+of a row.
 """
 
 import math

@@ -45,6 +45,7 @@ class ShardedParameters:
         self._shards = shards_of(self.flat, self.regions)
         self.grad_buffer: Tensor | None = None
         """Gradients in the places of `flat`: backward passes add to them, `finish_grads` completes them."""
+        self._grad_shards: dict[str, Tensor] = {}
         self._rows: dict[tuple[int | None, str], dict[str, int]] = {}
         """Layer and part -> the parts that were fused into it, and their numbers of rows."""
         self._by_layer = self._fuse_weights()
@@ -105,7 +106,7 @@ class ShardedParameters:
     def grad_shards(self) -> dict[str, Tensor]:
         """Parameter name -> gradient of this rank's region, a view of `grad_buffer`."""
         assert self.grad_buffer is not None, "enable_grad comes first"
-        return shards_of(self.grad_buffer, self.regions)
+        return self._grad_shards
 
     @torch.no_grad()
     def init_random(self, seed: int, *, names: Collection[str] | None = None) -> None:
@@ -133,6 +134,7 @@ class ShardedParameters:
     def enable_grad(self) -> None:
         """Makes the parameters trainable; call it once."""
         self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
+        self._grad_shards = shards_of(self.grad_buffer, self.regions)
         for weight in self.weights():
             weight.collect(self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight))
 

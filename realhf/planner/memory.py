@@ -15,7 +15,7 @@ from functools import cached_property
 from realhf.cache_blocks import tokens_for
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.sizes import Widths, exchanged, float32_bytes, held_params, num_params, widths
+from realhf.planner.sizes import Widths, exchanged, float32_bytes, held_params, in_section, num_params, widths
 
 Parts = dict[str, float]
 
@@ -45,7 +45,7 @@ def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> i
     where the weights are not that themselves, of a master copy.
 
     ZeRO stage 1 (Rajbhandari et al. 2020) with all of it in float32. Shards end at whole rows of a parameter,
-    hence one row on top. Of experts there are 1/ep as many replicas to share their optimizer.
+    hence one row on top (in each section, up or down). Of experts 1/ep as many replicas share the optimizer.
     """
     shared, experts = held_params(role.config, strategy, stage, role.lora)
     replicas, expert_replicas = strategy.num_replicas, strategy.num_expert_replicas
@@ -306,9 +306,10 @@ class _Call:
             -freed + 2 * hidden + self._reduced(hidden), -freed + 2 * hidden + 2 * qkv,
         ):
             moments.append(base | {"gradients": temporaries})
-        if begun := self._begun_early:  # Sums of gradients, when the activations of a section are gone.
-            left = base["activations"] * (1 - begun)
-            moments.append(base | {"activations": left, "gradients": 2 * hidden + widest + self._received})
+        for number in (1, 2):  # Sums of gradients of so many sections, whose activations are gone.
+            if (left := 1 - number * self._section_share) > 0 < self._received:
+                sums = {"gradients": hidden + widest + self._received * number / 2}
+                moments.append(base | {"activations": left * base["activations"]} | sums)
         return [*moments, self._inputs(tokens) | {"optimizer": self._optimizer_temporaries}]
 
     def _ends_of_training(self, base: Parts, kept: float, tokens: float, responses: float) -> list[Parts]:
@@ -335,7 +336,7 @@ class _Call:
     @property
     def _optimizer_temporaries(self) -> float:
         """Of sums of gradients: those that tp ranks share (key-value heads, adapters), put together, and over
-        gloo the others' parts of them, of a tied embedding on its two stages, of this replica's slice."""
+        gloo the others' parts of them, of a tied embedding on its two stages, of this replica's slices."""
         s, w, config = self.strategy, _wide(self.role), self.role.config
         shared, sharers = 0.0, s.tp // config.num_kv_heads
         if sharers > 1:
@@ -354,18 +355,16 @@ class _Call:
         """Over gloo, what other replicas send of two sections of the gradients (ModelSpec.sections)."""
         if self.fused:
             return 0.0
-        s, numel = self.strategy, self.role.trained_spec.section_numel
-        held = held_params(self.role.config, s, self.stage, self.role.lora)
-        most = numel + max(held) / self._layers + self._at.vocabulary * self._at.hidden
-        w, counts = _wide(self.role), (s.num_replicas, s.num_expert_replicas)
-        return max(w * min(p, 2 * most) * (1 - 1 / n) for p, n in zip(held, counts, strict=True))
+        s, where = self.strategy, (self.role.config, self.strategy, self.stage, self.role.lora)
+        sections = in_section(*where, self.role.trained_spec.section_numel)
+        parts = zip(held_params(*where), sections, (s.num_replicas, s.num_expert_replicas), strict=True)
+        return max(_wide(self.role) * min(part, 2 * most) * (1 - 1 / n) for part, most, n in parts)
 
     @property
-    def _begun_early(self) -> float:
-        """Of the backward pass the share behind which gradients begin to be summed; 0: they do not."""
-        held = sum(held_params(self.role.config, self.strategy, self.stage, self.role.lora))
-        share = self.role.trained_spec.section_numel / held
-        return share if share < 1 and not self.fused else 0.0
+    def _section_share(self) -> float:
+        """Of the parameters on this stage that are trained, those in a section of the gradients, at least."""
+        held = held_params(self.role.config, self.strategy, self.stage, self.role.lora)
+        return self.role.trained_spec.section_numel / sum(held)
 
     def generate(self) -> list[Parts]:
         """The cache, and the passes: of prompts, and of rows that decode and are sampled from."""

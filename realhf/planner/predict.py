@@ -49,7 +49,7 @@ def step_seconds(
         role = problem.role_of(calls[j])
         moving.append(transfer_seconds(
             problem.cluster, placed[j], placed[i], num_bytes=role.trained_spec.numel * role.itemsize,
-            sharded=placed[j].strategy.num_replicas > 1, section=role.section,
+            sharded=placed[j].strategy.num_replicas > 1, section_share=role.section_share,
         ))  # fmt: skip
     host = {
         call.name: problem.workloads[call.name].seconds / plan[call.name].layout.dp

@@ -1,8 +1,9 @@
 """Problem: what is to be planned - the calls of a graph with their workloads, the roles, the cluster."""
 
 import math
+import sys
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
+from realhf.transformers_config import TransformersConfig
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -104,7 +106,10 @@ class ModelRole:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return model_spec(self.config)
+        spec = model_spec(self.config)
+        if isinstance(self.config, TransformersConfig):  # Nobody knows its layers.
+            spec = replace(spec, section_numel=sys.maxsize)
+        return spec
 
     @cached_property
     def trained_spec(self) -> ModelSpec:
@@ -112,8 +117,8 @@ class ModelRole:
         return self.spec if self.lora is None else adapter_spec(self.config, self.lora)
 
     @property
-    def section(self) -> float:
-        """Where the optimizer's copy is cut anew for the replicas, as a share of it."""
+    def section_share(self) -> float:
+        """Of the parameters that training changes, those of a section (ModelSpec.sections)."""
         return self.trained_spec.section_numel / self.trained_spec.numel
 
 

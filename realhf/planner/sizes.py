@@ -76,17 +76,37 @@ def held_params(
     config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None = None
 ) -> tuple[int, int]:
     """Those that every replica has, and those of this ep rank's experts; of the adapters, with `lora`."""
-    layers = _table(config).stage_layers(strategy, stage)
-    by_layer = _by_layer(config, strategy.tp, strategy.ep, lora)
-    total = by_layer[:, :, layers.start + 1 : layers.stop + 1].sum(axis=2)
-    if stage == 0:
-        total += by_layer[:, :, 0]
-    if stage == strategy.pp - 1:
-        total += by_layer[:, :, -1]
-        if config.tied and stage > 0:
-            total += by_layer[:, :, 0]
-    shared, experts = total[:, total.sum(axis=0).argmax()].tolist()
+    shared, experts = _on_stage(config, strategy, stage, lora).sum(axis=1).tolist()
     return shared, experts
+
+
+@lru_cache(maxsize=1 << 16)
+def in_section(
+    config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None, section_numel: int
+) -> tuple[int, int]:
+    """Of the parameters of `held_params`, those of the largest section each (ModelSpec.sections)."""
+    largest = [0, 0]
+    for kind, counts in enumerate(_on_stage(config, strategy, stage, lora).tolist()):
+        numel = 0
+        for count in counts:
+            numel = count if numel >= section_numel else numel + count
+            largest[kind] = max(largest[kind], numel)
+    return largest[0], largest[1]
+
+
+@lru_cache(maxsize=1 << 16)
+def _on_stage(
+    config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None
+) -> np.ndarray:
+    """Elements on the fullest tp rank of a stage, (shared or experts, layer), in the order of layers."""
+    layers = _table(config).stage_layers(strategy, stage)
+    by_layer, is_last = _by_layer(config, strategy.tp, strategy.ep, lora), stage == strategy.pp - 1
+    here = [number + 1 for number in layers] + [config.num_layers + 1] * is_last
+    if stage == 0 or (is_last and config.tied):
+        here = [0, *here]
+    parts = by_layer[:, :, here]
+    fullest: np.ndarray = parts[:, parts.sum(axis=(0, 2)).argmax()]
+    return fullest
 
 
 @lru_cache(maxsize=64)

@@ -112,7 +112,7 @@ class Space:
         if key not in self._moved:
             self._moved[key] = transfer_seconds(
                 self.problem.cluster, *ends, num_bytes=role.trained_spec.numel * role.itemsize,
-                sharded=ends[0].strategy.num_replicas > 1, section=role.section,
+                sharded=ends[0].strategy.num_replicas > 1, section_share=role.section_share,
             ) / self.rates.assume.link  # fmt: skip
         return self._moved[key]
 

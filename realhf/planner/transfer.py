@@ -31,11 +31,11 @@ class Placed(NamedTuple):
 
 def transfer_seconds(
     cluster: Cluster, source: Placed, target: Placed, *, num_bytes: float, sharded: bool = False,
-    section: float = 1.0,
+    section_share: float = 1.0,
 ) -> float:  # fmt: skip
-    """Seconds to move a model of `num_bytes`; with `sharded` from the optimizer's copy, whose replicas
-    have a part each: of every `section` of a rank's layers, as a share of the model (ModelSpec.sections)."""
-    held, wanted = _rectangles(source, sharded=sharded, section=section), _rectangles(target)
+    """Seconds to move a model of `num_bytes`; with `sharded` from the optimizer's copy, of which replicas
+    have a part each, in every section of a rank's layers. `section_share`: of the model, in a section."""
+    held, wanted = _rectangles(source, sharded=sharded, section_share=section_share), _rectangles(target)
     at = np.arange(len(wanted)) + target.first_rank - source.first_rank
     here = np.zeros_like(wanted)  # What the ranks of the target have of it.
     inside = (at >= 0) & (at < len(held))
@@ -90,7 +90,7 @@ class _Grid:
             yield np.array([first, last, left, right])
 
 
-def _rectangles(placed: Placed, *, sharded: bool = False, section: float = 1.0) -> np.ndarray:
+def _rectangles(placed: Placed, *, sharded: bool = False, section_share: float = 1.0) -> np.ndarray:
     """(first layer, last, first column, last) as shares of the whole, by rank.
 
     Parts of replicas in several sections are taken as columns of all layers.
@@ -98,7 +98,7 @@ def _rectangles(placed: Placed, *, sharded: bool = False, section: float = 1.0) 
     s = placed.strategy
     pp, replica, tp = np.indices((s.pp, s.num_replicas, s.tp)).reshape(3, -1)
     low, height, left, width = pp / s.pp, 1 / s.pp, tp / s.tp, 1 / s.tp
-    if sharded and height * width > section:
+    if sharded and height * width > section_share:
         left, width = left + replica / (s.tp * s.num_replicas), width / s.num_replicas
     elif sharded:
         low, height = low + replica / (s.pp * s.num_replicas), height / s.num_replicas

@@ -148,7 +148,7 @@ class Executor:
         plan = self.plan[call.name]
         weights = self._weights(action, record)
         timed = record.timed(rank=rank, name=call.name, kind=call.kind)
-        with _explaining_memory(call, rank), weights, timed as event:
+        with weights, _explaining_memory(call, rank), timed as event:
             engine = self.store.engine(call.role, layout)
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
@@ -185,7 +185,7 @@ class Executor:
 
 
 _MEMORY = {
-    "generate": "lower max_rows, kv_cache_gib, prefill_tokens or sampling.max_new_tokens",
+    "generate": "lower max_rows, sampling.max_new_tokens or (native engine) kv_cache_gib, prefill_tokens",
     "forward": "lower calls.{name}.micro_batch_tokens in the plan",
     "train_step": "lower calls.{name}.micro_batch_tokens in the plan, or set calls.{name}.recompute",
 }
@@ -197,11 +197,11 @@ def _explaining_memory(call: FunctionCall, rank: int) -> Iterator[None]:
     """Raises UserError where the call runs out of memory."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         what = str(error).partition("DefaultCPUAllocator: ")[2]
         if not what and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             raise
-        what = ". ".join((what or str(error)).split(". ")[:2]).rstrip(".")
+        what = ". ".join((what or str(error) or type(error).__name__).split(". ")[:2]).rstrip(".")
         advice = f"{_MEMORY[call.kind].format(name=call.name)}, or give it another layout"
         raise UserError(f"call {call.name!r} ran out of memory on rank {rank} ({what}): {advice}") from error
 

@@ -50,9 +50,7 @@ class Trainer:
         if program.eval_graph is not None and experiment.eval_dataset is not None:
             eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
         if self._is_main and not quiet:
-            given = {"dataset": loader, "eval_dataset": eval_loader}
-            loaders = {name: some for name, some in given.items() if some is not None}
-            for what in warnings_of(program, loaders):
+            for what in warnings_of(program, loader, eval_loader):
                 print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
         self._eval_batch: Batch | None = None
         if eval_loader is not None:

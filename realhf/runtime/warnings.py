@@ -7,18 +7,25 @@ from pathlib import Path
 from realhf.data.loader import Loader
 from realhf.engine.work import Generate
 from realhf.experiment import Role
+from realhf.graph import DataflowGraph
+from realhf.model_config import ModelConfig
 from realhf.nn.peft import CONFIG_FILE
 from realhf.runtime.check import Program
 from realhf.runtime.export import base_name, hub_name
 from realhf.transformers_config import TransformersConfig
 
 
-def warnings_of(program: Program, loaders: Mapping[str, Loader]) -> list[str]:
-    """One sentence each; `loaders` by the dataset's field in the experiment."""
-    return [
-        *other_bases(program.roles), *_ignored(program), *_left_out(loaders), *_greedy(program),
-        *_beyond_positions(program, longest=max((loader.longest for loader in loaders.values()), default=0)),
-    ]  # fmt: skip
+def warnings_of(program: Program, loader: Loader | None, eval_loader: Loader | None) -> list[str]:
+    """One sentence each."""
+    parts = [("dataset", program.graph, loader)]
+    if program.eval_graph is not None:
+        parts.append(("eval_dataset", program.eval_graph, eval_loader))
+    found = [*other_bases(program.roles), *_greedy(program)]
+    for name, graph, rows in parts:
+        found += _ignored(program.roles, graph)
+        if rows is not None:
+            found += [*_left_out(name, rows), *_beyond_positions(program.roles, graph, name, rows)]
+    return list(dict.fromkeys(found))
 
 
 def other_bases(roles: Mapping[str, Role]) -> list[str]:
@@ -39,22 +46,21 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
     return list(found.values())
 
 
-def _ignored(program: Program) -> Iterator[str]:
+def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
     """Settings of generation that only the native engine has."""
-    for call in program.graph.calls:
+    for call in graph.calls:
         work = call.work
-        if not isinstance(work, Generate) or call.role is None or program.roles[call.role].engine == "native":
+        if not isinstance(work, Generate) or call.role is None or roles[call.role].engine == "native":
             continue
         names = ("kv_cache_gib", "prefill_tokens", "work_stealing", "cuda_graphs")
         if changed := [name for name in names if getattr(work, name) != getattr(Generate, name)]:
             yield f"{call.role}.engine is transformers, which does not have {' and '.join(changed)}"
 
 
-def _left_out(loaders: Mapping[str, Loader]) -> Iterator[str]:
-    for name, loader in loaders.items():
-        if count := loader.num_too_long:
-            rows, limit = f"{count} of {len(loader) + count} rows", loader.max_prompt_tokens
-            yield f"{name}: {rows} are left out, as their prompts are longer than max_prompt_tokens {limit}"
+def _left_out(name: str, rows: Loader) -> Iterator[str]:
+    if count := rows.num_too_long:
+        of_all, limit = f"{count} of {len(rows) + count} rows", rows.max_prompt_tokens
+        yield f"{name}: {of_all} are left out, as their prompts are longer than max_prompt_tokens {limit}"
 
 
 def _greedy(program: Program) -> Iterator[str]:
@@ -63,18 +69,28 @@ def _greedy(program: Program) -> Iterator[str]:
         yield f"sampling.temperature is 0: the {count} samples of a prompt are all the same"
 
 
-def _beyond_positions(program: Program, *, longest: int) -> Iterator[str]:
+def _beyond_positions(
+    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: Loader
+) -> Iterator[str]:
     """Of models that can compute more positions than they were made for; others refuse them."""
-    works = [call.work for call in program.graph.calls]
+    works = [call.work for call in graph.calls]
     new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
-    for name in sorted({call.role for call in program.graph.calls if call.role is not None}):
-        config = program.roles[name].config()
-        limit = config.hf.get("max_position_embeddings")
-        is_known = not isinstance(config, TransformersConfig) or config.has_table
-        if not is_known or config.positions != "rope" or not isinstance(limit, int):
-            continue
-        limit *= max(float(rope.get("factor") or 1) for rope in config.rope_kinds().values())
-        if longest + new > limit:
+    for role in sorted({call.role for call in graph.calls if call.role is not None}):
+        limit = _positions(roles[role].config())
+        if limit is not None and rows.longest + new > limit:
             yield (
-                f"{name}.model was made for {limit:g} positions (max_position_embeddings), but a sequence may"
-                f" have {longest + new}: {longest} from the dataset and sampling.max_new_tokens {new}")
+                f"{role}.model was made for {limit} positions (max_position_embeddings), but a sequence may"
+                f" have {rows.longest + new}: {rows.longest} from {name} and sampling.max_new_tokens {new}")
+
+
+def _positions(config: ModelConfig) -> int | None:
+    """For which a model with rotary positions was made, stretched ones included; None where nobody knows."""
+    limit, is_known = config.hf.get("max_position_embeddings"), True
+    if isinstance(config, TransformersConfig):
+        is_known = config.has_table
+    if not is_known or config.positions != "rope" or not isinstance(limit, int):
+        return None
+    key, limits = "original_max_position_embeddings", [limit]
+    for rope in config.rope_kinds().values():
+        limits.append(int((rope.get(key) or config.hf.get(key) or limit) * float(rope.get("factor") or 1)))
+    return max(limits)

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from realhf.dist.group import World
-from realhf.engine.sampling import philox_4x32, sample, uniform
+from realhf.engine.sampling import Draws, philox_4x32, sample, uniform
 from realhf.engine.work import SamplingConfig
 
 # Random123, examples/kat_vectors, lines "philox4x32 10": counter, key, result.
@@ -60,6 +60,18 @@ def test_uniform_numbers_are_uniform_and_independent():
         assert not torch.isin(_uniform(other, ids, positions), draws).any()
     far = _uniform(5, torch.tensor([3, 3 + (1 << 32)]), torch.tensor([1, 1]))
     assert far[0] != far[1]
+
+
+def test_numbers_made_ahead_are_the_same():
+    """Of samples that begin at different times and pause, in rows that were not there before."""
+    rng, draws = np.random.default_rng(0), Draws(9)
+    positions, ids = np.zeros(40, np.int64), np.arange(40) * 1000 + 7
+    for step in range(120):
+        rows = np.flatnonzero(rng.random(min(40, 1 + step)) < 0.5)
+        there = {"sample_ids": ids[rows], "positions": positions[rows]}
+        assert np.array_equal(draws(rows, **there), uniform(9, **there))
+        positions[rows] += 1
+    assert positions.min() > 16 and len(set(positions.tolist())) > 5
 
 
 def _sample(logits, draws, **settings):

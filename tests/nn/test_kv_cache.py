@@ -104,7 +104,7 @@ def test_shared_blocks_side_by_side_are_attended_to_as_one(dtype, atol, kind, va
         if stopped is not None:
             rows.tables.stop(stopped)
     assert _joined(rows) == 2
-    rows.tables.start(2, [30, 32], length=100, num_shared=1)
+    rows.tables.start(2, [14, rows.free.pop()], length=100, num_shared=1)  # Prompts of one block and of two.
     assert _joined(rows) == 1
 
 

@@ -57,6 +57,14 @@ VALUES, SCORES = replace(FULL, output="values"), replace(FULL, output="scores")
 GENERATE = Workload(16, prompt_tokens=32, response_tokens=8, max_new_tokens=8, samples_per_prompt=4)
 FEW_ROWS = replace(GENERATE, samples_per_prompt=1, max_rows=8)
 
+
+
+def _in_sections(role, numel=1 << 20):
+    """Whose gradients are summed layer by layer."""
+    role.__dict__["spec"] = replace(role.spec, section_numel=numel)  # (In place of what is computed once.)
+    return role
+
+
 TRAIN = [
     Case("d1@0", "train_step", _role(), FULL, 240),
     Case("d1@0", "train_step", _role("bfloat16"), FULL),
@@ -64,6 +72,8 @@ TRAIN = [
     Case("d2@0-1", "train_step", _role(hidden=256), SHORT, 64),
     Case("d2@0-1", "train_step", _role("bfloat16", head="score"), VALUES, 240),
     Case("d4@0-3", "train_step", _role("bfloat16", **NARROW), FULL),
+    Case("d4@0-3", "train_step", _in_sections(_role(hidden=512, **NARROW)), SHORT, 16),
+    Case("d2@0-1", "train_step", _in_sections(_role("bfloat16", hidden=512, **NARROW)), FULL, 96),
     Case("t2@0-1", "train_step", _role("bfloat16", **NARROW), FULL),
     Case("t2@0-1", "train_step", _role(tied=True), ENTROPY, 240),
     Case("t4@0-3", "train_step", _role(**NARROW), FULL),
@@ -124,6 +134,7 @@ CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION + ADAPTERS + FAMILIES
 
 def _name(case):
     extra = "-recompute" * case.recompute + "-tied" * case.role.config.tied + "-lora" * bool(case.role.lora)
+    extra += "-sections" * (case.role.spec.section_numel <= 1 << 20)
     return f"{case.role.config.family}-{case.layout.split('@')[0]}-{case.kind}-{case.role.dtype}{extra}"
 
 

@@ -35,7 +35,7 @@ def test_cost_is_near_the_schedule(seed):
     sharded = source.strategy.dp > 1 and rng.random() < 0.5
     cost = transfer_seconds(
         cluster, source, target, num_bytes=SPEC.numel * 2, sharded=sharded,
-        section=SPEC.section_numel / SPEC.numel)
+        section_share=SPEC.section_numel / SPEC.numel)
     schedule = make_schedule(
         SPEC, source=_layout(source), target=_layout(target), itemsize=2, wires=Wires.of_cluster(cluster),
         sharded=sharded,

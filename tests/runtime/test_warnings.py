@@ -59,19 +59,31 @@ def test_greedy_samples_of_one_prompt(task, capsys):
     assert _warnings(capsys, "ppo", task, sampling=greedy, group_size=1) == []
 
 
-@pytest.mark.parametrize("factor, beyond", [(None, 1), (None, 0), (2.0, 1)])
-def test_sequences_longer_than_the_model_was_made_for(tmp_path, capsys, factor, beyond):
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 40}
+
+
+@pytest.mark.parametrize(
+    "rope, limit",
+    [(None, 64), ({"rope_type": "linear", "factor": 2.0}, 128), (YARN, 80), (YARN | {"factor": 1.5}, 64)],
+)
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_sequences_longer_than_the_model_was_made_for(tmp_path, capsys, rope, limit, beyond):
     task = write_task(tmp_path)
-    limit = HF_CONFIG["max_position_embeddings"]
-    rope = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}} if factor else {}
-    (task / "config.json").write_text(json.dumps(HF_CONFIG | rope))
+    assert HF_CONFIG["max_position_embeddings"] == 64
+    fields = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
+    (task / "config.json").write_text(json.dumps(HF_CONFIG | fields))
     longest = max(_lengths(task))
-    new = limit - longest + beyond
-    found = _warnings(capsys, "grpo", task, sampling=SamplingConfig(max_new_tokens=new))
+    new, none = limit - longest + beyond, {"eval_dataset": None}
+    found = _warnings(capsys, "grpo", task, sampling=SamplingConfig(max_new_tokens=new), **none)
     what = (
         f"model was made for {limit} positions (max_position_embeddings), but a sequence may have "
-        f"{longest + new}: {longest} from the dataset and sampling.max_new_tokens {new}")
-    assert found == ([f"{role}.{what}" for role in ("actor", "ref")] if beyond and not factor else [])
+        f"{longest + new}: {longest} from dataset and sampling.max_new_tokens {new}")
+    assert found == [f"{role}.{what}" for role in ("actor", "ref")] * beyond
+
+
+def test_answers_of_the_evaluation_count(task, capsys):
+    found = _warnings(capsys, "sft", task, sampling=SamplingConfig(max_new_tokens=64))
+    assert len(found) == 1 and "from eval_dataset and sampling.max_new_tokens 64" in found[0]
 
 
 def test_whole_sequences_of_a_dataset_count(tmp_path, capsys):
