@@ -28,11 +28,12 @@ def test_rows_have_prompts_of_their_own():
         assert all(one != other for one, other in zip(ids, ids[1:], strict=False))
 
 
-@pytest.mark.parametrize(("num_prompts", "own_blocks", "shared_blocks"), [(6, 12, 0), (2, 6, 4), (1, 6, 2)])
+@pytest.mark.parametrize(("num_prompts", "own_blocks", "shared_blocks"), [(6, 12, 0), (2, 6, 2), (1, 6, 1)])
 def test_rows_attend_to_blocks_of_their_own_but_where_they_share_a_prompt(
     num_prompts, own_blocks, shared_blocks
 ):
-    """The prompt is of 130 tokens: 128 and 16 in two blocks of 128, or 64, 64 and what is not shared."""
+    """The prompt is of 130 tokens: 128 and 16 in two blocks of 128; or 64 and 64, which count as one, and
+    what is not shared."""
     model = build(hf_config() | {"max_position_embeddings": 256})
     rows = Rows(model, 6, prompt_tokens=130, num_prompts=num_prompts)
     own, *shared = rows.segment.decoding.sets
