@@ -1,7 +1,7 @@
 """Samples: prompts that are being continued, and what has been drawn for them so far."""
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -103,8 +103,7 @@ def columns(parts: Sequence[Samples], *, wide: torch.dtype) -> list:
         at_T = position_T - torch.from_numpy(prompt_lens)[row_T]
         drawn_T = at_T >= 0
         tokens_T = torch.empty(len(row_T), dtype=torch.long)
-        tokens_T[~drawn_T] = torch.tensor(
-            [token for prompt in part.prompts for token in prompt], dtype=torch.long)
+        tokens_T[~drawn_T] = torch.from_numpy(np.fromiter(chain.from_iterable(part.prompts), np.int64))
         drawn_T, at = drawn_T.to(device), (row_T[drawn_T].to(device), at_T[drawn_T].to(device))
         tokens_T = tokens_T.to(device).masked_scatter_(drawn_T, part.tokens[at])
         sequences.append(tokens_T)
