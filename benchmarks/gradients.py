@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from harness import Goal, machine, progress, report
 from rich.table import Table
-from two_hosts import NoNamespacesError, meet, run_again, two_hosts
+from two_hosts import NoNamespacesError, add_options, meet, run_again, two_hosts
 from workloads import config_of, sequences
 
 from realhf import OptimizerConfig
@@ -86,12 +86,8 @@ def step_of(world: World, layout: str, *, tokens: int, **changes: Any) -> Callab
 def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--mbit", type=int, default=1000, help="rate of the wire, each way")
     parser.add_argument("--tokens", type=int, default=1024, help="of a rank in a step")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--address", help=argparse.SUPPRESS)
+    add_options(parser, mbit=1000)
     args = parser.parse_args()
     if args.rank is not None:
         torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from harness import Goal, machine, progress, report
 from move import DTYPE, Move
 from realloc_run import MODELS, Truth
 from rich.table import Table
-from two_hosts import NoNamespacesError, meet, run_again, two_hosts
+from two_hosts import NoNamespacesError, add_options, meet, run_again, two_hosts
 
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
@@ -150,11 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--pairs", nargs="+", default=PAIRS, help="each 'MODEL SOURCE TARGET'")
     parser.add_argument("--mib", type=int, default=32, help="float32 weights of each model, at least")
-    parser.add_argument("--mbit", type=int, default=200, help="rate of the wire, each way")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--address", help=argparse.SUPPRESS)
+    add_options(parser, mbit=200)
     args = parser.parse_args()
     if args.rank is not None:
         torch.set_num_threads(1)

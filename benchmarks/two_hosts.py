@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +83,15 @@ def _make(hosts: list[Host], *, mbit: int | None, mtu: int) -> None:
 
 def _run(*words: object) -> None:
     subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True)
+
+
+def add_options(parser: ArgumentParser, *, mbit: int) -> None:
+    """What the benchmarks between two hosts have in common, and what `run_again` adds."""
+    parser.add_argument("--mbit", type=int, default=mbit, help="rate of the wire, each way")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument("--rank", type=int, help=SUPPRESS)
+    parser.add_argument("--address", help=SUPPRESS)
 
 
 def run_again(hosts: list[Host], *, ranks_per_host: int) -> Any:
