@@ -9,6 +9,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from realhf.shipped import load_yaml
+from realhf.suggest import did_you_mean
 from realhf.units import parse
 
 DEVICE_TYPES = ("cuda", "cpu")
@@ -91,7 +92,8 @@ def _checked(document: Any, cls: type, where: str = "") -> dict[str, Any]:
         raise ValueError(f"{where or 'the cluster'} is {shown}: it must give {', '.join(legal)}")
     for name in [*document, *required]:
         if name not in legal:
-            raise ValueError(f"{prefix}{name} is not a field: legal are {', '.join(legal)}")
+            meant = did_you_mean(str(name), legal)
+            raise ValueError(f"{prefix}{name} is not a field{meant}: legal are {', '.join(legal)}")
         if name not in document:
             raise ValueError(f"{prefix}{name} is missing")
     return dict(document)

@@ -51,7 +51,7 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     if unknown:
         legal = [f"--{name.replace('_', '-')}" for name in _field_names(experiment)]
         near = difflib.get_close_matches(unknown[0].replace("_", "-"), legal, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"legal are {', '.join(legal)}"
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help behind the experiment lists them all"
         raise UserError(f"unknown override {unknown[0]!r}: {hint}")
     return changed
 

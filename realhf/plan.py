@@ -10,6 +10,7 @@ import yaml
 from realhf.graph import DataflowGraph
 from realhf.layout import Layout
 from realhf.shipped import load_yaml
+from realhf.suggest import did_you_mean
 
 OPTIONS = ("recompute", "offload")
 """What a plan switches on for a call; both save memory and cost time."""
@@ -94,10 +95,13 @@ class ExecutionPlan:
         _refuse_unknown(document, ("calls", "predicted"))
         calls = {}
         for name, entry in entries.items():
-            if not isinstance(entry, dict) or "layout" not in entry:
+            if not isinstance(entry, dict):
                 raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
+            _refuse_split_layout(entry, f"calls.{name}")
             legal = ("layout", "micro_batch_tokens", "max_rows", *OPTIONS, "predicted")
             _refuse_unknown(entry, legal, f"calls.{name} has an ")
+            if "layout" not in entry:
+                raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
             try:
                 calls[name] = CallPlan(**{**entry, "layout": Layout.parse(entry["layout"])})
             except ValueError as error:
@@ -126,4 +130,13 @@ class ExecutionPlan:
 
 def _refuse_unknown(entry: Mapping[str, Any], legal: Sequence[str], prefix: str = "") -> None:
     if unknown := sorted(map(str, set(entry) - set(legal))):
-        raise ValueError(f"{prefix}unknown field {unknown[0]!r}: legal are {', '.join(legal)}")
+        meant = did_you_mean(unknown[0], legal)
+        raise ValueError(f"{prefix}unknown field {unknown[0]!r}{meant}: legal are {', '.join(legal)}")
+
+
+def _refuse_split_layout(entry: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for `{layout: d2@0,1}`, which YAML reads as a layout `d2@0` and a field `1`."""
+    rest = [str(name) for name, value in entry.items() if value is None and str(name)[:1].isdigit()]
+    if rest and isinstance(entry.get("layout"), str):
+        whole = ",".join([entry["layout"], *rest])
+        raise ValueError(f"{where}.layout has commas: put it in quotes, {{layout: \"{whole}\"}}")

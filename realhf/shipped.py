@@ -33,6 +33,24 @@ def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str, what: str) -
     """What `build` makes of a YAML file; what is wrong with it becomes a UserError that names the file."""
     path = resolve(name, kind=kind, suffix=".yaml")
     try:
-        return build(yaml.safe_load(path.read_text()))
+        return build(yaml.load(path.read_text(encoding="utf-8"), _Loader))
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, ", ".join(filter(None, (error.context, error.problem)))
+        where = f" line {mark.line + 1} column {mark.column + 1}" if mark is not None else ""
+        raise UserError(f"{what} {path}{where} is not YAML: {problem}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except (ValueError, OSError, yaml.YAMLError) as error:
         raise UserError(f"{what} {path}: {' '.join(str(error).split())}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which reads no Python objects; a field that stands twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for i, name in enumerate(names):
+            if name in names[:i] and name != "<<":
+                mark = node.value[i][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"{name!r} is given twice", mark)
+        return super().construct_mapping(node, deep)

@@ -133,6 +133,10 @@ class Command:
         out, err = self._process.communicate(timeout=timeout)
         return self._process.returncode, out, err
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        self._process.send_signal(signal.SIGINT)
+
     @property
     def ended(self) -> bool:
         return self._process.poll() is not None

@@ -120,6 +120,7 @@ WORDS: dict[str, list[str]] = {
     "--actor.lora.merge 1 --steps 3": ["--actor.lora.merge and --actor.lora.no-merge"],
     "--step 4": ["unknown override '--step'", "did you mean", "--steps"],
     "stray": ["'stray'"],
+    "--nothing-of-the-kind 4": ["unknown override '--nothing-of-the-kind'", "--help"],
     "--steps many": ["--steps", "many", "a whole number"],
     "--steps 0": ["steps is 0", " 1"],
     "--batch-size -4": ["batch_size is -4", " 1"],
@@ -149,6 +150,8 @@ WORDS: dict[str, list[str]] = {
     "--cluster {here}/cluster.yaml": ["cluster {here}/cluster.yaml", "num_hosts is 'many'", " 1"],
     "--cluster {here}/malformed.yaml": ["cluster {here}/malformed.yaml"],
     "--cluster {here}/good.yaml": ["cluster {here}/good.yaml", "calls is not a field", "num_hosts"],
+    "--cluster {here}/typo.yaml": ["typo.yaml: num_host is not a field (did you mean num_hosts?)"],
+    "--cluster {here}/binary.yaml": ["cluster {here}/binary.yaml is not UTF-8 text"],
     "--cluster {here}/one.yaml --plan {here}/good.yaml": [
         "calls.actor_generate",
         "rank 1",
@@ -158,7 +161,17 @@ WORDS: dict[str, list[str]] = {
 
 # Text of a plan file -> words of the sentence.
 PLANS: dict[str, list[str]] = {
-    "calls: {actor_train: [": ["plan.yaml", "line 1"],
+    "calls: {actor_train: [": ["plan.yaml line 1 column 23 is not YAML: while parsing a flow node"],
+    "calls:\n  actor_train: {layout: d1@0}\n  actor_train: {layout: d1@1}": [
+        "plan.yaml line 3 column 3 is not YAML: 'actor_train' is given twice"
+    ],
+    "calls: {actor_train: {layuot: d1@0}}": [
+        "plan.yaml: calls.actor_train has an unknown field 'layuot' (did you mean layout?)"
+    ],
+    "calls: {actor_train: {layout: d2@0,1}}": [
+        'plan.yaml: calls.actor_train.layout has commas: put it in quotes, {layout: "d2@0,1"}'
+    ],
+    "calls: {actor_train: {layout: 4}}": ["plan.yaml: calls.actor_train: 4 is not a layout", "d2t4@0-7"],
     "": ["plan.yaml", "calls is missing"],
     "- actor_train": ["plan.yaml", "calls is missing"],
     "calls: {actor_train: d1@0}": ["plan.yaml", "calls.actor_train.layout is missing", "{layout: d2t4@0-7}"],
@@ -216,7 +229,9 @@ def experiment(tmp_path_factory) -> Path:
         "cluster.yaml": yaml.safe_dump(cluster | {"num_hosts": "many"}),
         "one.yaml": yaml.safe_dump(cluster | {"num_hosts": 1, "devices_per_host": 1}),
         "malformed.yaml": "num_hosts: [",
+        "typo.yaml": yaml.safe_dump({"num_host": 1} | cluster),
     }
+    (path.parent / "binary.yaml").write_bytes(b"num_hosts: \xff\xfe")
     for name, text in files.items():
         (path.parent / name).write_text(text)
     return path

@@ -66,7 +66,7 @@ def test_every_shipped_cluster_loads_by_its_name():
     [
         ("num_hosts: 2", "num_hosts: 0", "num_hosts is 0: it must be a whole number"),
         ("num_hosts: 2", "num_hosts: 1.5", "num_hosts is 1.5"),
-        ("num_hosts: 2", "hosts: 2", "hosts is not a field: legal are num_hosts, devices_per_host"),
+        ("num_hosts: 2", "hosts: 2", "hosts is not a field (did you mean num_hosts?): legal are num_hosts, "),
         ("num_hosts: 2", "", "num_hosts is missing"),
         ("{float32: 1.0e+11}", "{float32: fast}", "peak_flops.float32 is 'fast': it must be a number"),
         ("{float32: 1.0e+11}", "9.9e+14", "peak_flops must map dtype names"),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -216,6 +217,50 @@ def test_run_directory_in_use(tmp_path, capsys, monkeypatch, environment):
 def _contents(directory: Path) -> dict[str, tuple[int, bytes]]:
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_out_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "run").write_text("")
+    assert main(["run", str(write_experiment(tmp_path)), "--nproc", "2", "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == f"realhf: --out {tmp_path / 'run'} is a file: name a directory\n"
+
+
+@pytest.mark.parametrize("threads", ["abc", "0", "-2", ""])
+def test_number_of_threads(tmp_path, capsys, monkeypatch, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert main(["check", str(write_experiment(tmp_path))]) == 2
+    must = "it must be a whole number of at least 1"
+    assert capsys.readouterr().err == f"realhf: OMP_NUM_THREADS is {threads!r}: {must}\n"
+
+
+def test_traceback_on_request(tmp_path, capsys):
+    experiment = write_experiment(tmp_path, body="1 / 0")
+    assert main(["check", str(experiment), "--traceback"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err and f'File "{experiment}"' in err
+    assert err.splitlines()[-1].startswith(f"realhf: experiment {experiment} line ")
+
+
+def test_host_without_loopback(tmp_path):
+    experiment, out = write_experiment(tmp_path), tmp_path / "run"
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode != 0:
+        pytest.skip("no network namespaces here")
+    with Command("unshare", "-n", *REALHF, "run", experiment, "--nproc", 2, "--out", out) as command:
+        code, _, err = command.finish()
+    assert code == 2 and err.count("\n") == 1, err
+    assert err.startswith("realhf: local workers meet on a free TCP port of localhost, and none can be ")
+
+
+def test_interrupt_while_modules_are_loaded(tmp_path):
+    """Ctrl-C before the workers start ends in a sentence."""
+    begun = tmp_path / "begun"
+    body = f"import time\nPath({str(begun)!r}).touch()\ntime.sleep(60)"
+    experiment = write_experiment(tmp_path, body=body)
+    with Command(*REALHF, "run", experiment, "--nproc", 2, "--out", tmp_path / "run") as command:
+        assert wait_until(begun.exists, seconds=60)
+        command.interrupt()
+        code, _, err = command.finish()
+    assert (code, err) == (1, "realhf: ended by SIGINT\n")
 
 
 def test_out_of_memory(tmp_path, capsys):

@@ -16,7 +16,7 @@ NOUNS = (
     "param_spec", "region", "shipped", "transformers_config",
 )  # fmt: skip
 LAYERS = {
-    **dict.fromkeys(("errors", "prepare", "units"), 0),
+    **dict.fromkeys(("errors", "prepare", "suggest", "units"), 0),
     **dict.fromkeys(NOUNS, 1),
     **dict.fromkeys(("dist", "data"), 2),
     "realloc": 2.5,
