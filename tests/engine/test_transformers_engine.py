@@ -51,7 +51,9 @@ FAMILIES = {
 }
 """Those without a table, tied and untied, with learned positions, recurrent; and one whose files hold other
 tensors."""
-OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-6, weight_decay=0.1, max_grad_norm=2.0)
+OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=2.0)
+"""`eps` is far above the rounding noise of gradients (those of k_proj.bias are nothing else), which AdamW would
+divide by its own size, and below the gradients that count (0.01)."""
 TRAIN = FunctionCall(
     "actor_train", "train_step", ("sequence_ids", "response_mask"), role="actor",
     work=TrainStep(CrossEntropy()))
@@ -228,7 +230,7 @@ def test_native_and_transformers_engines_agree(tmp_path):
         engine.run(TRAIN, [batch_of(ROWS)], micro_batch_tokens=24).metrics for engine in (ours, theirs))
     assert mine == pytest.approx(others, rel=1e-5)
     for name, shard in ours.shards().items():
-        torch.testing.assert_close(theirs.shards()[name], shard, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(theirs.shards()[name], shard, rtol=0, atol=2e-6, msg=name)
 
 
 @pytest.mark.parametrize(("family", "head"), [("opt", "lm"), ("mixtral", "lm"), ("phi", "score")])
