@@ -7,8 +7,8 @@ import pytest
 
 from tests.pool import Pool
 
-# Before torch is imported. Tensors of tests are tiny: a second thread costs more than it brings, and on a busy
-# machine, where threads wait for each other in a loop, up to twenty times more.
+# Before torch is imported. Tensors of tests are tiny: a second thread costs more than it brings, and on a
+# busy machine, where threads wait for each other in a loop, up to twenty times more.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 

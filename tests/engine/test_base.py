@@ -21,7 +21,8 @@ def _train(world, text, noise, num_minibatches, epochs):
     for batch in batches:
         mask = batch["response_mask"]
         found = engine.run(forward, [batch.pick(KEYS)], micro_batch_tokens=40).batch.fields.get("logprobs")
-        logprobs = torch.zeros_like(mask.values) if found is None else found.values  # (Not on the last stage.)
+        # (Only the last stage has them, and needs them.)
+        logprobs = torch.zeros_like(mask.values) if found is None else found.values
         batch.fields["gen_logprobs"] = mask.like((logprobs + noise) * mask.values)
         batch.fields["advantages"] = mask.like(mask.values)
     work = TrainStep(PolicyLoss(PolicyLossConfig(average="token")), num_minibatches, epochs)
@@ -30,7 +31,7 @@ def _train(world, text, noise, num_minibatches, epochs):
 
 
 def test_the_first_mini_batch_shows_how_far_generation_and_training_are_apart(pool):
-    """With the weights that generated, KL is that of the noise: exp(-x) - 1 + x; later it is that of learning."""
+    """With the weights that generated, KL is that of the noise, exp(-x) - 1 + x; later that of learning."""
     alone = _train(World(), "d1@0", 0.0, 1, 1)
     assert alone["mismatch_kl"] == alone["approx_kl"] < 1e-15
     for layout in ("d1@0", "d2@0-1", "p2@0-1"):

@@ -1,5 +1,5 @@
-"""Losses by parts of a micro-batch, of whose logits a chunk exists at a time: the same numbers as at once; and
-losses with an entropy bonus."""
+"""Losses by parts of a micro-batch, of whose logits a chunk exists at a time: the same numbers as at once;
+and losses with an entropy bonus."""
 
 from dataclasses import dataclass, replace
 from functools import partial

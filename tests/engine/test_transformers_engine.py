@@ -63,8 +63,8 @@ FAMILIES = {
 """Those without a table, tied and untied, with learned positions, recurrent; and one whose files hold other
 tensors."""
 OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=2.0)
-"""`eps` is far above the rounding noise of gradients (those of k_proj.bias are nothing else), which AdamW would
-divide by its own size, and below the gradients that count (0.01)."""
+"""`eps` is far above the rounding noise of gradients (those of k_proj.bias are nothing else), which AdamW
+would divide by its own size, and below the gradients that count (0.01)."""
 TRAIN = FunctionCall(
     "actor_train", "train_step", ("sequence_ids", "response_mask"), role="actor",
     work=TrainStep(CrossEntropy()))
@@ -79,7 +79,8 @@ def made(tmp_path_factory):
     def make(family, head="lm"):
         if (family, head) not in models:
             torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(family, **(SIZES | (FAMILIES | TABLES).get(family, {})))
+            fields = SIZES | (FAMILIES | TABLES).get(family, {})
+            config = transformers.AutoConfig.for_model(family, **fields)
             config.num_labels = 1
             auto = "AutoModelForCausalLM" if head == "lm" else "AutoModelForSequenceClassification"
             model = getattr(transformers, auto).from_config(config).eval()
@@ -196,7 +197,7 @@ def test_a_top_k_of_the_whole_vocabulary_filters_nothing(made, top_k):
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neo", "gptj", "codegen", "ctrl", "mpt"])
 def test_generation_beyond_the_last_position_is_refused(made, family):
-    """Positions may be learned, or a table that is computed; `longest` is the last length that the class takes."""
+    """Positions may be learned or a table that is computed; the class itself takes no more of them."""
     directory, model = made(family)
     limit = class_spec(TransformersConfig.load(str(directory))).config.num_positions
     longest = max(len(prompt) for prompt, _ in ROWS)
