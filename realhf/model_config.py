@@ -103,7 +103,7 @@ class ModelConfig:
     activation: str = "silu"
     gated: bool = True  # The MLP has a gate beside its up-projection.
     positions: Literal["rope", "learned"] = "rope"
-    num_positions: int | None = None  # Learned ones; None: no limit.
+    num_positions: int | None = None  # Rows of a table of them; None: no limit.
     rope_layers: tuple[bool, ...] = ()  # Which layers rotate queries and keys; empty: all.
     rope_interleaved: bool = False  # Neighbouring dims turn together; else dim i and i + half.
     windows: tuple[int | None, ...] = ()  # By layer: tokens that one sees, itself included.

@@ -85,6 +85,10 @@ LAYOUTS: dict[str, tuple[dict[str, int], str, list[str]]] = {
 WORDS: dict[str, list[str]] = {
     "--actor.model /nowhere": ["actor.model", "'/nowhere' is neither a path nor a shipped name", "llama-7b"],
     "--actor.model {here}": ["actor.model", "there is no {here}/config.json"],
+    "--actor.dtype float16": [
+        "actor.dtype is float16: training in it needs loss scaling, which realhf does not have",
+        "use bfloat16 or float32",
+    ],
     "--actor.no-random-init": ["actor.model", "holds no safetensors weights", "actor.random_init"],
     "--tokenizer /nowhere": ["tokenizer '/nowhere'", "tokenizer.json"],
     "--dataset.path nowhere.jsonl": ["dataset.path 'nowhere.jsonl'", "no such file"],

@@ -43,6 +43,7 @@ def test_results_by_rank_from_the_same_workers(pool):
     assert first == second and len(set(first)) == 4
     assert pool.run(_pair_sum, num_ranks=2) == [3, 3]
     assert all(threads == 1 for _, threads in first)
+    assert torch.get_num_threads() == 1  # And here.
 
 
 def test_failures_name_the_rank_and_leave_a_working_pool(pool):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from realhf.data.batch import Batch, Packed
+
+_LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to [-20, 20], as in verl, so that ratios stay finite."""
+_K3_LIMIT = 10.0
+"""A token's KL estimate is at most 10, as in verl and OpenRLHF."""
 
 
 @dataclass(frozen=True)
@@ -18,19 +24,36 @@ class PolicyLossConfig:
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None
+    """Above 1: the objective of a token with a negative advantage A is at least `dual_clip` A, however large
+    its ratio is (Ye et al. 2020, arXiv:1912.09729; 3 is usual); None: it has no such bound."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference in the loss (k3 estimator); 0: no reference is needed."""
     average: Literal["sequence", "token"] = "sequence"
     """`sequence`: mean of each response, then over responses (GRPO); `token`: over all tokens (DAPO)."""
 
+    def __post_init__(self) -> None:
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"loss.dual_clip is {self.dual_clip}: it must be above 1")
+
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef k3, rho = p_train / p_generated."""
+    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef k3, rho = p_train / p_generated.
+
+    The log of rho is clamped to [-20, 20]: outside, a token has no gradient of the first term. With
+    `dual_clip`, a token with A < 0 has none either as soon as rho is above `dual_clip`.
+    """
 
     config: PolicyLossConfig
     output: str = "logprobs"
     entropy: bool = True
+
+    @property
+    def first_minibatch(self) -> dict[str, str]:
+        """The first mini-batch is trained on the weights that generated it: its `approx_kl` shows by how much
+        generation and training disagree about the same weights."""
+        return {"approx_kl": "mismatch_kl"}
 
     def totals(self, batch: Batch) -> dict[str, float]:
         return {"tokens": float(batch["response_mask"].values.sum()), "sequences": float(len(batch))}
@@ -39,19 +62,23 @@ class PolicyLoss:
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c, mask, advantage_T = self.config, batch["response_mask"], batch["advantages"].values
-        log_ratio_T = outputs["logprobs"] - batch["gen_logprobs"].values
-        ratio_T = log_ratio_T.exp()
+        ratio_T = clamped_log_ratio(outputs["logprobs"], batch["gen_logprobs"].values).exp()
         clipped_T = ratio_T.clamp(1 - c.clip_low, 1 + c.clip_high)
         surrogate_T = (ratio_T * advantage_T).minimum(clipped_T * advantage_T)
         weight_T = mean_T = mask.values / max(totals["tokens"], 1.0)
         if c.average == "sequence":
             mean_T = mask.values / per_token(response_counts(mask).clamp(min=1.0), mask) / totals["sequences"]
+        metrics = {}
+        if c.dual_clip is not None:
+            least_T = (c.dual_clip * advantage_T).where(advantage_T < 0, -inf)
+            metrics["dual_clip_fraction"] = ((surrogate_T < least_T).detach() * weight_T).sum()
+            surrogate_T = surrogate_T.maximum(least_T)
         loss = -(surrogate_T * mean_T).sum()
-        metrics = {
+        metrics |= {
             "pg_loss": loss.detach(),
             "entropy": (outputs["entropy"].detach() * weight_T).sum(),
             "clip_fraction": ((clipped_T * advantage_T < ratio_T * advantage_T).detach() * weight_T).sum(),
-            "approx_kl": ((ratio_T - 1 - log_ratio_T).detach() * weight_T).sum(),
+            "approx_kl": (k3(batch["gen_logprobs"].values, outputs["logprobs"].detach()) * weight_T).sum(),
         }
         if c.kl_coef:
             kl = (k3(outputs["logprobs"], batch["ref_logprobs"].values) * mean_T).sum()
@@ -60,10 +87,19 @@ class PolicyLoss:
         return loss, metrics
 
 
+def clamped_log_ratio(logp_T: Tensor, other_T: Tensor) -> Tensor:
+    """Return logp - other, clamped to [-20, 20]; outside it has no gradient."""
+    return (logp_T - other_T).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+
+
 def k3(logp_T: Tensor, ref_T: Tensor) -> Tensor:
-    """Schulman's unbiased, low-variance KL(policy || reference): exp(d) - d - 1 with d = ref - logp."""
-    difference = ref_T - logp_T
-    return difference.exp() - difference - 1
+    """Return Schulman's unbiased, low-variance estimate of KL(policy || reference) for every token:
+    exp(d) - d - 1 with d = ref - logp.
+
+    It is at most 10. A token whose estimate would be larger (d above 2.6 or below -11) has no gradient.
+    """
+    difference_T = clamped_log_ratio(ref_T, logp_T)
+    return (difference_T.exp() - difference_T - 1).clamp(max=_K3_LIMIT)
 
 
 def response_counts(mask: Packed) -> Tensor:

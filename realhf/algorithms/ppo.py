@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from realhf.algorithms.policy_loss import PolicyLossConfig, rollout_metrics
+from realhf.algorithms.policy_loss import PolicyLossConfig, clamped_log_ratio, rollout_metrics
 from realhf.algorithms.rollout import SEQUENCE, Rollout, graph_of
 from realhf.engine.work import HostFunction, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
@@ -43,7 +43,10 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """Token rewards -kl_coef (log p - log p_ref), the score added at the last; GAE(gamma, lam) over them."""
+    """Token rewards -kl_coef (log p - log p_ref), the score added at the last; GAE(gamma, lam) over them.
+
+    The difference of the log-probs is clamped to [-20, 20].
+    """
 
     gamma: float = 1.0
     lam: float = 0.95
@@ -79,7 +82,7 @@ class TokenAdvantages:
         chosen_T = mask.values.bool()
         counts = [int(part.sum()) for part in mask.split()]
         values_T = batch["values"].values[chosen_T]
-        kl_T = batch["gen_logprobs"].values[chosen_T] - batch["ref_logprobs"].values[chosen_T]
+        kl_T = clamped_log_ratio(batch["gen_logprobs"].values, batch["ref_logprobs"].values)[chosen_T]
         valid_ST = values_T.new_ones(len(counts), max(counts)).bool()
         for row, count in zip(valid_ST, counts, strict=True):
             row[count:] = False

@@ -130,7 +130,9 @@ class BaseEngine(ABC):
             last = number == len(batches)
             history.append(metrics | self._optimizer.step(gather=gather or not last))
         self._trained.requires_grad_(False)
-        return {name: x / len(history) for name, x in _sum_dicts(history).items()}
+        means = {name: x / len(history) for name, x in _sum_dicts(history).items()}
+        first = getattr(work.loss, "first_minibatch", {})
+        return means | {name: history[0][metric] for metric, name in first.items() if metric in history[0]}
 
     def _compute_grads(
         self, call: FunctionCall, work: TrainStep, batch: Batch, passes: dict[str, Any]

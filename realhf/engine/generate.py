@@ -11,7 +11,6 @@ Prompts that do not begin at once wait in a queue, from which all cohorts of all
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,9 +19,9 @@ from realhf.data.batch import Batch
 from realhf.dist.group import Pending
 from realhf.engine.block_manager import BlockManager
 from realhf.engine.decode_graphs import DecodeGraphs, recorder
-from realhf.engine.room import Room, Terms, longest_sizes
+from realhf.engine.room import Room, Terms, check_not_empty, longest_sizes
 from realhf.engine.samples import Job, Samples, by_prompt, columns
-from realhf.engine.sampling import Draws, sample
+from realhf.engine.sampling import Draws, for_vocabulary, sample
 from realhf.engine.scheduler import Prompt, Scheduler, Step
 from realhf.engine.work import Generate
 from realhf.engine.work_queue import WorkQueue
@@ -39,8 +38,8 @@ def generate(
     """Ids of the samples that this replica has continued, and on one of its ranks (last stage, first of tp)
     the columns of `Generate`; `stream` (the call's name) has its own random numbers.
 
-    Raises UserError when a sample cannot fit in the model's positions or in the budget of the KV cache: on
-    all replicas among which prompts move.
+    Raises UserError when a prompt is empty, or when a sample cannot fit in the model's positions or in the
+    budget of the KV cache: on all replicas among which prompts move.
     """
     prompts = [prompt.tolist() for prompt in batch[prompt_key].split()]
     seed = (work.seed << 32) | zlib.crc32(stream.encode())
@@ -63,8 +62,10 @@ def generate(
 
 def _agree(model: Transformer, jobs: Sequence[Job], work: Generate, queue: WorkQueue) -> Terms:
     """The same for all replicas among which prompts move. Raises UserError where nobody could take one."""
-    told = queue.gather([sum(len(job.ids) for job in jobs), longest_sizes(jobs)])
-    most, sizes = max(count for count, _ in told), [tuple(size) for _, some in told for size in some]
+    empty = [i for job in jobs if not job.tokens for i in job.ids]
+    told = queue.gather([sum(len(job.ids) for job in jobs), longest_sizes(jobs), empty])
+    check_not_empty([i for *_, ids in told for i in ids])
+    most, sizes = max(count for count, *_ in told), [tuple(size) for _, some, _ in told for size in some]
     pp, in_lockstep = model.groups.layout.pp, model.groups.ep.size > 1
     num_cohorts = pp if in_lockstep else max(1, min(pp, most, work.max_rows))
     terms = Terms.of(sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts)
@@ -81,9 +82,7 @@ class _Cohort:
         waiting: Sequence[Job], queue: WorkQueue,
     ) -> None:  # fmt: skip
         """It begins with `count` jobs of its part; those that are `waiting` may come out of the queue."""
-        sampling = terms.work.sampling
-        if sampling.top_k >= model.config.vocab_size:  # That is all of them.
-            sampling = replace(sampling, top_k=0)
+        sampling = for_vocabulary(terms.work.sampling, model.config.vocab_size)
         self._model, self._groups, self._sampling = model, model.groups, sampling
         self._device, self._queue, self._draws = model.flat.device, queue, Draws(seed)
         ends = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=self._device)

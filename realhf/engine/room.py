@@ -17,6 +17,20 @@ def longest_sizes(jobs: Sequence[Job]) -> list[Size]:
     return [max(some) for some in (sizes, [size for size in sizes if size[1] > 1]) if some]
 
 
+def check_not_empty(sample_ids: Sequence[int]) -> None:
+    """Raise UserError if any sample has an empty prompt; the ids are those of such samples."""
+    if sample_ids:
+        raise UserError(f"the prompt of sample {min(sample_ids)} is empty: it must have at least one token")
+
+
+def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int | None) -> None:
+    """Raise UserError if a prompt of so many tokens and its response do not fit in the model's positions."""
+    if num_positions is not None and longest_prompt + max_new_tokens > num_positions:
+        raise UserError(
+            f"a prompt has {longest_prompt} tokens and sampling.max_new_tokens is {max_new_tokens}: "
+            f"the model has {num_positions} positions")
+
+
 @dataclass(frozen=True)
 class Terms:
     """What all cohorts of all replicas generate by, so that none refuses a prompt that another would take."""
@@ -43,10 +57,7 @@ class Terms:
     def check(self, num_positions: int | None) -> None:
         """Raises UserError when a sample cannot fit in the model's positions or in the cache."""
         max_new = self.work.sampling.max_new_tokens
-        if num_positions is not None and self.longest > num_positions:
-            raise UserError(
-                f"a prompt has {self.longest - max_new} tokens and sampling.max_new_tokens is {max_new}: "
-                f"the model has learned {num_positions} positions")
+        check_positions(self.longest - max_new, max_new, num_positions)
         least = num_blocks(self.longest, self.block_size) + 1
         if self.affordable(least) < least:
             least_gib = least * self.num_cohorts * self.token_bytes * self.block_size / _GIB

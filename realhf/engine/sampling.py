@@ -7,6 +7,7 @@ tensor-parallel group.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -68,6 +69,11 @@ class Draws:
             draws = uniform(self._seed, sample_ids=ids, positions=ahead.flatten())
             self._numbers[rows[fresh]] = draws.reshape(-1, _AHEAD)
         return self._numbers[rows, column]
+
+
+def for_vocabulary(config: SamplingConfig, vocab_size: int) -> SamplingConfig:
+    """Return the settings without a `top_k` that keeps every token."""
+    return replace(config, top_k=0) if config.top_k >= vocab_size else config
 
 
 def sample(

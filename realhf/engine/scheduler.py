@@ -27,6 +27,10 @@ class Prompt:
     waiting: list[int] = field(default_factory=list)  # Samples that have their first token, but no slot.
     num_started: int = 0
 
+    def __post_init__(self) -> None:
+        # A pass computes nothing for it: its samples would continue the token before theirs, somebody else's.
+        assert self.tokens, "a prompt has at least one token"
+
     @property
     def is_cached(self) -> bool:
         return self.num_cached == len(self.tokens)

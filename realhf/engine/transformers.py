@@ -19,8 +19,9 @@ from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.base import BaseEngine, Outputs, output_batch
 from realhf.engine.protocol import DTYPES, Shards
+from realhf.engine.room import check_not_empty, check_positions
 from realhf.engine.routers import Routers
-from realhf.engine.sampling import sample, uniform
+from realhf.engine.sampling import for_vocabulary, sample, uniform
 from realhf.engine.work import Generate, OptimizerConfig
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
@@ -106,16 +107,35 @@ class TransformersEngine(BaseEngine):
         logprobs_NV = (x_NX / temperature).log_softmax(-1)
         found = {"logprobs": scatter(logprobs_NV.gather(1, tokens.values[at, None])[:, 0])}
         if entropy:
-            with torch.no_grad():
-                found["entropy"] = scatter(-(logprobs_NV.exp() * logprobs_NV).sum(-1))
+            found["entropy"] = scatter(_Entropy.apply(logprobs_NV))
         return found
+
+
+class _Entropy(torch.autograd.Function):
+    """The entropy of distributions given as log-probs. It keeps nothing but those, which log_softmax keeps
+    anyway: without a use it costs nothing in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs_NV: Tensor) -> Tensor:
+        ctx.save_for_backward(logprobs_NV)
+        return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> Tensor:
+        (logprobs_NV,) = ctx.saved_tensors
+        return (logprobs_NV + 1).mul_(logprobs_NV.exp()).mul_(-grad_N[:, None])
 
 
 def generate(
     model: TransformersModel, batch: Batch, work: Generate, *, prompt_key: str, stream: str
 ) -> list:
-    """The columns of `Generate`; at most `work.max_rows` rows at a time, padded on the left."""
+    """Return the columns of `Generate`; at most `work.max_rows` rows run at a time, padded on the left.
+
+    Raises UserError on all replicas when a prompt of any of them is empty, or cannot fit with its response in
+    the model's positions.
+    """
     prompts = batch[prompt_key].split()
+    _check(model, batch.ids, [len(prompt) for prompt in prompts], work)
     floats = torch.zeros(0, dtype=model.wide, device=model.flat.device)
     rows: dict[int, tuple[Tensor, ...]] = {}
     seed = (work.seed << 32) | zlib.crc32(stream.encode())  # The native engine's.
@@ -137,6 +157,14 @@ def generate(
     return [*packed, torch.cat([floats, *columns[3]])]
 
 
+def _check(model: TransformersModel, ids: list[int], lengths: list[int], work: Generate) -> None:
+    empty = [i for i, length in zip(ids, lengths, strict=True) if length == 0]
+    told = model.groups.dp_control.all_gather_json([empty, max(lengths, default=None)])
+    check_not_empty([i for some, _ in told for i in some])
+    for longest in [longest for _, longest in told if longest is not None]:
+        check_positions(longest, work.sampling.max_new_tokens, model.config.num_positions)
+
+
 class _Draw:
     """A logits processor for transformers' generate that draws the tokens itself: by the same numbers as the
     native engine, so that they depend neither on a layout nor on a random state."""
@@ -144,7 +172,8 @@ class _Draw:
     def __init__(
         self, model: TransformersModel, work: Generate, sample_ids: list[int], *, seed: int
     ) -> None:
-        self._model, self._sampling, self._seed = model, work.sampling, seed
+        self._model, self._seed = model, seed
+        self._sampling = for_vocabulary(work.sampling, model.config.vocab_size)
         self._sample_ids = np.array(sample_ids, dtype=np.int64)
         self.eos_ids = torch.tensor(model.config.eos_token_ids, dtype=torch.long, device=model.flat.device)
         self._tokens: list[Tensor] = []

@@ -143,7 +143,11 @@ class HostFunction(Work):
 
 
 class Loss(Protocol):
-    """A loss that adds up: the losses and metrics of a mini-batch's parts sum to the whole's."""
+    """A loss that adds up: the losses and metrics of a mini-batch's parts sum to the whole's.
+
+    The metrics of a call are means over its mini-batches. A loss may also have `first_minibatch`, a mapping
+    from metrics to names under which their values in the first mini-batch are logged as well.
+    """
 
     @property
     def output(self) -> str:
@@ -151,7 +155,8 @@ class Loss(Protocol):
 
     @property
     def entropy(self) -> bool:
-        """Whether `entropy` is wanted beside the log-probs."""
+        """Whether `entropy` is wanted beside the log-probs: in nats, with its gradient, which costs time only
+        where the loss uses it."""
 
     def totals(self, batch: Batch) -> dict[str, float]:
         """Counts whose sums over the mini-batch normalise the loss, such as the number of response tokens."""

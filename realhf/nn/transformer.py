@@ -135,7 +135,7 @@ class Transformer(ShardedParameters):
     def _check_lengths(self, seq_lens: list[int]) -> None:
         limit, longest = self.config.num_positions, max(seq_lens, default=0)
         if limit is not None and longest > limit:
-            raise UserError(f"a sequence has {longest} tokens; the model has learned {limit} positions")
+            raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
 
     def _attend_packed(
         self, seq_lens: list[int], _: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,

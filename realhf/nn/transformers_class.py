@@ -15,6 +15,11 @@ from realhf.transformers_config import TransformersConfig
 
 _AUTO = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
 
+_POSITION_TABLES = {
+    "codegen": "n_positions", "ctrl": "n_positions", "gptj": "n_positions", "mpt": "max_seq_len",
+}  # fmt: skip
+"""Families whose positions are no parameters, but end all the same -> the field that says where."""
+
 _REFUSED = {"rwkv": "its class in transformers mixes up the rows of a batch when it generates"}
 
 
@@ -33,9 +38,10 @@ def _class_spec(_: str, config: TransformersConfig) -> ModelSpec:
     limit = getattr(model.config, "max_position_embeddings", None)
     others = [m for m in model.modules() if m is not model.get_input_embeddings()]
     learned = any(getattr(module, "num_embeddings", 0) >= (limit or 1) for module in others)
-    made = replace(
-        config, architecture=type(model).__name__,
-        num_positions=limit if learned else config.num_positions)  # fmt: skip
+    num_positions = limit if learned else config.num_positions
+    if (field := _POSITION_TABLES.get(config.family)) is not None:
+        num_positions = getattr(model.config, field)
+    made = replace(config, architecture=type(model).__name__, num_positions=num_positions)
     params = [
         ParamSpec(names[0], tuple(tensor.shape), 0, part=names[0], in_file=InFile(names[0]),
                   trainable=isinstance(tensor, import_module("torch").nn.Parameter))

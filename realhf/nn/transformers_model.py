@@ -79,7 +79,7 @@ class TransformersModel(ShardedParameters):
         """
         limit, longest = self.config.num_positions, max(tokens.lengths, default=0)
         if limit is not None and longest > limit:
-            raise UserError(f"a sequence has {longest} tokens; the model has learned {limit} positions")
+            raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
         lengths = torch.tensor(tokens.lengths, device=tokens.values.device)
         ids_BL = torch.nn.utils.rnn.pad_sequence(list(tokens.split()), batch_first=True)
         mask_BL = (torch.arange(longest, device=lengths.device) < lengths[:, None]).long()

@@ -75,8 +75,11 @@ def head_logprobs(
     hidden_TH: Tensor, labels_T: Tensor, head: Head, *, temperature: float = 1.0, entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """log softmax(logits / temperature) at global token ids `labels_T`, and if wanted the entropy in nats of
-    that distribution, without gradient: logprobs_T and entropy_T, the same on every rank."""
+    """Return log softmax(logits / temperature) at global token ids `labels_T`, and if wanted the entropy in
+    nats of that distribution: logprobs_T and entropy_T, the same on every rank.
+
+    Both have gradients. A loss that does not use the entropy, or only detached, does not pay for its own.
+    """
     labels_T, chunk = labels_T - head.vocab_start, chunk_tokens or head.chunk_tokens
     hidden_TH = copy_to_group(hidden_TH, head.group)
     logprobs_T, entropy_T = _LogProbs.apply(
@@ -101,26 +104,29 @@ class _LogProbs(torch.autograd.Function):
         found[1].masked_fill_(~here_T, 0)
         lse_RT, label_RT, *mean = head.group.all_gather(found).unbind(1)
         lse_T = lse_RT.logsumexp(0)
+        entropy_T = lse_T - (mean[0] * (lse_RT - lse_T).exp()).sum(0) if entropy else None
         # (Not by save_for_backward: the backward pass changes them, and lets them go.)
         ctx.logits_TV = logits_tV if any(ctx.needs_input_grad) and len(hidden_TH) <= chunk else None
-        ctx.save_for_backward(hidden_TH, weight_VH, lse_T, at_T1, here_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, lse_T, entropy_T, at_T1, here_T)
         ctx.settings = head, temperature, chunk
-        if not entropy:
-            return label_RT.sum(0) - lse_T, None
-        entropy_T = lse_T - (mean[0] * (lse_RT - lse_T).exp()).sum(0)
-        ctx.mark_non_differentiable(entropy_T)
+        ctx.set_materialize_grads(False)  # An output without a use has None for its gradient.
         return label_RT.sum(0) - lse_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, lse_T, at_T1, here_T = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_VH, lse_T, entropy_T, at_T1, here_T = ctx.saved_tensors
         head, temperature, chunk = ctx.settings
+        grad_T = torch.zeros_like(lse_T) if grad_T is None else grad_T
         kept_TV, ctx.logits_TV = ctx.logits_TV, None
         grad_hidden_TH, sums = torch.empty_like(hidden_TH), _WeightGradient(head.weight_VH)
         for tokens in _steps(len(hidden_TH), chunk):
             grad_tV = F.linear(hidden_TH[tokens], weight_VH) if kept_TV is None else kept_TV
-            labels = at_T1[tokens], here_T[tokens]
-            _to_gradient(grad_tV, grad_T[tokens], lse_T[tokens], labels, head, temperature)
+            labels, of_entropy = (at_T1[tokens], here_T[tokens]), None
+            if grad_entropy_T is not None:
+                of_entropy = entropy_T[tokens], grad_entropy_T[tokens]
+            _to_gradient(grad_tV, grad_T[tokens], lse_T[tokens], labels, of_entropy, head, temperature)
             torch.mm(grad_tV, weight_VH, out=grad_hidden_TH[tokens])
             if ctx.needs_input_grad[1]:
                 sums.add(grad_tV, hidden_TH[tokens])
@@ -155,15 +161,25 @@ def _statistics(
 
 
 def _to_gradient(
-    logits_tV: Tensor, grad_t: Tensor, lse_t: Tensor, labels: tuple[Tensor, Tensor], head: Head,
-    temperature: float,
+    logits_tV: Tensor, grad_t: Tensor, lse_t: Tensor, labels: tuple[Tensor, Tensor],
+    of_entropy: tuple[Tensor, Tensor] | None, head: Head, temperature: float,
 ) -> None:  # fmt: skip
-    """Logits become, in place, their gradient: that of the log-prob times (one-hot - softmax)."""
+    """Turn logits, in place, into their gradient.
+
+    With p = softmax: that of the log-prob times (one-hot - p), and with `of_entropy` (the entropy H and its
+    gradient) that of H times -p (log p + H).
+    """
     at_t1, here_t = labels
     for at in _slices(logits_tV):
         x_sV = head.finished(logits_tV[at], temperature=temperature)
         capped_sV = x_sV.clone() if head.softcap is not None else x_sV
-        grad_sV = x_sV.sub_(lse_t[at, None]).exp_().mul_(-grad_t[at, None])
+        logp_sV = x_sV.sub_(lse_t[at, None])
+        if of_entropy is None:
+            grad_sV = logp_sV.exp_().mul_(-grad_t[at, None])
+        else:
+            entropy_s, grad_s = (x[at] for x in of_entropy)
+            factor_sV = (logp_sV + entropy_s[:, None]).mul_(grad_s[:, None]).add_(grad_t[at, None])
+            grad_sV = logp_sV.exp_().mul_(factor_sV.neg_())
         grad_sV.scatter_add_(1, at_t1[at], (grad_t[at] * here_t[at])[:, None])
         head.unfinished(grad_sV, capped_sV, temperature=temperature)
         if grad_sV.data_ptr() != logits_tV[at].data_ptr():

@@ -157,6 +157,9 @@ def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: in
 
 def _check_models(roles: Mapping[str, Role]) -> None:
     for name, role in roles.items():
+        if role.optimizer is not None and role.dtype == "float16":
+            why = "training in it needs loss scaling, which realhf does not have; use bfloat16 or float32"
+            raise ValueError(f"{name}.dtype is float16: {why}")
         try:
             config = role.config()
             if config.moe is not None:
@@ -217,7 +220,7 @@ def _check_adapters(name: str, role: Role) -> None:
 def _check_positions(
     experiment: Experiment, roles: Mapping[str, Role], graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> None:
-    """Raises ValueError where sequences can become longer than a model has learned positions."""
+    """Raises ValueError where sequences can become longer than a model has positions."""
     datasets = {"dataset": experiment.dataset}
     if eval_graph is not None and experiment.eval_dataset is not None:
         datasets["eval_dataset"] = experiment.eval_dataset
@@ -229,7 +232,7 @@ def _check_positions(
                 if limit is not None and dataset.max_prompt_tokens + new > limit]
         if limit is not None and long:
             raise ValueError(
-                f"{name}.model has learned {limit} positions, and responses may have {new} tokens: "
+                f"{name}.model has {limit} positions, and responses may have {new} tokens: "
                 + (f"set {' and '.join(long)} to at most {limit - new}" if limit > new else
                    f"set sampling.max_new_tokens below {limit}")
             )

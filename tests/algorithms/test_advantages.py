@@ -92,6 +92,21 @@ def test_token_advantages_count_the_kl_everywhere_and_the_score_at_the_end(white
     assert metrics == pytest.approx(known, rel=1e-10)
 
 
+@pytest.mark.parametrize("off", [120.0, torch.inf])
+def test_a_reference_far_off_leaves_advantages_finite(off):
+    """A token that the reference finds impossible costs as much as one of e^-20 of its probability."""
+    found = []
+    for distance in (off, 20.0):
+        batch = _random_batch(1)
+        at = int(batch["response_mask"].values.nonzero()[2])
+        batch["ref_logprobs"].values[at] = batch["gen_logprobs"].values[at] - distance
+        columns, metrics = TokenAdvantages(AdvantageConfig())(batch, None)
+        found.append((columns["advantages"].values, columns["returns"].values, metrics))
+    (advantages, returns, metrics), (expected, expected_returns, expected_metrics) = found
+    assert torch.equal(advantages, expected) and torch.equal(returns, expected_returns)
+    assert advantages.isfinite().all() and metrics == expected_metrics
+
+
 @pytest.mark.parametrize("scale_by_std", [True, False])
 def test_group_advantages_normalise_each_group(scale_by_std):
     batch = _random_batch(2, num_samples=12)

@@ -70,7 +70,10 @@ def _policy_by_hand(batch, config):
             bounded = min(max(rho, 1 - config.clip_low), 1 + config.clip_high)
             r = math.exp(ref) / math.exp(new)
             kls.append(r - math.log(r) - 1)
-            terms.append(min(rho * advantage, bounded * advantage) - config.kl_coef * kls[-1])
+            objective = min(rho * advantage, bounded * advantage)
+            if config.dual_clip is not None and advantage < 0:  # arXiv:1912.09729, eq. 5
+                objective = max(objective, config.dual_clip * advantage)
+            terms.append(objective - config.kl_coef * kls[-1])
             clipped += bounded != rho and bounded * advantage < rho * advantage
             entropies.append(entropy)
             approx.append(rho - 1 - math.log(rho))
@@ -84,16 +87,19 @@ def _policy_by_hand(batch, config):
 
 @pytest.mark.parametrize("average", ["sequence", "token"])
 @pytest.mark.parametrize(
-    "clip_low, clip_high, kl_coef", [(0.2, 0.2, 0.0), (0.2, 0.28, 0.0), (0.1, 0.3, 0.04)]
+    "clip_low, clip_high, kl_coef, dual_clip",
+    [(0.2, 0.2, 0.0, None), (0.2, 0.28, 0.0, None), (0.1, 0.3, 0.04, None), (0.1, 0.3, 0.04, 1.4)],
 )
-def test_policy_loss_is_the_papers_sum(average, clip_low, clip_high, kl_coef):
-    config = PolicyLossConfig(clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, average=average)
+def test_policy_loss_is_the_papers_sum(average, clip_low, clip_high, kl_coef, dual_clip):
+    config = PolicyLossConfig(
+        clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, kl_coef=kl_coef, average=average)
     batch, loss = _batch(), PolicyLoss(config)
     value, metrics, grad = _loss(loss, batch, loss.totals(batch))
     expected, expected_metrics = _policy_by_hand(batch, config)
     assert value == pytest.approx(expected, rel=1e-12)
     assert {name: metrics[name] for name in expected_metrics} == pytest.approx(expected_metrics, rel=1e-12)
     assert 0 < metrics["clip_fraction"] < 1
+    assert 0 < metrics.get("dual_clip_fraction", 0.5) < 1
     step = 1e-6
     for i in range(0, len(grad), 3):  # the gradient, numerically
         sides = []
@@ -103,6 +109,57 @@ def test_policy_loss_is_the_papers_sum(average, clip_low, clip_high, kl_coef):
             other = Batch(batch.ids, {**batch.fields, "logprobs": batch["logprobs"].like(moved)})
             sides.append(_policy_by_hand(other, config)[0])
         assert float(grad[i]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-7)
+
+
+FAR = (-120.0, -30.0, -12.0, -3.0, 0.5, 3.0, 12.0, 19.9, 21.0, 120.0)
+"""Log-ratios; those outside [-20, 20] are clamped, and k3 is where it would be above 10."""
+
+
+def _far(advantage):
+    """One token for each of FAR, by which the policy is away from the generator and the reference from it."""
+    new = torch.zeros(len(FAR), dtype=torch.float32, requires_grad=True)
+    ones = torch.ones(len(FAR))
+    columns = {
+        "gen_logprobs": -torch.tensor(FAR), "ref_logprobs": torch.tensor(FAR),
+        "advantages": advantage * ones, "response_mask": ones,
+    }  # fmt: skip
+    return new, Batch([0], {name: Packed(x, [len(FAR)]) for name, x in columns.items()})
+
+
+def _gradients_far(advantage, dual_clip):
+    """By autograd on the plain formulas in float64, which holds exp(120): of the surrogate, and of k3."""
+    distance = torch.tensor(FAR, dtype=torch.float64, requires_grad=True)
+    rho = distance.exp()
+    objective = (rho * advantage).minimum(rho.clamp(0.8, 1.2) * advantage)
+    if dual_clip is not None and advantage < 0:
+        objective = objective.clamp(min=dual_clip * advantage)
+    policy = torch.autograd.grad(-objective.sum(), distance)[0]
+    reference = distance.detach().clone().requires_grad_()  # From the policy to the reference.
+    estimate = reference.exp() - reference - 1
+    kl = -torch.autograd.grad(estimate.sum(), reference)[0]
+    within = distance.detach().abs() <= 20
+    return torch.where(within, policy, 0.0), torch.where(within & (estimate.detach() < 10), kl, 0.0)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_ratios_far_off_give_finite_losses_and_gradients(advantage, dual_clip):
+    new, batch = _far(advantage)
+    loss = PolicyLoss(PolicyLossConfig(dual_clip=dual_clip, kl_coef=0.1, average="token"))
+    value, metrics = loss({"logprobs": new, "entropy": new.detach()}, batch, loss.totals(batch))
+    value.backward()
+    assert all(math.isfinite(x) for x in (value.detach(), *metrics.values()))
+    policy, kl = _gradients_far(advantage, dual_clip)
+    torch.testing.assert_close(new.grad.double(), (policy + 0.1 * kl) / len(FAR), rtol=1e-5, atol=1e-9)
+    assert metrics["approx_kl"] <= 10 and metrics["ref_kl"] <= 10
+    if dual_clip is not None:
+        assert abs(value.detach()) < 10 and new.grad.abs().max() < 1
+
+
+@pytest.mark.parametrize("value", [1.0, 0.5, -3.0, math.nan])
+def test_a_dual_clip_within_the_trust_region_is_refused(value):
+    with pytest.raises(ValueError, match=f"loss.dual_clip is {value}: it must be above 1"):
+        PolicyLossConfig(dual_clip=value)
 
 
 def test_value_loss_is_the_clipped_square():
@@ -121,7 +178,7 @@ def test_value_loss_is_the_clipped_square():
     "loss",
     [
         PolicyLoss(PolicyLossConfig(kl_coef=0.1, average="sequence")),
-        PolicyLoss(PolicyLossConfig(kl_coef=0.1, average="token")),
+        PolicyLoss(PolicyLossConfig(kl_coef=0.1, average="token", dual_clip=1.3)),
         ValueLoss(),
         CrossEntropy(),
     ],

@@ -183,6 +183,28 @@ def test_tokens_are_the_same_whatever_the_slots_the_memory_and_the_pieces(pool, 
     assert _generate_long(World(), "d1@0", tmp_path, least) == expected
 
 
+def _refused(world, layout, directory):
+    """What each rank's user reads when the last prompt is empty; it lies with the last replica."""
+    parsed = Layout.parse(layout)
+    if world.rank not in parsed:
+        return None
+    engine, at = _engine(directory, world, layout), parsed.coordinate(world.rank)
+    prompts = [*_prompts()[:3], []]
+    mine = list(range(at.dp, len(prompts), parsed.dp))
+    fields = {"prompt_ids": Packed.of([torch.tensor(prompts[i], dtype=torch.long) for i in mine])}
+    call = FunctionCall(
+        "g", "generate", ("prompt_ids",), ("ids", "mask", "logp", "finished"), role="actor", work=Generate())
+    with pytest.raises(UserError) as error:
+        engine.run(call, [Batch(mine, fields)], micro_batch_tokens=10)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["d1@0", "d2@0-1", "t2@0-1", "p2@0-1"])
+def test_an_empty_prompt_is_refused_on_every_rank(pool, case, layout):
+    told = [words for words in pool.run(_refused, layout, case[0]) if words is not None]
+    assert told == ["the prompt of sample 3 is empty: it must have at least one token"] * len(told) and told
+
+
 def test_no_prompts_give_empty_columns(case):
     engine = _engine(case[0])
     call = FunctionCall(

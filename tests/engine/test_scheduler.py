@@ -32,6 +32,12 @@ def _sizes(prompts):
     return [(len(prompt.tokens), len(prompt.samples)) for prompt in prompts]
 
 
+def test_a_prompt_without_tokens_is_not_taken():
+    """A pass has no hidden state for it; its samples would continue the token before theirs."""
+    with pytest.raises(AssertionError, match="a prompt has at least one token"):
+        Prompt([], [0])
+
+
 class _Replay:
     """Carries out the scheduler's steps on token numbers in the place of keys and values."""
 

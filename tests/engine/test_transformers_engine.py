@@ -17,6 +17,7 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
 from realhf.engine.work import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
+from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
@@ -42,6 +43,16 @@ SIZES = {
     "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 48, "initializer_range": 0.3, "eos_token_id": [3, 20, 40], "pad_token_id": 0,
 }  # fmt: skip
+_OF_GPT = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+TABLES = {
+    "gpt_neo": {
+        "attention_types": [[["global"], 2]], "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64},
+    "gptj": {**_OF_GPT, "rotary_dim": 4},
+    "codegen": {**_OF_GPT, "rotary_dim": 4},
+    "ctrl": {**_OF_GPT, "dff": 48},
+    "mpt": {"max_seq_len": 64, "d_model": 32, "n_layers": 2, "n_heads": 4},
+}  # fmt: skip
+"""Some whose positions end, as those of opt."""
 FAMILIES = {
     "phi": {"partial_rotary_factor": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
     "gpt_neox": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
@@ -51,7 +62,9 @@ FAMILIES = {
 }
 """Those without a table, tied and untied, with learned positions, recurrent; and one whose files hold other
 tensors."""
-OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-6, weight_decay=0.1, max_grad_norm=2.0)
+OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=2.0)
+"""`eps` is far above the rounding noise of gradients (those of k_proj.bias are nothing else), which AdamW
+would divide by its own size, and below the gradients that count (0.01)."""
 TRAIN = FunctionCall(
     "actor_train", "train_step", ("sequence_ids", "response_mask"), role="actor",
     work=TrainStep(CrossEntropy()))
@@ -66,7 +79,8 @@ def made(tmp_path_factory):
     def make(family, head="lm"):
         if (family, head) not in models:
             torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(family, **(SIZES | FAMILIES.get(family, {})))
+            fields = SIZES | (FAMILIES | TABLES).get(family, {})
+            config = transformers.AutoConfig.for_model(family, **fields)
             config.num_labels = 1
             auto = "AutoModelForCausalLM" if head == "lm" else "AutoModelForSequenceClassification"
             model = getattr(transformers, auto).from_config(config).eval()
@@ -89,9 +103,9 @@ def engine_of(directory, world=None, *, head="lm", layout="d1@0", dtype="float32
 def batch_of(rows, *, part=(0, 1)):
     """Every so-manieth row."""
     ids = range(*part[:1], len(rows), part[1])
-    sequences = [torch.tensor(rows[i][0] + rows[i][1]) for i in ids]
+    sequences = [torch.tensor(rows[i][0] + rows[i][1], dtype=torch.long) for i in ids]
     masks = [torch.tensor([0.0] * len(rows[i][0]) + [1.0] * len(rows[i][1])) for i in ids]
-    fields = {"prompt_ids": Packed.of([torch.tensor(rows[i][0]) for i in ids])}
+    fields = {"prompt_ids": Packed.of([torch.tensor(rows[i][0], dtype=torch.long) for i in ids])}
     fields |= {"sequence_ids": Packed.of(sequences), "response_mask": Packed.of(masks)}
     return Batch(list(ids), fields)
 
@@ -101,12 +115,12 @@ def forward(engine, work, rows=ROWS):
     return engine.run(call, [batch_of(rows).pick(["sequence_ids"])], micro_batch_tokens=24).batch["out"]
 
 
-def generated(engine, *, part=(0, 1), max_rows=512, **sampling):
+def generated(engine, *, part=(0, 1), max_rows=512, rows=ROWS, **sampling):
     """Sample id -> (sequence, response mask, log-probs, whether it ended)."""
     outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
     work = Generate(SamplingConfig(**({"max_new_tokens": 6} | sampling)), seed=5, max_rows=max_rows)
     call = FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
-    batch = engine.run(call, [batch_of(ROWS, part=part)], micro_batch_tokens=24).batch
+    batch = engine.run(call, [batch_of(rows, part=part).pick(["prompt_ids"])], micro_batch_tokens=24).batch
     columns = [batch[key].split() for key in outputs[:3]] + [batch["finished"]]
     return {i: tuple(x.tolist() for x in row) for i, *row in zip(batch.ids, *columns, strict=True)}
 
@@ -175,6 +189,44 @@ def test_greedy_generation_is_that_of_transformers(made, family):
         assert logprobs[len(prompt) :] == pytest.approx(of_tokens[len(prompt) - 1 :], abs=1e-5)
 
 
+@pytest.mark.parametrize("top_k", [SIZES["vocab_size"], SIZES["vocab_size"] + 1, 10**12])
+def test_a_top_k_of_the_whole_vocabulary_filters_nothing(made, top_k):
+    engine = engine_of(made("phi")[0])
+    assert generated(engine, top_k=top_k) == generated(engine)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt_neo", "gptj", "codegen", "ctrl", "mpt"])
+def test_generation_beyond_the_last_position_is_refused(made, family):
+    """Positions may be learned or a table that is computed; the class itself takes no more of them."""
+    directory, model = made(family)
+    limit = class_spec(TransformersConfig.load(str(directory))).config.num_positions
+    longest = max(len(prompt) for prompt, _ in ROWS)
+    engine = engine_of(directory)
+    assert len(generated(engine, max_new_tokens=limit - longest)) == len(ROWS)
+    why = f"a prompt has {longest} tokens and sampling.max_new_tokens is {limit - longest + 1}: "
+    with pytest.raises(UserError, match=f"{why}the model has {limit} positions"):
+        generated(engine, max_new_tokens=limit - longest + 1)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.ones(1, limit + 1, dtype=torch.long), use_cache=False)
+
+
+def _refused(world, directory, rows, max_new_tokens):
+    engine, part = engine_of(directory, world, layout="d2@0-1"), (world.rank, 2)
+    with pytest.raises(UserError) as error:
+        generated(engine, part=part, rows=rows, max_new_tokens=max_new_tokens)
+    return str(error.value)
+
+
+def test_all_replicas_refuse_what_one_of_them_cannot_generate(pool, made):
+    directory, _ = made("opt")
+    rows = [([5, 6], []), ([7] * 9, []), ([8], [])]  # The second replica has the long one.
+    told = pool.run(_refused, directory, rows, 56, num_ranks=2)
+    assert told == [
+        "a prompt has 9 tokens and sampling.max_new_tokens is 56: the model has 64 positions"] * 2
+    told = pool.run(_refused, directory, [([5], []), ([], []), ([], [])], 4, num_ranks=2)
+    assert told == ["the prompt of sample 1 is empty: it must have at least one token"] * 2
+
+
 def _generated_and_trained(world, directory, layout):
     """By an engine whose weights come from one in d1@0."""
     source, target = Layout.parse("d1@0"), Layout.parse(layout)
@@ -228,7 +280,7 @@ def test_native_and_transformers_engines_agree(tmp_path):
         engine.run(TRAIN, [batch_of(ROWS)], micro_batch_tokens=24).metrics for engine in (ours, theirs))
     assert mine == pytest.approx(others, rel=1e-5)
     for name, shard in ours.shards().items():
-        torch.testing.assert_close(theirs.shards()[name], shard, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(theirs.shards()[name], shard, rtol=0, atol=2e-6, msg=name)
 
 
 @pytest.mark.parametrize(("family", "head"), [("opt", "lm"), ("mixtral", "lm"), ("phi", "score")])

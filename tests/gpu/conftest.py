@@ -10,9 +10,6 @@ import torch
 
 from tests.gpu.models import VARIABLE
 from tests.gpu.pretended import pretended_device
-from tests.threads import one_thread
-
-__all__ = ["device", "one_thread", "process_device", "real_device"]
 
 NO_CUDA = "there is no CUDA device (torch.cuda.is_available() is false): the gpu tests were skipped"
 

@@ -3,6 +3,7 @@ split."""
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.dist.group import World
 from realhf.layout import even_split
@@ -12,6 +13,7 @@ from tests.realloc.test_memory import Storages
 
 T, H, V = 41, 12, 101
 PLAIN, CAPPED = {}, {"scale": 0.7, "softcap": 3.0}
+BOTH = ("logprobs", "entropy")
 
 
 def _inputs():
@@ -20,10 +22,11 @@ def _inputs():
     hidden[3] *= 300.0
     weight = torch.randn(V, H, generator=generator, dtype=torch.float64)
     labels = torch.randint(V, (T,), generator=generator)
-    return hidden, weight, labels, torch.randn(T, generator=generator).double()
+    factors = torch.randn(2, T, generator=generator).double()
+    return hidden, weight, labels, factors  # Of log-probs, and of entropies.
 
 
-def _run(world, ranks, temperature, settings, chunk):
+def _run(world, ranks, temperature, settings, chunk, uses=BOTH):
     """This rank's log-probs, entropy, gradient of the hidden states and of its part of the weight."""
     hidden, weight, labels, factors = _inputs()
     group = world.group(ranks)
@@ -33,12 +36,17 @@ def _run(world, ranks, temperature, settings, chunk):
     logprobs, entropy = head_logprobs(
         hidden, labels, Head(mine, start, group, **settings), temperature=temperature, entropy=True,
         chunk_tokens=chunk)
-    (factors * logprobs).sum().backward()
-    assert not entropy.requires_grad
-    return logprobs.detach(), entropy, hidden.grad, mine.grad
+    _value(factors, logprobs, entropy, uses).backward()
+    return logprobs.detach(), entropy.detach(), hidden.grad, mine.grad
 
 
-def _expected(temperature, settings):
+def _value(factors, logprobs, entropy, uses):
+    """A loss of those outputs that are in `uses`."""
+    parts = {"logprobs": (factors[0] * logprobs).sum(), "entropy": (factors[1] * entropy).sum()}
+    return sum(parts[name] for name in uses)
+
+
+def _expected(temperature, settings, uses=BOTH):
     hidden, weight, labels, factors = _inputs()
     hidden.requires_grad_(), weight.requires_grad_()
     logits = hidden @ weight.T * settings.get("scale", 1)
@@ -46,7 +54,7 @@ def _expected(temperature, settings):
         logits = cap * torch.tanh(logits / cap)
     logp = (logits / temperature).log_softmax(-1)
     logprobs, entropy = logp[torch.arange(T), labels], -(logp * logp.exp()).sum(-1)
-    (factors * logprobs).sum().backward()
+    _value(factors, logprobs, entropy, uses).backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
@@ -56,6 +64,44 @@ def _expected(temperature, settings):
 def test_one_rank(temperature, settings, chunk):
     expected = _expected(temperature, settings)
     torch.testing.assert_close(_run(World(), (0,), temperature, settings, chunk), expected)
+
+
+@pytest.mark.parametrize("uses", [("logprobs",), ("entropy",)])
+@pytest.mark.parametrize("chunk", [7, T])
+def test_one_output_alone(chunk, uses):
+    expected = _expected(0.7, CAPPED, uses)
+    torch.testing.assert_close(_run(World(), (0,), 0.7, CAPPED, chunk, uses), expected)
+
+
+class _Kernels(TorchDispatchMode):
+    """The names of the kernels that run, but for new handles of what is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [func.name()] if func.name() != "aten::detach" else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk", [7, T])
+def test_an_entropy_that_is_only_measured_costs_nothing_backward(chunk):
+    hidden, weight, labels, factors = _inputs()
+    found = []
+    for entropy in (False, True):
+        inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, measured = head_logprobs(
+            inputs[0], labels, Head(inputs[1], 0, World().group((0,))), entropy=entropy, chunk_tokens=chunk)
+        loss = (factors[0] * logprobs).sum()
+        metric = None if measured is None else measured.detach().sum()
+        with _Kernels() as kernels:
+            loss.backward()
+        found.append((kernels.names, *(x.grad for x in inputs)))
+        assert (metric is None) != entropy
+    (names, *grads), (names_with_entropy, *grads_with_entropy) = found
+    assert len(names) > 10 and names_with_entropy == names
+    assert all(torch.equal(x, y) for x, y in zip(grads, grads_with_entropy, strict=True))
 
 
 @pytest.mark.parametrize("chunk", [3, 1000])
@@ -75,11 +121,12 @@ def test_gradients_by_differences(chunk):
     hidden, weight, labels, _ = _inputs()
     inputs = hidden[:5].clone().requires_grad_(), weight[:9].clone().requires_grad_()
 
-    def logprobs(hidden, weight):
+    def outputs(hidden, weight):
         head = Head(weight, 0, World().group((0,)), **CAPPED)
-        return head_logprobs(hidden, labels[:5] % 9, head, chunk_tokens=chunk)[0]
+        return head_logprobs(
+            hidden, labels[:5] % 9, head, temperature=0.7, entropy=True, chunk_tokens=chunk)
 
-    assert torch.autograd.gradcheck(logprobs, inputs)
+    assert torch.autograd.gradcheck(outputs, inputs)
 
 
 def test_a_weight_that_collects_its_gradients():
@@ -90,10 +137,10 @@ def test_a_weight_that_collects_its_gradients():
         head = Head(weight, 0, World().group((0,)))
         for _ in range(2):
             logprobs, _ = head_logprobs(hidden.to(dtype), labels, head, chunk_tokens=chunk)
-            (factors * logprobs).sum().backward()
+            (factors[0] * logprobs).sum().backward()
         tolerance = {"rtol": 0.05, "atol": 0.2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
         torch.testing.assert_close(
-            weight.total, 2 * _expected(1.0, PLAIN)[3].to(weight.total.dtype), **tolerance)
+            weight.total, 2 * _expected(1.0, PLAIN, ("logprobs",))[3].to(weight.total.dtype), **tolerance)
         assert weight.grad is None
 
 
