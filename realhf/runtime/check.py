@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from realhf.data.dataset import load_rows
+from realhf.data.dataset import load_rows, place
 from realhf.data.vocabulary import first_difference
 from realhf.dist.tags import FIRST_INPUT
 from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainStep, Values
@@ -298,6 +298,11 @@ def _rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[
     config = getattr(experiment, name)
     try:
         rows = load_rows(config, graph.inputs)
+        losses = [call.work.loss for call in graph.calls if isinstance(call.work, TrainStep)]
+        for loss in (loss for loss in losses if hasattr(loss, "row_fault")):  # It reads columns itself.
+            for number, row in enumerate(rows):
+                if fault := loss.row_fault(row):
+                    raise ValueError(f"{place(config, number)}: {fault}")
     except ValueError as error:
         raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error
     return rows

@@ -140,7 +140,7 @@ def _unknown_end(
         known, ours = roles[role].config().eos_token_ids, rows.tokenizer.eos_token_id
         ends = [known_id for row in rows.rows for known_id in row["sequence_ids"][-4:] if known_id in known]
         if known and not ends:
-            what = f"ends in none of the tokens {', '.join(map(str, known))}, at which {role}.model stops"
+            what = f"ends in one of the tokens {', '.join(map(str, known))}, at which {role}.model stops"
             yield f"{name}: no completion {what} (eos_token_id); the tokenizer's eos token is {ours}"
 
 
