@@ -15,7 +15,10 @@ class LightTokenizer:
         from tokenizers import Tokenizer  # Only checks need it.
 
         path = Path(directory)
-        self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # (The library has no class of its own for this.)
+            raise ValueError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
         settings = _json_of(path / "special_tokens_map.json") | _json_of(path / "tokenizer_config.json")
         self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
         self.chat_template = _chat_template(path, settings)
