@@ -18,6 +18,7 @@ from rich.console import Console
 
 from realhf import plan_command
 from realhf.cluster import Cluster
+from realhf.dry_run import try_out
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.layout import Layout
@@ -188,6 +189,9 @@ def _check(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> i
     cluster = Cluster.load(options.cluster) if options.cluster is not None else None
     num_devices = cluster.num_devices if cluster is not None and options.nproc is None else None
     program, num_ranks = _compile(experiment, options, num_devices)
+    with _naming(options.experiment):
+        for what in try_out(program):
+            print(f"realhf: warning: {what}", file=sys.stderr)
     proof = None
     if cluster is not None:
         with _naming(f"plan {options.plan}" if options.plan else options.experiment):

@@ -1,5 +1,24 @@
 """UserError: what a user caused and can mend; printed without traceback, with exit code 2."""
 
+import sysconfig
+import traceback
+from pathlib import Path
+
+_LIBRARIES = (Path(__file__).parent, *{Path(sysconfig.get_path(name)) for name in (
+    "stdlib", "platstdlib", "purelib", "platlib")})  # fmt: skip
+
 
 class UserError(ValueError):
     """One clear sentence that names the file, field, function or sample and what would be legal."""
+
+
+def user_line(error: BaseException) -> str | None:
+    """Return `file:line` of the innermost frame of a user's own code; None where there is none.
+
+    A user's own code is what lies neither in this package, nor in Python's library or its site-packages.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not frame.filename.startswith("<") and not any(path.is_relative_to(part) for part in _LIBRARIES):
+            return f"{frame.filename}:{frame.lineno}"
+    return None

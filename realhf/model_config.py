@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from realhf.families import COMMON, COMMON_DEFAULTS, FAMILIES, Family, Hf, Reader
@@ -190,6 +191,7 @@ class ModelConfig:
         path = resolve(name, kind="models", suffix=".json")
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
+            refuse_adapters(path.parent)
             raise ValueError(f"model {name}: there is no {path}")
         beside, generation = path.parent / "generation_config.json", None
         try:
@@ -294,6 +296,19 @@ class ModelConfig:
             return (self.intermediate_size,)
         dense = self.intermediate_size if self.moe.num_dense_layers else 0
         return tuple(filter(None, (dense, self.moe.expert_width, self.moe.shared_width)))
+
+
+def refuse_adapters(directory: Path) -> None:
+    """Raises ValueError where a directory holds LoRA adapters, as PEFT saves them, in place of a model."""
+    if (file := directory / "adapter_config.json").is_file():
+        try:
+            base = json.loads(file.read_text()).get("base_model_name_or_path")
+        except (ValueError, AttributeError):
+            base = None
+        raise ValueError(
+            f"{directory} holds LoRA adapters of {base or 'another model'}, and no model: give that as the "
+            f"model and set lora.adapter to {directory}, or merge the two and give the result"
+        )
 
 
 def _read(readers: Mapping[str, Reader], hf: Hf) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.cluster import Cluster
-from realhf.data.dataset import read_rows
+from realhf.data.dataset import load_rows
 from realhf.engine.work import Generate, HostFunction, Scores, TrainStep, Values
 from realhf.experiment import Experiment, Role
 from realhf.graph import FunctionCall
@@ -103,7 +103,7 @@ def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
     options = " ".join(f"--{name.replace('_', '-')} N" for name in unknown)
     hint = f"set {' and '.join(unknown)} ({options}) to plan without data and tokenizer"
     try:
-        rows = read_rows(experiment.dataset)[:_ROWS]
+        rows = load_rows(experiment.dataset, ("prompt_ids",))[:_ROWS]
     except ValueError as error:
         raise ValueError(f"{error}; {hint}") from error
     path = Path(experiment.tokenizer_dir()) / "tokenizer.json"

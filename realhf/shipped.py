@@ -1,5 +1,6 @@
 """Finds the files that realhf ships (plans, cluster descriptions, model configs) by their short names."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 from realhf.errors import UserError
 
 _PACKAGE = Path(__file__).parent
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def shipped_dir(kind: str) -> Path:
@@ -25,6 +27,12 @@ def resolve(name: str, *, kind: str, suffix: str) -> Path:
     for candidate in (directory / f"{name}{suffix}", directory / name):
         if candidate.is_file():
             return candidate
+    if kind == "models" and _HUB_NAME.fullmatch(name):
+        download = f"hf download {name} --local-dir {name.rpartition('/')[2]}"
+        raise UserError(
+            f"{name!r} is not on this disk; if it is a model of the Hugging Face hub, download it "
+            f"(`{download}`) and give the directory"
+        )
     known = ", ".join(sorted(p.name.removesuffix(suffix) for p in directory.glob(f"*{suffix}"))) or "none"
     raise UserError(f"{name!r} is neither a path nor a shipped name in {kind}; shipped are: {known}")
 

@@ -89,6 +89,14 @@ WORDS: dict[str, list[str]] = {
         "actor.dtype is float16: training in it needs loss scaling, which realhf does not have",
         "use bfloat16 or float32",
     ],
+    "--actor.model Qwen/Qwen2.5-0.5B": [
+        "actor.model: 'Qwen/Qwen2.5-0.5B' is not on this disk",
+        "(`hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B`) and give the directory",
+    ],
+    "--actor.model {here}/adapters": [
+        "actor.model: {here}/adapters holds LoRA adapters of org/base, and no model",
+        "set lora.adapter to {here}/adapters",
+    ],
     "--actor.no-random-init": ["actor.model", "holds no safetensors weights", "actor.random_init"],
     "--tokenizer /nowhere": ["tokenizer '/nowhere'", "tokenizer.json"],
     "--dataset.path nowhere.jsonl": ["dataset.path 'nowhere.jsonl'", "no such file"],
@@ -238,6 +246,9 @@ def experiment(tmp_path_factory) -> Path:
     (path.parent / "binary.yaml").write_bytes(b"num_hosts: \xff\xfe")
     for name, text in files.items():
         (path.parent / name).write_text(text)
+    (path.parent / "adapters").mkdir()
+    adapter = json.dumps({"base_model_name_or_path": "org/base"})
+    (path.parent / "adapters" / "adapter_config.json").write_text(adapter)
     return path
 
 
@@ -327,6 +338,21 @@ def test_check_accepts_weights(tmp_path, call):
     experiment, weights = write_experiment(tmp_path), _weights(tmp_path, "")
     code, _, err = call("check", experiment, "--actor.model", weights, "--actor.no-random-init")
     assert (code, err) == (0, "")
+
+
+def test_check_finds_a_model_with_another_tokenizer(tmp_path, call, refused):
+    (tmp_path / "other").mkdir()
+    experiment, weights = write_experiment(tmp_path), _weights(tmp_path, "")
+    own = weights / "tokenizer.json"
+    words = ["--actor.model", weights, "--actor.no-random-init", "--tokenizer"]
+    words.append(write_task(tmp_path / "other"))
+    assert call("check", experiment, *words)[0] == 0
+    tokens = json.loads(own.read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["1"], vocabulary["7"] = vocabulary["7"], vocabulary["1"]
+    own.write_text(json.dumps(tokens))
+    says = [f"actor.model {weights} was made for another tokenizer than", "token 3 is '7' there and '1' here"]
+    refused("check", experiment, *words, says=says)
 
 
 def test_check_finds_two_homes(tmp_path, refused):

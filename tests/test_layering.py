@@ -24,7 +24,7 @@ LAYERS = {
     "engine": 4,
     "experiment": 5,
     **dict.fromkeys(("algorithms", "rewards", "runtime", "planning"), 6),
-    **dict.fromkeys(("overrides", "plan_command", "profiling"), 6.5),
+    **dict.fromkeys(("dry_run", "overrides", "plan_command", "profiling"), 6.5),
     **dict.fromkeys(("launch", "worker", "cli", "__main__"), 7),
 }
 """Layer of every module or subpackage directly under realhf."""
@@ -33,8 +33,10 @@ SIDEWAYS |= {("__main__", "cli"), ("launch", "cli"), ("worker", "cli")}
 FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
-    *("realhf.engine.work", "realhf.data.dataset", "realhf.planning", "realhf.plan_command"),
-    *("realhf.nn.transformers_class", "realhf.overrides", "realhf.runtime.check"),
+    *("realhf.engine.work", "realhf.planning", "realhf.plan_command"),
+    *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
+    *("realhf.nn.transformers_class", "realhf.overrides", "realhf.dry_run"),
+    *("realhf.runtime.check", "realhf.runtime.warnings"),
     *("realhf.prepare", "realhf.runtime.run_directory"),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""

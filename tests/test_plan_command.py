@@ -178,3 +178,11 @@ def test_check_refuses_a_plan_that_does_not_fit_and_names_the_remedy(capsys, tmp
     err = capsys.readouterr().err
     for part in ("calls.actor_train needs", "on rank 0", "it fits with calls.actor_train."):
         assert part in err
+
+
+def test_prompts_that_cannot_be_measured_are_named(capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2"}\n{"prompt": null, "answer": "2"}\n')
+    body = f"experiment.dataset = replace(experiment.dataset, path={str(tmp_path / 'rows.jsonl')!r})"
+    path = write_experiment(tmp_path, body=body)
+    assert main(["plan", str(path), "--cluster", "h100-2x8"]) == 2
+    assert "rows.jsonl line 2: prompt is null: it must be text" in capsys.readouterr().err

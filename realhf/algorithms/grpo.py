@@ -45,6 +45,9 @@ class GRPO(Rollout):
         return self.shared_roles(with_ref=self.loss.kl_coef > 0)
 
     def graph(self) -> DataflowGraph:
+        if self.group_size < 2:
+            why = "GRPO compares the samples of a prompt, and a single one has the advantage 0"
+            raise ValueError(f"group_size is {self.group_size}: it must be at least 2, as {why}")
         work = HostFunction(GroupAdvantages(self.group_size, self.scale_by_std))
         inputs = ("score", "response_mask", "finished")
         advantages = FunctionCall("group_advantages", "host", inputs, ("advantages",), work=work)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
-from realhf.data.dataset import extra_columns
+from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.engine.work import (
     Generate,
     HostFunction,
@@ -18,7 +18,7 @@ from realhf.engine.work import (
 )
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.rewards.scoring import RewardCall, RewardFunction, reward_columns
+from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, reward_columns
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -82,14 +82,14 @@ class Rollout(Experiment):
 
     def reward_forward(self) -> FunctionCall:
         if self.reward_function is not None:
-            return self._reward_call(self.reward_function)
+            return self._reward_call(self.reward_function, self.dataset)
         work = self.reward_scores
         return FunctionCall("reward_forward", "forward", SEQUENCE[:1], ("score",), role="reward", work=work)
 
-    def _reward_call(self, function: RewardFunction) -> FunctionCall:
-        columns = reward_columns(function, extra_columns(self.dataset))
+    def _reward_call(self, function: RewardFunction, dataset: DatasetConfig) -> FunctionCall:
+        columns = reward_columns(function, extra_columns(dataset))
         work = HostFunction(RewardCall(function, columns), splittable=True)
-        inputs = ("prompt", *SEQUENCE, *columns)
+        inputs = ("prompt", *SEQUENCE, *(column_key(column) for column in columns))
         return FunctionCall("reward_forward", "host", inputs, ("score", "completion"), work=work)
 
     def actor_train(self) -> FunctionCall:
@@ -108,7 +108,8 @@ class Rollout(Experiment):
         function = self.eval_function or self.reward_function
         greedy = replace(self, sampling=replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0))
         if function is not None:
-            return graph_of(greedy.actor_generate(), self._reward_call(function))
+            reward = self._reward_call(function, self.eval_dataset or self.dataset)
+            return graph_of(greedy.actor_generate(), reward)
         work = HostFunction(_decode, splittable=True)
         decode = FunctionCall("eval_decode", "host", SEQUENCE, ("completion",), work=work)
         return graph_of(greedy.actor_generate(), greedy.reward_forward(), decode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from realhf.engine.work import OptimizerConfig, TrainStep
 from realhf.experiment import Experiment, Role
@@ -22,6 +22,13 @@ class BinaryCrossEntropy:
 
     output: str = "scores"
     entropy: bool = False
+
+    def row_fault(self, row: Mapping[str, Any]) -> str | None:
+        """Return what is wrong with a row of the dataset, if anything is."""
+        label = row["label"]
+        if isinstance(label, int | float) and 0 <= label <= 1:
+            return None
+        return f"label is {label!r}: it must be a number from 0 (wrong) to 1 (right)"
 
     def totals(self, batch: Batch) -> dict[str, float]:
         return {"samples": float(len(batch))}

@@ -1,78 +1,203 @@
 """Rows of prompts from JSONL or parquet files, and the order in which a run sees them. Free of torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from realhf.data.json_form import json_form, with_text
+
 LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")  # Any other key is a column.
+COLUMN = "column/"
+"""Before the name of a column in the keys of a graph that uses this name for something else."""
+_CHAT = "a list of chat messages such as [{\"role\": \"user\", \"content\": \"...\"}]"
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A file of rows with at least a prompt: text, or a list of chat messages."""
+    """A file of rows with at least a prompt: text, or a list of chat messages.
+
+    Columns have JSON's types; of parquet's others, dates, times and decimal numbers become text.
+    """
 
     path: str = ""  # A .jsonl or .parquet file.
     prompt_key: str = "prompt"
-    completion_key: str = "completion"  # The column that supervised fine-tuning learns to write.
+    completion_key: str = "completion"  # What supervised fine-tuning learns to write: text or chat messages.
     max_prompt_tokens: int = 4096  # Rows with longer prompts are left out (their number is logged).
     max_rows: int = 0  # Only the first so many rows; 0: all.
     shuffle: bool = True
 
 
+def load_rows(config: DatasetConfig, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Read the rows for a graph with these input keys.
+
+    Raises ValueError that names file and line where a row lacks a column or has one that cannot be used.
+    """
+    rows, columns = read_rows(config), needed_columns(config, keys)
+    require_columns(config, rows, columns)
+    if Path(config.path).suffix == ".parquet":
+        _to_json_form(config, rows, columns)
+    for number, row in enumerate(rows):
+        prompt = row[config.prompt_key]
+        if fault := _prompt_fault(prompt):
+            raise ValueError(f"{place(config, number)}: {config.prompt_key} {fault}")
+        if "sequence_ids" in keys and (fault := _completion_fault(row[config.completion_key], prompt)):
+            raise ValueError(f"{place(config, number)}: {config.completion_key} {fault}")
+    return rows
+
+
 def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
     """All rows of the file. Raises ValueError that names the file and line if one is missing or malformed."""
-    path = Path(config.path)
-    if not path.is_file():
-        raise ValueError(f"dataset.path {config.path!r}: there is no such file")
+    path = _path(config)
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    elif path.suffix in (".jsonl", ".json"):
-        with path.open() as lines:
-            numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-        rows = [_parse(line, where=f"dataset {path} line {number}") for number, line in numbered]
+        try:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        except ValueError as error:
+            raise ValueError(f"dataset {path} cannot be read as parquet: {error}") from error
     else:
-        raise ValueError(f"dataset.path '{path}' ends in {path.suffix!r}: legal are .jsonl and .parquet")
+        rows = list(_parsed_lines(path))
     if not rows:
         raise ValueError(f"dataset {path} has no rows")
     return rows[: config.max_rows or None]
 
 
-def _parse(line: str, *, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is {type(row).__name__}: every line must be an object")
-    return row
+def _path(config: DatasetConfig) -> Path:
+    path = Path(config.path)
+    if not path.is_file():
+        raise ValueError(f"dataset.path {config.path!r}: there is no such file")
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        raise ValueError(f"dataset.path '{path}' ends in {path.suffix!r}: legal are .jsonl and .parquet")
+    return path
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a JSONL file that are not blank, with their numbers from 1."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _parsed_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in _lines(path):
+        where = f"dataset {path} line {number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            what = f"byte {error.start} of the line is {line[error.start]:#04x}"
+            raise ValueError(f"{where} is not UTF-8 ({what}): save the file as UTF-8") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is {type(row).__name__}: every line must be an object")
+        yield row
+
+
+def place(config: DatasetConfig, number: int) -> str:
+    """Return where row `number` (from 0) stands, in words: the file, and its line or row."""
+    path = Path(config.path)
+    if path.suffix == ".parquet":
+        return f"dataset {path} row {number}"
+    line = next(islice(_lines(path), number, None))[0]
+    return f"dataset {path} line {line}"
 
 
 def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
     """The columns of the file that a graph with these input keys reads."""
     made = [config.prompt_key, config.completion_key] if "sequence_ids" in keys else [config.prompt_key]
-    return [*made, *(key for key in keys if key not in LOADER_KEYS)]
+    return [*made, *(column_of(key) for key in keys if key not in LOADER_KEYS)]
+
+
+def column_of(key: str) -> str:
+    """Return the column that a key of a graph stands for."""
+    return key.removeprefix(COLUMN)
 
 
 def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     """Raises ValueError when some row lacks one of the columns."""
     for (number, row), column in product(enumerate(rows), columns):
         if column not in row:
-            where = f"dataset {config.path} has no column {column!r} in row {number}"
-            raise ValueError(f"{where}; its columns are {', '.join(row)}")
+            there = f"its columns are {', '.join(row)}"
+            raise ValueError(f"{place(config, number)}: there is no column {column!r}; {there}")
 
 
 def extra_columns(config: DatasetConfig) -> tuple[str, ...]:
     """The columns of the first row besides the prompt; none where there is no such file."""
     if not Path(config.path).is_file():
         return ()
-    return tuple(key for key in read_rows(config)[0] if key != config.prompt_key)
+    if (path := _path(config)).suffix == ".parquet":
+        import pyarrow.parquet
+
+        columns: Sequence[str] = pyarrow.parquet.read_schema(path).names
+    else:
+        columns = list(next(_parsed_lines(path), {}))
+    return tuple(key for key in columns if key != config.prompt_key)
+
+
+def _to_json_form(config: DatasetConfig, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
+    """Bring these columns into JSON's form, in place."""
+    for (number, row), column in product(enumerate(rows), columns):
+        try:
+            row[column] = json_form(with_text(row[column]))
+        except TypeError as error:
+            hint = "store it as text or numbers, or leave the column out"
+            raise ValueError(f"{place(config, number)}: column {column!r} has {error}; {hint}") from error
+
+
+def _prompt_fault(prompt: Any) -> str | None:
+    """Return what is wrong with a prompt, in words, if anything is."""
+    if isinstance(prompt, str):
+        return _text_fault(prompt)
+    if not isinstance(prompt, list):
+        return f"is {_shown(prompt)}: it must be text, or {_CHAT}"
+    return _chat_fault(prompt)
+
+
+def _completion_fault(completion: Any, prompt: Any) -> str | None:
+    if isinstance(completion, str):
+        return _text_fault(completion)
+    if not isinstance(completion, list):
+        return f"is {_shown(completion)}: it must be text, or {_CHAT}"
+    if isinstance(prompt, str):
+        return "is a list of chat messages, but the prompt is text: both must be messages"
+    return _chat_fault(completion)
+
+
+def _text_fault(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"has half of a character at position {error.start}: no text has a lone surrogate"
+    return None
+
+
+def _chat_fault(messages: list[Any]) -> str | None:
+    if not messages:
+        return f"is an empty list: it must be text, or {_CHAT}"
+    for message in messages:
+        if not isinstance(message, dict):
+            return f"has the message {_shown(message)}: it must be {_CHAT}"
+        if not isinstance(message.get("role"), str):
+            hint = " (rename `from` to role and `value` to content)" if "from" in message else ""
+            found = ", ".join(message) or "nothing"
+            return f"has a message with {found}: it must have role and content{hint}"
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, str) and (fault := _text_fault(content)):
+            return fault
+        if not isinstance(content, str | list) and not (content is None and calls):
+            return f"has a message whose content is {_shown(content)}: it must be text"
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:

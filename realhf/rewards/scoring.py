@@ -2,33 +2,74 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
+import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from realhf.errors import UserError
+from realhf.data.dataset import COLUMN, LOADER_KEYS
+from realhf.errors import UserError, user_line
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
-RewardFunction = Callable[..., list[float]]  # of (prompts, completions, completion_ids, **columns), as in TRL
-_SEARCH_SECONDS = 5.0  # for the one sample on which a failing function fails
-_STANDARD = ("self", "prompts", "completions", "completion_ids")
+RewardFunction = Callable[..., Any]
+"""Returns a list of numbers for (prompts, completions, completion_ids, **columns), as in TRL; it may be
+`async`. None in the list means that the reward does not apply to the sample, which counts as 0, as in TRL."""
+_SEARCH_SECONDS = 5.0  # For the one sample on which a failing function fails.
+_MAX_SHOWN = 200  # Characters of a prompt.
+_STANDARD = ("prompts", "completions", "completion_ids")
+_NOT_EXTRA = ("prompt", "completion")  # TRL gives them to no **columns: they would repeat the standard ones.
+_TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "finished", "advantages",
+          "values", "returns")  # fmt: skip
+"""Keys that algorithms use for what calls write: a dataset's columns with these names get other keys."""
+_FORM = "its form is f(prompts, completions, completion_ids, **columns)"
 
 
 def reward_columns(function: RewardFunction, available: Sequence[str] = ()) -> tuple[str, ...]:
-    """The columns to pass: those named; of those with a default, and for **columns, the available ones."""
-    if not callable(function):
-        raise UserError(f"reward_function is {function!r}: it must be a function")
-    parameters = inspect.signature(function).parameters.values()
+    """Return the columns to pass: those named; of those with a default, and for **columns, what there is.
+
+    Raises UserError for what is no reward function.
+    """
+    parameters = _parameters(function)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     columns = [name for name, p in named.items() if p.default is p.empty or name in available]
-    if any(p.kind == p.VAR_KEYWORD for p in parameters):
-        columns += [name for name in available if name not in named]
+    if _takes_any(parameters):
+        columns += [name for name in available if name not in named and name not in _NOT_EXTRA]
     return tuple(name for name in columns if name not in _STANDARD)
+
+
+def column_key(column: str) -> str:
+    """Return the key in a graph under which a reward function's call reads a column of the dataset."""
+    return COLUMN + column if column in _TAKEN else column
+
+
+def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
+    if not callable(function):
+        raise UserError(f"reward_function is {function!r}: it must be a function")
+    name = _name(function)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError as error:
+        raise UserError(f"reward function {name} does not tell its parameters: {_FORM}") from error
+    if positional := [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]:
+        what = f"{positional[0]} is positional only, and all are passed by name"
+        raise UserError(f"reward function {name}: {what}")
+    if not _takes_any(parameters) and not {"completions", "completion_ids"} & {p.name for p in parameters}:
+        lacks = "has no parameter `completions` or `completion_ids`"
+        raise UserError(f"reward function {name} {lacks}: {_FORM}")
+    return parameters
+
+
+def _takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
+    return any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def _name(function: RewardFunction) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 class RewardCall:
@@ -36,51 +77,100 @@ class RewardCall:
 
     def __init__(self, function: RewardFunction, columns: Sequence[str]) -> None:
         self.function, self.columns = function, tuple(columns)
-        self.name = getattr(function, "__qualname__", type(function).__name__)
+        self.name = _name(function)
+        parameters = _parameters(function)
+        names = [p.name for p in parameters]
+        self._standard = [name for name in _STANDARD if name in names or _takes_any(parameters)]
+        self._runner: asyncio.Runner | None = None
+        self._has_warned = False
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
         pairs = zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True)
         completion_ids = [tokens[chosen.bool()].tolist() for tokens, chosen in pairs]
         completions = [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
-        columns = {"prompts": batch["prompt"], "completions": completions, "completion_ids": completion_ids}
-        columns |= {name: batch[name] for name in self.columns}
-        scores = self._scores(columns, batch) if batch.ids else []
+        columns = {name: batch[column_key(name)] for name in self.columns}
+        scores = self.scores(batch.ids, batch["prompt"], completions, completion_ids, columns)
         return {"score": batch["response_mask"].values.new_tensor(scores), "completion": completions}
 
-    def _scores(self, columns: dict[str, list], batch: Batch) -> list[float]:
+    def scores(
+        self, ids: Sequence[int], prompts: list[Any], completions: list[str], completion_ids: list[list[int]],
+        columns: dict[str, list[Any]],
+    ) -> list[float]:  # fmt: skip
+        """Return a score for each sample. Raises UserError where the function fails or returns anything else.
+
+        As in TRL, completions of chats are messages.
+        """
+        if not ids:
+            return []
+        given = {"prompts": prompts, "completion_ids": completion_ids, "completions": [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, completions, strict=True)]}  # fmt: skip
+        given = {name: given[name] for name in self._standard} | columns
         try:
-            scores = self.function(**columns)
-        except Exception as error:
-            raise self._explain(error, columns, batch) from error
+            scores = self._call(given)
+        except (Exception, SystemExit) as error:
+            raise self._explain(error, given, ids, prompts) from error
         got = f"{len(scores)} values" if hasattr(scores, "__len__") else type(scores).__name__
-        if got != f"{len(batch)} values":
-            got = f"{got} for {len(batch)} samples ({batch.ids[0]} to {batch.ids[-1]})"
+        if isinstance(scores, str | bytes | dict | set):
+            got = f"a {type(scores).__name__}"
+        if got != f"{len(ids)} values":
+            got = f"{got} for {len(ids)} samples ({ids[0]} to {ids[-1]})"
             rule = "it must return a list with one number per completion"
             raise UserError(f"reward function {self.name} returned {got}: {rule}")
-        for score, sample_id, prompt in zip(scores, batch.ids, batch["prompt"], strict=True):
-            if not _is_finite(score):
-                got = f"{score!r} for sample {sample_id} with the prompt {prompt!r}"
+        for score, sample_id, prompt in zip(scores, ids, prompts, strict=True):
+            if score is not None and not _is_finite(score):
+                got = f"{score!r} for sample {sample_id} with the prompt {_short(prompt)}"
                 raise UserError(f"reward function {self.name} returned {got}: it must be a finite number")
-        return [float(score) for score in scores]
+        self._warn_of_none([i for i, score in zip(ids, scores, strict=True) if score is None], len(ids))
+        return [0.0 if score is None else float(score) for score in scores]
 
-    def _explain(self, error: Exception, columns: dict[str, list], batch: Batch) -> UserError:
+    def _call(self, given: dict[str, list[Any]]) -> Any:
+        answer = self.function(**given)
+        if not inspect.isawaitable(answer):
+            return answer
+        if self._runner is None:  # One event loop for all calls: what a function keeps open belongs to it.
+            self._runner = asyncio.Runner()
+        return self._runner.run(_awaited(answer))
+
+    def _warn_of_none(self, ids: Sequence[int], count: int) -> None:
+        if ids and not self._has_warned:
+            self._has_warned = True
+            what = f"returned None for {len(ids)} of {count} samples (sample {ids[0]} first)"
+            print(f"realhf: warning: reward function {self.name} {what}: None counts as 0",
+                  file=sys.stderr, flush=True)
+
+    def _explain(
+        self, error: BaseException, given: dict[str, list[Any]], ids: Sequence[int], prompts: list[Any]
+    ) -> UserError:
         """Names the sample that the function fails on alone, if there is one."""
-        which, deadline = f"samples {batch.ids[0]} to {batch.ids[-1]}", time.monotonic() + _SEARCH_SECONDS
-        for i, sample_id in enumerate(batch.ids):
+        which, deadline = f"samples {ids[0]} to {ids[-1]}", time.monotonic() + _SEARCH_SECONDS
+        for i, sample_id in enumerate(ids):
             if time.monotonic() > deadline:
                 break
             try:
-                self.function(**{name: values[i : i + 1] for name, values in columns.items()})
-            except Exception as alone:
-                error, which = alone, f"sample {sample_id} with the prompt {batch['prompt'][i]!r}"
+                self._call({name: values[i : i + 1] for name, values in given.items()})
+            except (Exception, SystemExit) as alone:
+                error, which = alone, f"sample {sample_id} with the prompt {_short(prompts[i])}"
                 break
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        where = user_line(error)
+        message = " ".join(str(error).split())
+        what = f"{type(error).__name__}: {message}" + (f" ({where})" if where else "")
         return UserError(f"reward function {self.name} raised {what} on {which}")
 
 
+def _short(prompt: Any) -> str:
+    text = repr(prompt)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
 def _is_finite(score: Any) -> bool:
+    if isinstance(score, str | bytes):
+        return False
     try:
         return math.isfinite(float(score))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False

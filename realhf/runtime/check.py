@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from realhf.data.dataset import needed_columns, read_rows, require_columns
+from realhf.data.dataset import load_rows, place
+from realhf.data.vocabulary import first_difference
 from realhf.dist.tags import FIRST_INPUT
 from realhf.engine.work import Generate, HostFunction, LogProbs, Scores, TrainStep, Values
 from realhf.experiment import Experiment, Role
@@ -44,6 +45,7 @@ class Program:
     eval_graph: DataflowGraph | None
     plan: ExecutionPlan
     homes: Mapping[str, Layout]
+    num_ranks: int
     offloaded: frozenset[str]
     """Frozen roles whose weights lie in host memory while no call needs them."""
     actions: tuple[Action, ...]
@@ -67,6 +69,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     if dotted := [name for name in roles if "." in name]:  # As in the names of sets of adapters.
         raise ValueError(f"role {dotted[0]!r}: the name of a role must not contain a dot")
     graph = experiment.seeded(experiment.graph())
+    _check_inputs(graph)
     for call in graph.calls:
         _check_call(call, roles, batch_size=experiment.batch_size)
     if plan is None:
@@ -81,7 +84,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     offloaded = _offloaded_roles(roles, graph, plan)
     _check_positions(experiment, roles, graph, eval_graph)
     _rows(experiment, "dataset", graph)
-    _check_tokenizer(experiment)
+    _check_tokenizer(experiment, roles)
     graph, eval_actions = _with_max_rows(graph, plan), tuple[Action, ...]()
     specs = parameter_specs(roles)
     actions = compile_actions(graph, plan, roles, homes, specs)
@@ -93,7 +96,8 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
         _offloaded_roles(roles, eval_graph, plan, expected=offloaded)
         first_tag = FIRST_INPUT + len(actions)  # An action has at most one tag.
         eval_actions = compile_actions(eval_graph, plan, roles, homes, specs, first_tag=first_tag)
-    return Program(experiment, roles, graph, eval_graph, plan, homes, offloaded, actions, eval_actions)
+    return Program(
+        experiment, roles, graph, eval_graph, plan, homes, world_size, offloaded, actions, eval_actions)
 
 
 def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
@@ -101,6 +105,7 @@ def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
     graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
     if graph is None:
         return None
+    _check_inputs(graph)
     rows = _rows(experiment, "eval_dataset", graph)
     shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
     keys = (*shown, "completion", "score")
@@ -127,6 +132,13 @@ def _check_numbers(experiment: Experiment) -> None:
     for name in ("eval_every", "export_every", "seed"):
         if getattr(experiment, name) < 0:
             raise ValueError(f"{name} is {getattr(experiment, name)}: it must not be negative")
+
+
+def _check_inputs(graph: DataflowGraph) -> None:
+    for call in graph.calls:
+        if not call.inputs:
+            why = "it must read at least one key, from which it learns what samples there are"
+            raise ValueError(f"call {call.name!r} has no inputs: {why}")
 
 
 def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: int) -> None:
@@ -288,14 +300,30 @@ def _rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[
     """All rows of `dataset` or `eval_dataset`, which must have the columns that the graph reads."""
     config = getattr(experiment, name)
     try:
-        rows = read_rows(config)
-        require_columns(config, rows, needed_columns(config, graph.inputs))
+        rows = load_rows(config, graph.inputs)
+        losses = [call.work.loss for call in graph.calls if isinstance(call.work, TrainStep)]
+        for loss in (loss for loss in losses if hasattr(loss, "row_fault")):  # It reads columns itself.
+            for number, row in enumerate(rows):
+                if fault := loss.row_fault(row):
+                    raise ValueError(f"{place(config, number)}: {fault}")
     except ValueError as error:
         raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error
     return rows
 
 
-def _check_tokenizer(experiment: Experiment) -> None:
+def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
+    """Raises ValueError where there is no tokenizer, or a model was made for another one."""
     directory = Path(experiment.tokenizer_dir())
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
         raise ValueError(f"tokenizer {str(directory)!r}: there is no tokenizer.json; set `tokenizer`")
+    ours = directory / "tokenizer.json"
+    for name, role in roles.items():
+        theirs = Path(role.model) / "tokenizer.json"
+        if role.random_init or not ours.is_file() or not theirs.is_file():
+            continue
+        if (differing := first_difference(ours, theirs)) is not None:
+            number, here, there = differing
+            raise ValueError(
+                f"{name}.model {role.model} was made for another tokenizer than {directory}, whose tokens it "
+                f"would get: token {number} is {there!r} there and {here!r} here"
+            )

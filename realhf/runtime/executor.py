@@ -12,13 +12,13 @@ import torch
 from realhf.data.batch import Batch
 from realhf.data.loader import load_tokenizer
 from realhf.dist.group import Outbox, World
-from realhf.engine.work import HostFunction
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send, describe, role_of
 from realhf.runtime.exchange import Exchange, Routing, Source
+from realhf.runtime.host_call import call_host_function
 from realhf.runtime.models import ModelStore
 
 
@@ -205,19 +205,3 @@ def _explaining_memory(call: FunctionCall, rank: int) -> Iterator[None]:
         what = ". ".join((what or str(error) or type(error).__name__).split(". ")[:2]).rstrip(".")
         advice = f"{_MEMORY[call.kind].format(name=call.name)}, or give it another layout"
         raise UserError(f"call {call.name!r} ran out of memory on rank {rank} ({what}): {advice}") from error
-
-
-def call_host_function(
-    call: FunctionCall, batch: Batch, context: HostContext
-) -> tuple[Batch, Mapping[str, float]]:
-    """The output columns and the metrics of a host call. Raises UserError where columns are missing."""
-    assert isinstance(call.work, HostFunction)
-    answer = call.work.function(batch, context)
-    columns, metrics = answer if isinstance(answer, tuple) else (answer, {})
-    for key in call.outputs:
-        if key not in (columns or {}):
-            raise UserError(f"host call {call.name!r} returned no column {key!r}, which it declares")
-    try:
-        return Batch(batch.ids, {key: columns[key] for key in call.outputs}), metrics
-    except ValueError as error:
-        raise UserError(f"host call {call.name!r}: {error}") from error

@@ -1,11 +1,16 @@
 """What goes along with exported weights: the tokenizer, the source's licence, and a model card."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from realhf.experiment import Experiment, Role
 from realhf.model_config import ModelConfig
-from realhf.nn.checkpoint_write import Beside
+
+if TYPE_CHECKING:
+    from realhf.nn.checkpoint_write import Beside
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",

@@ -23,7 +23,7 @@ from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
-from realhf.runtime.warnings import warnings_of
+from realhf.runtime.warnings import check_lengths, warnings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,9 @@ class Trainer:
         if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
             return None
         tokenizer, seed = self._context.tokenizer, self._program.experiment.seed
-        return Loader(config, keys=graph.inputs, tokenizer=tokenizer, group_size=group_size, seed=seed)
+        loader = Loader(config, keys=graph.inputs, tokenizer=tokenizer, group_size=group_size, seed=seed)
+        check_lengths(self._program.roles, graph, loader)
+        return loader
 
 
 def _is_multiple(step: int, period: int) -> bool:

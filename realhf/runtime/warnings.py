@@ -1,31 +1,52 @@
-"""What a person is warned of when a run begins: it may be meant, so that the run goes on."""
+"""What a person is warned of when a run begins: it may be meant, so that the run goes on. Free of torch."""
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from realhf.data.loader import Loader
+from realhf.data.dataset import LOADER_KEYS, column_of
+from realhf.data.tokenized import TokenizedRows
 from realhf.engine.work import Generate
+from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
 from realhf.model_config import ModelConfig
 from realhf.nn.peft import CONFIG_FILE
+from realhf.runtime.actions import spec_of
 from realhf.runtime.check import Program
 from realhf.runtime.export import base_name, hub_name
 from realhf.transformers_config import TransformersConfig
 
 
-def warnings_of(program: Program, loader: Loader | None, eval_loader: Loader | None) -> list[str]:
-    """One sentence each."""
-    parts = [("dataset", program.graph, loader)]
+def warnings_of(
+    program: Program, rows: TokenizedRows | None, eval_rows: TokenizedRows | None
+) -> list[str]:
+    """One sentence each; `rows` are those of a whole dataset, or, in a check, a sample of them."""
+    parts = [("dataset", program.graph, rows)]
     if program.eval_graph is not None:
-        parts.append(("eval_dataset", program.eval_graph, eval_loader))
-    found = [*other_bases(program.roles), *_greedy(program)]
-    for name, graph, rows in parts:
-        found += _ignored(program.roles, graph)
-        if rows is not None:
-            found += [*_left_out(name, rows), *_beyond_positions(program.roles, graph, name, rows)]
+        parts.append(("eval_dataset", program.eval_graph, eval_rows))
+    found = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
+    if rows is not None:
+        found += _repeated_rows(program, rows)
+    for name, graph, some in parts:
+        found += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
+        if some is not None:
+            found += [*_left_out(name, some), *_null_columns(name, some), *_unlike_template(name, some)]
+            found += [*_beyond_positions(program.roles, graph, name, some),
+                      *_unknown_end(program.roles, graph, name, some)]
     return list(dict.fromkeys(found))
+
+
+def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows) -> None:
+    """Raises ValueError where a whole sequence of a dataset is longer than a model has learned positions."""
+    if "sequence_ids" not in rows.keys:
+        return
+    for name in sorted({call.role for call in graph.calls if call.role is not None}):
+        limit = spec_of(roles[name].config()).config.num_positions
+        if limit is not None and rows.longest > limit:
+            has = f"prompt and completion have {rows.longest} tokens"
+            raise UserError(
+                f"{rows.place_of_longest()}: {has}, and {name}.model has learned {limit} positions")
 
 
 def other_bases(roles: Mapping[str, Role]) -> list[str]:
@@ -57,10 +78,70 @@ def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
             yield f"{call.role}.engine is transformers, which does not have {' and '.join(changed)}"
 
 
-def _left_out(name: str, rows: Loader) -> Iterator[str]:
+def _left_out(name: str, rows: TokenizedRows) -> Iterator[str]:
     if count := rows.num_too_long:
-        of_all, limit = f"{count} of {len(rows) + count} rows", rows.max_prompt_tokens
-        yield f"{name}: {of_all} are left out, as their prompts are longer than max_prompt_tokens {limit}"
+        tried = "rows" if rows.num_tokenized == rows.num_in_file else "rows that were tried"
+        limit = f"max_prompt_tokens {rows.config.max_prompt_tokens}"
+        which = f"{count} of {rows.num_tokenized} {tried}"
+        yield f"{name}: {which} are left out, as their prompts are longer than {limit}"
+
+
+def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
+    """Columns that a call reads and that some rows do not have a value for."""
+    for key in (key for key in rows.keys if key not in LOADER_KEYS):
+        if null := [i for i, row in enumerate(rows.rows) if row[key] is None]:
+            count = f"{len(null)} of {len(rows)} rows"
+            yield f"{name}: column {column_of(key)!r} is null in {count}, first in {rows.place_of(null[0])}"
+
+
+def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
+    if count := rows.num_unlike_prompt:
+        what = "the chat template writes another beginning with the completion than for the prompt alone"
+        yield f"{name}: in {count} rows {what}; the loss counts from the first token that differs"
+
+
+def _repeated_rows(program: Program, rows: TokenizedRows) -> Iterator[str]:
+    size, count = program.experiment.batch_size, rows.num_in_file - rows.num_too_long
+    if size > count:
+        what = f"there are {count} rows in dataset"
+        yield f"batch_size is {size}, and {what}: each step has some rows more than once"
+
+
+def _idle_ranks(program: Program) -> Iterator[str]:
+    graphs = [program.graph, *([program.eval_graph] if program.eval_graph is not None else [])]
+    busy = {rank for graph in graphs for call in graph.calls for rank in program.plan[call.name].layout.ranks}
+    if idle := [rank for rank in range(program.num_ranks) if rank not in busy]:
+        which = f"rank {idle[0]} has" if len(idle) == 1 else f"{len(idle)} ranks ({_listed(idle)}) have"
+        yield f"{which} no call in the plan and will do nothing, of {program.num_ranks} ranks"
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, ..." if len(ranks) > 8 else shown
+
+
+def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
+    for call in graph.calls:
+        if not isinstance(call.work, Generate) or call.role is None:
+            continue
+        if not roles[call.role].config().eos_token_ids:
+            what = f"{call.role}.model has no eos_token_id in config.json or generation_config.json"
+            limit = f"sampling.max_new_tokens {call.work.sampling.max_new_tokens}"
+            yield f"{what}: every answer runs to {limit}"
+
+
+def _unknown_end(
+    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows
+) -> Iterator[str]:
+    """Completions that end in a token at which the model's answers do not end."""
+    if "response_mask" not in rows.keys:
+        return
+    for role in sorted({call.role for call in graph.calls if call.role is not None}):
+        known, ours = roles[role].config().eos_token_ids, rows.tokenizer.eos_token_id
+        ends = [known_id for row in rows.rows for known_id in row["sequence_ids"][-4:] if known_id in known]
+        if known and not ends:
+            what = f"ends in one of the tokens {', '.join(map(str, known))}, at which {role}.model stops"
+            yield f"{name}: no completion {what} (eos_token_id); the tokenizer's eos token is {ours}"
 
 
 def _greedy(program: Program) -> Iterator[str]:
@@ -70,7 +151,7 @@ def _greedy(program: Program) -> Iterator[str]:
 
 
 def _beyond_positions(
-    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: Loader
+    roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows
 ) -> Iterator[str]:
     """Of models that can compute more positions than they were made for; others refuse them."""
     works = [call.work for call in graph.calls]

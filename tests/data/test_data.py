@@ -2,6 +2,8 @@
 
 import json
 import random
+from datetime import UTC, date, datetime
+from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
@@ -9,7 +11,15 @@ import pytest
 import torch
 
 from realhf.data.batch import Batch, Packed
-from realhf.data.dataset import DatasetConfig, needed_columns, read_rows, require_columns, row_order
+from realhf.data.dataset import (
+    DatasetConfig,
+    extra_columns,
+    load_rows,
+    needed_columns,
+    read_rows,
+    require_columns,
+    row_order,
+)
 from realhf.data.loader import Loader, load_tokenizer
 from realhf.errors import UserError
 from tests.runtime.tiny import write_task
@@ -162,7 +172,7 @@ def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
 
 def test_an_empty_prompt_is_refused_with_its_row(tmp_path, tokenizer):
     path = _write(tmp_path / "rows.jsonl", [{"prompt": "1+1="}, {"prompt": ""}])
-    with pytest.raises(UserError, match=r"rows\.jsonl.*row 1.*no tokens"):
+    with pytest.raises(UserError, match=r"rows\.jsonl line 2: the prompt has no tokens"):
         _loader(path, tokenizer)
 
 
@@ -187,12 +197,14 @@ def test_parquet_has_the_rows_of_jsonl(tmp_path, task, tokenizer):
         ("bad.jsonl", '{"prompt": "1"}\n\n{"prompt": \n', "bad.jsonl line 3 is not JSON"),
         ("list.jsonl", '{"prompt": "1"}\n["1"]\n', "list.jsonl line 2 is list: every line must be an object"),
         ("empty.jsonl", "\n\n", "empty.jsonl has no rows"),
-        ("bad.parquet", "not parquet", "bad.parquet"),
+        ("bad.parquet", "not parquet", "bad.parquet cannot be read as parquet"),
+        ("bytes.jsonl", b'\n{"prompt": "1"}\n{"prompt": "\xe4"}\n',
+         r"bytes.jsonl line 3 is not UTF-8 \(byte 12 of the line is 0xe4\): save the file as UTF-8"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, text, sentence):
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=sentence):
         read_rows(DatasetConfig(str(tmp_path / name)))
 
@@ -202,9 +214,133 @@ def test_missing_columns_are_named(tmp_path, tokenizer):
     config = DatasetConfig(str(path))
     assert set(needed_columns(config, ("prompt_ids", "prompt", "answer"))) == {"prompt", "answer"}
     assert set(needed_columns(config, ("sequence_ids", "response_mask"))) == {"prompt", "completion"}
-    with pytest.raises(ValueError, match="no column 'answer' in row 1; its columns are prompt, level"):
+    with pytest.raises(ValueError, match="line 2: there is no column 'answer'; its columns are prompt"):
         require_columns(config, read_rows(config), ["prompt", "answer"])
-    with pytest.raises(ValueError, match="no column 'question' in row 0"):
+    with pytest.raises(ValueError, match="line 1: there is no column 'question'"):
         _loader(path, tokenizer, prompt_key="question")
     with pytest.raises(UserError, match="nowhere"):
         load_tokenizer(str(tmp_path / "nowhere"))
+
+
+CHAT = [{"role": "user", "content": "1+1="}]
+TEMPLATE = (
+    "{% for m in messages %}{{ 'b' if m.role == 'user' else 'c' }}{{ m.content }}"
+    "{% if m.role != 'user' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}c{% endif %}"
+)
+OF_CHATS = "a list of chat messages such as"
+
+
+@pytest.mark.parametrize(
+    "prompt, sentence",
+    [
+        (None, f"prompt is null: it must be text, or {OF_CHATS}"),
+        (7, "prompt is 7: it must be text"),
+        ([], "prompt is an empty list: it must be text"),
+        (["1+1="], f"prompt has the message \"1\\+1=\": it must be {OF_CHATS}"),
+        ([{"role": "user"}], "prompt has a message whose content is null: it must be text"),
+        ([{"from": "human", "value": "1"}], ".* with from, value: it must .* .rename `from` to role"),
+        ("\ud800", "prompt has half of a character at position 0"),
+    ],
+)
+def test_prompts_that_are_none_are_refused_with_their_line(tmp_path, prompt, sentence):
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": "1"}, {"prompt": prompt}])
+    with pytest.raises(ValueError, match=f"rows.jsonl line 2: {sentence}"):
+        load_rows(DatasetConfig(str(path)), ["prompt_ids"])
+
+
+@pytest.mark.parametrize(
+    "prompt, completion, sentence",
+    [
+        ("1", None, "completion is null: it must be text"),
+        ("1", CHAT, "completion is a list of chat messages, but the prompt is text: both must be messages"),
+        (CHAT, [{"role": "assistant"}], "completion has a message whose content is null"),
+    ],
+)
+def test_completions_that_are_none_are_refused_with_their_line(tmp_path, prompt, completion, sentence):
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": prompt, "completion": completion}])
+    load_rows(DatasetConfig(str(path)), ["prompt_ids"])  # It is not read.
+    with pytest.raises(ValueError, match=f"rows.jsonl line 1: {sentence}"):
+        load_rows(DatasetConfig(str(path)), ["sequence_ids"])
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "1", "answer": "2"}\n')
+    config = DatasetConfig(str(tmp_path / "rows.jsonl"))
+    assert read_rows(config) == [{"prompt": "1", "answer": "2"}] and extra_columns(config) == ("answer",)
+
+
+def test_parquet_columns_have_the_types_of_json(tmp_path):
+    row = {
+        "prompt": "1", "day": date(2024, 2, 3), "price": Decimal("1.50"), "image": b"x",
+        "at": {"times": [datetime(2024, 2, 3, 4, 5, tzinfo=UTC)]},
+    }  # fmt: skip
+    table = pyarrow.Table.from_pylist([row])
+    pairs = pyarrow.array([[("a", 1), ("b", 2)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    pyarrow.parquet.write_table(table.append_column("pairs", pairs), tmp_path / "rows.parquet")
+    config = DatasetConfig(str(tmp_path / "rows.parquet"))
+    columns = extra_columns(config)
+    assert columns == ("day", "price", "image", "at", "pairs")
+    (read,) = load_rows(config, [column for column in columns if column != "image"])
+    expected = {
+        "day": "2024-02-03", "price": "1.50", "at": {"times": ["2024-02-03T04:05:00+00:00"]},
+        "pairs": [["a", 1], ["b", 2]],
+    }  # fmt: skip
+    assert {key: read[key] for key in expected} == expected == json.loads(json.dumps(expected))
+    with pytest.raises(ValueError, match="rows.parquet row 0: column 'image' has a value of type bytes;"):
+        load_rows(config, columns)
+
+
+def _with_template(tokenizer, template):
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_chat_completions_go_through_the_template_and_are_masked_in(tmp_path, tokenizer):
+    answer = [{"role": "assistant", "content": "2"}]
+    rows = [{"prompt": CHAT, "completion": answer}, {"prompt": CHAT, "completion": "2"}]
+    loader = _loader(
+        _write(tmp_path / "chat.jsonl", rows), _with_template(tokenizer, TEMPLATE), shuffle=False,
+        keys=("sequence_ids", "response_mask"))  # fmt: skip
+    batch = loader.batch(first_prompt=0, num_prompts=2)
+    for ids, mask in zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True):
+        assert tokenizer.decode(ids[~mask.bool()]) == "b1+1=c"
+        assert tokenizer.decode(ids[mask.bool()]) == "2<eos>"
+    assert loader.num_unlike_prompt == 0
+
+
+def test_a_template_whose_generation_prompt_is_no_beginning(tmp_path, tokenizer):
+    """The loss begins where the whole differs from the prompt with its generation prompt."""
+    path = _write(
+        tmp_path / "chat.jsonl", [{"prompt": CHAT, "completion": [{"role": "assistant", "content": "2"}]}])
+    template = TEMPLATE.replace("%}c{%", "%}ca{%")
+    loader = _loader(
+        path, _with_template(tokenizer, template), keys=("sequence_ids", "response_mask"))
+    batch = loader.batch(first_prompt=0, num_prompts=1)
+    assert tokenizer.decode(batch["sequence_ids"].values[batch["response_mask"].values.bool()]) == "2<eos>"
+    assert loader.num_unlike_prompt == 1
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('roles must alternate') }}"])
+def test_chats_that_the_tokenizer_cannot_write(tmp_path, tokenizer, template):
+    path = _write(tmp_path / "chat.jsonl", [{"prompt": "1"}, {"prompt": CHAT}])
+    sentence = "line 2: the tokenizer refuses the chat: TemplateError: roles must alternate"
+    with pytest.raises(UserError, match="has no chat template" if template is None else sentence):
+        _loader(path, _with_template(tokenizer, template))
+
+
+def test_text_completions_need_an_eos_token(tmp_path, tokenizer):
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": "1", "completion": "2"}])
+    tokenizer = _with_template(tokenizer, None)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="the tokenizer has no eos token, in which completions end"):
+        _loader(path, tokenizer, keys=("sequence_ids",))
+
+
+def test_columns_under_keys_that_the_graph_uses_otherwise(tmp_path, tokenizer):
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": "1", "prompt_ids": 5, "number": 3}])
+    loader = _loader(path, tokenizer, keys=("prompt_ids", "column/prompt_ids", "number"))
+    batch = loader.batch(first_prompt=0, num_prompts=1)
+    assert batch["column/prompt_ids"] == [5] and batch["number"] == [3]
+    assert batch["prompt_ids"].lengths == [1]

@@ -1,5 +1,8 @@
 """RewardCall: what reaches a reward function, what may come back, and what is said about anything else."""
 
+import asyncio
+import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,7 +92,9 @@ def test_no_samples_do_not_reach_the_function(context):
     [
         ([1.0, float("nan"), 0.0], "nan for sample 11 with the prompt '2+2='"),
         ([1.0, 0.0, float("inf")], "inf for sample 12"),
-        ([None, 1.0, 1.0], "None for sample 10"),
+        (["1.0", 1.0, 1.0], "'1.0' for sample 10"),
+        ("101", "a str for 3 samples"),
+        ({10: 1.0, 11: 1.0, 12: 0.0}, "a dict for 3 samples"),
         ([1.0, "good", 1.0], "'good' for sample 11"),
         ([1.0, [1.0, 2.0], 1.0], "[1.0, 2.0] for sample 11"),
         ([1.0, 2.0], "2 values for 3 samples (10 to 12)"),
@@ -128,3 +133,121 @@ def test_a_function_that_fails_on_several_samples_only_names_their_range(context
 
     with pytest.raises(UserError, match="my_reward raised RuntimeError: too many .* on samples 10 to 12"):
         _call(my_reward, _batch(), context)
+
+
+def test_a_function_takes_of_the_standard_arguments_what_it_names(context):
+    def my_reward(completions, answer):
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    assert _call(my_reward, _batch(answer=["2", "4", "9"]), context)["score"].tolist() == [1.0, 0.0, 1.0]
+
+
+def _positional(completions, /):
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    "function, sentence",
+    [
+        (lambda prompt, answer: [0.0], "has no parameter `completions` or `completion_ids`: its form"),
+        (_positional, "_positional: completions is positional only"),
+        (3, "reward_function is 3: it must be a function"),
+    ],
+)
+def test_what_is_no_reward_function(function, sentence):
+    with pytest.raises(UserError, match=sentence):
+        reward_columns(function, ["prompt", "answer"])
+
+
+def test_any_columns_are_those_of_the_dataset_whatever_the_graph_calls_its_keys(context):
+    """As in TRL, they are without the prompt and a completion that the dataset may have."""
+    seen = {}
+
+    def my_reward(completions, **columns):
+        seen.update(columns)
+        return [0.0 for _ in completions]
+
+    names = ["prompt", "completion", "score", "prompt_ids", "level"]
+    assert reward_columns(my_reward, names) == ("score", "prompt_ids", "level")
+    given = {"column/score": [7, 8, 9], "column/prompt_ids": ["x", "y", "z"], "level": [1, 2, 3]}
+    result = RewardCall(my_reward, reward_columns(my_reward, names))(_batch(**given), context)
+    assert result["score"].tolist() == [0.0, 0.0, 0.0]
+    assert seen.keys() == {"prompts", "completion_ids", "score", "prompt_ids", "level"}
+    assert seen["score"] == [7, 8, 9] and seen["prompt_ids"] == ["x", "y", "z"]
+
+
+def test_completions_of_chats_are_messages(context):
+    seen = []
+
+    def my_reward(prompts, completions):
+        seen.extend(completions)
+        return [1.0 for _ in prompts]
+
+    batch = _batch()
+    chats = [[{"role": "user", "content": text}] for text in ("1+1=", "9+0=")]
+    batch.fields["prompt"] = [chats[0], "2+2=", chats[1]]
+    result = _call(my_reward, batch, context)
+    assert seen == [
+        [{"role": "assistant", "content": "2"}], "44", [{"role": "assistant", "content": "9"}]]
+    assert result["completion"] == ["2", "44", "9"]
+
+
+def test_async_functions_are_awaited_in_one_event_loop(context):
+    loops = []
+
+    async def my_reward(completions, **columns):
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return [float(len(c)) for c in completions]
+
+    call = RewardCall(my_reward, reward_columns(my_reward))
+    assert [call(_batch(), context)["score"].tolist() for _ in range(2)] == [[1.0, 2.0, 1.0]] * 2
+    assert loops[0] is loops[1]
+
+
+def test_an_async_function_that_raises_is_located(context):
+    async def my_reward(completions):
+        return [1.0 / (len(c) - 2) for c in completions]
+
+    with pytest.raises(UserError, match=f"ZeroDivisionError.*{__file__}.*sample 11 with the prompt '2.2='"):
+        _call(my_reward, _batch(), context)
+
+
+def test_none_counts_as_0_and_is_said_once(context, capsys):
+    """TRL sums the rewards that apply: without any, a sample has 0."""
+    call = RewardCall(lambda completions: [None if len(c) > 1 else 1.0 for c in completions], ())
+    for _ in range(2):
+        assert call(_batch(), context)["score"].tolist() == [1.0, 0.0, 1.0]
+    err = capsys.readouterr().err
+    assert err.count("warning") == 1
+    assert "returned None for 1 of 3 samples (sample 11 first): None counts as 0" in err
+
+
+def test_a_function_that_exits_is_an_error(context):
+    def my_reward(completions):
+        sys.exit(0)
+
+    with pytest.raises(UserError, match=rf"my_reward raised SystemExit: 0 \({__file__}:\d+\) on sample 10"):
+        _call(my_reward, _batch(), context)
+
+
+def test_an_interrupt_stays_one(context):
+    def my_reward(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _call(my_reward, _batch(), context)
+
+
+def test_an_error_in_a_library_is_located_at_the_users_line(context):
+    def parse(text):
+        return json.loads(text)["score"]
+
+    def my_reward(completions):
+        return [parse("{" + c) for c in completions]
+
+    with pytest.raises(UserError) as error:
+        _call(my_reward, _batch(), context)
+    line = parse.__code__.co_firstlineno + 1
+    assert f"({__file__}:{line})" in str(error.value)
+    assert isinstance(error.value.__cause__, json.JSONDecodeError)

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from realhf import DatasetConfig, SamplingConfig
+from realhf import DatasetConfig, OptimizerConfig, Role, SamplingConfig, Verifier
 from realhf.dist.group import World
+from realhf.errors import UserError
+from realhf.plan import ExecutionPlan
 from realhf.runtime.check import compile_program
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.warnings import warnings_of
 from tests.runtime.tiny import HF_CONFIG, make_experiment, role, write_task
 
 
@@ -21,9 +24,15 @@ def _warnings(capsys, kind: str, task, **changes) -> list[str]:
     """What a trainer of this experiment says before its first step, without the common beginning."""
     experiment = make_experiment(kind, task, **changes)
     Trainer(compile_program(experiment, None, world_size=1), World())
-    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert all(line.startswith("realhf: warning: ") for line in lines)
-    return [line.removeprefix("realhf: warning: ") for line in lines]
+    start = "realhf: warning: "  # (Other libraries have warnings, too.)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(start)]
+    return [line.removeprefix(start) for line in lines]
+
+
+def _dataset(task, rows) -> DatasetConfig:
+    path = task / "other.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DatasetConfig(str(path))
 
 
 def _lengths(task, key: str = "prompt") -> list[int]:
@@ -57,6 +66,76 @@ def test_greedy_samples_of_one_prompt(task, capsys):
     what = "sampling.temperature is 0: the 4 samples of a prompt are all the same"
     assert _warnings(capsys, "grpo", task, sampling=greedy) == [what]
     assert _warnings(capsys, "ppo", task, sampling=greedy, group_size=1) == []
+
+
+def test_columns_that_are_null_in_some_rows(task, capsys):
+    rows = [{"prompt": "1", "answer": answer, "note": None} for answer in ("1", None, "2", None, "3", "4")]
+    what = "column 'answer' is null in 2 of 6 rows, first in line 2"
+    settings = {"dataset": _dataset(task, rows), "eval_dataset": None}
+    assert _warnings(capsys, "grpo", task, **settings) == [f"dataset: {what}"]
+
+
+def test_a_batch_of_more_rows_than_there_are(task, capsys):
+    rows = [{"prompt": "1", "answer": "1"}] * 4
+    settings = {"dataset": _dataset(task, rows), "eval_dataset": None}
+    what = "batch_size is 5, and there are 4 rows in dataset: each step has some rows more than once"
+    assert _warnings(capsys, "grpo", task, batch_size=5, **settings) == [what]
+    assert _warnings(capsys, "grpo", task, batch_size=4, **settings) == []
+
+
+def test_ranks_without_a_call(task):
+    experiment = make_experiment("grpo", task)
+    calls = {call.name: {"layout": "d2@1-2"} for call in experiment.graph().calls if call.role is not None}
+    plan = ExecutionPlan.from_dict({"calls": calls})
+    found = warnings_of(compile_program(experiment, plan, world_size=3), None, None)
+    assert found == []  # Host calls are on rank 0.
+    found = warnings_of(compile_program(experiment, plan, world_size=5), None, None)
+    assert found == ["2 ranks (3, 4) have no call in the plan and will do nothing, of 5 ranks"]
+    found = warnings_of(compile_program(experiment, plan, world_size=4), None, None)
+    assert found == ["rank 3 has no call in the plan and will do nothing, of 4 ranks"]
+
+
+def test_a_model_whose_answers_never_end(tmp_path, capsys):
+    task = write_task(tmp_path)
+    (task / "config.json").write_text(json.dumps({**HF_CONFIG, "eos_token_id": None}))
+    what = "actor.model has no eos_token_id in config.json or generation_config.json"
+    assert _warnings(capsys, "grpo", task) == [f"{what}: every answer runs to sampling.max_new_tokens 7"]
+    (task / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert _warnings(capsys, "grpo", task) == []
+
+
+def test_completions_that_end_where_answers_do_not(tmp_path, capsys):
+    task = write_task(tmp_path)
+    (task / "config.json").write_text(json.dumps({**HF_CONFIG, "eos_token_id": [0, 15]}))
+    what = "no completion ends in one of the tokens 0, 15, at which actor.model stops (eos_token_id)"
+    assert _warnings(capsys, "sft", task) == [f"dataset: {what}; the tokenizer's eos token is 1"]
+
+
+LEARNED = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "n_positions": 16, "vocab_size": HF_CONFIG["vocab_size"], "eos_token_id": 1,
+}  # fmt: skip
+
+
+def test_completions_beyond_the_learned_positions(tmp_path, capsys):
+    task = write_task(tmp_path)
+    (task / "config.json").write_text(json.dumps(LEARNED))
+    rows = [{"prompt": "12", "completion": "1" * number} for number in (13, 14)]
+    settings = {"dataset": replace(_dataset(task, rows), max_prompt_tokens=8), "eval_dataset": None}
+    settings["batch_size"] = 1
+    with pytest.raises(UserError, match="line 2: prompt and completion have 17 tokens, and"):
+        _warnings(capsys, "sft", task, **settings)
+    settings["dataset"] = replace(settings["dataset"], max_rows=1)
+    assert _warnings(capsys, "sft", task, **settings) == []
+
+
+@pytest.mark.parametrize("label", [None, "right", 2, float("nan")])
+def test_labels_of_a_verifier_are_shares(task, label):
+    rows = [{"prompt": "1", "completion": "2", "label": given} for given in (1, label)]
+    reward = Role(str(task), head="score", optimizer=OptimizerConfig(), random_init=True)
+    experiment = Verifier(reward=reward, dataset=_dataset(task, rows), batch_size=1)
+    with pytest.raises(ValueError, match="other.jsonl line 2: label is .*: it must be a number from 0"):
+        compile_program(experiment, None, world_size=1)
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 40}
@@ -98,11 +177,7 @@ def test_whole_sequences_of_a_dataset_count(tmp_path, capsys):
 
 def test_no_prompt_fits_where_responses_fill_all_positions(tmp_path):
     task = write_task(tmp_path)
-    learned = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4,
-        "n_positions": 16, "vocab_size": HF_CONFIG["vocab_size"], "eos_token_id": 1,
-    }  # fmt: skip
-    (task / "config.json").write_text(json.dumps(learned))
+    (task / "config.json").write_text(json.dumps(LEARNED))
     experiment = make_experiment("grpo", task, sampling=SamplingConfig(max_new_tokens=12))
     with pytest.raises(ValueError, match=r"set dataset.max_prompt_tokens \(4096\) and .* to at most 4$"):
         compile_program(experiment, None, world_size=1)

@@ -1,0 +1,68 @@
+"""LightTokenizer: a tokenizer.json and its chat template, for checks that are to be quick. Free of torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class LightTokenizer:
+    """Tokenises as transformers does, which runs use, but for special tokens that it may add or leave out."""
+
+    def __init__(self, directory: str) -> None:
+        from tokenizers import Tokenizer  # Only checks need it.
+
+        path = Path(directory)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # (The library has no class of its own for this.)
+            raise ValueError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
+        settings = _json_of(path / "special_tokens_map.json") | _json_of(path / "tokenizer_config.json")
+        self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
+        self.chat_template = _chat_template(path, settings)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, return_dict: bool = True
+    ) -> list[int]:
+        # Only chats need it, and it takes a second.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        settings: dict[str, Any] = {**self._special, "add_generation_prompt": add_generation_prompt}
+        rendered = render_jinja_template([messages], chat_template=self.chat_template, **settings)
+        return self.encode(rendered[0][0], add_special_tokens=False)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
+    """Return the template for chats: from a file of its own, else from tokenizer_config.json."""
+    if (file := directory / "chat_template.jinja").is_file():
+        return file.read_text()
+    template = _json_of(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    if isinstance(template, list):  # Several, by name.
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        return by_name.get("default")
+    return template

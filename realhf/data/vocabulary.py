@@ -1,0 +1,37 @@
+"""Compares the vocabularies of two tokenizers. Free of torch."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+
+def first_difference(ours: Path, theirs: Path) -> tuple[int, str, str] | None:
+    """Return the first token id that two tokenizer.json files give to different tokens, and those tokens.
+
+    Tokens that were added beside the model's vocabulary, such as one for padding, may differ, and so may the
+    sizes of the vocabularies.
+    """
+    if ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes():
+        return None
+    here, there = _vocabulary(ours), _vocabulary(theirs)
+    for number in sorted(here.keys() & there.keys()):
+        if here[number] != there[number]:
+            return number, here[number], there[number]
+    return None
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(path: Path) -> dict[int, str]:
+    """Return the tokens of a tokenizer.json by id, without those that were added.
+
+    Raises ValueError that names the file where it is malformed.
+    """
+    try:
+        content = json.loads(path.read_text())
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Pairs of a token and its score.
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        added = {token["id"] for token in content.get("added_tokens") or ()}
+        return {number: token for token, number in vocabulary.items() if number not in added}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no tokenizer.json: {type(error).__name__}: {error}") from error

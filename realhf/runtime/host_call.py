@@ -1,0 +1,79 @@
+"""Calls in plain Python: what they get and what they may return, the same on every rank."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from realhf.data.batch import Batch, Packed
+from realhf.data.json_form import json_form
+from realhf.engine.work import HostFunction
+from realhf.errors import UserError, user_line
+from realhf.graph import FunctionCall
+
+
+def call_host_function(
+    call: FunctionCall, batch: Batch, context: Any
+) -> tuple[Batch, Mapping[str, float]]:
+    """Return the output columns and the metrics of a host call.
+
+    Lists of Python values go in as copies and come out in JSON's form, whether or not they travel to another
+    rank: so a plan cannot change what a function sees. Raises UserError where the function fails, or columns
+    are missing or cannot be sent.
+    """
+    assert isinstance(call.work, HostFunction)
+    given = {key: json_form(column) if isinstance(column, list) else column
+             for key, column in batch.fields.items()}  # fmt: skip
+    answer = _answer(call, Batch(batch.ids, given), context)
+    columns, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
+    if not isinstance(columns, Mapping | None):
+        what = f"returned {type(columns).__name__}"
+        raise UserError(f"host call {call.name!r} {what}: it must return a dict of columns, by output key")
+    columns = columns or {}
+    for key in call.outputs:
+        if key not in columns:
+            raise UserError(f"host call {call.name!r} returned no column {key!r}, which it declares")
+    try:
+        made = Batch(batch.ids, {key: _column(columns[key], key) for key in call.outputs})
+        return made, {name: _metric(name, value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"host call {call.name!r}: {error}") from error
+
+
+def _answer(call: FunctionCall, batch: Batch, context: Any) -> Any:
+    """Call the function. What goes wrong in a user's own lines becomes a sentence that names the line."""
+    try:
+        return call.work.function(batch, context)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = user_line(error)
+        if where is None and not isinstance(error, SystemExit):
+            raise
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        at = f" ({where})" if where else ""
+        raise UserError(f"host call {call.name!r} raised {what}{at}") from error
+
+
+def _metric(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric {name!r} is {value!r}: it must be a number") from error
+
+
+def _column(column: Any, key: str) -> Any:
+    """Return an output column in the form in which it travels."""
+    if isinstance(column, Packed | torch.Tensor):
+        return column
+    if isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
+        return torch.from_numpy(column)
+    if not isinstance(column, list | tuple | np.ndarray):
+        legal = "a list, a tensor or Packed sequences, with an entry for each sample"
+        raise TypeError(f"column {key!r} is {type(column).__name__}: it must be {legal}")
+    try:
+        return json_form(column)
+    except TypeError as error:
+        legal = "text, numbers, booleans, None, and lists and dicts of those"
+        raise TypeError(f"column {key!r} has {error}; legal are {legal}") from error

@@ -1,0 +1,46 @@
+"""LightTokenizer against transformers' own, which runs use."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from realhf.data.light_tokenizer import LightTokenizer
+from realhf.data.loader import load_tokenizer
+from tests.data.test_data import TEMPLATE
+from tests.runtime.tiny import write_task
+
+CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.fixture(params=["chat_template.jinja", "tokenizer_config.json", "by name"])
+def directory(request, tmp_path):
+    """A tokenizer whose template lies in one of the places where there may be one."""
+    task = write_task(tmp_path)
+    if request.param == "chat_template.jinja":
+        (task / request.param).write_text(TEMPLATE)
+        return task
+    template = TEMPLATE if request.param != "by name" else [{"name": "default", "template": TEMPLATE}]
+    path = task / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return task
+
+
+def test_it_agrees_with_transformers(directory):
+    ours, theirs = LightTokenizer(str(directory)), load_tokenizer(str(directory))
+    assert ours.eos_token_id == theirs.eos_token_id == 1
+    assert ours.encode("1+1= a") == theirs.encode("1+1= a")
+    assert ours.decode(ours.encode("1+1= a")) == "1+1= a"
+    for more in (False, True):
+        settings = {"add_generation_prompt": more, "return_dict": False}
+        assert ours.apply_chat_template(CHAT, **settings) == theirs.apply_chat_template(CHAT, **settings)
+
+
+def test_chats_leave_torch_alone(tmp_path):
+    (write_task(tmp_path) / "chat_template.jinja").write_text(TEMPLATE)
+    code = (
+        "import sys; from realhf.data.light_tokenizer import LightTokenizer\n"
+        f"ids = LightTokenizer({str(tmp_path)!r}).apply_chat_template({CHAT!r})\n"
+        "sys.exit(not ids or 'torch' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

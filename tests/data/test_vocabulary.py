@@ -1,0 +1,39 @@
+"""first_difference on tokenizer.json files of both forms."""
+
+import json
+
+import pytest
+
+from realhf.data.vocabulary import first_difference
+
+
+def _write(path, vocabulary, added=()):
+    tokens = [{"id": number, "content": content} for number, content in added]
+    path.write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": tokens}))
+    return path
+
+
+PLAIN = {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize(
+    "theirs, added, difference",
+    [
+        (PLAIN, (), None),
+        ({"a": 0, "b": 1}, (), None),  # It is only shorter.
+        ({"a": 0, "b": 1, "c": 2, "<pad>": 3}, [(3, "<pad>")], None),
+        ({"a": 0, "b": 1, "<pad>": 2}, [(2, "<pad>")], None),  # An added token stands for an unused one.
+        ({"a": 0, "c": 1, "b": 2}, (), (1, "b", "c")),
+        ([["a", 0.0], ["b", -1.0], ["x", -2.0]], (), (2, "c", "x")),
+    ],
+)
+def test_the_first_token_that_differs(tmp_path, theirs, added, difference):
+    ours = _write(tmp_path / "ours.json", PLAIN)
+    assert first_difference(ours, ours) is None
+    assert first_difference(ours, _write(tmp_path / "theirs.json", theirs, added)) == difference
+
+
+def test_a_malformed_file_is_named(tmp_path):
+    (tmp_path / "theirs.json").write_text("{}")
+    with pytest.raises(ValueError, match="theirs.json is no tokenizer.json"):
+        first_difference(_write(tmp_path / "ours.json", PLAIN), tmp_path / "theirs.json")
