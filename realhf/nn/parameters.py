@@ -188,7 +188,7 @@ class ShardedParameters:
 
 
 def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield [first, stop) of the rows that are drawn at a time, so that fresh memory is touched for a few only.
+    """Yield [first, stop) of the rows that are drawn at a time: to touch fresh memory takes time.
 
     The generator gives what it would give for all at once: it makes normal numbers by 16, also for the last
     block, which therefore is never a small one.

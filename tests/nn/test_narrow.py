@@ -1,4 +1,4 @@
-"""Products where a CPU has no units for numbers of 16 bits: their values, and that none is left in 16 bits."""
+"""Products where a CPU has no units for numbers of 16 bits: their values, and that none is left."""
 
 import pytest
 import torch
@@ -42,7 +42,8 @@ def _is_rounded(found, exact):
 def test_products_in_parts(monkeypatch, without_units, tokens, numel):
     monkeypatch.setattr(narrow, "_WEIGHT_NUMEL", numel)
     monkeypatch.setattr(narrow, "_TOKENS_NUMEL", numel)
-    x, weight, bias, grad = _random(tokens, 16), _random(12, 16, seed=1), _random(12, seed=2), _random(tokens, 12)
+    x, grad = _random(tokens, 16), _random(tokens, 12, seed=3)
+    weight, bias = _random(12, 16, seed=1), _random(12, seed=2)
     wide = x.double() @ weight.double().T
     _is_rounded(narrow.linear(x, weight), wide)
     _is_rounded(narrow.linear(x, weight, bias), wide + bias.double())
@@ -89,17 +90,17 @@ def _train_and_generate(name, dtype, lora):
     work = Generate(SamplingConfig(max_new_tokens=5), prefill_tokens=6)
     call = FunctionCall("g", "generate", ("prompts",), ("s", "m", "l", "f"), role="actor", work=work)
     with _Products() as products:
-        metrics = engine.run(CALL, [minibatch(rows[:2]), minibatch(rows[2:])], micro_batch_tokens=1000).metrics
+        batches = [minibatch(rows[:2]), minibatch(rows[2:])]
+        metrics = engine.run(CALL, batches, micro_batch_tokens=1000).metrics
         gradients = engine._trained.grad_buffer.clone()
         engine.run(call, [prompts], micro_batch_tokens=1000)
     return products.found, metrics, gradients
 
 
-KINDS = [
-    ("qwen2", None), ("gemma-2", None), ("mistral", None), ("gpt2", None), ("mixtral", None), ("qwen2-moe", None),
-    ("deepseek-v3", None), ("qwen2", LoraConfig(rank=4, alpha=8)), ("qwen2", LoraConfig(rank=4, alpha=8, merge=True)),
-    ("deepseek-v3", LoraConfig(rank=4, alpha=8)),
-]  # fmt: skip
+FAMILIES = ("qwen2", "gemma-2", "mistral", "gpt2", "mixtral", "qwen2-moe", "deepseek-v3")
+ADAPTERS = LoraConfig(rank=4, alpha=8)
+KINDS = [*((name, None) for name in FAMILIES), ("qwen2", ADAPTERS), ("deepseek-v3", ADAPTERS)]
+KINDS += [("qwen2", LoraConfig(rank=4, alpha=8, merge=True))]
 
 
 @pytest.mark.parametrize(("name", "lora"), KINDS)
