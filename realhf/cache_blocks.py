@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 _SMALL, _LARGE, _STEP = 64, 128, 16
 """Tokens in a block. Small ones share more and waste less, large ones are faster to attend to."""
 
-SHARE_OF_FREE = 0.75
+SHARE_OF_FREE = 0.5
 """Share of the free memory that a cache takes at most, unless the user says how much it may have."""
 
 

@@ -104,5 +104,5 @@ def test_it_is_said_once_what_was_taken(capsys):
     assert capsys.readouterr().err == ""
     _generated(World(), "d1@0", [int(20.5 * BLOCK / SHARE_OF_FREE)])
     (line,) = capsys.readouterr().err.splitlines()
-    taken = f"{20 * BLOCK / 2**30:.3g} GiB, 75% of what is free, for its KV cache"
+    taken = f"{20 * BLOCK / 2**30:.3g} GiB, 50% of what is free, for its KV cache"
     assert line.startswith(f"realhf: gen: each rank takes {taken}; ") and line.endswith("(see kv_cache_gib)")
