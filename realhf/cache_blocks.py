@@ -5,6 +5,9 @@ from collections.abc import Iterable, Sequence
 _SMALL, _LARGE, _STEP = 64, 128, 16
 """Tokens in a block. Small ones share more and waste less, large ones are faster to attend to."""
 
+SHARE_OF_FREE = 0.5
+"""Share of the free memory that a cache takes at most, unless the user says how much it may have."""
+
 
 def block_size(prompts: Sequence[tuple[int, int]], *, max_new_tokens: int) -> int:
     """Tokens of one row in a block, for prompts of (tokens, samples): small blocks where samples can share

@@ -47,7 +47,8 @@ class Rollout(Experiment):
     max_rows: int = 512
     """Sequences that a rank decodes at once; the others wait for a free slot."""
     kv_cache_gib: float | None = None
-    """Memory of a rank for keys and values; None: what `max_rows` sequences of full length need."""
+    """GiB of a rank for keys and values; None: what `max_rows` sequences of full length need, at most half of
+    what is free."""
     prefill_tokens: int = 8192
     """Tokens of prompts in one pass; a longer prompt is cut into pieces."""
     work_stealing: bool = True

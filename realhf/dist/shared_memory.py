@@ -27,7 +27,7 @@ class SharedMemory:
         file = os.memfd_create("realhf")
         os.ftruncate(file, num_bytes)
         block = mmap.mmap(file, num_bytes)
-        tensor = torch.frombuffer(block, dtype=dtype).zero_()  # The tensor's storage keeps the block.
+        tensor = torch.frombuffer(block, dtype=dtype)  # Zeros, once they are touched; its storage keeps the block.
         address = tensor.data_ptr()
         self._blocks[address] = num_bytes, f"/proc/{os.getpid()}/fd/{file}"
         weakref.finalize(block, self._release, address, file)

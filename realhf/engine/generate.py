@@ -18,6 +18,7 @@ import torch
 from realhf.data.batch import Batch
 from realhf.dist.group import Pending
 from realhf.engine.block_manager import BlockManager
+from realhf.engine.cache_limit import CacheLimit
 from realhf.engine.decode_graphs import DecodeGraphs, recorder
 from realhf.engine.room import Room, Terms, check_not_empty, longest_sizes
 from realhf.engine.samples import Job, Samples, by_prompt, columns
@@ -33,20 +34,29 @@ from realhf.nn.transformer import Transformer
 
 
 def generate(
-    model: Transformer, batch: Batch, work: Generate, queue: WorkQueue, *, prompt_key: str, stream: str
+    model: Transformer, batch: Batch, work: Generate, queue: WorkQueue, *, prompt_key: str, stream: str,
+    limit: CacheLimit | None = None,
 ) -> tuple[list[int], list]:
     """Ids of the samples that this replica has continued, and on one of its ranks (last stage, first of tp)
     the columns of `Generate`; `stream` (the call's name) has its own random numbers.
+    `limit` of the KV cache holds where `work` has none.
 
     Raises UserError when a prompt is empty, or when a sample cannot fit in the model's positions or in the
     budget of the KV cache: on all replicas among which prompts move.
     """
     prompts = [prompt.tolist() for prompt in batch[prompt_key].split()]
     seed = (work.seed << 32) | zlib.crc32(stream.encode())
-    terms = _agree(model, by_prompt(prompts, batch.ids), work, queue)
+    cache_bytes = None if limit is None or work.kv_cache_gib is not None else limit.num_bytes()
+    terms = _agree(model, by_prompt(prompts, batch.ids), work, queue, cache_bytes=cache_bytes)
     ranges = [slice(*even_split(len(prompts), terms.num_cohorts, i)) for i in range(terms.num_cohorts)]
     parts = [by_prompt(prompts[part], batch.ids[part]) for part in ranges]
-    at_home = [Room(part, terms).num_at_once(part) if part else 0 for part in parts]
+    rooms = [Room(part, terms) if part else None for part in parts]
+    if limit is not None and cache_bytes is not None:
+        counts = [(room.num_blocks, room.num_wanted) for room in rooms if room is not None]
+        block_bytes = terms.token_bytes * terms.block_size
+        taken, needed = (block_bytes * sum(some) for some in zip(*counts, strict=True)) if counts else (0, 0)
+        limit.say(stream, taken=taken, needed=needed)
+    at_home = [0 if room is None else room.num_at_once(part) for room, part in zip(rooms, parts, strict=True)]
     waiting = queue.put([job for part, count in zip(parts, at_home, strict=True) for job in part[count:]])
     with torch.inference_mode():  # 7 % faster than without gradients alone.
         cohorts = [
@@ -60,7 +70,9 @@ def generate(
     return ids, columns(made, wide=model.wide) if has_columns else []
 
 
-def _agree(model: Transformer, jobs: Sequence[Job], work: Generate, queue: WorkQueue) -> Terms:
+def _agree(
+    model: Transformer, jobs: Sequence[Job], work: Generate, queue: WorkQueue, *, cache_bytes: int | None
+) -> Terms:
     """The same for all replicas among which prompts move. Raises UserError where nobody could take one."""
     empty = [i for job in jobs if not job.tokens for i in job.ids]
     told = queue.gather([sum(len(job.ids) for job in jobs), longest_sizes(jobs), empty])
@@ -68,7 +80,8 @@ def _agree(model: Transformer, jobs: Sequence[Job], work: Generate, queue: WorkQ
     most, sizes = max(count for count, *_ in told), [tuple(size) for _, some, _ in told for size in some]
     pp, in_lockstep = model.groups.layout.pp, model.groups.ep.size > 1
     num_cohorts = pp if in_lockstep else max(1, min(pp, most, work.max_rows))
-    terms = Terms.of(sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts)
+    terms = Terms.of(
+        sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts, cache_bytes=cache_bytes)
     if sizes:
         terms.check(model.config.num_positions)
     return terms

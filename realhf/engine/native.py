@@ -11,6 +11,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.base import BaseEngine, Outputs, output_batch
+from realhf.engine.cache_limit import CacheLimit
 from realhf.engine.generate import generate
 from realhf.engine.micro_batch import attention_share, micro_batches
 from realhf.engine.outputs import compute_outputs, loss_by_parts
@@ -41,6 +42,7 @@ class NativeEngine(BaseEngine):
         self.model = Transformer(spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters)
         trained = self.model if self.adapters is None else self.adapters
         super().__init__(self.model, trained=trained, optimizer=optimizer)
+        self._cache_limit = CacheLimit(groups)
 
     def adapter_shards(self) -> Shards:
         assert self.adapters is not None, "a model without LoRA has no adapters"
@@ -76,7 +78,8 @@ class NativeEngine(BaseEngine):
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
             ids, columns = generate(
-                self.model, part, work, queue, prompt_key=call.inputs[0], stream=call.name)
+                self.model, part, work, queue, prompt_key=call.inputs[0], stream=call.name,
+                limit=self._cache_limit)
         return queue.bring_home(output_batch(call, ids, columns), batch.ids)
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

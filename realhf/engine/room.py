@@ -40,31 +40,44 @@ class Terms:
     num_cohorts: int  # They share the rows and the memory of `work`.
     longest: int  # Tokens of a row.
     block_size: int
+    cache_bytes: int | None = None  # A rank's limit where `work` gives none; None: there is no limit.
 
     @classmethod
-    def of(cls, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int) -> "Terms":
+    def of(
+        cls, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int,
+        cache_bytes: int | None = None,
+    ) -> "Terms":  # fmt: skip
         max_new = work.sampling.max_new_tokens
         longest = max((length for length, _ in sizes), default=0) + max_new
         size = block_size(sizes or [(0, 1)], max_new_tokens=max_new)
-        return cls(work, token_bytes, num_cohorts, longest, size)
+        return cls(work, token_bytes, num_cohorts, longest, size, cache_bytes)
 
     def affordable(self, count: int) -> int:
-        """Of so many blocks for a cohort those that the budget allows."""
-        gib = self.work.kv_cache_gib
+        """Return how many of so many blocks for a cohort the limit allows. One sample can always run, unless
+        the user has set the limit."""
         block_bytes = self.token_bytes * self.block_size
-        return count if gib is None else min(count, int(gib * _GIB / self.num_cohorts) // block_bytes)
+        if (gib := self.work.kv_cache_gib) is not None:
+            return min(count, int(gib * _GIB / self.num_cohorts) // block_bytes)
+        if self.cache_bytes is None:
+            return count
+        return min(count, max(self._least, self.cache_bytes // self.num_cohorts // block_bytes))
+
+    @property
+    def _least(self) -> int:
+        """Blocks of a cohort with which any sample can run."""
+        return num_blocks(self.longest, self.block_size) + 1
 
     def check(self, num_positions: int | None) -> None:
         """Raises UserError when a sample cannot fit in the model's positions or in the cache."""
         max_new = self.work.sampling.max_new_tokens
         check_positions(self.longest - max_new, max_new, num_positions)
-        least = num_blocks(self.longest, self.block_size) + 1
+        least = self._least
         if self.affordable(least) < least:
             least_gib = least * self.num_cohorts * self.token_bytes * self.block_size / _GIB
             least_gib *= 1.01  # More than it loses when it is rounded to three digits.
             raise UserError(
-                f"kv_cache_gib is {self.work.kv_cache_gib:g}: one sample of {self.longest} tokens (prompt "
-                f"and sampling.max_new_tokens) needs {least_gib:.3g}")
+                f"kv_cache_gib is {self.work.kv_cache_gib:g} GiB: one sample of {self.longest} tokens "
+                f"(prompt and sampling.max_new_tokens) needs {least_gib:.3g} GiB")
 
 
 class Room:
@@ -76,8 +89,10 @@ class Room:
         self.num_slots = min(-(-work.max_rows // terms.num_cohorts), sum(count for _, count in sizes))
         self.max_sharers = max(count for _, count in sizes)
         self.blocks_per_row = num_blocks(max(length for length, _ in sizes) + max_new, self.block_size)
-        self.num_blocks = terms.affordable(
-            blocks_for(sizes, size=self.block_size, num_slots=self.num_slots, max_new_tokens=max_new))
+        self.num_wanted = blocks_for(
+            sizes, size=self.block_size, num_slots=self.num_slots, max_new_tokens=max_new)
+        """Blocks with which no row has to wait for memory."""
+        self.num_blocks = terms.affordable(self.num_wanted)
 
     def num_at_once(self, jobs: Sequence[Job]) -> int:
         """How many of them, from the first on, have slots and blocks to begin with."""

@@ -79,7 +79,7 @@ class Generate(Work):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
     max_rows: int = 512  # Sequences that a rank decodes at once; those that are left wait for a free slot.
-    kv_cache_gib: float | None = None  # Of a rank's memory; None: what `max_rows` of full length need.
+    kv_cache_gib: float | None = None  # Of a rank; None: what rows need, at most a share of what is free.
     prefill_tokens: int = 8192  # Of prompts in one pass; a longer prompt is cut into pieces.
     work_stealing: bool = True
     """Replicas that are done early take waiting prompts of others. Which ones depends on timing, and with it

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.model_config import ModelConfig
+from realhf.nn import narrow
 from realhf.nn.gradients import collects
 from realhf.nn.linear import linear
 
@@ -112,11 +113,11 @@ class _ActivatedLinear(torch.autograd.Function):
     def forward(ctx: Any, up_TF: Tensor, weight_HF: Tensor, curve: Curve, gated: bool) -> Tensor:
         ctx.save_for_backward(up_TF)
         ctx.weight, ctx.curve, ctx.gated = weight_HF, curve, gated
-        return F.linear(_activate(up_TF, curve, gated), weight_HF)
+        return narrow.linear(_activate(up_TF, curve, gated), weight_HF)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:
-        hidden_TF = grad_TH @ ctx.weight  # First its gradient.
+        hidden_TF = narrow.product(grad_TH, ctx.weight)  # First its gradient.
         grad_TF = _gradient(hidden_TF, ctx.saved_tensors[0], ctx.curve, ctx.gated, again=True)
         ctx.weight.add_product(grad_TH, hidden_TF)
         return grad_TF, None, None, None

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.nn.narrow import lacks_units, widened
+
 
 @dataclass(frozen=True)
 class AttentionKind:
@@ -83,8 +85,8 @@ def packed_attention(
     sizes = [length * count for length, count in runs]
     outs = []
     for (length, count), *qkv in zip(runs, *(x.split(sizes) for x in (q_TND, k_TKD, v_TKD)), strict=True):
-        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
-        outs.append(_equal_lengths(q, k, v, kind).transpose(1, 2).flatten(0, 1))
+        q, k, v = ((x if plain else widened(x)).unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
+        outs.append(_equal_lengths(q, k, v, kind).to(q_TND.dtype).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
 
 
@@ -121,7 +123,8 @@ class _Flash(torch.autograd.Function):
         grads = [x.new_empty(x.shape) for x in (q_TND, k_TKD, v_TKD)]
         views = _by_runs((grad_TND, q_TND, k_TKD, v_TKD, out_TND, *grads), ctx.runs)
         for (*given, grad_q, grad_k, grad_v), lse_of_run in zip(views, lse, strict=True):
-            if grad_q.dtype == torch.bfloat16 and grad_q.shape[2] * grad_q.shape[3] < _BFLOAT16_PAYS:
+            is_short = grad_q.shape[2] * grad_q.shape[3] < _BFLOAT16_PAYS
+            if lacks_units(grad_q) or grad_q.dtype == torch.bfloat16 and is_short:
                 given = [x.float() for x in given]
             found = compute(*given, lse_of_run, 0.0, True, scale=ctx.scale)
             for place, grad in zip((grad_q, grad_k, grad_v), found, strict=True):
@@ -154,6 +157,8 @@ def _equal_lengths(q_SNLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, kind: Attenti
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kind: AttentionKind) -> Tensor:
     """Grouped-query attention where `visible` is true; (sequences, heads, positions, dim) each."""
+    if lacks_units(q):
+        return masked_attention(q.float(), k.float(), v.float(), visible, kind).to(q.dtype)
     grouped = q.shape[1] != k.shape[1]
     if kind.softcap is None:
         return F.scaled_dot_product_attention(
@@ -174,6 +179,7 @@ def attention_with_lse(
     if q.device.type == "cpu" and kind.softcap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         few = q.dtype == torch.bfloat16 and q.shape[2] <= _FEW and (mask is None or mask.shape[2] == 1)
+        few = few and not lacks_units(q)
         alone = q.flatten(1, 2)[:, :, None] if few else q
         out, lse = flash(alone, k, v, attn_mask=mask, scale=kind.scale)
         return out.view(q.shape), lse.view(q.shape[:-1])
@@ -184,7 +190,8 @@ def attention_with_lse(
     if mask is not None:
         scores = scores + mask
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+    weights = (scores - lse[..., None]).exp()
+    return (weights @ v.to(wide)).to(v.dtype) if lacks_units(v) else weights.to(v.dtype) @ v, lse
 
 
 @lru_cache(maxsize=16)

@@ -10,6 +10,8 @@ Shape suffixes: T tokens, O and I outputs and inputs of a layer.
 import torch
 from torch import Tensor
 
+from realhf.nn import narrow
+
 _BLOCK_NUMEL = 1 << 22
 """Elements of a product that is made in one dtype and added in another; on CUDA many times more."""
 
@@ -44,6 +46,8 @@ class Weight(torch.nn.Parameter):
                 torch.mm(grad_TO.T, x_TI, out=total_OI)
             else:
                 total_OI.addmm_(grad_TO.T, x_TI)
+        elif narrow.lacks_units(grad_TO):
+            narrow.add_product(total_OI, grad_TO, x_TI, is_empty=self.is_empty)
         else:
             numel = _BLOCK_NUMEL * (64 if grad_TO.is_cuda else 1)
             rows = max(1, numel // total_OI.shape[1])

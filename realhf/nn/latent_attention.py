@@ -14,6 +14,7 @@ from realhf.dist.group import Group
 from realhf.model_config import ModelConfig
 from realhf.nn.attention import Attend, AttentionKind, by_parts
 from realhf.nn.lora import Adapted, linear
+from realhf.nn.narrow import widened
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
 
@@ -61,9 +62,9 @@ class LatentAttention:
         cached_T1L = torch.cat((latent_TC[:, None], k_T1R), dim=2)
         if attend.from_cache:
             up_NPC, up_NVC = self._up()
-            q_TNL = torch.cat((torch.einsum("tnp,npc->tnc", q_TNP, up_NPC), q_TNR), dim=2)
+            q_TNL = torch.cat((_by_head("tnp,npc->tnc", q_TNP, up_NPC), q_TNR), dim=2)
             out_TNC = attend(self.kind, q_TNL, cached_T1L, latent_TC[:, None])
-            return torch.einsum("tnc,nvc->tnv", out_TNC, up_NVC)
+            return _by_head("tnc,nvc->tnv", out_TNC, up_NVC)
         kv = self._linear("kv_b", latent_TC).unflatten(1, (self.num_heads, -1))
         k_TNP, v_TNV = kv.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=2)
         k_TND = torch.cat((k_TNP, k_T1R.expand(-1, self.num_heads, -1)), dim=2)
@@ -90,3 +91,8 @@ class LatentAttention:
         per_head = weight.unflatten(0, (self.num_heads, -1))
         key, value = per_head.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=1)
         return key, value
+
+
+def _by_head(equation: str, x: Tensor, weight: Tensor) -> Tensor:
+    """Return each head's product with its own weight."""
+    return torch.einsum(equation, widened(x), widened(weight)).to(x.dtype)

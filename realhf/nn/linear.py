@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.nn import narrow
 from realhf.nn.gradients import Weight, collects
 
 _ROWS = 32
@@ -20,11 +21,12 @@ _SMALL = 1 << 21
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """y_TO = x W^T + b."""
-    if torch.is_grad_enabled() and collects(weight_OI):
+    if torch.is_grad_enabled() and (collects(weight_OI) or narrow.lacks_units(x_TI)):
         return _Linear.apply(x_TI, weight_OI, bias_O)
-    if x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled()):
+    is_filled_up = x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled())
+    if is_filled_up and not narrow.lacks_units(x_TI):
         return _narrow_linear(x_TI, weight_OI, bias_O)
-    return F.linear(x_TI, weight_OI, bias_O)
+    return narrow.linear(x_TI, weight_OI, bias_O)
 
 
 def _narrow_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -47,16 +49,20 @@ def embedding(ids_T: Tensor, weight_VH: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TI)
         ctx.weight = weight_OI
-        return F.linear(x_TI, weight_OI, bias_O)
+        return narrow.linear(x_TI, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.weight.add_product(grad_TO, ctx.saved_tensors[0])
-        grad_x = grad_TO @ ctx.weight if ctx.needs_input_grad[0] else None
-        return grad_x, None, grad_TO.sum(0) if ctx.needs_input_grad[2] else None
+        (x_TI,), weight_OI, grad_OI = ctx.saved_tensors, ctx.weight, None
+        if collects(weight_OI):
+            weight_OI.add_product(grad_TO, x_TI)
+        elif ctx.needs_input_grad[1]:
+            grad_OI = (narrow.widened(grad_TO).T @ narrow.widened(x_TI)).to(weight_OI.dtype)
+        grad_x = narrow.product(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
+        return grad_x, grad_OI, grad_TO.sum(0) if ctx.needs_input_grad[2] else None
 
 
 class _Embedding(torch.autograd.Function):

@@ -19,6 +19,7 @@ from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
 from realhf.nn.grouped import grouped_linear
 from realhf.nn.limbs import joined
+from realhf.nn.narrow import widened
 
 
 class RouterLosses:
@@ -109,12 +110,13 @@ class Moe:
         rows_RH = _Take.apply(copy_to_group(x_TH, self.tp), order_R, back_R, expert_TK.shape[1])
         rows_RH = self._dispatch(rows_RH, expert_TK)
         y_TKH = _Take.apply(rows_RH, back_R, order_R, 1).unflatten(0, expert_TK.shape)
-        y_TH = sum_over_group((weights_TK[:, None] @ y_TKH)[:, 0], self.tp)
+        mixed_TH = (widened(weights_TK)[:, None] @ widened(y_TKH))[:, 0].to(x_TH.dtype)
+        y_TH = sum_over_group(mixed_TH, self.tp)
         if self.shared is None:
             return y_TH
         shared_TH = self.shared(x_TH)
         if self.shared_router is not None:
-            shared_TH = F.linear(x_TH, self.shared_router).sigmoid() * shared_TH
+            shared_TH = _scores(x_TH, self.shared_router).sigmoid() * shared_TH
         return y_TH + shared_TH
 
     def _route(self, x_TH: Tensor, losses: RouterLosses | None) -> tuple[Tensor, Tensor]:
@@ -124,7 +126,7 @@ class Moe:
             logits_TE = F.linear(x_TH.to(wide), self.router.to(wide))
             scores_TE = logits_TE.sigmoid()
         else:
-            logits_TE = F.linear(x_TH, self.router)
+            logits_TE = _scores(x_TH, self.router)
             scores_TE = logits_TE.softmax(-1, dtype=wide)
         bias_E = None if self.choice_bias is None else joined(self.choice_bias.detach())
         expert_TK = _choose(scores_TE.detach(), bias_E, moe)
@@ -162,6 +164,11 @@ class Moe:
         up_RF = grouped_linear(rows_RH, self.up.view(self.num_local, -1, rows_RH.shape[1]), ends_L)
         down_LHF = self.down.view(self.num_local, rows_RH.shape[1], -1)
         return grouped_linear(self.activation(up_RF), down_LHF, ends_L)
+
+
+def _scores(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
+    """Return what a router makes of each token."""
+    return F.linear(widened(x_TH), widened(weight_EH)).to(x_TH.dtype)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Self
 
@@ -15,6 +15,8 @@ from realhf.param_spec import ModelSpec, ParamSpec
 from realhf.realloc.bind import shards_of
 from realhf.region import region_size, region_slices
 
+_DRAWN_NUMEL = 1 << 20
+"""Random numbers that are drawn at a time."""
 _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 """Parts that lie side by side and are computed with as one."""
 Weights = Mapping[str, Weight]
@@ -122,14 +124,19 @@ class ShardedParameters:
                 continue
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            whole = torch.empty(params[name].shape)
-            if part.endswith("lora_A"):  # Kaiming's uniform initialisation with a = sqrt(5).
-                bound = 1 / math.sqrt(whole.shape[1])
-                whole.uniform_(-bound, bound, generator=generator)
-            else:
-                std = self.config.hf.get("initializer_range", 0.02)
-                whole.normal_(0.0, std, generator=generator)
-            shard.copy_(whole[region_slices(self.regions[name])])
+            shape, (rows, *others) = params[name].shape, self.regions[name]
+            for first, stop in _row_blocks(shape):
+                whole = torch.empty(stop - first, *shape[1:])
+                if part.endswith("lora_A"):  # Kaiming's uniform initialisation with a = sqrt(5).
+                    bound = 1 / math.sqrt(shape[1])
+                    whole.uniform_(-bound, bound, generator=generator)
+                else:
+                    std = self.config.hf.get("initializer_range", 0.02)
+                    whole.normal_(0.0, std, generator=generator)
+                low, high = max(first, rows[0]), min(stop, rows[1])
+                if low < high:
+                    mine = whole[region_slices(((low - first, high - first), *others))]
+                    shard[low - rows[0] : high - rows[0]] = mine
 
     def enable_grad(self) -> None:
         """Makes the parameters trainable; call it once."""
@@ -178,3 +185,15 @@ class ShardedParameters:
             if name in some:
                 assert self.groups.ends is not None
                 self.groups.ends.all_reduce(grads[name])
+
+
+def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield [first, stop) of the rows that are drawn at a time: to touch fresh memory takes time.
+
+    The generator gives what it would give for all at once: it makes normal numbers by 16, also for the last
+    block, which therefore is never a small one.
+    """
+    width = math.prod(shape[1:])
+    step = max(1, _DRAWN_NUMEL // (16 * max(1, width))) * 16
+    starts = range(0, max(1, shape[0] - step + 1), step)
+    yield from zip(starts, [*starts[1:], shape[0]], strict=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.dist.autograd import copy_to_group
 from realhf.dist.group import Group
+from realhf.nn import narrow
 from realhf.nn.gradients import Weight, collects
 from realhf.nn.linear import linear
 
@@ -98,7 +98,7 @@ class _LogProbs(torch.autograd.Function):
         parts, logits_tV = [], hidden_TH
         for tokens in _steps(len(hidden_TH), chunk):
             logits_tV = hidden_TH  # The chunk before goes first.
-            logits_tV = F.linear(hidden_TH[tokens], weight_VH)
+            logits_tV = narrow.linear(hidden_TH[tokens], weight_VH)
             parts += _statistics(logits_tV, at_T1[tokens], head, temperature, entropy)
         found = torch.cat(parts, dim=1)
         found[1].masked_fill_(~here_T, 0)
@@ -122,12 +122,12 @@ class _LogProbs(torch.autograd.Function):
         kept_TV, ctx.logits_TV = ctx.logits_TV, None
         grad_hidden_TH, sums = torch.empty_like(hidden_TH), _WeightGradient(head.weight_VH)
         for tokens in _steps(len(hidden_TH), chunk):
-            grad_tV = F.linear(hidden_TH[tokens], weight_VH) if kept_TV is None else kept_TV
+            grad_tV = narrow.linear(hidden_TH[tokens], weight_VH) if kept_TV is None else kept_TV
             labels, of_entropy = (at_T1[tokens], here_T[tokens]), None
             if grad_entropy_T is not None:
                 of_entropy = entropy_T[tokens], grad_entropy_T[tokens]
             _to_gradient(grad_tV, grad_T[tokens], lse_T[tokens], labels, of_entropy, head, temperature)
-            torch.mm(grad_tV, weight_VH, out=grad_hidden_TH[tokens])
+            narrow.product(grad_tV, weight_VH, out=grad_hidden_TH[tokens])
             if ctx.needs_input_grad[1]:
                 sums.add(grad_tV, hidden_TH[tokens])
             del grad_tV
@@ -202,7 +202,7 @@ class _WeightGradient:
         if not self._is_used:
             wide = torch.promote_types(self._weight.dtype, torch.float32)
             self._sum, self._is_used = torch.zeros_like(self._weight, dtype=wide), True
-        self._sum.add_(grad_tV.T @ hidden_tH)
+        self._sum.add_(narrow.widened(grad_tV).T @ narrow.widened(hidden_tH))
 
     @property
     def result(self) -> Tensor | None:

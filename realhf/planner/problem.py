@@ -33,7 +33,7 @@ class Workload:
     max_new_tokens: int = 0
     samples_per_prompt: int = 1  # Neighbours with one prompt; neither mini-batches nor generation cut them.
     max_rows: int = 512  # Generation: rows that a rank decodes at once.
-    kv_cache_gib: float | None = None  # Of a rank's memory; None: what these rows need.
+    kv_cache_gib: float | None = None  # Of a rank; None: what the rows need, at most a share of what is free.
     prefill_tokens: int = 8192  # Of prompts in one pass.
     minibatches: int = 1
     epochs: int = 1

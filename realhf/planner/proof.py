@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from realhf.cache_blocks import SHARE_OF_FREE
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
@@ -55,11 +56,10 @@ def prove(problem: Problem, plan: ExecutionPlan) -> Proof:
     peaks, calls = dict[int, Peak](), dict[str, float]()
     for rank in sorted({rank for call in problem.model_calls for rank in plan[call.name].layout.ranks}):
         resting = _resting(problem, plan, homes, rank)
-        here = [
-            Peak(rank, call.name, {**resting, **_running(problem, plan, call, rank, known)})
-            for call in problem.model_calls
-            if rank in plan[call.name].layout
-        ]
+        here = []
+        for call in (call for call in problem.model_calls if rank in plan[call.name].layout):
+            running = _running(problem, plan, call, rank, known)
+            here.append(Peak(rank, call.name, _together(problem, plan, call, resting, running)))
         peaks[rank] = max(here, key=lambda peak: peak.num_bytes)
         for peak in here:
             calls[peak.call] = max(calls.get(peak.call, 0.0), peak.num_bytes)
@@ -145,6 +145,21 @@ def _running(
             weights = weights_bytes(role, how.layout.strategy, stage)
             known[call.name, stage]["loaded weights"] = weights
     return known[call.name, stage]
+
+
+def _together(
+    problem: Problem, plan: ExecutionPlan, call: FunctionCall, resting: Mapping[str, float],
+    running: Mapping[str, float],
+) -> dict[str, float]:  # fmt: skip
+    """Return all that a rank holds while a call runs. A cache whose size nobody has set takes no more than a
+    share of what is free, as in engine/cache_limit.py; its rows wait."""
+    parts, work = {**resting, **running}, problem.workloads[call.name]
+    if "kv_cache" not in running or work.kv_cache_gib is not None:
+        return parts
+    resting_bytes = sum(resting.values()) + running.get("loaded weights", 0.0)
+    free = max(0.0, available_bytes(problem.cluster) - resting_bytes)
+    of_one_row = running["kv_cache"] / (plan[call.name].max_rows or work.max_rows)
+    return parts | {"kv_cache": min(running["kv_cache"], max(SHARE_OF_FREE * free, of_one_row))}
 
 
 def _remedy(problem: Problem, plan: ExecutionPlan) -> str:

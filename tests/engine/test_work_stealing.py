@@ -195,7 +195,7 @@ def test_a_sample_that_can_never_run_is_refused_alike_everywhere(pool, layout, l
     """Rows of 290 tokens take three blocks of 128, and one more is needed: by as many cohorts as there are
     stages, which share out the layers."""
     needed = 4 * 2 * BLOCK_GIB
-    sentence = f"one sample of 290 tokens (prompt and sampling.max_new_tokens) needs {1.01 * needed:.3g}"
+    sentence = f"one sample of 290 tokens (prompt and sampling.max_new_tokens) needs {1.01 * needed:.3g} GiB"
     results = pool.run(_refusal, layout, lengths, 0.99 * needed)
     assert [r for r in results if r is not None] == [results[0]] * len(Layout.parse(layout).ranks)
     assert results[0].endswith(sentence)

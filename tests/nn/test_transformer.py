@@ -6,10 +6,13 @@ import pytest
 import torch
 import transformers
 
+from realhf.layout import Layout
+from realhf.nn import parameters
 from realhf.nn.attention import AttentionKind, packed_attention
 from realhf.nn.hf import load_weights
 from tests.nn.cached import CachedRows
 from tests.nn.tiny import SEQ_LENS, backward_of_both, build, hf_config, tokens
+from tests.realloc.test_memory import Storages
 
 
 class _Float64Rotary(torch.nn.Module):
@@ -98,6 +101,31 @@ def test_flat_buffers_are_the_shards():
     assert not model.grad_buffer.any() and all(p.grad is None for p in model.weights())
     model.requires_grad_(False)
     assert not model(tokens(), SEQ_LENS).requires_grad
+
+
+@pytest.mark.parametrize("layout", ["d1@0", "t2@0-1"])
+def test_random_weights_are_drawn_a_few_at_a_time(pool, layout):
+    """They are the numbers that would be drawn at once, and take little memory beside the weights."""
+    results = [found for found in pool.run(_drawn, layout) if found is not None]
+    for extra, most, numbers in results:
+        assert extra < most / 4 and numbers
+
+
+def _drawn(world, layout):
+    """Return bytes beside the weights, bytes of the largest weight, and whether all numbers are right."""
+    if world.rank not in Layout.parse(layout):
+        return None
+    model = build({**hf_config(), "vocab_size": 70001}, world=world, layout=layout, dtype=torch.float32)
+    before, ours = parameters._DRAWN_NUMEL, model.flat.clone()
+    parameters._DRAWN_NUMEL = 1 << 60
+    model.init_random(seed=3)
+    parameters._DRAWN_NUMEL = 1 << 16
+    is_equal = torch.equal(model.flat, ours)
+    with Storages() as storages:
+        model.init_random(seed=3)
+    parameters._DRAWN_NUMEL = before
+    is_equal = is_equal and torch.equal(model.flat, ours)
+    return storages.peak, max(p.numel for p in model.spec.params) * 4, is_equal
 
 
 def test_bfloat16_accumulates_gradients_in_float32():

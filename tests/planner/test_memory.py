@@ -6,14 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from realhf.cache_blocks import SHARE_OF_FREE
 from realhf.cluster import Cluster
+from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
+from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.capacity import available_bytes
 from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
-from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.proof import prove
 from realhf.planner.sizes import num_params
 from realhf.realloc.schedule import STAGING_BYTES
 from realhf.region import region_size
@@ -271,6 +275,28 @@ def test_kv_cache_of_a_token_as_published(name, token_bytes):
     workload = Workload(rows, 24, response_tokens=1000, max_new_tokens=1000)
     parts = call_bytes(role, "generate", workload, ParallelStrategy(), 0, micro_batch_tokens=4096)
     assert parts["kv_cache"] == rows * 1024 * token_bytes
+
+
+def test_a_proof_counts_the_cache_that_a_run_takes():
+    """512 rows of a 7B model in full would not fit an H100: those that no one limits take what is free."""
+    role, cluster = ModelRole(ModelConfig.load("llama-7b")), Cluster.load("h100-1x8")
+    call = FunctionCall("gen", "generate", ("prompts",), ("tokens",), role="actor")
+    graph = DataflowGraph((call,), ("prompts",))
+    plan = ExecutionPlan({"gen": CallPlan(Layout.parse("d1@0"))})
+
+    def cache(**changes):
+        work = replace(Workload(512, 24, 1000.0, max_new_tokens=1000), **changes)
+        proof = prove(Problem(graph, {"actor": role}, {"gen": work}, cluster), plan)
+        return proof.peaks[0].parts["kv_cache"], proof.fits
+
+    needed = 512 * 1024 * 2**19
+    assert cache(kv_cache_gib=1000.0) == (needed, False)
+    weights = weights_bytes(role, ParallelStrategy(), 0)
+    taken = SHARE_OF_FREE * (available_bytes(cluster) - weights)
+    assert taken < needed / 4
+    assert cache() == (pytest.approx(taken), True)
+    assert cache(kv_cache_gib=8.0) == (8 * 2**30, True)
+    assert cache(max_rows=16) == (needed / 32, True)
 
 
 def test_hundreds_of_strategies_are_asked_for_in_no_time():

@@ -1,0 +1,81 @@
+"""Products in a model's dtype, through float32 on a CPU that has no units for that dtype.
+
+There torch multiplies numbers of 16 bits one by one: 4 to 90 times slower than in float32. So operands are
+widened, a part at a time, which stays in a core's cache, and results are rounded to the model's dtype.
+
+Shape suffixes: T tokens, O and I outputs and inputs of a layer; t some of the tokens, o some of the outputs.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_WEIGHT_NUMEL = 1 << 19
+"""Elements of a weight that are widened at a time."""
+_TOKENS_NUMEL = 1 << 21
+"""Elements of the tokens that are widened at a time."""
+
+
+def lacks_units(x: Tensor) -> bool:
+    """Tell whether products of this tensor's dtype are slow where the tensor lies."""
+    return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not _has_units(x.dtype)
+
+
+@cache
+def _has_units(dtype: torch.dtype) -> bool:
+    """Tell whether oneDNN multiplies numbers of this dtype on this CPU; ONEDNN_MAX_CPU_ISA can forbid it."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return the tensor in float32 if products of its dtype are slow, else as it is; autograd goes back."""
+    return x.float() if lacks_units(x) else x
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x W^T + b; without autograd where units are lacking."""
+    if not lacks_units(x_TI):
+        return F.linear(x_TI, weight_OI, bias_O)
+    y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
+    for tokens in _parts(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
+        x_tI = x_TI[tokens].float()
+        for outputs in _parts(len(weight_OI), weight_OI.shape[1], _WEIGHT_NUMEL):
+            y_to = x_tI @ weight_OI[outputs].float().T
+            y_TO[tokens, outputs] = y_to if bias_O is None else y_to.add_(bias_O[outputs])
+    return y_TO
+
+
+def product(x_TO: Tensor, weight_OI: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return x W, which is written to `out` if that is given; without autograd."""
+    y_TI = x_TO.new_empty(len(x_TO), weight_OI.shape[1]) if out is None else out
+    if not lacks_units(x_TO):
+        return torch.mm(x_TO, weight_OI, out=y_TI)
+    for tokens in _parts(len(x_TO), weight_OI.shape[1], _TOKENS_NUMEL):
+        y_tI = torch.zeros_like(y_TI[tokens], dtype=torch.float32)
+        for outputs in _parts(len(weight_OI), weight_OI.shape[1], _WEIGHT_NUMEL):
+            y_tI.addmm_(x_TO[tokens, outputs].float(), weight_OI[outputs].float())
+        y_TI[tokens] = y_tI
+    return y_TI
+
+
+def add_product(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bool) -> None:
+    """Add grad^T x to a sum in float32, which may hold anything if it `is_empty`."""
+    for tokens in _parts(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
+        x_tI = x_TI[tokens].float()
+        beta = 0 if is_empty and tokens.start == 0 else 1
+        for outputs in _parts(len(total_OI), total_OI.shape[1], _WEIGHT_NUMEL):
+            total_OI[outputs].addmm_(grad_TO[tokens, outputs].float().T, x_tI, beta=beta)
+
+
+def _parts(count: int, width: int, numel: int) -> Iterator[slice]:
+    """Yield parts of so many rows, of at most `numel` elements each; at least one."""
+    step = max(1, numel // max(1, width))
+    for start in range(0, max(1, count), step):
+        yield slice(start, start + step)

@@ -1,0 +1,119 @@
+"""Products where a CPU has no units for numbers of 16 bits: their values, and that none is left."""
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import World
+from realhf.engine.native import NativeEngine
+from realhf.engine.work import Generate, OptimizerConfig, SamplingConfig
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.lora import LoraConfig
+from realhf.model_config import ModelConfig
+from realhf.nn import narrow
+from realhf.param_spec import model_spec
+from tests.engine.training import CALL, minibatch
+from tests.families import CASES, MOE_CASES
+
+BF16 = torch.bfloat16
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "_grouped_mm", "einsum")
+PRODUCTS += ("_scaled_dot_product_flash_attention_for_cpu_backward",)
+
+
+@pytest.fixture
+def without_units(monkeypatch):
+    monkeypatch.setattr(narrow, "_has_units", lambda dtype: False)
+
+
+def _random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def _is_rounded(found, exact):
+    """Whether a result differs from the exact one by its last rounding only."""
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("numel", [1, 40, 1 << 19])
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_products_in_parts(monkeypatch, without_units, tokens, numel):
+    monkeypatch.setattr(narrow, "_WEIGHT_NUMEL", numel)
+    monkeypatch.setattr(narrow, "_TOKENS_NUMEL", numel)
+    x, grad = _random(tokens, 16), _random(tokens, 12, seed=3)
+    weight, bias = _random(12, 16, seed=1), _random(12, seed=2)
+    wide = x.double() @ weight.double().T
+    _is_rounded(narrow.linear(x, weight), wide)
+    _is_rounded(narrow.linear(x, weight, bias), wide + bias.double())
+    _is_rounded(narrow.product(grad, weight), grad.double() @ weight.double())
+    total, product = torch.full((12, 16), torch.nan), grad.double().T @ x.double()
+    narrow.add_product(total, grad, x, is_empty=True)
+    torch.testing.assert_close(total.double(), product, rtol=1e-5, atol=1e-5)
+    narrow.add_product(total, grad, x, is_empty=False)
+    torch.testing.assert_close(total.double(), 2 * product, rtol=1e-5, atol=1e-5)
+
+
+class _Products(TorchDispatchMode):
+    """Collects the products whose operands have 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        narrow_args = [x for x in args if isinstance(x, torch.Tensor) and x.dtype == BF16]
+        if name in PRODUCTS and narrow_args:
+            self.found.append((name, [tuple(x.shape) for x in narrow_args]))
+        return func(*args, **(kwargs or {}))
+
+
+def _engine(name, dtype, lora):
+    hf = transformers.AutoConfig.for_model(**{**CASES, **MOE_CASES}[name].hf())
+    architecture = transformers.AutoModelForCausalLM._model_mapping[type(hf)].__name__
+    config = ModelConfig.from_hf(hf.to_dict() | {"architectures": [architecture]})
+    optimizer = OptimizerConfig(lr=1e-3)
+    engine = NativeEngine(
+        model_spec(config), Layout.parse("d1@0"), World(), dtype=dtype, optimizer=optimizer, lora=lora)
+    engine.load(None, seed=0)
+    return engine
+
+
+def _train_and_generate(name, dtype, lora):
+    """The products of 16 bits, the loss and gradients of a train step, and what is generated after it."""
+    engine = _engine(name, dtype, lora)
+    rows = [([3, 5, 9, 30], [7, 2]), ([4] * 9, [11] * 12), ([8], [13, 14, 15])]
+    tokens = [torch.tensor([5, 6, 7])] * 2 + [torch.full((length,), 9) for length in (2, 11)]
+    prompts = Batch([0, 1, 2, 3], {"prompts": Packed.of(tokens)})
+    work = Generate(SamplingConfig(max_new_tokens=5), prefill_tokens=6)
+    call = FunctionCall("g", "generate", ("prompts",), ("s", "m", "l", "f"), role="actor", work=work)
+    with _Products() as products:
+        batches = [minibatch(rows[:2]), minibatch(rows[2:])]
+        metrics = engine.run(CALL, batches, micro_batch_tokens=1000).metrics
+        gradients = engine._trained.grad_buffer.clone()
+        engine.run(call, [prompts], micro_batch_tokens=1000)
+    return products.found, metrics, gradients
+
+
+FAMILIES = ("qwen2", "gemma-2", "mistral", "gpt2", "mixtral", "qwen2-moe", "deepseek-v3")
+ADAPTERS = LoraConfig(rank=4, alpha=8)
+KINDS = [*((name, None) for name in FAMILIES), ("qwen2", ADAPTERS), ("deepseek-v3", ADAPTERS)]
+KINDS += [("qwen2", LoraConfig(rank=4, alpha=8, merge=True))]
+
+
+@pytest.mark.parametrize(("name", "lora"), KINDS)
+def test_no_product_of_16_bits_is_left(without_units, name, lora):
+    found, metrics, gradients = _train_and_generate(name, "bfloat16", lora)
+    assert found == []
+    _, exact_metrics, exact = _train_and_generate(name, "float32", lora)
+    assert metrics["loss"] == pytest.approx(exact_metrics["loss"], rel=0.05)
+    similarity = torch.nn.functional.cosine_similarity(gradients.double(), exact.double(), dim=0)
+    assert similarity > 0.95
+
+
+def test_units_are_used_where_they_are(monkeypatch):
+    monkeypatch.setattr(narrow, "_has_units", lambda dtype: True)
+    found, *_ = _train_and_generate("qwen2", "bfloat16", None)
+    assert found != []
