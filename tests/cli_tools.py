@@ -79,11 +79,13 @@ def write_plan(directory: Path, layouts: dict[str, str]) -> Path:
 
 @functools.cache
 def grpo_run() -> tuple[Path, Path, Path]:
-    """A GRPO run on four local processes, made once: experiment file, plan file, run directory."""
+    """A GRPO run on four local processes, scheduled for the links of a cluster file and made once: experiment
+    file, plan file, run directory."""
     directory = Path(_shared().name)
     experiment, plan = write_experiment(directory, steps=2), write_plan(directory, GRPO_LAYOUTS)
     out = directory / "run"
-    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out, "--seed", 3) as command:
+    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out, "--seed", 3,
+                 "--cluster", "cpu-laptop") as command:  # fmt: skip
         code, _, err = command.finish()
     assert code == 0, err
     return experiment, plan, out
