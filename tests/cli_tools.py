@@ -106,13 +106,13 @@ def untimed(path: Path) -> list[dict[str, Any]]:
 class Command:
     """A command started from the repository; all its descendants carry a mark of it in their environment."""
 
-    def __init__(self, *words: Any, **variables: str) -> None:
+    def __init__(self, *words: Any, cwd: Path = REPO, **variables: str) -> None:
         self._mark = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _MARK: self._mark}
         self._process = subprocess.Popen(
             [str(word) for word in words],
-            cwd=REPO,
+            cwd=cwd,
             env=inherited | settings | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -132,7 +132,8 @@ def test_summary(grpo):
     assert summary["realloc"]["actor"]["bytes_per_step"] == steps[-1]["realloc_bytes/actor"]
     assert summary["realloc"]["actor"]["over_bound"] >= 1  # Computed, for the links that were named;
     assert summary["realloc"]["actor"]["links"].startswith("cpu-laptop's links: 4.4 GB/s per rank")
-    rates = [step["perf/realloc_gbytes_per_s/actor"] for step in steps[1:]]  # and measured.
+    name = "perf/realloc_gbytes_per_s/actor"  # and measured.
+    rates = [step[name] for step in steps[1:] if name in step]
     assert min(rates) <= summary["realloc"]["actor"]["gbytes_per_s"] <= max(rates)
     assert 0 < min(rates) <= max(rates) < 1000
 

@@ -92,7 +92,7 @@ def test_the_search_goes_on_to_one_percent_and_says_so(capsys, monkeypatch):
 
 
 def test_a_profile_of_one_host_serves_a_cluster_with_links_of_its_own(capsys, tmp_path):
-    words = [write_experiment(tmp_path, "sft"), "--profile", _profile(tmp_path)]
+    words = [write_experiment(tmp_path, "sft"), "--profile", write_profile(tmp_path)]
     one = _plan(capsys, *words)
     assert len(one["timeline"]["idle"]) == 2  # The profile's own machine.
     several = _plan(capsys, *words, "--cluster", _cpu_cluster(tmp_path, num_hosts=2))
@@ -113,7 +113,7 @@ def test_a_profile_that_lacks_a_link_is_refused(case, tmp_path, monkeypatch):
     names = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(per_host)}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    profile = str(_profile(tmp_path, **fields))
+    profile = str(write_profile(tmp_path, **fields))
     with pytest.raises(UserError) as caught:
         plan_command.cluster_at_hand(nproc=None, cluster=None, profile=profile)
     assert str(caught.value).startswith(f"--profile {profile}: ") and "\n" not in str(caught.value)
@@ -125,7 +125,7 @@ def test_a_profile_that_lacks_a_link_is_refused(case, tmp_path, monkeypatch):
 
 def test_a_profile_describes_this_machine(tmp_path):
     """With its links and peaks, and host memory as without a profile."""
-    profile = str(_profile(tmp_path, num_hosts=2, inter_host=LINK))
+    profile = str(write_profile(tmp_path, num_hosts=2, inter_host=LINK))
     cluster = plan_command.cluster_at_hand(nproc=4, cluster=None, profile=profile)
     bare = plan_command.cluster_at_hand(nproc=4, cluster=None, profile=None)
     assert cluster.device_type == bare.device_type == "cpu"
@@ -137,7 +137,7 @@ def test_a_profile_describes_this_machine(tmp_path):
 LINK = {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 5e9}
 
 
-def _profile(directory, **fields):
+def write_profile(directory, **fields):
     """A profile of two CPU workers on one host without tables, and these fields of its cluster."""
     memory = host_memory_bytes()
     path, cluster = directory / "profile.yaml", {

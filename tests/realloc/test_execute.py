@@ -225,7 +225,8 @@ def test_all_ranks_schedule_for_the_links_that_rank_0_knows(pool):
     """On as many ranks per host as there are; without any, for what is assumed, and said so."""
     for known, assumed in pool.run(_agreed):
         assert (known.devices_per_host, known.device, known.nic) == (2, 450e9, 50e9)
-        assert known.about.startswith("a file's links: 450 GB/s per rank, 50 GB/s per rank and 400 GB/s per host")
+        links = "450 GB/s per rank, 50 GB/s per rank and 400 GB/s per host between hosts"
+        assert known.about == f"a file's links: {links}"
         assert assumed == Wires.of_hosts(4, cuda=False)
         assert assumed.about.startswith("assumed links: 4 GB/s per rank")
 
