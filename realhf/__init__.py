@@ -19,6 +19,7 @@ _PUBLIC = {
     "lora": ("LoraConfig",),
     "model_config": ("ModelConfig",),
     "plan": ("CallPlan", "ExecutionPlan"),
+    "prepare": ("prepare_once",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -33,6 +33,7 @@ from realhf.realloc import explain
 from realhf.realloc.schedule import make_schedule
 from realhf.realloc.wires import Wires
 from realhf.runtime.check import Program, compile_program
+from realhf.runtime.run_directory import check_run_directory, new_run_directory
 from realhf.units import format_bytes
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
@@ -44,8 +45,12 @@ class Job:
     """What a worker is to do; `out` is a run directory, or the file of a profile."""
 
     program: Program
+    name: str
+    """Of the experiment file, without its suffix: run directories are named after it."""
     out: Path | None
     timeout_seconds: float
+    traceback: bool = False
+    """Whether errors are shown with the Python lines that led to them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,23 +58,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # Threads wait for each other awake, but not for long: they may have to share their cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # (What torch warns of sockets says less than our own sentences.)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     argv = sys.argv[1:] if argv is None else argv
     try:
+        _check_environment()
         options, overrides = _parser().parse_known_args(argv)
         if options.command is _realloc:
             return _realloc(options, overrides)
         experiment = _experiment(options, overrides)
         return EXIT_DONE if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
-        if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0":
-            print(f"realhf: {error}", file=sys.stderr)
+        text = f"{traceback.format_exc()}realhf: {error}" if "--traceback" in argv else None
+        if _is_worker():
+            importlib.import_module("realhf.worker").report(str(error), code=EXIT_USER, text=text)
+        else:
+            print(text or f"realhf: {error}", file=sys.stderr)
         return EXIT_USER
-    except KeyboardInterrupt:
-        print("realhf: ended by SIGINT", file=sys.stderr)
-        return EXIT_FAILED
     except BrokenPipeError:  # Whoever read the answer has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def _is_worker() -> bool:
+    """Whether torchrun, or our own launcher, has started this process as one of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _check_environment() -> None:
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    if not threads.isdecimal() or int(threads) < 1:
+        raise UserError(f"OMP_NUM_THREADS is {threads!r}: it must be a whole number of at least 1")
 
 
 class _Parser(ArgumentParser):
@@ -88,7 +107,7 @@ def _parser() -> ArgumentParser:
     run.add_argument("--profile", help="with --plan auto: what `realhf profile` measured on this machine")
     text = "cluster file or shipped name: what --plan auto plans for, and the links of reallocations"
     run.add_argument("--cluster", help=text)
-    text = "seconds that a worker waits for another one before it stops; default: 600"
+    text = "seconds without a sign of life from a worker after which the run ends; default: 600"
     run.add_argument("--timeout", type=float, default=600.0, metavar="S", help=text)
     text = "find what is wrong with an experiment and a plan, without running it"
     check = _add_command(commands, "check", _check, text)
@@ -130,35 +149,40 @@ def _add_command(
     add("experiment", nargs="?", metavar="EXP.py", help="Python file that defines `experiment`")
     if plan:
         add("--plan", help="plan file or shipped name, or `auto`; default: calls split over all ranks by dp")
+    add("--traceback", action="store_true", help="show the Python traceback of an error, too")
     add("-h", "--help", action="store_true", help="this help; with EXP.py also every field to override")
     return command
 
 
 def _run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
-    is_worker = "TORCHELASTIC_RUN_ID" in os.environ
+    is_worker = _is_worker()
     if is_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
         why = "under torchrun the number of workers comes from torchrun, leave it out"
         raise UserError(f"--nproc {options.nproc}: {why}")
     program, num_ranks = _compile(experiment, options, int(os.environ["WORLD_SIZE"]) if is_worker else None)
-    out = None if is_worker and options.out is None else _run_directory(options)
     if not 0 < options.timeout <= _MAX_TIMEOUT:
         legal = f"it must be above 0 and at most {_MAX_TIMEOUT:g} seconds"
         raise UserError(f"--timeout {options.timeout:g}: {legal}")
-    job = Job(program, out, options.timeout)
+    name, out = Path(options.experiment).stem, None if options.out is None else Path(options.out)
+    if out is not None and (not is_worker or os.environ["RANK"] == "0"):
+        check_run_directory(out)
     if is_worker or num_ranks == 1:
+        job = Job(program, name, out, options.timeout, options.traceback)
         return importlib.import_module("realhf.worker").work(job)
-    return importlib.import_module("realhf.launch").launch([*argv, "--out", str(out)], num_ranks)
+    launch = importlib.import_module("realhf.launch").launch
+    return launch([*argv, "--out", str(out or new_run_directory(name))], num_ranks)
 
 
 def _profile(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
-    is_worker, out = "TORCHELASTIC_RUN_ID" in os.environ, Path(options.out)
+    is_worker, out = _is_worker(), Path(options.out)
     if not is_worker and options.nproc is None:
         options.nproc = plan_command.this_machine().num_devices
     program, num_ranks = _compile(experiment, options, int(os.environ["WORLD_SIZE"]) if is_worker else None)
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"--out {out}: it must be a file in a directory that exists")
     if is_worker or num_ranks == 1:
-        return importlib.import_module("realhf.worker").profile(Job(program, out, _PROFILE_TIMEOUT))
+        job = Job(program, Path(options.experiment).stem, out, _PROFILE_TIMEOUT, options.traceback)
+        return importlib.import_module("realhf.worker").profile(job)
     return importlib.import_module("realhf.launch").launch(argv, num_ranks)
 
 
@@ -285,7 +309,7 @@ def _compile(experiment: Experiment, options: Namespace, num_ranks: int | None) 
         cluster = plan_command.cluster_at_hand(nproc=options.nproc, cluster=named, profile=profile)
         planned = plan_command.auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
         plan, num_ranks = planned.plan, num_ranks or options.nproc or cluster.num_devices
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
+        if not _is_worker():
             print(f"realhf: {plan_command.describe(planned)}", file=sys.stderr)
     elif options.plan is not None:
         plan = ExecutionPlan.load(options.plan)
@@ -300,14 +324,3 @@ def _compile(experiment: Experiment, options: Namespace, num_ranks: int | None) 
         raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error
 
 
-def _run_directory(options: Namespace) -> Path:
-    """The run directory: as given, if it holds no run yet; else a new one named after the experiment."""
-    if options.out is not None:
-        out = Path(options.out)
-        if (out / "metrics.jsonl").exists():
-            raise UserError(f"--out {out} already holds a run: choose another directory or remove it")
-        return out
-    stem, number = Path(options.experiment).stem, 1
-    while (out := Path("runs") / (stem if number == 1 else f"{stem}-{number}")).exists():
-        number += 1
-    return out

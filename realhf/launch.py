@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Sequence
@@ -11,16 +12,21 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from realhf.errors import UserError
+
 
 def launch(argv: Sequence[str], num_ranks: int) -> int:
     """Runs a command on `num_ranks` local workers; the exit code is that of the first to fail."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # Each has a level of its own.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
     )
     try:
+        _require_loopback()
         elastic_launch(config, sys.executable)("-m", "realhf", *argv)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -36,3 +42,15 @@ def launch(argv: Sequence[str], num_ranks: int) -> int:
         print(f"realhf: ended by {error.sigval.name}", file=sys.stderr)
         return 1
     return 0
+
+
+def _require_loopback() -> None:
+    """Raise UserError unless local workers can meet: they do so on a port of this host that is free."""
+    try:
+        with socket.create_server(("localhost", 0)) as server, socket.create_connection(server.getsockname()):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        what = f"local workers meet on a free TCP port of localhost, and none can be opened ({reason})"
+        mend = "set up the loopback interface (ip link set lo up) or run one process (--nproc 1)"
+        raise UserError(f"{what}: {mend}") from error

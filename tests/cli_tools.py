@@ -9,11 +9,13 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.two_hosts import Host
 from tests.runtime.tiny import HF_CONFIG, write_task
 
 REPO = Path(__file__).parent.parent
@@ -154,6 +156,20 @@ class Command:
     def worker(self, rank: int) -> int:
         """Process id of the worker with this rank."""
         return next(pid for pid, variables in self.processes().items() if variables.get("RANK") == str(rank))
+
+
+def torchrun_on(hosts: Sequence[Host], *words: Any, per_host: int) -> list[Command]:
+    """One torchrun on each host, which run `words` together."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", len(hosts), "--rdzv-id", "test"]
+    torchrun += ["--nproc-per-node", per_host, "--rdzv-backend", "c10d"]
+    torchrun += ["--rdzv-endpoint", f"{hosts[0].address}:29400"]
+    commands = []
+    for i, host in enumerate(hosts):
+        # All namespaces have this machine's name, so torchrun is told who it is.
+        identity = ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(i == 0)}"]
+        variables = {"GLOO_SOCKET_IFNAME": host.interface}
+        commands.append(Command(*host.inside, *torchrun, *identity, *words, **variables))
+    return commands
 
 
 def wait_until(condition: Any, *, seconds: float) -> bool:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from tests.cli_tools import (
     REALHF,
     Command,
     read_jsonl,
+    torchrun_on,
     wait_until,
     write_experiment,
     write_plan,
 )
 from tests.nn.tiny import build
 from tests.runtime.tiny import HF_CONFIG, write_task
+from tests.two_hosts import two_hosts_or_skip
 
 MAX_SECONDS = 30  # Until all processes are gone.
 REWARD = """
@@ -114,6 +117,81 @@ def test_killed_worker(tmp_path):
     sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
     assert any("rank 1" in sentence and "SIGKILL" in sentence for sentence in sentences), err
     assert [step["step"] for step in read_jsonl(metrics)][:3] == [0, 1, 2]
+
+
+ONE_RAISES = """
+import os
+if os.environ.get("RANK") == "1":
+    raise RuntimeError("no data here")
+"""
+
+
+def test_what_another_rank_raises_is_heard(tmp_path):
+    experiment, out = write_experiment(tmp_path, body=ONE_RAISES), tmp_path / "run"
+    with Command(*REALHF, "run", experiment, "--nproc", 3, "--out", out) as command:
+        code, _, err = command.finish()
+    line = experiment.read_text().splitlines().index('    raise RuntimeError("no data here")') + 1
+    where = f"realhf: experiment {experiment} line {line}"
+    assert (code, err) == (2, f"{where}: RuntimeError: no data here (rank 1)\n")
+
+
+def test_hosts_hear_one_another(tmp_path):
+    """Data that only the second host lacks: both say so, and torchrun gives it as the reason."""
+    body = """
+import os
+if os.environ.get("GROUP_RANK") == "1":
+    experiment.dataset = replace(experiment.dataset, path="not/here.jsonl")
+"""
+    experiment, out = write_experiment(tmp_path, body=body), tmp_path / "run"
+    fault = f"{experiment}: dataset.path 'not/here.jsonl': there is no such file"
+    with ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts_or_skip())
+        commands = [
+            stack.enter_context(command)
+            for command in torchrun_on(hosts, "-m", "realhf", "run", experiment, "--out", out, per_host=1)
+        ]
+        answers = [command.finish() for command in commands]
+    for where, (code, _, err) in zip(("rank 1, host 1", "rank 1"), answers, strict=True):
+        assert code == 1, err  # It is torchrun's.
+        sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
+        assert sentences == [f"realhf: {fault} ({where})"]
+        assert f"traceback : {fault}" in err
+
+
+SLOW_REWARD = """
+import time
+
+def slow_reward(prompts, completions, completion_ids, answer):
+    time.sleep({seconds})
+    return [float(len(ids)) for ids in completion_ids]
+
+experiment.reward_function, experiment.eval_dataset = slow_reward, None
+"""
+
+
+def test_a_slow_reward_is_not_a_dead_peer(tmp_path):
+    experiment = write_experiment(tmp_path, body=SLOW_REWARD.format(seconds=7), steps=1)
+    out = tmp_path / "run"
+    with Command(*REALHF, "run", experiment, "--nproc", 2, "--timeout", 3, "--out", out) as command:
+        code, _, err = command.finish()
+    assert code == 0, err
+    assert read_jsonl(out / "metrics.jsonl")[0]["timing_s/reward_forward"] >= 7
+
+
+def test_a_stopped_worker_is_named(tmp_path):
+    experiment = write_experiment(tmp_path, body=SLOW_REWARD.format(seconds=0.1), steps=100_000)
+    out = tmp_path / "run"
+    with Command(*REALHF, "run", experiment, "--nproc", 2, "--timeout", 3, "--out", out) as command:
+        metrics = out / "metrics.jsonl"
+        assert wait_until(lambda: command.ended or (metrics.exists() and metrics.read_text()), seconds=90)
+        assert not command.ended, command.finish()
+        os.kill(command.worker(rank=1), signal.SIGSTOP)
+        code, _, err = command.finish()
+        assert wait_until(lambda: not command.processes(), seconds=MAX_SECONDS)
+    assert code == 1
+    says = [line for line in err.splitlines() if "no sign of life" in line]
+    assert len(says) == 1 and says[0].startswith("realhf: rank 1 has given no sign of life for "), err
+    assert "(--timeout); the last was of " in says[0]
 
 
 @pytest.mark.parametrize(

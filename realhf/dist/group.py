@@ -10,7 +10,7 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
@@ -19,11 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from realhf.dist.activity import Activity
 from realhf.dist.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
 
 Messages = Sequence[tuple[int, torch.Tensor]]  # Peer and contiguous tensor to send or to receive into.
 _OPEN_ROUNDS = 4  # More than any pipeline of calls needs; it only bounds what an Outbox keeps.
+_ANY_TIME = timedelta(days=365)
 _SMALL_BYTES = 1 << 16  # Up to here an all-reduce sends whole tensors to every peer, above it one chunk each.
 
 
@@ -40,7 +42,8 @@ def _naming_peers(ranks: Sequence[int]) -> Iterator[None]:
         reason, peers = _reason(error), ", ".join(map(str, ranks))
         if "imed out" in reason:
             reason += f" (rank {peers} may itself be waiting for another)"
-        raise PeerError(f"communication with rank{'s' * (len(ranks) > 1)} {peers} broke off: {reason}") from error
+        who = f"rank{'s' * (len(ranks) > 1)} {peers}"
+        raise PeerError(f"communication with {who} broke off: {reason}") from error
 
 
 @contextmanager
@@ -56,8 +59,9 @@ def naming_store() -> Iterator[None]:
 def _batch_threads() -> Iterator[None]:
     """Threads that start inside never interrupt a running one when they wake up (on Linux).
 
-    Gloo's thread polls without pause while another thread holds the lock of a connection. If it had interrupted
-    that thread, as happens with more ranks than cores, it would poll for a whole time slice in vain.
+    Gloo's thread polls without pause while another thread holds the lock of a connection. If it had
+    interrupted that thread, as happens with more ranks than cores, it would poll in vain for a whole time
+    slice.
     """
     before = None
     with suppress(OSError, AttributeError):  # Some containers, and other systems, know no such thing.
@@ -82,10 +86,12 @@ class Pending:
 
     works: Sequence[tuple[Any, tuple[int, ...]]] = ()
     tensors: Messages = ()
+    activity: Activity | None = None
 
     def wait(self) -> None:
         for work, ranks in self.works:
-            with _naming_peers(ranks):
+            marked = nullcontext() if self.activity is None else self.activity.waiting(ranks)
+            with marked, _naming_peers(ranks):
                 work.wait()
         self.works, self.tensors = (), ()
 
@@ -127,8 +133,12 @@ class Group:
     On NCCL (`native`) tensors are on this rank's device and waiting delays its current stream, not the host.
     """
 
-    def __init__(self, ranks: Sequence[int], index: int, backend: Any, *, native: bool) -> None:
+    def __init__(
+        self, ranks: Sequence[int], index: int, backend: Any,
+        *, native: bool, activity: Activity | None = None,
+    ) -> None:  # fmt: skip
         self.ranks, self.index, self.size = tuple(ranks), index, len(ranks)
+        self._activity = activity
         self._backend, self._native = backend, native and backend is not None
 
     def exchange(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> None:
@@ -158,7 +168,7 @@ class Group:
         if self._native:
             with _naming_peers(self.ranks):
                 works = [(self._backend._end_coalescing(), self.ranks)]
-        return Pending(works, [*sends, *recvs])
+        return Pending(works, [*sends, *recvs], self._activity)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` (contiguous) in place over the group and returns it."""
@@ -218,7 +228,8 @@ class Group:
 
     def send_bytes(self, data: torch.Tensor, peers: Sequence[int], *, tag: int = 0) -> Pending:
         """Posts any number of bytes (uint8) to some members; for groups over gloo, like what follows."""
-        return self.post([(peer, t) for peer in peers for t in (torch.tensor([len(data)]), data)], [], tag=tag)
+        parts = (torch.tensor([len(data)]), data)
+        return self.post([(peer, part) for peer in peers for part in parts], [], tag=tag)
 
     def recv_bytes(self, peer: int, *, tag: int = 0) -> torch.Tensor:
         length = torch.empty(1, dtype=torch.int64)
@@ -265,15 +276,24 @@ def _to_json(data: torch.Tensor) -> Any:
     return json.loads(data.numpy().tobytes())
 
 
+def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
+    """Connect to the store that torchrun's environment names (MASTER_ADDR, MASTER_PORT)."""
+    timeout = timedelta(seconds=timeout_seconds)
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    return store
+
+
 class World:
     """All processes of the run. Hands out Groups, for which all members must ask in the same order."""
 
     def __init__(
         self, *, rank: int = 0, size: int = 1, device: torch.device | str = "cpu",
         store: dist.Store | None = None, timeout_seconds: float = 600.0, ranks_per_host: int | None = None,
-        shared_memory: bool = True,
+        shared_memory: bool = True, watched: bool = False,
     ) -> None:
+        """`watched`: a Heartbeat finds dead peers, so that messages over gloo may take any time."""
         self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.activity, self._watched = Activity(), watched
         self.ranks_per_host = ranks_per_host or size
         self._store, self._timeout = store, timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
@@ -306,26 +326,27 @@ class World:
 
     @classmethod
     def from_torchrun(
-        cls, *, rank: int, size: int, local_rank: int, ranks_per_host: int | None = None, timeout_seconds: float
-    ) -> "World":
-        """Meets the processes that torchrun's environment names, on CUDA where it is available."""
-        device, store = torch.device("cpu"), None
+        cls, *, rank: int, size: int, local_rank: int, ranks_per_host: int | None = None,
+        timeout_seconds: float, store: dist.Store | None = None, watched: bool = False,
+    ) -> "World":  # fmt: skip
+        """Meet the processes that torchrun's environment names, on CUDA where it is available."""
+        device = torch.device("cpu")
         if torch.cuda.is_available():
             if local_rank >= (count := torch.cuda.device_count()):
                 mend = "start one worker per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
-                raise UserError(f"worker {local_rank} of this host has no GPU of its own, there are {count}: {mend}")
+                lacks = f"worker {local_rank} of this host has no GPU of its own, there are {count}"
+                raise UserError(f"{lacks}: {mend}")
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
-        if size > 1:
-            timeout = timedelta(seconds=timeout_seconds)
-            store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        if size > 1 and store is None:
+            store = open_store(rank=rank, size=size, timeout_seconds=timeout_seconds)
         return cls(
             rank=rank, size=size, device=device, store=store, timeout_seconds=timeout_seconds,
-            ranks_per_host=ranks_per_host,
+            ranks_per_host=ranks_per_host, watched=watched,
         )  # fmt: skip
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor on this rank's device, if possible in memory that other ranks of its host can read."""
+        """Return a flat tensor on this rank's device; other ranks of its host can read it where possible."""
         if self.memory is not None:
             return self.memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -345,7 +366,7 @@ class World:
             native = self.device.type == "cuda" and purpose not in ("control", "export")
             index = key[0].index(self.rank)
             backend = self._connect(key, index, native=native) if len(ranks) > 1 else None
-            self._groups[key] = Group(key[0], index, backend, native=native)
+            self._groups[key] = Group(key[0], index, backend, native=native, activity=self.activity)
         return self._groups[key]
 
     def store(self, name: str) -> dist.Store:
@@ -367,10 +388,11 @@ class World:
         store = self.store(str(key))
         if not native:
             with _batch_threads():
-                return dist.ProcessGroupGloo(store, index, len(key[0]), self._timeout)
+                timeout = _ANY_TIME if self._watched else self._timeout
+                return dist.ProcessGroupGloo(store, index, len(key[0]), timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         backend = dist.ProcessGroupNCCL(store, index, len(key[0]), options)
-        # One communicator of the whole group, for coalesced messages among some of its members too (torch 2.13).
+        # One communicator of the whole group, also for coalesced messages among some of its members.
         backend.eager_connect_single_device(self.device)
         return backend

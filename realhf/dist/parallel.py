@@ -12,8 +12,8 @@ class ParallelGroups:
     """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
 
     `all` is every rank of the layout, `ends` the first and the last stage (None between them or if there is
-    but one), `ep` the dp neighbours that share out one set of experts. `pp_back` has the ranks of `pp` for what
-    flows backward; `dp_control`, `ep_control` and `replicas_control` (dp and cp) are over gloo.
+    but one), `ep` the dp neighbours that share out one set of experts. `pp_back` has the ranks of `pp` for
+    what flows backward; `dp_control`, `ep_control` and `replicas_control` (dp and cp) are over gloo.
     """
 
     layout: Layout

@@ -1,4 +1,4 @@
-"""Tensors in memory that the other processes of this host can map, so that they read them without a message."""
+"""Tensors in memory that the other processes of this host can map and read without a message."""
 
 import math
 import mmap
@@ -48,8 +48,9 @@ class SharedMemory:
         if offset >= length:
             return None
         return {
-            "path": path, "length": length, "offset": offset, "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape), "stride": list(tensor.stride()),
+            "path": path, "length": length, "offset": offset,
+            "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
+            "stride": list(tensor.stride()),
         }  # fmt: skip
 
 

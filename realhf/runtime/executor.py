@@ -17,7 +17,7 @@ from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send, role_of
+from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send, describe, role_of
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.models import ModelStore
 
@@ -76,6 +76,7 @@ class Executor:
         outputs: dict[str | None, Batch | None] = {None: dataset_batch}
         inputs: dict[str, list[Batch]] = {}
         for action in self.actions:
+            self.world.activity.doing = f"{describe(action)} of step {self.context.step}"
             if isinstance(action, Reallocate):
                 self._reallocate(action, record, is_last=is_last)
             elif isinstance(action, Send):

@@ -1,0 +1,127 @@
+"""Tells every rank of a run why one of them stops, and the user each sentence once."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from realhf.dist.group import PeerError
+
+_EQUALS_SECONDS = 1.0
+"""How long the first rank with a sentence waits for others with the same one, to name them all."""
+_PRINTING_SECONDS = 5.0
+"""How long the other ranks stay, because the launcher ends all workers as soon as one has left."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank stops. `host` is the number of the host that the rank runs on, `code` its exit code."""
+
+    rank: int
+    host: int
+    sentence: str
+    code: int
+
+
+class FailureBoard:
+    """The failures of a run, kept in its store, where all ranks can read them.
+
+    A rank that fails posts its sentence before it leaves. Ranks on one host that fail for the same reason
+    print one sentence together; ranks on other hosts repeat it, so that every terminal shows the reason.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, size: int, host: int) -> None:
+        self._store = dist.PrefixStore("realhf/failures", store)
+        self._rank, self._size, self._host = rank, size, host
+
+    def roll_call(self, timeout_seconds: float) -> None:
+        """Wait until every rank has come here. Raises PeerError when one has failed or does not come."""
+        self._store.set(f"here/{self._rank}", "")
+        if self._store.add("num_here", 1) == self._size:
+            self._store.set("roll_call", "complete")
+        try:
+            self._store.wait(["roll_call"], timedelta(seconds=timeout_seconds))
+        except RuntimeError as error:
+            missing = [rank for rank in range(self._size) if not self._store.check([f"here/{rank}"])]
+            who = name_ranks(missing)
+            raise PeerError(f"{who} did not start within {timeout_seconds:g} s") from error
+        if failures := self.failures():
+            raise PeerError(f"rank {failures[0].rank} has failed: {failures[0].sentence}")
+
+    def failures(self) -> list[Failure]:
+        """Return what has been posted so far, the earliest first."""
+        count = self._store.add("num_failures", 0)
+        return [Failure(**json.loads(self._store.get(f"failure/{i}"))) for i in range(1, count + 1)]
+
+    def report(
+        self, sentence: str, *, code: int, text: str | None = None, names_rank: bool = False
+    ) -> None:
+        """Post why this rank stops, and print it unless another rank of this host does.
+
+        The ranks with this sentence are named behind it, unless `names_rank` or all ranks have it. `text` is
+        printed in place of the sentence, for tracebacks. Returns when the sentence is printed.
+        """
+        write_error_file(sentence)
+        number = self._post(Failure(self._rank, self._host, sentence, code))
+        equals = self._equals(sentence)
+        first = min(i for i, failure in equals if failure.host == self._host)
+        if first != number:
+            with suppress(RuntimeError):
+                self._store.wait([f"printed/{first}"], timedelta(seconds=_PRINTING_SECONDS))
+            return
+        deadline = time.monotonic() + _EQUALS_SECONDS
+        while len(equals) < self._size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            equals = self._equals(sentence)
+        ranks = sorted(failure.rank for _, failure in equals)
+        where = "" if names_rank or len(ranks) == self._size else f" ({name_ranks(ranks)})"
+        print(text or f"realhf: {sentence}{where}", file=sys.stderr, flush=True)
+        self._store.set(f"printed/{number}", "")
+
+    def repeat(self) -> int | None:
+        """Print what ranks of other hosts have posted; return the exit code of the first failure, if any."""
+        failures = self.failures()
+        if failures:
+            write_error_file(failures[0].sentence)
+        printed = {failure.sentence for failure in failures if failure.host == self._host}
+        for number, failure in enumerate(failures, start=1):
+            if failure.sentence in printed:
+                continue
+            printed.add(failure.sentence)
+            if self._store.add(f"repeated/{number}/{self._host}", 1) == 1:
+                ranks = sorted(equal.rank for _, equal in self._equals(failure.sentence))
+                where = f"{name_ranks(ranks)}, host {failure.host}"
+                print(f"realhf: {failure.sentence} ({where})", file=sys.stderr, flush=True)
+        return failures[0].code if failures else None
+
+    def _post(self, failure: Failure) -> int:
+        number = self._store.add("num_failures", 1)
+        self._store.set(f"failure/{number}", json.dumps(asdict(failure)))
+        self._store.set("roll_call", "failure")
+        return number
+
+    def _equals(self, sentence: str) -> list[tuple[int, Failure]]:
+        numbered = enumerate(self.failures(), start=1)
+        return [(number, failure) for number, failure in numbered if failure.sentence == sentence]
+
+
+def write_error_file(sentence: str) -> None:
+    """Leave the sentence where torchrun looks for the reason of a failure, to print it in its own report."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": reason}))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 0, 1 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

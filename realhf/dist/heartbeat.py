@@ -1,0 +1,154 @@
+"""Signs of life: tells a rank that is busy from one that is dead, and finds a run in which all wait."""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from realhf.dist.activity import Activity
+from realhf.dist.failures import FailureBoard, name_ranks
+
+_MAX_INTERVAL_SECONDS = 5.0
+_GRACE_SECONDS = 4.0
+"""How long the main thread has, after a failure elsewhere, to end this process in its own words."""
+_MAX_NAMED = 8
+"""Ranks of a standstill that its sentence lists."""
+_FAILED = 1  # The exit code.
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One sign of life: its number, and what the main thread does (see Activity)."""
+
+    number: int
+    doing: str
+    waits_for: tuple[int, ...] | None = None
+    num_waits: int = 0
+
+
+class Watch:
+    """Finds ranks that give no sign of life, and standstills, from the beats that one rank sees.
+
+    Times are monotonic seconds.
+    """
+
+    def __init__(self, rank: int, *, timeout_seconds: float) -> None:
+        self._rank, self._timeout = rank, timeout_seconds
+        self._last: dict[int, Beat] = {}
+        self._alive_at: dict[int, float] = {}
+        self._moved_at: dict[int, float] = {}
+
+    def find_fault(self, beats: Mapping[int, Beat | None], *, now: float) -> str:
+        """Take note of the newest beat by rank, None of ranks that are done.
+
+        Returns why the run cannot go on, or an empty string. Only who sees all ranks, which is rank 0, can
+        find a standstill.
+        """
+        for rank, beat in beats.items():
+            self._note(rank, beat, now)
+        for rank, beat in self._last.items():
+            if rank != self._rank and now - self._alive_at[rank] > self._timeout:
+                silent = f"has given no sign of life for {now - self._alive_at[rank]:.0f} s (--timeout)"
+                return f"rank {rank} {silent}; the last was of {beat.doing}"
+        if self._rank == 0 and all(now - self._moved_at[rank] > self._timeout for rank in self._last):
+            return self._describe_standstill()
+        return ""
+
+    def _note(self, rank: int, beat: Beat | None, now: float) -> None:
+        before = self._last.pop(rank, None)
+        if beat is None:
+            return
+        self._last[rank] = beat
+        if before is None or beat.number != before.number:
+            self._alive_at[rank] = now
+        steps = before is None or (beat.doing, beat.num_waits) != (before.doing, before.num_waits)
+        if steps or beat.waits_for is None:
+            self._moved_at[rank] = now
+
+    def _describe_standstill(self) -> str:
+        waits = [
+            f"rank {rank} in {beat.doing} for {name_ranks(beat.waits_for or ())}"
+            for rank, beat in sorted(self._last.items())
+        ]
+        rest = f" and {len(waits) - _MAX_NAMED} more" if len(waits) > _MAX_NAMED else ""
+        what = f"all ranks have waited for one another for {self._timeout:g} s (--timeout)"
+        return f"{what}: {', '.join(waits[:_MAX_NAMED])}{rest}"
+
+
+class Heartbeat:
+    """A thread that tells the others that this process lives, and ends it when the run cannot go on.
+
+    Rank 0 looks at all ranks, the others look at rank 0. A rank that gives no sign for `timeout_seconds` is
+    dead, however long it may compute or wait for a reward between two signs. A run in which every rank has
+    waited for others for as long is stuck. Either is posted on the failure board, which all ranks look at.
+    """
+
+    def __init__(
+        self, store: dist.Store, board: FailureBoard, activity: Activity,
+        *, rank: int, size: int, timeout_seconds: float,
+    ) -> None:  # fmt: skip
+        """`store` and `board` need connections of their own: the main thread may block on its connection."""
+        self._store = dist.PrefixStore("realhf/heartbeat", store)
+        self._board, self._activity = board, activity
+        self._rank, self._timeout = rank, timeout_seconds
+        self._watched = range(size) if rank == 0 else range(1)
+        self._watch = Watch(rank, timeout_seconds=timeout_seconds)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._number = 0
+
+    def start(self) -> None:
+        """Begin to give signs of life."""
+        self._give_sign()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Say that this rank has done its part."""
+        self._ended.set()
+        self._thread.join()
+        with suppress(RuntimeError):  # The store may have ended with the process that kept it.
+            self._store.set(str(self._rank), json.dumps(None))
+
+    def _run(self) -> None:
+        interval = min(_MAX_INTERVAL_SECONDS, self._timeout / 8)
+        try:
+            while not self._ended.wait(interval):
+                self._give_sign()
+                fault = self._watch.find_fault(self._newest_beats(), now=time.monotonic())
+                if self._board.failures():
+                    self._leave()
+                elif fault:
+                    self._board.report(fault, code=_FAILED, names_rank=True)
+                    self._leave()
+        except RuntimeError as error:  # From the store.
+            if not self._ended.wait(_GRACE_SECONDS):
+                reason = str(error).partition("\n")[0]
+                sentence = f"rank {self._rank} stops: it lost the store that all ranks of the run share"
+                print(f"realhf: {sentence} ({reason})", file=sys.stderr, flush=True)
+                os._exit(_FAILED)
+
+    def _give_sign(self) -> None:
+        self._number += 1
+        activity = self._activity
+        beat = Beat(self._number, activity.doing, activity.waits_for, activity.num_waits)
+        self._store.set(str(self._rank), json.dumps(asdict(beat)))
+
+    def _newest_beats(self) -> dict[int, Beat | None]:
+        beats: dict[int, Beat | None] = {}
+        for rank in self._watched:
+            if self._store.check([str(rank)]):
+                beat = json.loads(self._store.get(str(rank)))
+                beats[rank] = None if beat is None else Beat(**beat)
+        return beats
+
+    def _leave(self) -> None:
+        """End this process because of a failure, unless the main thread does so first."""
+        if not self._ended.wait(_GRACE_SECONDS):
+            code = self._board.repeat()
+            os._exit(_FAILED if code is None else code)

@@ -1,0 +1,61 @@
+"""Who is dead, who is only busy, and when a run stands still."""
+
+from realhf.dist.activity import Activity
+from realhf.dist.heartbeat import Beat, Watch
+
+
+def _watch(rank=0, timeout=10.0):
+    return Watch(rank, timeout_seconds=timeout)
+
+
+def test_a_silent_rank_is_dead_and_named_with_what_it_did():
+    watch = _watch()
+    for now in range(0, 40, 2):
+        beats = {0: Beat(now, "actor_train of step 3"), 1: Beat(min(now, 7), "reward_forward of step 3")}
+        fault = watch.find_fault(beats, now=float(now))
+        assert bool(fault) == (now > 18), now  # The last new beat was seen at 8.
+    assert fault.startswith("rank 1 has given no sign of life for 30 s")
+    assert fault.endswith("the last was of reward_forward of step 3")
+
+
+def test_a_busy_rank_is_not_dead_and_its_peers_may_wait_for_it():
+    watch = _watch()
+    for now in range(1000):
+        beats = {0: Beat(now, "actor_train", (1,), 5), 1: Beat(now, "reward_forward")}
+        assert watch.find_fault(beats, now=float(now)) == ""
+
+
+def test_ranks_that_all_wait_without_moving_stand_still():
+    watch, other = _watch(), _watch(rank=1)
+    for now in range(20):
+        first = Beat(now, "actor_train of step 2", (1, 2), 5)
+        beats = {0: first, 1: Beat(now, "critic_train of step 2", (0,), 7)}
+        fault = watch.find_fault(beats, now=float(now))
+        assert bool(fault) == (now > 10)
+        assert other.find_fault({0: beats[0]}, now=float(now)) == ""  # It does not see all ranks.
+    assert "all ranks have waited for one another for 10 s" in fault
+    assert "rank 0 in actor_train of step 2 for ranks 1 and 2" in fault
+    assert "rank 1 in critic_train of step 2 for rank 0" in fault
+
+
+def test_waits_that_end_are_progress():
+    watch = _watch()
+    for now in range(100):
+        beats = {0: Beat(now, "actor_train", (1,), now), 1: Beat(now, "actor_train", (0,), 3)}
+        assert watch.find_fault(beats, now=float(now)) == ""
+
+
+def test_a_rank_that_is_done_may_be_silent():
+    watch = _watch()
+    beats = {0: Beat(1, "the end"), 1: Beat(1, "the end"), 2: Beat(1, "the end")}
+    assert watch.find_fault(beats, now=0.0) == ""
+    beats = {0: Beat(2, "the end"), 1: None, 2: Beat(2, "the end")}
+    assert watch.find_fault(beats, now=50.0) == ""
+    assert watch.find_fault({**beats, 0: Beat(3, "the end")}, now=61.0).startswith("rank 2 ")
+
+
+def test_activity_counts_the_outermost_wait_of_the_main_thread():
+    activity = Activity()
+    with activity.waiting((1,)), activity.waiting((2, 3)):
+        assert activity.waits_for == (1,)
+    assert activity.waits_for is None and activity.num_waits == 1

@@ -1,0 +1,62 @@
+"""Run directories belong to one run."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from realhf.errors import UserError
+from realhf.runtime.run_directory import RunDirectory, check_run_directory, new_run_directory
+
+
+def test_many_runs_at_once_get_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(new_run_directory("grpo"))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 16
+    assert {path.name for path in found} == {"grpo", *(f"grpo-{i}" for i in range(2, 17))}
+
+
+def test_a_directory_in_use_is_refused_until_its_process_ends(tmp_path):
+    code = (
+        "import sys, pathlib; from realhf.runtime.run_directory import RunDirectory;"
+        "d = RunDirectory(pathlib.Path(sys.argv[1])); print('claimed', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "claimed\n"
+        with pytest.raises(UserError, match=f"run is in use by another run, process {other.pid} on "):
+            RunDirectory(tmp_path / "run")
+        other.kill()
+    RunDirectory(tmp_path / "run").release()
+
+
+@pytest.mark.parametrize("record", [None, "", '{"step": 0, "eval/sc'])
+def test_a_run_without_a_record_leaves_its_directory_free(tmp_path, record):
+    (tmp_path / "config.json").write_text("{}")
+    if record is not None:
+        (tmp_path / "metrics.jsonl").write_text(record)
+    RunDirectory(tmp_path).release()
+
+
+def test_a_run_with_a_record_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(UserError, match="already holds a run: choose another directory or remove it"):
+        RunDirectory(tmp_path)
+
+
+def test_paths_where_no_directory_can_be(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--out .*file is a file: name a directory"):
+        check_run_directory(tmp_path / "file")
+    with pytest.raises(UserError, match=r"--out .*file/run: .*(file is a file|Not a directory)"):
+        check_run_directory(tmp_path / "file" / "run")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # (Root may write everywhere.)
+    with pytest.raises(UserError, match=r"--out .*run: there is no permission to write in "):
+        check_run_directory(tmp_path / "run")
