@@ -28,7 +28,7 @@ Progress = Callable[[float, float, float], None]
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan as one candidate per unit. `lower_bound_seconds` holds for all plans of the space."""
+    """The best plan found, one candidate per unit. `lower_bound_seconds` holds over the plans enumerated."""
 
     chosen: tuple[int, ...]
     step_seconds: float
@@ -47,6 +47,7 @@ def search(
 ) -> Found | None:  # fmt: skip
     """Return the best plan found within `time_limit` seconds, sooner when its gap is at most `gap`.
 
+    The gap is to the lower bound over the plans enumerated, those of the space; it says nothing of others.
     None when no plan fits the devices' memory, as far as was looked. The same every time unless `time_limit`
     ends it.
     """
