@@ -232,5 +232,5 @@ def test_claims_that_do_not_hold_are_made_nowhere():
     readme = PAGES[0].read_text()
     status = readme.split("## Status")[1].split("\n## ")[0]
     assert "Not run yet: CUDA and NCCL" in status and "network namespaces" in status
-    said = "In bfloat16 the algorithm is identical, but a sampled token can flip where rounding moves a boundary"
+    said = "In bfloat16 the algorithm is identical, but a sampled token can flip where rounding moves a bound"
     assert said in " ".join(readme.split())
