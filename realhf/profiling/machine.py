@@ -20,13 +20,16 @@ from realhf.param_spec import model_spec
 from realhf.planner.profile import Table
 from realhf.profiling.clock import Clock
 from realhf.profiling.memory import device_bytes
-from realhf.profiling.models import Model, Sizes
+from realhf.profiling.models import Sizes
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _FLOATS_PER_TOKEN = 8  # Beside ids: with these, what samples carry is `space._SAMPLE_BYTES` per token.
 _GEMM, _COPY_BYTES = 1024, 1 << 27
+_NARROW = ModelConfig("llama", 256, 64, 256, 1, 1, 1, 64)
+_WIDE = ModelConfig("llama", 1000, 1024, 8192, 1, 8, 8, 128)
+"""Models of equally many tensors: to move the first takes latency, the second (30M parameters) bandwidth."""
 
 
 def measure_wires(clock: Clock, sizes: Sizes) -> dict[str, Table]:
@@ -105,7 +108,7 @@ def _move(world: World, source: Source, target: Layout) -> None:
     outbox.wait()
 
 
-def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dict[str, Any]:
+def measure_cluster(clock: Clock, dtypes: list[str]) -> dict[str, Any]:
     """Return the machine as the fields of a Cluster; its links are timed by reallocations.
 
     The link between hosts is left out where there is only one.
@@ -122,11 +125,11 @@ def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dic
         "num_hosts": max(1, world.size // world.ranks_per_host), "devices_per_host": world.ranks_per_host,
         "device_memory_bytes": device_bytes(world), "host_memory_bytes": host_memory_bytes(),
         "memory_bandwidth_bytes_per_second": 2 * copied, "peak_flops": peaks,
-        "device_type": world.device.type, **_links(clock, config, dtypes[0], copied=copied),
+        "device_type": world.device.type, **_links(clock, dtypes[0], copied=copied),
     }  # fmt: skip
 
 
-def _links(clock: Clock, config: ModelConfig, dtype: str, *, copied: float) -> dict[str, Any]:
+def _links(clock: Clock, dtype: str, *, copied: float) -> dict[str, Any]:
     """Time the links inside a host and between hosts, as far as there are ranks at both ends.
 
     A rank that is alone on its host has no neighbour: its link is a copy in its own memory, of so many bytes
@@ -138,27 +141,25 @@ def _links(clock: Clock, config: ModelConfig, dtype: str, *, copied: float) -> d
         "intra_host": {"latency_seconds": 1e-7, "bandwidth_bytes_per_second": copied}
     }
     if per_host > 1:
-        links["intra_host"] = _reallocation_link(clock, config, dtype, peer=1)
+        links["intra_host"] = _reallocation_link(clock, dtype, peer=1)
     if world.size > per_host:
-        links["inter_host"] = _reallocation_link(clock, config, dtype, peer=per_host)
-        at_once = _reallocation_link(clock, config, dtype, peer=per_host, num_pairs=per_host)
+        links["inter_host"] = _reallocation_link(clock, dtype, peer=per_host)
+        at_once = _reallocation_link(clock, dtype, peer=per_host, num_pairs=per_host)
         each = min(at_once["bandwidth_bytes_per_second"], links["inter_host"]["bandwidth_bytes_per_second"])
         links["host_bandwidth_bytes_per_second"] = per_host * each
     return links
 
 
-def _reallocation_link(
-    clock: Clock, config: ModelConfig, dtype: str, *, peer: int, num_pairs: int = 1
-) -> dict[str, float]:
-    """Time reallocations of models of two sizes from rank 0 to `peer`, at the same time from rank 1 to the
-    rank behind it, and so on for `num_pairs` pairs."""
+def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 1) -> dict[str, float]:
+    """Time reallocations of a small and of a large model from rank 0 to `peer`, at the same time from rank 1
+    to the rank behind it, and so on for `num_pairs` pairs."""
     world = clock.world
     busy = [*range(num_pairs), *range(peer, peer + num_pairs)]
     first = world.rank - peer if world.rank >= peer else world.rank
     source, target = Layout.parse(f"d1@{first}"), Layout.parse(f"d1@{first + peer}")
     runs: dict[int, Callable[[], object]] = {}
-    for count in (1, 8):
-        spec = model_spec(Model(config, dtype, ()).with_blocks(count, config.head))
+    for config in (_NARROW, _WIDE):
+        spec = model_spec(config)
         num_bytes = spec.numel * DTYPES[dtype].itemsize
         runs[num_bytes] = _nothing
         if world.rank in busy:
