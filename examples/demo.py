@@ -36,7 +36,8 @@ LORA = """   With LoRA: the model itself stays as it is; adapters are trained, a
 RESULT = """
 Done in {seconds:.0f} seconds.
    held-out score      {eval_first:.3f} before, {eval_last:.3f} after (greedy, 256 problems never trained on)
-   reallocated         {megabytes:.2f} MB of parameters per step, busiest wire at {over_bound:.2f} x its bound
+   reallocated         {megabytes:.2f} MB of parameters per step; measured: {gbytes:.2g} GB/s into the busiest
+                       rank; computed: the schedule takes {over_bound:.2f} x its lower bound
    reward curve        {directory}/reward.png
    timeline of a step  {directory}/timeline.png
    answers             {directory}/eval.jsonl
@@ -75,6 +76,7 @@ def main(options: Options) -> None:
     done = run(experiment, directory / "grpo", settings)
     realloc = done.pop("realloc")["actor"]
     done |= {"seconds": time.time() - started, "megabytes": realloc["bytes_per_step"] / 1e6}
+    done["gbytes"] = realloc["gbytes_per_s"]
     done["exported"] = "PEFT adapters" if options.lora else "Hugging Face model"
     say(RESULT, directory=directory / "grpo", over_bound=realloc["over_bound"], **done)
 

@@ -35,7 +35,7 @@ from realhf.realloc.schedule import make_schedule
 from realhf.realloc.wires import Wires
 from realhf.runtime.check import Program, compile_program
 from realhf.runtime.run_directory import check_run_directory, new_run_directory
-from realhf.units import format_bytes, format_seconds
+from realhf.units import format_bytes
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
 _MAX_TIMEOUT, _PROFILE_TIMEOUT = 1e6, 600.0
@@ -106,6 +106,8 @@ def _parser() -> ArgumentParser:
     run.add_argument("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     run.add_argument("--out", help="run directory; default: a new one below runs/")
     run.add_argument("--profile", help="with --plan auto: what `realhf profile` measured on this machine")
+    text = "cluster file or shipped name: what --plan auto plans for, and the links of reallocations"
+    run.add_argument("--cluster", help=text)
     text = "seconds without a sign of life from a worker after which the run ends; default: 600"
     run.add_argument("--timeout", type=float, default=600.0, metavar="S", help=text)
     text = "find what is wrong with an experiment and a plan, without running it"
@@ -118,7 +120,7 @@ def _parser() -> ArgumentParser:
     profile.set_defaults(plan=None)
     profile.add_argument("--nproc", type=int, help="local workers that measure at once; default: all devices")
     profile.add_argument("-o", "--out", default="profile.yaml", help="file to write; default: profile.yaml")
-    text = "find the best plan for a cluster, and how near the best possible it is"
+    text = "search a plan for a cluster, with a lower bound over the plans enumerated"
     plan = _add_command(commands, "plan", _plan, text, plan=False)
     plan_command.add_options(plan)
     _add_realloc(commands)
@@ -305,31 +307,24 @@ def _compile(experiment: Experiment, options: Namespace, num_ranks: int | None) 
     """The program and its number of ranks: as given, else what --nproc says, else what the plan uses."""
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
-    plan = None
+    plan, named, profile = None, getattr(options, "cluster", None), getattr(options, "profile", None)
+    cluster = Cluster.load(named) if named is not None else None
     if options.plan == "auto":
-        cluster, profile = _cluster_at_hand(options), getattr(options, "profile", None)
+        cluster = plan_command.cluster_at_hand(nproc=options.nproc, cluster=named, profile=profile)
         planned = plan_command.auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
-        plan, num_ranks = planned.plan, num_ranks or cluster.num_devices
+        plan, num_ranks = planned.plan, num_ranks or options.nproc or cluster.num_devices
         if not _is_worker():
-            step = format_seconds(planned.found.step_seconds)
-            took = f"planned in {format_seconds(planned.search_seconds)}, {step} per step predicted"
-            print(f"realhf: {took}", file=sys.stderr)
+            print(f"realhf: {plan_command.describe(planned)}", file=sys.stderr)
     elif options.plan is not None:
         plan = ExecutionPlan.load(options.plan)
     num_ranks = num_ranks or options.nproc or (plan.num_ranks if plan else 1)
     try:
-        return compile_program(experiment, plan, world_size=num_ranks), num_ranks
+        program = compile_program(experiment, plan, world_size=num_ranks)
+        if cluster is not None and (origin := named or profile) is not None:
+            program = dataclasses.replace(program, wires=Wires.of_cluster(cluster, origin=f"{origin}'s"))
+        return program, num_ranks
     except ValueError as error:
         about_plan = options.plan is not None and str(error).startswith("calls.")
         raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error
 
 
-def _cluster_at_hand(options: Namespace) -> Cluster:
-    """What --plan auto plans for: the cluster that is named, torchrun's hosts, or this machine."""
-    if getattr(options, "cluster", None) is not None:
-        return Cluster.load(options.cluster)
-    if not _is_worker():
-        return plan_command.this_machine(options.nproc)
-    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
-    host = plan_command.this_machine(per_host)
-    return dataclasses.replace(host, num_hosts=int(os.environ["WORLD_SIZE"]) // per_host)

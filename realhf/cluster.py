@@ -3,6 +3,7 @@
 Quantities may have units there (`80 GB`, `400 Gbit/s`, `5 us`); without, they are in what the names say.
 """
 
+import os
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -13,6 +14,7 @@ from realhf.suggest import did_you_mean
 from realhf.units import parse
 
 DEVICE_TYPES = ("cuda", "cpu")
+_ROUNDED_BYTES = 4e9
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Cluster:
     memory_bandwidth_bytes_per_second: float
     peak_flops: Mapping[str, float]  # By dtype name (`bfloat16`, `float32`), of one device, per second.
     intra_host: Link  # The port of one device inside its host,
-    inter_host: Link  # and towards other hosts.
+    inter_host: Link | None = None  # and towards other hosts; may be left out where there is one host.
     host_bandwidth_bytes_per_second: float | None = None  # Of one host; None: its devices' ports.
     device_type: str = "cuda"  # Or `cpu`: processes on the cores of the hosts.
     host_memory: Link | None = None  # Between one device and its host's memory (PCIe); None: no offload.
@@ -52,15 +54,22 @@ class Cluster:
             for where, number in parts.items():
                 if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
                     raise ValueError(f"{where} is {number!r}: it must be a number above 0")
+        if self.inter_host is None and self.num_hosts > 1:
+            raise ValueError(f"inter_host is missing: {self.num_hosts} hosts need the link between them")
 
     @property
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
 
     @property
+    def outward(self) -> Link:
+        """The link of a device towards ranks on any host: inside its own where that is the only one known."""
+        return self.inter_host or self.intra_host
+
+    @property
     def host_port_bytes_per_second(self) -> float:
         """What all devices of a host together send to other hosts, or receive from them."""
-        ports = self.devices_per_host * self.inter_host.bandwidth_bytes_per_second
+        ports = self.devices_per_host * self.outward.bandwidth_bytes_per_second
         return self.host_bandwidth_bytes_per_second or ports
 
     def host_of(self, rank: int) -> int:
@@ -81,6 +90,13 @@ class Cluster:
     def load(cls, name: str) -> "Cluster":
         """Reads a cluster file, or a shipped one by its short name. UserErrors name file and field."""
         return load_yaml(name, cls.from_dict, kind="plans/clusters", what="cluster")
+
+
+def host_memory_bytes() -> float:
+    """Return the memory of this host, rounded down to 4 GB, so that hosts that are nearly alike count as
+    equal."""
+    whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return whole // _ROUNDED_BYTES * _ROUNDED_BYTES or whole
 
 
 def _checked(document: Any, cls: type, where: str = "") -> dict[str, Any]:

@@ -4,16 +4,17 @@ import json
 import os
 import re
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
 
-from realhf.cluster import Cluster
+from realhf.cluster import Cluster, host_memory_bytes
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.layout import Layout
@@ -25,9 +26,11 @@ from realhf.planner.search import Progress
 from realhf.planning import problem_of
 from realhf.units import format_seconds
 
-_GAP = 0.001  # The search ends when the plan is proven to be so near the best one.
-_ROUNDED_BYTES = 4e9
-_AUTO_ROUNDS = 100  # Of the search of --plan auto, which must end alike on every rank.
+_GAP = 0.01  # The search ends when the plan is so near the lower bound,
+_TIME_LIMIT = 60.0  # or after so many seconds.
+_AUTO_ROUNDS = 100  # --plan auto has rounds in place of seconds: its search must end alike on every rank.
+_REPORT_SECONDS = 5.0
+"""Between two lines about the search, where standard error is not a terminal."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -35,9 +38,10 @@ def add_options(parser: ArgumentParser) -> None:
     add("--cluster", help="cluster file or shipped name such as h100-8x8; default: this machine")
     add("--profile", help="what `realhf profile` measured; its machine is the default cluster")
     add("-o", "--output", metavar="PLAN.yaml", help="where to write the plan")
-    text = "seconds of computing that the search may take; default: 2 up to 64 devices, 20 at 1024"
-    add("--time-limit", type=float, metavar="S", help=text)
-    add("--gap", type=float, default=_GAP, help="search until the plan is within this share of the best one")
+    text = f"seconds that the search may take; default: {_TIME_LIMIT:g}"
+    add("--time-limit", type=float, default=_TIME_LIMIT, metavar="S", help=text)
+    text = "search until the plan is within this share of the lower bound over the plans enumerated"
+    add("--gap", type=float, default=_GAP, help=f"{text}; default: {_GAP:g}")
     text = "fix the layout of a call, such as actor_train=d8t8@0-63; may be repeated"
     add("--pin", action="append", default=[], metavar="CALL=LAYOUT", help=text)
     text = "calls that share one layout, separated by commas; may be repeated"
@@ -50,8 +54,8 @@ def plan(options: Namespace, experiment: Experiment) -> int:
     """Prints the plan and writes it where asked; the exit code."""
     profile = None if options.profile is None else Profile.load(options.profile)
     cluster = _cluster(options, profile)
-    rates = _rates(cluster, profile)
-    if options.time_limit is not None and not options.time_limit > 0:
+    rates = _rates(cluster, profile, options.profile)
+    if not options.time_limit > 0:
         raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
     if not 0 <= options.gap < 1:
         raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
@@ -59,13 +63,14 @@ def plan(options: Namespace, experiment: Experiment) -> int:
         raise UserError(f"--output {options.output}: there is no directory {Path(options.output).parent}")
     if options.output and Path(options.output).is_dir():
         raise UserError(f"--output {options.output} is a directory: name the file to write")
-    limit = options.time_limit or default_time_limit(cluster.num_devices)
     with _reporting(options.experiment), _watched() as progress:
         problem = problem_of(
             experiment, cluster, pins=_pins(options.pin),
             together=[group.split(",") for group in options.together],
         )  # fmt: skip
-        planned = make_plan(problem, rates, time_limit=limit, gap=options.gap, progress=progress)
+        planned = make_plan(
+            problem, rates, time_limit=options.time_limit, gap=options.gap, progress=progress
+        )
     if options.output:
         planned.plan.save(Path(options.output))
     if options.json:
@@ -78,35 +83,77 @@ def plan(options: Namespace, experiment: Experiment) -> int:
     return 0
 
 
-def default_time_limit(num_devices: int) -> float:
-    """Seconds of computing: 2 up to 64 devices, 20 at 1024."""
-    return 2.0 * max(1.0, (num_devices / 64) ** 0.83)
-
-
 def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> Planned:
-    """A plan for the machines that this runs on; every rank that asks gets the same."""
-    rates = _rates(cluster, None if profile is None else Profile.load(profile))
+    """Make a plan for the machines that this runs on; every rank that asks gets the same."""
+    rates = _rates(cluster, None if profile is None else Profile.load(profile), profile)
     with _reporting(name):
         problem = problem_of(experiment, cluster)
-        return make_plan(problem, rates, time_limit=float("inf"), gap=_GAP, max_rounds=_AUTO_ROUNDS)
+        is_worker = "TORCHELASTIC_RUN_ID" in os.environ
+        with nullcontext() if is_worker else _watched() as progress:
+            return make_plan(
+                problem, rates, time_limit=float("inf"), gap=_GAP, max_rounds=_AUTO_ROUNDS, progress=progress
+            )
 
 
-def _rates(cluster: Cluster, profile: Profile | None) -> Rates:
+def describe(planned: Planned) -> str:
+    """Say in a line what `--plan auto` found."""
+    step, took = format_seconds(planned.found.step_seconds), format_seconds(planned.search_seconds)
+    near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
+    return f"planned in {took}: {step} per step predicted, {near}"
+
+
+def _rates(cluster: Cluster, profile: Profile | None, name: str | None) -> Rates:
     if profile is None:
         return Rates(cluster)
     if (measured := profile.cluster.device_type) != cluster.device_type:
         what = f"it was measured on {measured} devices, the cluster has {cluster.device_type} devices"
-        raise UserError(f"--profile: {what}")
+        raise UserError(f"--profile {name}: {what}")
     return ProfiledRates(profile, cluster)
 
 
+def cluster_at_hand(*, nproc: int | None, cluster: str | None, profile: str | None) -> Cluster:
+    """Return what `--plan auto` plans for: the cluster that is named, else torchrun's hosts or this one, as
+    the profile measured them or as a shipped description has them."""
+    if cluster is not None:
+        return Cluster.load(cluster)
+    num_hosts = 1
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nproc = int(os.environ["LOCAL_WORLD_SIZE"])
+        num_hosts = int(os.environ["WORLD_SIZE"]) // nproc
+    if profile is None:
+        return replace(this_machine(nproc), num_hosts=num_hosts)
+    return _as_measured(Profile.load(profile).cluster, profile, num_hosts=num_hosts, nproc=nproc)
+
+
+def _as_measured(measured: Cluster, name: str, *, num_hosts: int, nproc: int | None) -> Cluster:
+    """Return these hosts with the figures of a profile; refuse one that lacks a link which they need."""
+    per_host = nproc or measured.devices_per_host
+    here = "cuda" if _gpus() else "cpu"
+    if measured.device_type != here:
+        what = f"it was measured on {measured.device_type} devices, this machine has {here} devices"
+        raise UserError(f"--profile {name}: {what}")
+    mend = "or name a cluster file that says how fast it is (--cluster)"
+    if num_hosts > 1 and measured.inter_host is None:
+        why = f"measured on one host, it knows no link between the {num_hosts} hosts of this run"
+        raise UserError(f"--profile {name}: {why}: measure under torchrun on several, {mend}")
+    if per_host > 1 and measured.devices_per_host == 1:
+        why = f"measured with one worker per host, it knows no link between the {per_host} workers of a host"
+        raise UserError(f"--profile {name}: {why}: measure with --nproc {per_host}, {mend}")
+    memory = measured.device_memory_bytes if here == "cuda" else measured.host_memory_bytes / per_host
+    return replace(measured, num_hosts=num_hosts, devices_per_host=per_host, device_memory_bytes=memory)
+
+
+def _gpus() -> list[str]:
+    """Return what the driver says of each GPU of this host."""
+    return [p.read_text() for p in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+
+
 def this_machine(num_devices: int | None = None) -> Cluster:
-    """This host as a cluster: its GPUs, where a shipped description knows them, else processes on its CPU."""
-    found = [p.read_text() for p in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    """Return this host as a cluster: its GPUs, where a shipped description knows them, else processes on its
+    CPU."""
+    found = _gpus()
     if not found:
-        number = num_devices or os.cpu_count() or 1
-        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        memory = memory // _ROUNDED_BYTES * _ROUNDED_BYTES or memory  # Alike on hosts that are nearly so.
+        number, memory = num_devices or os.cpu_count() or 1, host_memory_bytes()
         cluster = Cluster.load("cpu-laptop")
         return replace(
             cluster, devices_per_host=number, device_memory_bytes=memory / number, host_memory_bytes=memory,
@@ -134,19 +181,28 @@ def _reporting(experiment: str) -> Iterator[None]:
 
 
 @contextmanager
-def _watched() -> Iterator[Progress | None]:
-    """Shows on a terminal's standard error how far the search is."""
+def _watched() -> Iterator[Progress]:
+    """Show on standard error how far the search is: on a terminal always, else in a line now and then."""
     if not sys.stderr.isatty():
-        yield None
+        last = time.monotonic()
+
+        def tell(best: float, bound: float, seconds: float) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _REPORT_SECONDS:
+                last = time.monotonic()
+                print(f"realhf: {_state(best, bound, seconds)}", file=sys.stderr, flush=True)
+
+        yield tell
         return
     status = Status("searching", console=Console(stderr=True))
-
-    def show(best: float, bound: float, seconds: float) -> None:
-        proven = f"best {format_seconds(best)}, none below {format_seconds(bound)}"
-        status.update(f"searching for {seconds:.0f} s: {proven}")
-
     with status:
-        yield show
+        yield lambda best, bound, seconds: status.update(_state(best, bound, seconds))
+
+
+def _state(best: float, bound: float, seconds: float) -> str:
+    gap = f"gap {1 - bound / best:.1%}"
+    proven = f"best {format_seconds(best)} per step, lower bound {format_seconds(bound)}, {gap}"
+    return f"searching for {seconds:.0f} s: {proven}"
 
 
 def _pins(texts: Sequence[str]) -> dict[str, Layout]:

@@ -81,11 +81,13 @@ def write_plan(directory: Path, layouts: dict[str, str]) -> Path:
 
 @functools.cache
 def grpo_run() -> tuple[Path, Path, Path]:
-    """A GRPO run on four local processes, made once: experiment file, plan file, run directory."""
+    """A GRPO run on four local processes, scheduled for the links of a cluster file and made once: experiment
+    file, plan file, run directory."""
     directory = Path(_shared().name)
     experiment, plan = write_experiment(directory, steps=2), write_plan(directory, GRPO_LAYOUTS)
     out = directory / "run"
-    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out, "--seed", 3) as command:
+    with Command(*REALHF, "run", experiment, "--plan", plan, "--out", out, "--seed", 3,
+                 "--cluster", "cpu-laptop") as command:  # fmt: skip
         code, _, err = command.finish()
     assert code == 0, err
     return experiment, plan, out
@@ -106,13 +108,13 @@ def untimed(path: Path) -> list[dict[str, Any]]:
 class Command:
     """A command started from the repository; all its descendants carry a mark of it in their environment."""
 
-    def __init__(self, *words: Any, **variables: str) -> None:
+    def __init__(self, *words: Any, cwd: Path = REPO, **variables: str) -> None:
         self._mark = uuid.uuid4().hex
         inherited = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", _MARK: self._mark}
         self._process = subprocess.Popen(
             [str(word) for word in words],
-            cwd=REPO,
+            cwd=cwd,
             env=inherited | settings | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -31,6 +31,16 @@ def test_a_host_may_have_less_than_its_devices_ports():
     assert shared.host_port_bytes_per_second == 2.5e9
 
 
+def test_one_host_needs_no_link_between_hosts():
+    document = yaml.safe_load(GOOD)
+    del document["inter_host"]
+    alone = Cluster.from_dict(document | {"num_hosts": 1})
+    assert alone.inter_host is None and alone.outward == alone.intra_host
+    assert alone.host_port_bytes_per_second == 4 * 1e10
+    with pytest.raises(ValueError, match="inter_host is missing: 2 hosts need the link between them"):
+        Cluster.from_dict(document)
+
+
 def test_units():
     document = yaml.safe_load(GOOD) | {
         "device_memory_bytes": "80 GiB", "memory_bandwidth_bytes_per_second": "3.35TB/s",

@@ -13,6 +13,7 @@ from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.runtime.check import compile_program
 from realhf.runtime.export import base_name, config_fields, files_beside
+from realhf.runtime.progress import Progress
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import GRPO_LAYOUTS, grpo_run, read_jsonl, write_experiment, write_plan
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
@@ -34,6 +35,7 @@ COMMON = {
     "timing_s/realloc/actor",
     "realloc_bytes/actor",
     "realloc_over_bound/actor",
+    "perf/realloc_gbytes_per_s/actor",
     "perf/tokens_per_s",
 }
 CRITIC = {"critic/vf_loss", "critic/explained_variance", "critic/grad_norm", "timing_s/critic_forward"}
@@ -128,7 +130,22 @@ def test_summary(grpo):
     assert (summary["eval_first"], summary["eval_last"]) == (steps[0]["eval/score"], steps[-1]["eval/score"])
     assert (summary["steps"], summary["hf_dir"]) == (2, str(grpo / "hf" / "step_2"))
     assert summary["realloc"]["actor"]["bytes_per_step"] == steps[-1]["realloc_bytes/actor"]
-    assert summary["realloc"]["actor"]["over_bound"] >= 1
+    assert summary["realloc"]["actor"]["over_bound"] >= 1  # Computed, for the links that were named;
+    assert summary["realloc"]["actor"]["links"].startswith("cpu-laptop's links: 4.4 GB/s per rank")
+    name = "perf/realloc_gbytes_per_s/actor"  # and measured.
+    rates = [step[name] for step in steps[1:] if name in step]
+    assert min(rates) <= summary["realloc"]["actor"]["gbytes_per_s"] <= max(rates)
+    assert 0 < min(rates) <= max(rates) < 1000
+
+
+def test_what_is_printed_tells_measured_from_computed(grpo, capsys):
+    summary = json.loads((grpo / "summary.json").read_text())
+    realloc = summary["realloc"]["actor"]
+    Progress(compile_program(load_experiment(grpo.parent / "tiny_experiment.py"), None, world_size=1)).finish(
+        summary, None)
+    err = capsys.readouterr().err
+    assert f"MB per step, measured {realloc['gbytes_per_s']:.3g} GB/s into the busiest rank" in err
+    assert f"computed at {realloc['over_bound']:.2f} x its lower bound ({realloc['links']})" in err
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])

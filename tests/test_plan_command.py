@@ -1,12 +1,17 @@
 """`realhf plan`: its plans are legal, fit, run and give what one process gives; what it refuses."""
 
 import json
+import re
 import shlex
+from argparse import ArgumentParser
 
 import pytest
 import yaml
 
+from realhf import plan_command
 from realhf.cli import main
+from realhf.cluster import Cluster, Link, host_memory_bytes
+from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from tests.cli_tools import REALHF, REPO, Command, read_jsonl, untimed, write_experiment
 
@@ -63,7 +68,93 @@ def test_the_table_names_every_call_and_draws_the_step(capsys):
     out = capsys.readouterr().out
     for call in ("actor_generate", "reward_forward", "critic_train"):
         assert out.count(call) >= 3  # in the table, under the timeline, with its reason
-    assert "best possible" in out and "per step" in out and "idle" in out and "limited by" in out
+    assert "lower bound over the plans enumerated, found in" in out and "best possible" not in out
+    assert "per step" in out and "idle" in out and "limited by" in out
+
+
+def test_the_search_goes_on_to_one_percent_and_says_so(capsys, monkeypatch):
+    """In place of two seconds, whatever the gap is then; without a terminal, in lines."""
+    monkeypatch.setattr(plan_command, "_REPORT_SECONDS", 0.0)
+    assert main(["plan", PPO_7B, "--cluster", "h100-8x8", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["gap"] <= 0.01
+    lines = err.splitlines()
+    assert len(lines) > 3, err
+    for line in lines:
+        assert re.fullmatch(
+            r"realhf: searching for \d+ s: best .* s per step, lower bound .* s, gap \d+\.\d%", line
+        ), line
+    monkeypatch.undo()
+    options = ArgumentParser()
+    plan_command.add_options(options)
+    defaults = options.parse_args([])
+    assert (defaults.time_limit, defaults.gap) == (60, 0.01)
+
+
+def test_a_profile_of_one_host_serves_a_cluster_with_links_of_its_own(capsys, tmp_path):
+    words = [write_experiment(tmp_path, "sft"), "--profile", write_profile(tmp_path)]
+    one = _plan(capsys, *words)
+    assert len(one["timeline"]["idle"]) == 2  # The profile's own machine.
+    several = _plan(capsys, *words, "--cluster", _cpu_cluster(tmp_path, num_hosts=2))
+    assert len(several["timeline"]["idle"]) == 8
+
+
+# Fields of the profile's cluster, WORLD_SIZE and LOCAL_WORLD_SIZE -> words of the sentence.
+MISFITS = {
+    "several hosts": ({}, (4, 2), ["measured on one host", "no link between the 2 hosts", "--cluster"]),
+    "several workers": ({"devices_per_host": 1}, (2, 2), ["one worker per host", "--nproc 2", "--cluster"]),
+    "other devices": ({"device_type": "cuda"}, (2, 2), ["on cuda devices, this machine has cpu devices"]),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_profile_that_lacks_a_link_is_refused(case, tmp_path, monkeypatch):
+    fields, (size, per_host), parts = MISFITS[case]
+    names = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(per_host)}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    profile = str(write_profile(tmp_path, **fields))
+    with pytest.raises(UserError) as caught:
+        plan_command.cluster_at_hand(nproc=None, cluster=None, profile=profile)
+    assert str(caught.value).startswith(f"--profile {profile}: ") and "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+    named = plan_command.cluster_at_hand(nproc=None, cluster="cpu-laptop", profile=profile)
+    assert named == Cluster.load("cpu-laptop")
+
+
+def test_a_profile_describes_this_machine(tmp_path):
+    """With its links and peaks, and host memory as without a profile."""
+    profile = str(write_profile(tmp_path, num_hosts=2, inter_host=LINK))
+    cluster = plan_command.cluster_at_hand(nproc=4, cluster=None, profile=profile)
+    bare = plan_command.cluster_at_hand(nproc=4, cluster=None, profile=None)
+    assert cluster.device_type == bare.device_type == "cpu"
+    assert (cluster.num_hosts, cluster.devices_per_host) == (1, 4)
+    assert cluster.device_memory_bytes == bare.device_memory_bytes == bare.host_memory_bytes / 4
+    assert cluster.intra_host == Link(1e-4, 5e9) and cluster.host_memory is None
+
+
+LINK = {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 5e9}
+
+
+def write_profile(directory, **fields):
+    """A profile of two CPU workers on one host without tables, and these fields of its cluster."""
+    memory = host_memory_bytes()
+    path, cluster = directory / "profile.yaml", {
+        "num_hosts": 1, "devices_per_host": 2, "device_memory_bytes": memory / 2, "host_memory_bytes": memory,
+        "memory_bandwidth_bytes_per_second": 1e10, "peak_flops": {"float32": 1e11, "float64": 5e10},
+        "intra_host": LINK, "device_type": "cpu",
+    }  # fmt: skip
+    tables = {"date": "2026-11-22", "machine": {}, "wires": {}, "calls": {}, "models": []}
+    path.write_text(yaml.safe_dump(tables | {"cluster": cluster | fields}))
+    return path
+
+
+def _cpu_cluster(directory, **fields):
+    path = directory / "cluster.yaml"
+    path.write_text(yaml.safe_dump(
+        yaml.safe_load((REPO / "plans/clusters/cpu-laptop.yaml").read_text()) | fields))
+    return path
 
 
 def test_pins_ties_and_fewer_devices(capsys):

@@ -1,11 +1,21 @@
-"""What is measured of a model: a few of its blocks, for every kind of model, and rows that decode."""
+"""What is measured of a model: a few of its blocks, for every kind of model, and rows that decode; and of the
+machine: its links."""
+
+import functools
+import time
 
 import pytest
+import torch
 
+from realhf.cluster import Cluster
+from realhf.dist.group import World
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
+from realhf.plan_command import this_machine
+from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, prompts
-from realhf.profiling.models import Model
+from realhf.profiling.machine import measure_cluster, measure_wires
+from realhf.profiling.models import Model, Sizes
 from tests.nn.tiny import build, hf_config
 from tests.test_shipped_models import NUM_PARAMS
 
@@ -46,3 +56,50 @@ def test_rows_attend_to_blocks_of_their_own_but_where_they_share_a_prompt(
     assert changed.sum() == 6, "every row writes one token, to a block of its own"
     rows.reading()()
     assert (rows._cache.layers[0] != before[0]).any(-1).any(-1).any(0).sum() == 6 + num_prompts * 130
+
+
+@functools.cache
+def _apart(world, per_host):
+    """The same four ranks as if each host had so many of them."""
+    store = torch.distributed.PrefixStore(f"{per_host} per host", world._store)
+    return World(rank=world.rank, size=world.size, store=store, ranks_per_host=per_host)
+
+
+def _measured(world, per_host):
+    """The machine as a Cluster's fields."""
+    clock = Clock(_apart(world, per_host))
+    if per_host == 1:
+        assert measure_wires(clock, Sizes(8, 16, 4, 1)) == {}  # Such tables are of what happens in a host.
+    return measure_cluster(clock, ["float32"])
+
+
+@pytest.mark.parametrize("per_host", [4, 2, 1])
+def test_links_are_measured_where_they_are(pool, per_host):
+    answers = pool.run(_measured, per_host)
+    assert all(answer == answers[0] for answer in answers)
+    cluster = Cluster.from_dict(answers[0])
+    assert (cluster.num_hosts, cluster.devices_per_host) == (4 // per_host, per_host)
+    assert cluster.device_type == "cpu"
+    here = this_machine(per_host)
+    assert cluster.host_memory_bytes == here.host_memory_bytes
+    assert cluster.device_memory_bytes == here.device_memory_bytes
+    # (A model too small to fill a link once gave petabytes per second.)
+    assert 1e6 < cluster.outward.bandwidth_bytes_per_second < 1e12
+    if per_host == 4:  # Nobody has seen a link between hosts.
+        assert cluster.inter_host is None and cluster.host_bandwidth_bytes_per_second is None
+    else:
+        assert cluster.inter_host != cluster.intra_host
+        assert cluster.host_port_bytes_per_second <= per_host * cluster.inter_host.bandwidth_bytes_per_second
+
+
+def test_ranks_without_a_part_do_not_make_a_message_look_faster(pool):
+    for seconds in pool.run(_timed):
+        assert seconds["all"] == pytest.approx(0.05 / 4, rel=0.5)
+        assert seconds["busy"] == pytest.approx(0.05, rel=0.5)
+
+
+def _timed(world):
+    work = {"sleep": lambda: time.sleep(0.05 if world.rank == 1 else 0)}
+    clock = Clock(world)
+    return {name: clock.seconds(work, budget=0.1, busy=busy)["sleep"]
+            for name, busy in (("all", ()), ("busy", (1,)))}  # fmt: skip

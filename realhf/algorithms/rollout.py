@@ -53,7 +53,8 @@ class Rollout(Experiment):
     """Tokens of prompts in one pass; a longer prompt is cut into pieces."""
     work_stealing: bool = True
     """Replicas that are done early take waiting prompts of others. Which ones depends on timing, and with it
-    the last bits of log-probs: switch it off for runs that must repeat bit for bit."""
+    the last bits of log-probs, and in bfloat16 the odd token: switch it off for runs that must repeat bit for
+    bit."""
     cuda_graphs: bool = True
     """On a GPU, decoding steps are recorded and replayed: of models without experts that a rank has whole."""
     router_aux_loss_coef: float = 0.0

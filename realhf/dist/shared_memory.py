@@ -27,7 +27,8 @@ class SharedMemory:
         file = os.memfd_create("realhf")
         os.ftruncate(file, num_bytes)
         block = mmap.mmap(file, num_bytes)
-        tensor = torch.frombuffer(block, dtype=dtype)  # Zeros, once they are touched; its storage keeps the block.
+        # Its pages are zeros when they are first touched. The tensor's storage keeps the block.
+        tensor = torch.frombuffer(block, dtype=dtype)
         address = tensor.data_ptr()
         self._blocks[address] = num_bytes, f"/proc/{os.getpid()}/fd/{file}"
         weakref.finalize(block, self._release, address, file)

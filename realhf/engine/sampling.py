@@ -1,5 +1,7 @@
-"""Drawing tokens from vocabulary shards: inverse CDF in vocabulary order, so that all layouts draw the same.
+"""Drawing tokens from vocabulary shards: inverse CDF in vocabulary order, the same algorithm on all layouts.
 
+In float64 and float32 all layouts then draw the same tokens. In bfloat16 a token can flip where rounding
+moves a boundary between two tokens, and then that sample differs.
 Random numbers are counter-based: Philox4x32-10 (Salmon et al., SC 2011). Of the logits only shards' maxima
 and sums cross ranks (with top-k also their k largest, with top-p all).
 Shapes: B rows, V the rank's shard of the vocabulary, C chunks of it, L tokens of a chunk, R ranks of the

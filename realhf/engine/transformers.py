@@ -167,7 +167,7 @@ def _check(model: TransformersModel, ids: list[int], lengths: list[int], work: G
 
 class _Draw:
     """A logits processor for transformers' generate that draws the tokens itself: by the same numbers as the
-    native engine, so that they depend neither on a layout nor on a random state."""
+    native engine: they do not depend on a random state, nor in float64 and float32 on a layout."""
 
     def __init__(
         self, model: TransformersModel, work: Generate, sample_ids: list[int], *, seed: int

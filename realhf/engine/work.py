@@ -83,7 +83,8 @@ class Generate(Work):
     prefill_tokens: int = 8192  # Of prompts in one pass; a longer prompt is cut into pieces.
     work_stealing: bool = True
     """Replicas that are done early take waiting prompts of others. Which ones depends on timing, and with it
-    the last bits of log-probs: switch it off for runs that must repeat bit for bit."""
+    the last bits of log-probs, and in bfloat16 the odd token: switch it off for runs that must repeat bit for
+    bit."""
     cuda_graphs: bool = True  # On a GPU, decoding steps of models without experts that a rank has whole.
 
     def __post_init__(self) -> None:

@@ -49,17 +49,17 @@ def make_plan(
     problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_rounds: int | None = None,
     progress: Progress | None = None,
 ) -> Planned:  # fmt: skip
-    """The best plan found within `time_limit` seconds of computing, or sooner when it is within `gap` of the
-    best.
+    """Return the best plan found within `time_limit` seconds, or sooner when it is within `gap` of the lower
+    bound over the plans enumerated.
 
     Raises ValueError when nothing fits.
     """
-    began = time.process_time()
+    began = time.monotonic()
     require_known(problem, rates)
     space = Space(problem, rates)
     require_candidates(space)
     rule = heuristic(space)
-    left = _SEARCHING * time_limit - (time.process_time() - began)
+    left = _SEARCHING * time_limit - (time.monotonic() - began)
     found = search(
         space, time_limit=max(0.1, left), gap=gap, starts=[] if rule is None else [rule.chosen],
         max_rounds=max_rounds, progress=progress,
@@ -76,7 +76,7 @@ def make_plan(
     proof = prove(problem, plan)
     assert proof.fits, f"the search counts less memory than the proof: {proof.fullest}"
     reasons = _reasons(space, chosen, found)
-    spent = time.process_time() - began
+    spent = time.monotonic() - began
     return Planned(problem, space, plan, costs, found, simulation, proof, reasons, rule, spent)
 
 

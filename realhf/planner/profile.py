@@ -154,6 +154,8 @@ class Profile:
             cluster = Cluster.from_dict(given["cluster"])
         except ValueError as error:
             raise ValueError(f"cluster: {error}") from error
+        if "device_type" not in given["cluster"]:  # (An older profile: its devices would be taken for GPUs.)
+            raise ValueError("cluster.device_type is missing: measure again with `realhf profile`")
         if not isinstance(given["models"], list):
             raise ValueError("models must be a list of tables per model shape")
         models = [ModelTables.from_dict(entry, f"models[{i}]") for i, entry in enumerate(given["models"])]

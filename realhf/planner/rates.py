@@ -140,7 +140,7 @@ class Rates:
         n, k, hosts = span.size, min(span.per_host, span.size), span.hosts
         if n == 1:
             return 0.0
-        inside, outside = self.cluster.intra_host, self.cluster.inter_host
+        inside, outside = self.cluster.intra_host, self.cluster.outward
         seconds = (n - 1) / n * num_bytes / self._bandwidth(inside) if k > 1 else 0.0
         latency = math.ceil(math.log2(n)) * (outside if hosts > 1 else inside).latency_seconds
         if hosts > 1:
@@ -153,16 +153,16 @@ class Rates:
         if span.size == 1:
             return 0.0
         outside = 1 - min(span.per_host, span.size) / span.size
-        link = self.cluster.inter_host if outside else self.cluster.intra_host
+        link = self.cluster.outward if outside else self.cluster.intra_host
         inside_bytes = (1 - outside - 1 / span.size) * num_bytes
         seconds = max(
             inside_bytes / self._bandwidth(self.cluster.intra_host),
-            outside * num_bytes / self._bandwidth(self.cluster.inter_host),
+            outside * num_bytes / self._bandwidth(self.cluster.outward),
         )
         return seconds + link.latency_seconds
 
     def send(self, num_bytes: float, *, within_host: bool) -> float:
-        link = self.cluster.intra_host if within_host else self.cluster.inter_host
+        link = self.cluster.intra_host if within_host else self.cluster.outward
         return link.latency_seconds + num_bytes / self._bandwidth(link)
 
     def samples(self, num_bytes: float) -> float:

@@ -80,11 +80,12 @@ def render(planned: Planned, *, columns: int) -> Group:
 
 def _summary(planned: Planned) -> list[Text]:
     found, proof = planned.found, planned.proof
-    best = f"at most {found.gap:.2%} more than the best possible" if found.gap > 1e-6 else "the best possible"
+    near = f"at most {found.gap:.2%} above" if found.gap > 1e-6 else "equal to"
+    enumerated = "the lower bound over the plans enumerated"
     if planned.problem.pins or planned.problem.together:
-        best += " with what is pinned or kept together"
+        enumerated += " with what is pinned or kept together"
     took = f"found in {format_seconds(planned.search_seconds)}"
-    lines = [f"{format_seconds(found.step_seconds)} per step: {best} under this cost model, {took}"]
+    lines = [f"{format_seconds(found.step_seconds)} per step: {near} {enumerated}, {took}"]
     if (rule := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:
         usual = "tensor parallelism inside hosts and a pipeline across them for all calls"
         times = f"{rule.seconds / found.step_seconds:.2f} x as fast as {usual}"

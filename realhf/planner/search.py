@@ -1,6 +1,6 @@
-"""Search: the plan with the shortest step, and a proof of how near the best it is.
+"""Search: the plan with the shortest step of those enumerated, and a lower bound over them.
 
-A good plan comes from local search. Branch and bound then proves it, or finds a better one: units get
+A good plan comes from local search. Branch and bound then raises the bound, or finds a better one: units get
 their meshes first, largest work first, then one of the candidates on them. The bound of an unfinished plan
 lets what is open take its least time on devices of its own, and counts that all device seconds must find
 room. It is anytime: the least bound of what has not been looked at holds for every plan.
@@ -28,7 +28,7 @@ Progress = Callable[[float, float, float], None]
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan as one candidate per unit. `lower_bound_seconds` holds for all plans of the space."""
+    """The best plan found, one candidate per unit. `lower_bound_seconds` holds over the plans enumerated."""
 
     chosen: tuple[int, ...]
     step_seconds: float
@@ -45,19 +45,20 @@ def search(
     space: Space, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
     max_rounds: int | None = None, progress: Progress | None = None,
 ) -> Found | None:  # fmt: skip
-    """The best plan found within `time_limit` seconds of computing, sooner when its gap is at most `gap`.
+    """Return the best plan found within `time_limit` seconds, sooner when its gap is at most `gap`.
 
+    The gap is to the lower bound over the plans enumerated, those of the space; it says nothing of others.
     None when no plan fits the devices' memory, as far as was looked. The same every time unless `time_limit`
     ends it.
     """
-    began = time.process_time()
+    began = time.monotonic()
     local = LocalSearch(space)
     for start in [*starts, *local.starts()]:
         local.improve(np.array(start))
         if local.best_score < np.inf:
             break
     tree = _Tree(space, local)
-    while not tree.is_finished(gap) and (spent := time.process_time() - began) < time_limit:
+    while not tree.is_finished(gap) and (spent := time.monotonic() - began) < time_limit:
         if progress is not None:
             progress(local.best_score, tree.bound, spent)
         if max_rounds is not None and tree.num_rounds >= max_rounds:
@@ -71,7 +72,7 @@ def search(
     local.tidy()
     return Found(
         tuple(local.best.tolist()), local.best_score, min(tree.bound, local.best_score),
-        time.process_time() - began, tree.num_expanded,
+        time.monotonic() - began, tree.num_expanded,
     )  # fmt: skip
 
 

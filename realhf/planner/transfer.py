@@ -43,7 +43,7 @@ def transfer_seconds(
     missing = _area(wanted) - _overlap(here, wanted)
     if missing.max() <= 1e-9:
         return 0.0
-    device, outside = cluster.intra_host.bandwidth_bytes_per_second, cluster.inter_host
+    device, outside = cluster.intra_host.bandwidth_bytes_per_second, cluster.outward
     grid = _Grid(np.concatenate([held, wanted]))
     lacked = np.zeros_like(grid.areas, dtype=bool)  # By some rank.
     for pair in np.unique(np.concatenate([wanted, here], axis=1), axis=0):
@@ -119,7 +119,7 @@ def _between_hosts(
     cluster: Cluster, source: Placed, target: Placed, held: np.ndarray, wanted: np.ndarray, grid: _Grid
 ) -> float:
     """Seconds per byte of the model on the busiest port between hosts; 0 when nothing crosses."""
-    per_host, nic = cluster.devices_per_host, cluster.inter_host.bandwidth_bytes_per_second
+    per_host, nic = cluster.devices_per_host, cluster.outward.bandwidth_bytes_per_second
     port = cluster.host_port_bytes_per_second
 
     def on_host(placed: Placed, rectangles: np.ndarray, host: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import TypeVar
 
 import torch
@@ -27,14 +27,18 @@ class Clock:
         self._runs_alone = world.device.type == "cpu" and torch.get_num_threads() == 1
 
     def seconds(
-        self, work: Mapping[Key, Callable[[], object]], *, budget: float = 1.0, waits: bool = True
-    ) -> dict[Key, float]:
-        """By round over all of the work, for about `budget` seconds; mean over ranks, of which every one must
-        call this. `waits`: the work communicates."""
+        self, work: Mapping[Key, Callable[[], object]], *, budget: float = 1.0, waits: bool = True,
+        busy: Collection[int] = (),
+    ) -> dict[Key, float]:  # fmt: skip
+        """Time the work, in rounds over all of it, for about `budget` seconds. Every rank must call this.
+
+        The answer is the mean over the ranks that are `busy`: those that have a part in the work; without
+        any, over all. `waits`: the work communicates.
+        """
         began = time.perf_counter()
         once = {key: [self.once(function, waits=waits)] for key, function in work.items()}  # Also warms up.
-        (each,) = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}).values()
-        first = self._agreed(once)
+        (each,) = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}, busy).values()
+        first = self._agreed(once, busy)
         counts = {
             key: max(1, min(_MOST_PER_ROUND, round(_SHORT_SECONDS / max(seconds, 1e-9))))
             for key, seconds in first.items()
@@ -45,7 +49,7 @@ class Clock:
         for _ in range(min(most, max(least, rounds))):
             for key, function in work.items():
                 taken[key] += [self.once(function, waits=waits) for _ in range(counts[key])]
-        return self._agreed(taken)
+        return self._agreed(taken, busy)
 
     def once(self, function: Callable[[], object], *, waits: bool = True) -> float:
         """Seconds on this rank, all ranks beginning together."""
@@ -57,9 +61,10 @@ class Clock:
             torch.cuda.synchronize()
         return now() - start
 
-    def _agreed(self, taken: Mapping[Key, list[float]]) -> dict[Key, float]:
+    def _agreed(self, taken: Mapping[Key, list[float]], busy: Collection[int]) -> dict[Key, float]:
         mine = [_lower_quartile(times) for times in taken.values()]
-        columns = zip(*self.world.control.all_gather_json(mine), strict=True)
+        rows = self.world.control.all_gather_json(mine)
+        columns = zip(*(row for rank, row in enumerate(rows) if not busy or rank in busy), strict=True)
         return dict(zip(taken, map(statistics.fmean, columns), strict=True))
 
 

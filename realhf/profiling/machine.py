@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from realhf.cluster import host_memory_bytes
 from realhf.data.batch import Batch, Packed
 from realhf.dist import tags
 from realhf.dist.group import Group, Outbox, World
@@ -18,22 +19,26 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.profile import Table
 from realhf.profiling.clock import Clock
-from realhf.profiling.memory import device_bytes, host_bytes
-from realhf.profiling.models import Model, Sizes
+from realhf.profiling.memory import device_bytes
+from realhf.profiling.models import Sizes
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _FLOATS_PER_TOKEN = 8  # Beside ids: with these, what samples carry is `space._SAMPLE_BYTES` per token.
 _GEMM, _COPY_BYTES = 1024, 1 << 27
+_NARROW = ModelConfig("llama", 256, 64, 256, 1, 1, 1, 64)
+_WIDE = ModelConfig("llama", 1000, 1024, 8192, 1, 8, 8, 128)
+"""Models of equally many tensors: to move the first takes latency, the second (30M parameters) bandwidth."""
 
 
 def measure_wires(clock: Clock, sizes: Sizes) -> dict[str, Table]:
-    """Nothing in a world of one."""
+    """Time collectives and messages inside a host; return nothing where a rank is alone on its host."""
     world = clock.world
-    if world.size == 1:
+    per_host = world.ranks_per_host
+    if per_host == 1:  # Tables are of what happens inside a host.
         return {}
-    counts = sorted({2, world.ranks_per_host} if world.size % 2 == 0 else {world.ranks_per_host})
+    counts = sorted({2, per_host} if per_host % 2 == 0 else {per_host})
     rows: dict[str, list[list[float]]] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
     for count in counts:
         first = world.rank - world.rank % count
@@ -45,7 +50,10 @@ def measure_wires(clock: Clock, sizes: Sizes) -> dict[str, Table]:
     wires = {name: Table(axes, values) for name, values in rows.items()}
     # (a message there and one back, by turns)
     everybody = world.group(range(world.size))
-    sends = clock.seconds({n: partial(_ping_pong, everybody, world, n) for n in _MESSAGE_BYTES})
+    paired = [rank for rank in range(world.size) if (rank % per_host) ^ 1 < per_host]
+    sends = clock.seconds(
+        {n: partial(_ping_pong, everybody, world, n) for n in _MESSAGE_BYTES}, busy=paired
+    )
     wires["send"] = Table({"bytes": axes["bytes"]}, [there_and_back / 2 for there_and_back in sends.values()])
     wires["samples"] = _samples(clock, sizes)
     return wires
@@ -64,9 +72,10 @@ def _collectives(clock: Clock, group: Group, num_bytes: int) -> list[float]:
 
 
 def _ping_pong(group: Group, world: World, num_bytes: int) -> None:
-    """There and back between neighbours in pairs."""
-    peer, tensor = world.rank ^ 1, torch.zeros(num_bytes // 4, device=world.device)
-    if peer >= world.size:
+    """Send a message there and back between the neighbours of each pair inside a host."""
+    inside = world.rank % world.ranks_per_host
+    peer, tensor = world.rank - inside + (inside ^ 1), torch.zeros(num_bytes // 4, device=world.device)
+    if inside ^ 1 >= world.ranks_per_host:
         return
     for sends in (world.rank < peer, world.rank > peer):
         group.exchange(*(([(peer, tensor)], []) if sends else ([], [(peer, tensor)])))
@@ -86,7 +95,7 @@ def _samples(clock: Clock, sizes: Sizes) -> Table:
         batch = Batch(list(range(samples)), columns) if world.rank == 0 else None
         given = Source(source, tuple(columns), batch, tag=tags.PROFILED)
         moves[float(tokens * (8 + 4 * _FLOATS_PER_TOKEN))] = partial(_move, world, given, target)
-    return Table({"bytes": tuple(moves)}, list(clock.seconds(moves).values()))
+    return Table({"bytes": tuple(moves)}, list(clock.seconds(moves, busy=(0, 1)).values()))
 
 
 def _move(world: World, source: Source, target: Layout) -> None:
@@ -99,8 +108,11 @@ def _move(world: World, source: Source, target: Layout) -> None:
     outbox.wait()
 
 
-def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dict[str, Any]:
-    """The machine as the fields of a Cluster; its links are those that reallocations take."""
+def measure_cluster(clock: Clock, dtypes: list[str]) -> dict[str, Any]:
+    """Return the machine as the fields of a Cluster; its links are timed by reallocations.
+
+    The link between hosts is left out where there is only one.
+    """
     world = clock.world
     a = torch.zeros(_COPY_BYTES // 4, device=world.device)
     b = torch.zeros_like(a)
@@ -108,34 +120,62 @@ def measure_cluster(clock: Clock, config: ModelConfig, dtypes: list[str]) -> dic
     work: dict[str, Callable[[], object]] = {x: partial(torch.matmul, squares[x], squares[x]) for x in dtypes}
     seconds = clock.seconds({"copy": partial(b.copy_, a), **work})
     peaks = {name: 2 * _GEMM**3 / seconds[name] for name in dtypes}
-    link = _reallocation_link(clock, config, dtypes[0])
+    copied = _COPY_BYTES / seconds["copy"]
     return {
         "num_hosts": max(1, world.size // world.ranks_per_host), "devices_per_host": world.ranks_per_host,
-        "device_memory_bytes": device_bytes(world), "host_memory_bytes": host_bytes(),
-        "memory_bandwidth_bytes_per_second": 2 * _COPY_BYTES / seconds["copy"], "peak_flops": peaks,
-        "intra_host": dict(link), "inter_host": dict(link),
+        "device_memory_bytes": device_bytes(world), "host_memory_bytes": host_memory_bytes(),
+        "memory_bandwidth_bytes_per_second": 2 * copied, "peak_flops": peaks,
+        "device_type": world.device.type, **_links(clock, dtypes[0], copied=copied),
     }  # fmt: skip
 
 
-def _reallocation_link(clock: Clock, config: ModelConfig, dtype: str) -> dict[str, float]:
-    """From reallocations of models of two sizes between two ranks."""
+def _links(clock: Clock, dtype: str, *, copied: float) -> dict[str, Any]:
+    """Time the links inside a host and between hosts, as far as there are ranks at both ends.
+
+    A rank that is alone on its host has no neighbour: its link is a copy in its own memory, of so many bytes
+    per second (`copied`).
+    """
     world = clock.world
-    if world.size == 1:
-        return {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 1e10}
-    source, target = Layout.parse("d1@0"), Layout.parse("d1@1")
+    per_host = world.ranks_per_host
+    links: dict[str, Any] = {
+        "intra_host": {"latency_seconds": 1e-7, "bandwidth_bytes_per_second": copied}
+    }
+    if per_host > 1:
+        links["intra_host"] = _reallocation_link(clock, dtype, peer=1)
+    if world.size > per_host:
+        links["inter_host"] = _reallocation_link(clock, dtype, peer=per_host)
+        at_once = _reallocation_link(clock, dtype, peer=per_host, num_pairs=per_host)
+        each = min(at_once["bandwidth_bytes_per_second"], links["inter_host"]["bandwidth_bytes_per_second"])
+        links["host_bandwidth_bytes_per_second"] = per_host * each
+    return links
+
+
+def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 1) -> dict[str, float]:
+    """Time reallocations of a small and of a large model from rank 0 to `peer`, at the same time from rank 1
+    to the rank behind it, and so on for `num_pairs` pairs."""
+    world = clock.world
+    busy = [*range(num_pairs), *range(peer, peer + num_pairs)]
+    first = world.rank - peer if world.rank >= peer else world.rank
+    source, target = Layout.parse(f"d1@{first}"), Layout.parse(f"d1@{first + peer}")
     runs: dict[int, Callable[[], object]] = {}
-    for count in (1, 8):
-        spec = model_spec(Model(config, dtype, ()).with_blocks(count, config.head))
-        mine = target if world.rank == 1 else source
-        engine = None if world.rank > 1 else NativeEngine(spec, mine, world, dtype=dtype)
-        reallocator = Reallocator(spec, source=source, target=target, world=world, dtype=DTYPES[dtype])
-        ends = [engine.shards() if engine and world.rank == rank else None for rank in (0, 1)]
-        runs[spec.numel * DTYPES[dtype].itemsize] = partial(reallocator.run, *ends)
-    (few_bytes, few), (many_bytes, many) = clock.seconds(runs).items()
+    for config in (_NARROW, _WIDE):
+        spec = model_spec(config)
+        num_bytes = spec.numel * DTYPES[dtype].itemsize
+        runs[num_bytes] = _nothing
+        if world.rank in busy:
+            shards = NativeEngine(spec, target if world.rank >= peer else source, world, dtype=dtype).shards()
+            reallocator = Reallocator(spec, source=source, target=target, world=world, dtype=DTYPES[dtype])
+            ends = (shards, None) if world.rank < peer else (None, shards)
+            runs[num_bytes] = partial(reallocator.run, *ends)
+    (few_bytes, few), (many_bytes, many) = clock.seconds(runs, busy=busy).items()
     bandwidth = (many_bytes - few_bytes) / max(many - few, 1e-9)
     return {
         "latency_seconds": max(1e-7, few - few_bytes / bandwidth), "bandwidth_bytes_per_second": bandwidth,
     }  # fmt: skip
+
+
+def _nothing() -> None:
+    """Do nothing, on a rank that has no part in what is timed."""
 
 
 def describe(world: World) -> dict[str, Any]:

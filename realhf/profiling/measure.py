@@ -33,7 +33,7 @@ def measure(world: World, program: Program) -> Profile:
             models.append(ModelTables(shape, model.dtype, tp, bench.tables()))
             calls = {**bench.calls(), **calls}
     _say(world, "the machine")
-    cluster = measure_cluster(clock, shapes[0].config, sorted({model.dtype for model in shapes}))
+    cluster = measure_cluster(clock, sorted({model.dtype for model in shapes}))
     return Profile.from_dict({
         "date": time.strftime("%Y-%m-%d %H:%M"), "machine": describe(world), "cluster": cluster,
         "wires": _plain(wires), "calls": _plain(calls), "models": [tables.to_dict() for tables in models],

@@ -6,7 +6,7 @@ where they lie end to end. Processes of one host without devices copy straight o
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -26,11 +26,27 @@ _AVERAGED = 1 << 18
 
 @dataclass(frozen=True)
 class ReallocStats:
-    """What one run brings to a rank; `over_bound` is the schedule's time over its lower bound."""
+    """What one run brings to a rank.
+
+    `senders` are the ranks that it receives from. `over_bound` is a property of the schedule, computed and
+    not measured: its time under the links that it was made for, over the lower bound under the same links.
+    """
 
     bytes_sent: int
     bytes_received: int
     over_bound: float
+    senders: tuple[int, ...] = ()
+
+
+def agreed_wires(world: World, known: Wires | None) -> Wires:
+    """Return the links for which all ranks make their schedules: those that rank 0 knows, else an assumption.
+
+    Every rank calls this.
+    """
+    shown = world.control.all_gather_json(known and asdict(known))[0]
+    if shown is None:
+        return Wires.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
+    return replace(Wires(**shown), devices_per_host=world.ranks_per_host)
 
 
 class Reallocator:
@@ -40,15 +56,16 @@ class Reallocator:
     groups and its other messages. Writes target = eta * source + (1 - eta) * target. The source may be on
     another device, and with `sharded` it is the optimizer's copy: `spec.held_by(source, rank, sharded=True)`.
     Parameters travel in `dtype`, the dtype of the target's tensors; `staging_bytes` caps the memory for what
-    is on its way. `role` names the model in errors.
+    is on its way. `role` names the model in errors. `wires`, the same on all ranks, are the links that the
+    schedule is made for; without, they are assumed.
     """
 
     def __init__(
         self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
         sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
-        staging: Staging | None = None, role: str = "a model",
+        staging: Staging | None = None, role: str = "a model", wires: Wires | None = None,
     ) -> None:  # fmt: skip
-        wires = Wires.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
+        wires = wires or Wires.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
         self.schedule = make_schedule(
             spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize, wires=wires,
             forward=eta == 1, staging_bytes=staging_bytes,
@@ -68,7 +85,8 @@ class Reallocator:
         self._binding: Binding | None = None
         self._what = f"reallocation of {role} from {source} to {target}"
         sent, received = (ports.get(self._rank, 0) for ports in self.schedule.port_bytes)
-        self._stats = ReallocStats(sent, received, self.schedule.over_bound)
+        senders = {m.peer for messages in self.messages for m in messages if not m.sending}
+        self._stats = ReallocStats(sent, received, self.schedule.over_bound, tuple(sorted(senders)))
 
     @torch.no_grad()
     def run(self, source: Shards | None, target: Shards | None) -> ReallocStats:

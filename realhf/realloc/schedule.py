@@ -85,7 +85,7 @@ class Schedule:
 
     @property
     def over_bound(self) -> float:
-        """Scheduled over least seconds; 1.0 when nothing moves."""
+        """Return scheduled over least seconds, both computed for the same wires; 1.0 when nothing moves."""
         return self.seconds / self.bound_seconds if self.parcels else 1.0
 
     @cached_property

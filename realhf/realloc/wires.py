@@ -1,8 +1,9 @@
 """Wires: the bandwidths that limit a movement."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from realhf.cluster import Cluster
+from realhf.units import format_bytes
 
 _UNLIMITED = 1 << 30
 
@@ -14,7 +15,7 @@ class Wires:
     Everything that a device sends or receives passes its `device` port; what goes to or comes from another
     host also passes the device's `nic` and the port of its `host`. Ranks fill hosts of `devices_per_host` in
     order. With `pulled`, receivers copy out of the senders' memory, so that to send costs nothing inside a
-    host.
+    host. `origin` says who knows them.
     """
 
     devices_per_host: int
@@ -23,18 +24,28 @@ class Wires:
     host: float
     latency_seconds: float
     pulled: bool = False
+    origin: str = field(default="assumed", compare=False)
 
     @property
     def sending(self) -> float:
         """What a device can send."""
         return self.device * (_UNLIMITED if self.pulled else 1)
 
+    @property
+    def about(self) -> str:
+        """Say in words how fast they are taken to be, and who says so."""
+        rates = [f"{format_bytes(rate)}/s" for rate in (self.device, self.nic, self.host)]
+        between = f"{rates[1]} per rank and {rates[2]} per host between hosts"
+        return f"{self.origin} links: {rates[0]} per rank, {between}"
+
     @classmethod
-    def of_cluster(cls, cluster: Cluster) -> "Wires":
-        links = cluster.intra_host, cluster.inter_host
+    def of_cluster(cls, cluster: Cluster, *, origin: str = "the cluster's") -> "Wires":
+        """Return the links of a cluster. Processes on CPUs copy out of each other's memory."""
+        links = cluster.intra_host, cluster.outward
         device, nic = (link.bandwidth_bytes_per_second for link in links)
         latency = max(link.latency_seconds for link in links)
-        return cls(cluster.devices_per_host, device, nic, cluster.host_port_bytes_per_second, latency)
+        port, pulled = cluster.host_port_bytes_per_second, cluster.device_type == "cpu"
+        return cls(cluster.devices_per_host, device, nic, port, latency, pulled, origin)
 
     @classmethod
     def on_one_host(cls) -> "Wires":

@@ -16,6 +16,7 @@ from realhf.lora import adapter_spec
 from realhf.nn.checkpoint import check_tensors, open_checkpoint
 from realhf.nn.peft import open_adapters
 from realhf.plan import ExecutionPlan
+from realhf.realloc.wires import Wires
 from realhf.runtime.actions import (
     RANK_0,
     Action,
@@ -50,6 +51,8 @@ class Program:
     """Frozen roles whose weights lie in host memory while no call needs them."""
     actions: tuple[Action, ...]
     eval_actions: tuple[Action, ...]
+    wires: Wires | None = None
+    """The links that reallocations are scheduled for; None: nobody has named them."""
 
     @property
     def adapter_sizes(self) -> dict[str, tuple[int, int]]:

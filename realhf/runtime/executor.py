@@ -139,7 +139,8 @@ class Executor:
             record.events.append({
                 "rank": self.world.rank, "name": role_of(moved.action.target_role), "kind": "realloc",
                 "start": moved.start, "transfer": f"{moved.action.source}->{moved.action.target}",
-                "sent_bytes": moved.stats.bytes_sent, "over_bound": moved.stats.over_bound, "end": moved.end,
+                "sent_bytes": moved.stats.bytes_sent, "received_bytes": moved.stats.bytes_received,
+                "senders": list(moved.stats.senders), "over_bound": moved.stats.over_bound, "end": moved.end,
             })  # fmt: skip
 
     def _run_model(self, action: Run, minibatches: list[Batch], record: StepRecord) -> Batch | None:

@@ -75,9 +75,11 @@ class Progress:
         if first is not None:
             lines.append(f"held-out score: {first:.3f} before, {last:.3f} after")
         for role, realloc in summary["realloc"].items():
-            moved, over = realloc["bytes_per_step"] / 1e6, realloc["over_bound"]
-            where = f"busiest wire at {over:.2f} x its lower bound"
-            lines.append(f"reallocated {role}: {moved:.2f} MB per step, {where}")
+            moved, rate = f"{realloc['bytes_per_step'] / 1e6:.2f} MB per step", realloc["gbytes_per_s"]
+            measured = "" if rate is None else f", measured {rate:.3g} GB/s into the busiest rank"
+            lines.append(f"reallocated {role}: {moved}{measured}")
+            computed = f"schedule computed at {realloc['over_bound']:.2f} x its lower bound"
+            lines.append(f"  {computed} ({realloc['links']})")
         if out is not None:
             lines.append(f"metrics, pictures and TensorBoard files: {out}")
             lines.append(f"Hugging Face model: {summary['hf_dir']}")

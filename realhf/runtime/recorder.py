@@ -1,6 +1,7 @@
 """Recorder: what rank 0 writes into the run directory while the run goes on."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,37 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
         if is_realloc:
             total, over = f"realloc_bytes/{name}", f"realloc_over_bound/{name}"
             merged[total] = merged.get(total, 0.0) + event["sent_bytes"]
-            merged[over] = max(merged.get(over, 1.0), event["over_bound"])
+            merged[over] = max(merged.get(over, 1.0), event["over_bound"])  # Computed, not measured.
         elif event["kind"] == "train_step":
             tokens[name] = tokens.get(name, 0) + event.get("num_tokens", 0)
     if tokens:
         merged["perf/trained_tokens"] = float(next(iter(tokens.values())))
-    return merged
+    return merged | _bandwidths(records)
+
+
+def _bandwidths(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Return by role how fast its parameters came, measured, in GB/s: `perf/realloc_gbytes_per_s/<role>`.
+
+    Of each reallocation the rank that receives most counts: its bytes over the seconds from when it and its
+    senders were ready until it had everything.
+    """
+    movements: dict[tuple[str, str, int], dict[int, Mapping[str, Any]]] = {}
+    for record in records:
+        seen = Counter[tuple[str, str]]()  # A step may move the same way more than once.
+        for event in record.events:
+            if event["kind"] == "realloc":
+                way = event["name"], event["transfer"]
+                movements.setdefault((*way, seen[way]), {})[event["rank"]] = event
+                seen[way] += 1
+    totals: dict[str, list[float]] = {}
+    for (role, _, _), by_rank in movements.items():
+        most = max(by_rank.values(), key=lambda event: (event["received_bytes"], event["end"]))
+        ready = max(by_rank[rank]["start"] for rank in (most["rank"], *most["senders"]) if rank in by_rank)
+        if most["received_bytes"]:
+            total = totals.setdefault(role, [0.0, 0.0])
+            total[0] += most["received_bytes"]
+            total[1] += max(most["end"] - ready, 1e-9)
+    return {f"perf/realloc_gbytes_per_s/{role}": n / s / 1e9 for role, (n, s) in totals.items()}
 
 
 class Recorder:

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -57,7 +58,9 @@ class Trainer:
             self._eval_batch = eval_loader.batch(first_prompt=0, num_prompts=len(eval_loader))
         actions = (*program.actions, *program.eval_actions)
         self._store = ModelStore(
-            world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded)
+            world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded,
+            wires=program.wires,
+        )  # fmt: skip
         self._outbox = Outbox()
         common = (program.plan, self._store, self._context)
         self._executor = Executor(world, program.actions, *common, experiment.group_size, self._outbox)
@@ -146,9 +149,13 @@ class Trainer:
         for role in self._program.roles:
             moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]
             over = [m[f"realloc_over_bound/{role}"] for m in history if f"realloc_over_bound/{role}" in m]
-            if moved:
-                per_step = max(moved[1:] or moved)  # What never changes moves in the first step only.
-                summary["realloc"][role] = {"bytes_per_step": per_step, "over_bound": max(over)}
+            rates = [m[name] for m in history if (name := f"perf/realloc_gbytes_per_s/{role}") in m]
+            if moved:  # What never changes moves in the first step only.
+                summary["realloc"][role] = {
+                    "bytes_per_step": max(moved[1:] or moved),
+                    "gbytes_per_s": statistics.median(rates[1:] or rates) if rates else None,
+                    "over_bound": max(over), "links": self._store.wires.about,
+                }  # fmt: skip
         if self._recorder is not None:
             self._recorder.finish(summary)
         if self._progress is not None:

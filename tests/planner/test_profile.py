@@ -27,7 +27,7 @@ DOCUMENT = {
         "num_hosts": 2, "devices_per_host": 4, "device_memory_bytes": 4e9, "host_memory_bytes": 16e9,
         "memory_bandwidth_bytes_per_second": 13e9, "peak_flops": {"float32": 89e9, "bfloat16": 89e9},
         "intra_host": {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 4e9},
-        "inter_host": {"latency_seconds": 3e-4, "bandwidth_bytes_per_second": 1e9},
+        "inter_host": {"latency_seconds": 3e-4, "bandwidth_bytes_per_second": 1e9}, "device_type": "cpu",
     },
     "wires": {
         "all_gather": {"ranks": [2], "bytes": [0, 1000], "seconds": [[1, 3]]},
@@ -70,6 +70,7 @@ def test_a_profile_survives_its_file(tmp_path: Path):
         (lambda d: d.pop("date"), "date is missing"),
         (lambda d: d.update(speed=3), "speed is not a field: legal are date, machine"),
         (lambda d: d["cluster"].update(num_hosts=0), "cluster: num_hosts is 0"),
+        (lambda d: d["cluster"].pop("device_type"), "cluster.device_type is missing: measure again"),
         (lambda d: d["wires"].update(tin=1), "wires.tin is not a field: legal are all_reduce"),
         (lambda d: d["wires"]["send"].update(seconds=[1]), "wires.send.seconds must be a list of 2"),
         (lambda d: d["wires"]["send"].update(bytes=[5, 5]), "wires.send.bytes is [5, 5]: it must hold"),

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -77,3 +78,19 @@ def test_bounds_hold_however_early_the_search_stops(seed):
         again = search(space, time_limit=30.0, max_rounds=max_rounds)
         assert early.chosen == again.chosen and early.step_seconds == again.step_seconds
         assert early.lower_bound_seconds <= whole.step_seconds * (1 + 1e-9) <= early.step_seconds * (1 + 2e-9)
+
+
+def test_the_time_limit_is_what_the_clock_says():
+    """Not seconds of computing: a search that has to wait for a core ends in time, too."""
+    rng = random.Random(3)
+    space = Space(problem := random_problem(rng, num_calls=5), Rates(problem.cluster))
+    told = []
+
+    def wait(best, bound, seconds):
+        told.append(seconds)
+        time.sleep(0.2)
+
+    began = time.monotonic()
+    search(space, time_limit=0.5, progress=wait)
+    assert time.monotonic() - began < 5 and 2 <= len(told) <= 3
+    assert told == sorted(told) and told[-1] >= 0.2
