@@ -18,6 +18,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send, role_of
+from realhf.runtime.activity import Activity
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.models import ModelStore
 
@@ -68,6 +69,7 @@ class Executor:
     context: HostContext
     group_size: int
     outbox: Outbox = field(default_factory=Outbox)
+    activity: Activity = field(default_factory=Activity)
 
     def run(self, dataset_batch: Batch | None, *, is_last: bool = False) -> StepRecord:
         """One step. `dataset_batch` is given where `dataset_layout` says. `is_last`: no other one follows."""
@@ -110,8 +112,16 @@ class Executor:
         call = action.call
         sources = [self._source(send, outputs) for send in action.sends]
         routing = Routing(self.group_size, call.work.num_minibatches, keep_groups=call.kind == "generate")
-        with record.timed(rank=self.world.rank, name=call.name, kind="move"):
+        waits = self.activity.doing(f"waits for {self._producers(action)}")
+        with waits, record.timed(rank=self.world.rank, name=call.name, kind="move"):
             return Exchange(self.world, self.outbox).receive(sources, action.target, routing, tag=action.tag)
+
+    def _producers(self, action: Receive) -> str:
+        """Return the names of the calls on other ranks from which the inputs come, with those ranks."""
+        rank = self.world.rank
+        far = [send for send in action.sends if send.producer is not None and rank not in send.source]
+        names = dict.fromkeys(f"{send.producer} on {send.source.mesh}" for send in far)
+        return f"{' and '.join(names) or 'the other ranks'}, for {action.call.name}"
 
     def _source(self, send: Send, outputs: Mapping[str | None, Batch | None]) -> Source:
         batch = outputs[send.producer] if self.world.rank in send.source.heads else None
@@ -134,7 +144,9 @@ class Executor:
 
     def _wait(self, record: StepRecord, role: str, layout: Layout | None = None) -> None:
         """For the reallocations to one layout, or all that are under way, of a role or of its adapters."""
-        for moved in self.store.finish(role, layout):
+        with self.activity.doing(f"waits for the parameters of {role}"):
+            finished = self.store.finish(role, layout)
+        for moved in finished:
             record.events.append({
                 "rank": self.world.rank, "name": role_of(moved.action.target_role), "kind": "realloc",
                 "start": moved.start, "transfer": f"{moved.action.source}->{moved.action.target}",
@@ -148,11 +160,12 @@ class Executor:
         plan = self.plan[call.name]
         weights = self._weights(action, record)
         timed = record.timed(rank=rank, name=call.name, kind=call.kind)
-        with weights, _explaining_memory(call, rank), timed as event:
+        doing = self.activity.doing(call.name)
+        with doing, weights, _explaining_memory(call, rank), timed as event:
             engine = self.store.engine(call.role, layout)
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
-                gather=False,
+                gather=False, report=self.activity.note,
             )  # fmt: skip
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
@@ -177,7 +190,8 @@ class Executor:
 
     def _run_host(self, action: Run, minibatches: list[Batch], record: StepRecord) -> Batch:
         (batch,) = minibatches
-        with record.timed(rank=self.world.rank, name=action.call.name, kind="host"):
+        timed = record.timed(rank=self.world.rank, name=action.call.name, kind="host")
+        with self.activity.doing(action.call.name), timed:
             columns, metrics = call_host_function(action.call, batch, self.context)
         if batch.ids:
             record.metrics += [(name, value, float(len(batch))) for name, value in metrics.items()]

@@ -16,6 +16,7 @@ from realhf.errors import UserError
 from realhf.graph import DataflowGraph
 from realhf.nn.checkpoint_write import Beside
 from realhf.runtime.actions import dataset_layout
+from realhf.runtime.activity import Activity
 from realhf.runtime.check import Program
 from realhf.runtime.executor import Executor, HostContext, StepRecord
 from realhf.runtime.export import config_fields, files_beside
@@ -59,11 +60,12 @@ class Trainer:
         self._store = ModelStore(
             world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded)
         self._outbox = Outbox()
-        common = (program.plan, self._store, self._context)
-        self._executor = Executor(world, program.actions, *common, experiment.group_size, self._outbox)
-        self._evaluator = Executor(world, program.eval_actions, *common, 1, self._outbox)
+        self._activity = Activity()
+        common, shared = (program.plan, self._store, self._context), (self._outbox, self._activity)
+        self._executor = Executor(world, program.actions, *common, experiment.group_size, *shared)
+        self._evaluator = Executor(world, program.eval_actions, *common, 1, *shared)
         self._recorder = Recorder(out) if self._is_main and out is not None else None
-        self._progress = Progress(program) if self._is_main and not quiet else None
+        self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
         self._journal = Journal(world, self._outbox, self._recorder, self._progress)
         if self._recorder is not None:
             calls = {call.name: program.plan[call.name] for call in program.graph.calls}
@@ -99,9 +101,10 @@ class Trainer:
             self._journal.add(step, record, evaluation, answers=answers, pauses=pauses)
             if exports:
                 self._export(step)
-        self._journal.finish()
-        self._outbox.wait()
-        self._world.control.barrier()  # Every rank's part of the export is written.
+        with self._activity.doing("waits for the other ranks"):
+            self._journal.finish()
+            self._outbox.wait()
+            self._world.control.barrier()  # Every rank's part of the export is written.
         if not self._is_main:
             return RunResult([], {})
         return RunResult(self._journal.history, self._finish(seconds=time.time() - started))
@@ -109,6 +112,7 @@ class Trainer:
     def _step(self, step: int) -> StepRecord:
         size = self._program.experiment.batch_size
         self._context.step = step
+        self._activity.step = f"step {step}/{self._program.experiment.steps}"
         batch = None
         if self._loader is not None:
             batch = self._loader.batch(first_prompt=(step - 1) * size, num_prompts=size)
@@ -116,6 +120,7 @@ class Trainer:
 
     def _evaluate(self) -> StepRecord:
         """Greedy answers to the held-out prompts, which rank 0 keeps."""
+        self._activity.step = f"evaluation after step {self._context.step}"
         return self._evaluator.run(self._eval_batch)
 
     def _export(self, step: int) -> None:
@@ -131,7 +136,8 @@ class Trainer:
             if self._is_main:
                 beside, pad = files_beside(experiment, name, step=step), self._context.tokenizer.pad_token_id
                 fields = config_fields(self._configs[name], pad_token_id=pad)
-            self._store.export(name, directory, beside=beside, fields=fields)
+            with self._activity.doing(f"export of {name}"):
+                self._store.export(name, directory, beside=beside, fields=fields)
 
     def _finish(self, *, seconds: float) -> dict[str, Any]:
         steps, history, scores = self._program.experiment.steps, self._journal.history, self._journal.scores
