@@ -102,7 +102,7 @@ def test_a_terminal_shows_it_live(tmp_path, program):
     activity = Activity(step="step 1/3")
     shown = Progress(program, activity)
     with (tmp_path / "terminal").open("w+") as terminal:
-        shown._console = Console(file=terminal, force_terminal=True, width=100)
+        shown._console = Console(file=terminal, force_terminal=True, width=100, highlight=False)
         shown.start([], [])
         with activity.doing("reward_forward"):
             time.sleep(1.5)  # It is drawn anew four times a second.
