@@ -51,7 +51,7 @@ class Trainer:
         if program.eval_graph is not None and experiment.eval_dataset is not None:
             eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
         if self._is_main and not quiet:
-            for what in warnings_of(program, loader, eval_loader):
+            for what in warnings_of(program, loader, eval_loader, device=world.device):
                 print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
         self._eval_batch: Batch | None = None
         if eval_loader is not None:

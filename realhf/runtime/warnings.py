@@ -4,23 +4,29 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+
 from realhf.data.loader import Loader
+from realhf.engine.protocol import DTYPES
 from realhf.engine.work import Generate
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
 from realhf.model_config import ModelConfig
+from realhf.nn.narrow import lacks_units
 from realhf.nn.peft import CONFIG_FILE
 from realhf.runtime.check import Program
 from realhf.runtime.export import base_name, hub_name
 from realhf.transformers_config import TransformersConfig
 
 
-def warnings_of(program: Program, loader: Loader | None, eval_loader: Loader | None) -> list[str]:
+def warnings_of(
+    program: Program, loader: Loader | None, eval_loader: Loader | None, *, device: torch.device
+) -> list[str]:
     """One sentence each."""
     parts = [("dataset", program.graph, loader)]
     if program.eval_graph is not None:
         parts.append(("eval_dataset", program.eval_graph, eval_loader))
-    found = [*other_bases(program.roles), *_greedy(program)]
+    found = [*other_bases(program.roles), *_greedy(program), *_slow(program.roles, device)]
     for name, graph, rows in parts:
         found += _ignored(program.roles, graph)
         if rows is not None:
@@ -44,6 +50,16 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
             what = f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}"
             found.setdefault((adapter, ours), what)
     return list(found.values())
+
+
+def _slow(roles: Mapping[str, Role], device: torch.device) -> Iterator[str]:
+    """Yield dtypes in which this CPU is slow and transformers' classes compute all the same."""
+    for name, role in roles.items():
+        weight = torch.empty(0, dtype=DTYPES[role.dtype], device=device)
+        if role.engine == "transformers" and lacks_units(weight):
+            yield (
+                f"{name}.dtype is {role.dtype}, for which this CPU has no units: with engine transformers it"
+                " takes many times as long as float32 (the native engine computes in float32 by itself)")
 
 
 def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
