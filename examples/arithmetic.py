@@ -7,13 +7,12 @@ forgets to carry (`13,08,08<answer>883</answer>`).
 """
 
 import json
-import os
 import random
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from realhf import prepare_once
 
 DIRECTORY = Path("runs/arithmetic")
 NUM_HELD_OUT, NUM_SFT, NUM_PROMPTS = 256, 20000, 2000
@@ -50,21 +49,13 @@ def exact_answer(
 
 
 def prepare(directory: Path = DIRECTORY, *, seed: int = 0) -> Path:
-    """Writes model config, tokenizer and data into `directory`, unless it exists; several processes may call
-    this at once.
-    """
-    if directory.exists():
-        return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
-    scratch.chmod(0o755)
-    _write_model(scratch / "model")
-    _write_data(scratch, seed=seed)
-    try:
-        os.rename(scratch, directory)
-    except OSError:  # Another process was first.
-        shutil.rmtree(scratch)
-    return directory
+    """Write model config, tokenizer and data into `directory`, unless it exists."""
+
+    def make(path: Path) -> None:
+        _write_model(path / "model")
+        _write_data(path, seed=seed)
+
+    return prepare_once(directory, make)
 
 
 def solve(prompt: str, *, careless: bool) -> str:

@@ -234,3 +234,9 @@ def test_claims_that_do_not_hold_are_made_nowhere():
     assert "Not run yet: CUDA and NCCL" in status and "network namespaces" in status
     said = "In bfloat16 the algorithm is identical, but a sampled token can flip where rounding moves a bound"
     assert said in " ".join(readme.split())
+
+
+def test_readme_prepares_files_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(snippet(beginning="from realhf import prepare_once"), names := {})
+    assert names["data"].read_text() == '{"prompt": "1+1=", "answer": "2"}\n'

@@ -136,7 +136,7 @@ class Heartbeat:
     def _give_sign(self) -> None:
         self._number += 1
         activity = self._activity
-        beat = Beat(self._number, activity.doing, activity.waits_for, activity.num_waits)
+        beat = Beat(self._number, activity.place, activity.waits_for, activity.num_waits)
         self._store.set(str(self._rank), json.dumps(asdict(beat)))
 
     def _newest_beats(self) -> dict[int, Beat | None]:

@@ -11,7 +11,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.pipeline import run_pipeline
-from realhf.engine.protocol import CallResult, Metrics, Shards
+from realhf.engine.protocol import CallResult, Metrics, Report, Shards, no_report, prefixed
 from realhf.engine.routers import Routers
 from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.graph import FunctionCall
@@ -32,7 +32,7 @@ class BaseEngine(ABC):
         self._optimizer = None if optimizer is None else ShardedAdamW(trained, optimizer)
 
     @abstractmethod
-    def _generate(self, call: FunctionCall, work: Generate, batch: Batch) -> Batch:
+    def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
         """The output columns of a generating call."""
 
     @abstractmethod
@@ -87,25 +87,29 @@ class BaseEngine(ABC):
 
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],
-        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True,
+        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True, report: Report = no_report,
     ) -> CallResult:  # fmt: skip
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
         if isinstance(work, TrainStep):
             passes = {"max_tokens": micro_batch_tokens, "recompute": recompute}
-            return CallResult(Batch([]), self._train(call, work, minibatches, passes, gather=gather))
+            metrics = self._train(call, work, minibatches, passes, gather=gather, report=report)
+            return CallResult(Batch([]), metrics)
         (batch,) = minibatches
         if isinstance(work, Generate):
-            return CallResult(self._generate(call, work, batch), {})
-        columns = self._forward(call, work, batch, micro_batch_tokens)
+            return CallResult(self._generate(call, work, batch, report), {})
+        columns = self._forward(call, work, batch, micro_batch_tokens, report)
         return CallResult(output_batch(call, batch.ids, columns), {})
 
-    def _forward(self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int) -> list:
+    def _forward(
+        self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int, report: Report
+    ) -> list:
         output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
         settings = {"output": output, "temperature": getattr(work, "temperature", 1.0)}
         with torch.no_grad():
             order, results = self._pipeline(
-                batch, call, settings, lambda made, _: made[output], max_tokens=max_tokens)
+                batch, call, settings, lambda made, _: made[output], max_tokens=max_tokens,
+                report=report)
         if not self.groups.is_last_stage:
             return []
         lengths = [1 if output == "scores" else batch[call.inputs[0]].lengths[i] for i in order]
@@ -118,7 +122,7 @@ class BaseEngine(ABC):
 
     def _train(
         self, call: FunctionCall, work: TrainStep, batches: list[Batch], passes: dict[str, Any],
-        *, gather: bool,
+        *, gather: bool, report: Report,
     ) -> Metrics:  # fmt: skip
         """`passes`: how forward and backward passes are to be done, for `_pipeline`."""
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
@@ -126,7 +130,10 @@ class BaseEngine(ABC):
         history = []
         batches = batches * work.epochs
         for number, batch in enumerate(batches, start=1):
-            metrics = self._compute_grads(call, work, batch, passes)
+            prefix = f"mini-batch {number} of {len(batches)}, "
+            metrics = self._compute_grads(
+                call, work, batch, passes | {"report": prefixed(report, prefix)})
+            report(f"{prefix}optimizer step")
             last = number == len(batches)
             history.append(metrics | self._optimizer.step(gather=gather or not last))
         self._trained.requires_grad_(False)
@@ -166,7 +173,7 @@ class BaseEngine(ABC):
     def _pipeline(
         self, batch: Batch, call: FunctionCall, settings: dict[str, Any],
         finish: Callable[[Outputs, Batch], torch.Tensor],
-        *, max_tokens: int, recompute: bool = False, routers: Routers | None = None,
+        *, max_tokens: int, report: Report, recompute: bool = False, routers: Routers | None = None,
     ) -> tuple[list[int], list[torch.Tensor]]:
         """Indices of the samples in order of micro-batches, and `finish` of each micro-batch's outputs."""
         groups, key = self.groups, call.inputs[0]
@@ -175,6 +182,7 @@ class BaseEngine(ABC):
         layer_done = self._optimizer.layer_is_done if self._optimizer is not None else None
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            report(f"micro-batch {i + 1} of {len(micro)}")
             last = i == len(micro) - 1  # The others' gradients are added before.
             x = self._compute(
                 micro[i][key], hidden, recompute=recompute, routers=routers,

@@ -20,6 +20,7 @@ from realhf.dist.group import Pending
 from realhf.engine.block_manager import BlockManager
 from realhf.engine.cache_limit import CacheLimit
 from realhf.engine.decode_graphs import DecodeGraphs, recorder
+from realhf.engine.protocol import Report, no_report
 from realhf.engine.room import Room, Terms, check_not_empty, longest_sizes
 from realhf.engine.samples import Job, Samples, by_prompt, columns
 from realhf.engine.sampling import Draws, for_vocabulary, sample
@@ -35,7 +36,7 @@ from realhf.nn.transformer import Transformer
 
 def generate(
     model: Transformer, batch: Batch, work: Generate, queue: WorkQueue, *, prompt_key: str, stream: str,
-    limit: CacheLimit | None = None,
+    limit: CacheLimit | None = None, report: Report = no_report,
 ) -> tuple[list[int], list]:
     """Ids of the samples that this replica has continued, and on one of its ranks (last stage, first of tp)
     the columns of `Generate`; `stream` (the call's name) has its own random numbers.
@@ -63,11 +64,19 @@ def generate(
             _Cohort(model, terms=terms, seed=seed, part=part, count=count, waiting=waiting, queue=queue)
             for part, count in zip(parts, at_home, strict=True)]
         while any([cohort.advance() for cohort in cohorts]):
-            pass
+            report(_how_far([cohort.samples for cohort in cohorts], len(prompts)))
     made = [cohort.samples for cohort in cohorts]
     ids = [i for samples in made for i in samples.ids[: len(samples.prompts)].tolist()]
     has_columns = model.groups.is_last_stage and model.groups.at.tp == 0
     return ids, columns(made, wide=model.wide) if has_columns else []
+
+
+def _how_far(parts: Sequence[Samples], num_own: int) -> str:
+    """Return how many samples of this replica have ended; it may have taken over more than its own."""
+    ended = sum(samples.num_ended for samples in parts)
+    tokens = sum(samples.num_tokens for samples in parts)
+    begun = sum(len(samples.prompts) for samples in parts)
+    return f"{ended} of {max(begun, num_own)} samples of this rank have ended, {tokens} tokens"
 
 
 def _agree(

@@ -15,7 +15,7 @@ from realhf.engine.cache_limit import CacheLimit
 from realhf.engine.generate import generate
 from realhf.engine.micro_batch import attention_share, micro_batches
 from realhf.engine.outputs import compute_outputs, loss_by_parts
-from realhf.engine.protocol import DTYPES, Shards
+from realhf.engine.protocol import DTYPES, Report, Shards
 from realhf.engine.routers import Routers
 from realhf.engine.work import Generate, OptimizerConfig, TrainStep
 from realhf.engine.work_queue import WorkQueue
@@ -71,7 +71,7 @@ class NativeEngine(BaseEngine):
         merges = self.adapters.lora.export_merged
         return self.model.merged_model().shards() if merges else self.adapters.shards()
 
-    def _generate(self, call: FunctionCall, work: Generate, batch: Batch) -> Batch:
+    def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
         """Ranks over cp are replicas here, too: each begins with a part of the prompts."""
         cp, queue = self.groups.cp, WorkQueue(self.groups, stealing=work.work_stealing)
         part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
@@ -79,7 +79,7 @@ class NativeEngine(BaseEngine):
         with self.model.merged() if merges else nullcontext():
             ids, columns = generate(
                 self.model, part, work, queue, prompt_key=call.inputs[0], stream=call.name,
-                limit=self._cache_limit)
+                limit=self._cache_limit, report=report)
         return queue.bring_home(output_batch(call, ids, columns), batch.ids)
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Engine: what the runtime asks of whatever holds a role's parameters on a rank and runs its calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,17 @@ Metrics = dict[str, float]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 Shards = dict[str, torch.Tensor]
 """Parameter name -> this rank's region of it, always the same memory."""
+Report = Callable[[str], None]
+"""Is told, often, how far a call is on this rank, in words for a person."""
+
+
+def no_report(_: str) -> None:
+    """Tell nobody."""
+
+
+def prefixed(report: Report, prefix: str) -> Report:
+    """Return a report whose texts all begin so."""
+    return lambda text: report(prefix + text)
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class Engine(Protocol):
 
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],
-        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True,
+        *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True, report: Report = no_report,
     ) -> CallResult:  # fmt: skip
         """Does the call's work on this rank's share of the samples, one Batch per mini-batch.
 

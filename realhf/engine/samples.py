@@ -54,6 +54,9 @@ class Samples:
         self.ids, self.lengths = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
         """`lengths`: tokens that each sample has."""
         self.finished = np.zeros(capacity, bool)
+        self.num_ended = 0
+        self.num_tokens = 0
+        """Drawn so far."""
         self.tokens = torch.zeros(capacity, max_new_tokens, dtype=torch.long, device=ends.device)
         self.logprobs = torch.zeros(capacity, max_new_tokens, dtype=torch.float64, device=ends.device)
         self._max_new_tokens, self._ends = max_new_tokens, ends
@@ -83,7 +86,10 @@ class Samples:
         finished = self._ends[tokens_B].cpu().numpy()
         self.lengths[numbers] += 1
         self.finished[numbers] = finished
-        return (finished | (self.lengths[numbers] == self._max_new_tokens)).tolist()
+        ended = finished | (self.lengths[numbers] == self._max_new_tokens)
+        self.num_ended += int(ended.sum())
+        self.num_tokens += len(ended)
+        return ended.tolist()
 
     def at(self, numbers: Integers, *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Where in `tokens` the next ones of these samples go, or so many places before."""

@@ -18,7 +18,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.base import BaseEngine, Outputs, output_batch
-from realhf.engine.protocol import DTYPES, Shards
+from realhf.engine.protocol import DTYPES, Report, Shards, no_report, prefixed
 from realhf.engine.room import check_not_empty, check_positions
 from realhf.engine.routers import Routers
 from realhf.engine.sampling import for_vocabulary, sample, uniform
@@ -56,8 +56,9 @@ class TransformersEngine(BaseEngine):
     def export_shards(self) -> Shards:
         return self.model.file_tensors()
 
-    def _generate(self, call: FunctionCall, work: Generate, batch: Batch) -> Batch:
-        columns = generate(self.model, batch, work, prompt_key=call.inputs[0], stream=call.name)
+    def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
+        columns = generate(
+            self.model, batch, work, prompt_key=call.inputs[0], stream=call.name, report=report)
         return output_batch(call, batch.ids, columns)
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -127,7 +128,8 @@ class _Entropy(torch.autograd.Function):
 
 
 def generate(
-    model: TransformersModel, batch: Batch, work: Generate, *, prompt_key: str, stream: str
+    model: TransformersModel, batch: Batch, work: Generate, *, prompt_key: str, stream: str,
+    report: Report = no_report,
 ) -> list:
     """Return the columns of `Generate`; at most `work.max_rows` rows run at a time, padded on the left.
 
@@ -142,7 +144,10 @@ def generate(
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))  # Neighbours need little padding.
     for start in range(0, len(order), work.max_rows):
         part = order[start : start + work.max_rows]
-        draw = _Draw(model, work, [batch.ids[i] for i in part], seed=seed)
+        prefix = f"{start} of {len(order)} samples of this rank have ended, "
+        draw = _Draw(
+            model, work, [batch.ids[i] for i in part], seed=seed,
+            report=prefixed(report, prefix))
         tokens_BL, logprobs_BL = draw.run([prompts[i] for i in part])
         ends_BL = torch.isin(tokens_BL, draw.eos_ids)
         lengths = (ends_BL.long().cumsum(1) - ends_BL.long() == 0).sum(1).tolist()
@@ -170,9 +175,9 @@ class _Draw:
     native engine: they do not depend on a random state, nor in float64 and float32 on a layout."""
 
     def __init__(
-        self, model: TransformersModel, work: Generate, sample_ids: list[int], *, seed: int
+        self, model: TransformersModel, work: Generate, sample_ids: list[int], *, seed: int, report: Report
     ) -> None:
-        self._model, self._seed = model, seed
+        self._model, self._seed, self._report = model, seed, report
         self._sampling = for_vocabulary(work.sampling, model.config.vocab_size)
         self._sample_ids = np.array(sample_ids, dtype=np.int64)
         self.eos_ids = torch.tensor(model.config.eos_token_ids, dtype=torch.long, device=model.flat.device)
@@ -201,4 +206,6 @@ class _Draw:
         tokens_B, logprobs_B = sample(logits_BV, draws, config=self._sampling, vocab_start=0, group=group)
         self._tokens.append(tokens_B)
         self._logprobs.append(logprobs_B)
+        rows, most = len(self._sample_ids), self._sampling.max_new_tokens
+        self._report(f"{rows} have {len(self._tokens)} tokens of at most {most}")
         return torch.full_like(logits_BV, -torch.inf).scatter(1, tokens_B[:, None], 0.0)

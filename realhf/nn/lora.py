@@ -6,6 +6,7 @@ Shape suffixes: T tokens; I and O inputs and outputs of a layer on this rank, R 
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.dist.parallel import ParallelGroups
@@ -40,12 +41,13 @@ class Adapter:
 
     def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
         if self._merged is not None:
-            return plain_linear(x_TI, self._merged, bias)
-        y_TO, x_TR = plain_linear(x_TI, self.weight, bias), plain_linear(x_TI, self._down)
+            return (plain_linear if lacks_units(x_TI) else F.linear)(x_TI, self._merged, bias)
         if lacks_units(x_TI):
+            y_TO, x_TR = plain_linear(x_TI, self.weight, bias), plain_linear(x_TI, self._down)
             for ranks, outputs, up_OR in self._parts:
                 y_TO[:, outputs].add_(plain_linear(x_TR[:, ranks], up_OR), alpha=self._scale)
             return y_TO
+        y_TO, x_TR = F.linear(x_TI, self.weight, bias), F.linear(x_TI, self._down)
         if len(self._parts) == 1 and len(self._parts[0][2]) == len(self.weight):
             return y_TO.addmm_(x_TR, self._parts[0][2].T, alpha=self._scale)
         for ranks, outputs, up_OR in self._parts:

@@ -74,13 +74,6 @@ Action = Reallocate | Send | Receive | Run
 _ADAPTERS = ".lora"
 
 
-def describe(action: Action) -> str:
-    """Name an action in a sentence about the run."""
-    if isinstance(action, Reallocate):
-        return f"the reallocation of {action.target_role}"
-    return action.call.name if isinstance(action, Run) else f"the inputs of {action.call.name}"
-
-
 def parameter_sets(roles: Mapping[str, Role]) -> dict[str, Role]:
     """What moves as one: the weights of every role, which are frozen under adapters, and as "actor.lora" the
     adapters of role actor."""

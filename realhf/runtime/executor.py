@@ -16,7 +16,7 @@ from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send, describe, role_of
+from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send, role_of
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.host_call import call_host_function
 from realhf.runtime.models import ModelStore
@@ -76,7 +76,6 @@ class Executor:
         outputs: dict[str | None, Batch | None] = {None: dataset_batch}
         inputs: dict[str, list[Batch]] = {}
         for action in self.actions:
-            self.world.activity.doing = f"{describe(action)} of step {self.context.step}"
             if isinstance(action, Reallocate):
                 self._reallocate(action, record, is_last=is_last)
             elif isinstance(action, Send):
@@ -111,8 +110,16 @@ class Executor:
         call = action.call
         sources = [self._source(send, outputs) for send in action.sends]
         routing = Routing(self.group_size, call.work.num_minibatches, keep_groups=call.kind == "generate")
-        with record.timed(rank=self.world.rank, name=call.name, kind="move"):
+        waits = self.world.activity.doing(f"waits for {self._producers(action)}")
+        with waits, record.timed(rank=self.world.rank, name=call.name, kind="move"):
             return Exchange(self.world, self.outbox).receive(sources, action.target, routing, tag=action.tag)
+
+    def _producers(self, action: Receive) -> str:
+        """Return the names of the calls on other ranks from which the inputs come, with those ranks."""
+        rank = self.world.rank
+        far = [send for send in action.sends if send.producer is not None and rank not in send.source]
+        names = dict.fromkeys(f"{send.producer} on {send.source.mesh}" for send in far)
+        return f"{' and '.join(names) or 'the other ranks'}, for {action.call.name}"
 
     def _source(self, send: Send, outputs: Mapping[str | None, Batch | None]) -> Source:
         batch = outputs[send.producer] if self.world.rank in send.source.heads else None
@@ -135,7 +142,10 @@ class Executor:
 
     def _wait(self, record: StepRecord, role: str, layout: Layout | None = None) -> None:
         """For the reallocations to one layout, or all that are under way, of a role or of its adapters."""
-        for moved in self.store.finish(role, layout):
+        activity, ranks = self.world.activity, range(self.world.size) if layout is None else layout.ranks
+        with activity.doing(f"waits for the parameters of {role}"), activity.waiting(ranks):
+            finished = self.store.finish(role, layout)
+        for moved in finished:
             record.events.append({
                 "rank": self.world.rank, "name": role_of(moved.action.target_role), "kind": "realloc",
                 "start": moved.start, "transfer": f"{moved.action.source}->{moved.action.target}",
@@ -150,11 +160,12 @@ class Executor:
         plan = self.plan[call.name]
         weights = self._weights(action, record)
         timed = record.timed(rank=rank, name=call.name, kind=call.kind)
-        with weights, _explaining_memory(call, rank), timed as event:
+        doing = self.world.activity.doing(call.name)
+        with doing, weights, _explaining_memory(call, rank), timed as event:
             engine = self.store.engine(call.role, layout)
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
-                gather=False,
+                gather=False, report=self.world.activity.note,
             )  # fmt: skip
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
@@ -179,7 +190,8 @@ class Executor:
 
     def _run_host(self, action: Run, minibatches: list[Batch], record: StepRecord) -> Batch:
         (batch,) = minibatches
-        with record.timed(rank=self.world.rank, name=action.call.name, kind="host"):
+        timed = record.timed(rank=self.world.rank, name=action.call.name, kind="host")
+        with self.world.activity.doing(action.call.name), timed:
             columns, metrics = call_host_function(action.call, batch, self.context)
         if batch.ids:
             record.metrics += [(name, value, float(len(batch))) for name, value in metrics.items()]

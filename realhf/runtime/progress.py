@@ -1,13 +1,16 @@
 """What a person sees of a run, on standard error: a live table on a terminal, plain lines otherwise."""
 
+import time
 from collections.abc import Mapping, Sized
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from realhf.dist.activity import Activity
 from realhf.runtime.check import Program
 
 _COLUMNS = {
@@ -25,13 +28,20 @@ _COLUMNS = {
     "perf/tokens_per_s": "tokens/s",
 }
 _ROWS = 12
+_PATIENCE_SECONDS = 30.0
+"""Between two plain lines: what takes longer is shown while it goes on."""
 
 
 class Progress:
-    """Shows one row per step on rank 0."""
+    """Shows on rank 0 one row per step, and within long ones what this rank is doing."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(
+        self, program: Program, activity: Activity, *, patience_seconds: float = _PATIENCE_SECONDS
+    ) -> None:
+        self._program, self._activity = program, activity
+        self._patience_seconds = patience_seconds
+        self._last_line = time.monotonic()
+        self._is_over = Event()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._rows: list[tuple[str, Mapping[str, float]]] = []
@@ -49,24 +59,41 @@ class Progress:
             share = f"{trained / total:.2%} of its {total:,}"
             self._console.print(f"  {name} has adapters of {trained:,} parameters, {share}")
         if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._shown)
             self._live.start()
+        else:
+            self._last_line = time.monotonic()
+            Thread(target=self._watch, name="progress", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Print what is going on whenever nothing has been printed for a while."""
+        while not self._is_over.wait(max(0.0, self._last_line + self._patience_seconds - time.monotonic())):
+            if time.monotonic() < self._last_line + self._patience_seconds:
+                continue
+            if activity := str(self._activity):
+                self._print(activity)
+            else:
+                self._last_line = time.monotonic()
+
+    def _print(self, line: str) -> None:
+        self._last_line = time.monotonic()
+        self._console.print(line)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         label = f"{step}/{self._program.experiment.steps}"
         self._rows.append((label, metrics))
         if self._live is not None:
-            self._live.update(self._table())
+            self._live.refresh()
         elif step % self._program.experiment.log_every == 0:
             shown = [f"{title} {metrics[name]:.4g}" for name, title in _COLUMNS.items() if name in metrics]
-            self._console.print(f"step {label}: {', '.join(shown)}")
+            self._print(f"step {label}: {', '.join(shown)}")
 
     def evaluation(self, step: int, score: float) -> None:
         self._score = f"held-out score after step {step}: {score:.3f}"
         if self._live is not None:
-            self._live.update(self._table())
+            self._live.refresh()
         else:
-            self._console.print(self._score)
+            self._print(self._score)
 
     def finish(self, summary: Mapping[str, Any], out: Path | None) -> None:
         self.stop()
@@ -87,12 +114,13 @@ class Progress:
 
     def stop(self) -> None:
         """Gives the terminal back; a second time does nothing."""
+        self._is_over.set()
         if self._live is not None:
             self._live.stop()
 
-    def _table(self) -> Table:
+    def _shown(self) -> Group:
         names = [name for name in _COLUMNS if self._rows and name in self._rows[-1][1]]
-        table = Table("step", *(_COLUMNS[name] for name in names), caption=self._score)
+        table = Table("step", *(_COLUMNS[name] for name in names))
         for label, metrics in self._rows[-_ROWS:]:
             table.add_row(label, *(f"{metrics[name]:.4g}" if name in metrics else "" for name in names))
-        return table
+        return Group(table, *filter(None, [self._score, str(self._activity)]))

@@ -24,6 +24,7 @@ from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
+from realhf.runtime.slow_dtypes import slow_dtypes
 from realhf.runtime.warnings import check_lengths, warnings_of
 
 
@@ -51,7 +52,8 @@ class Trainer:
         if program.eval_graph is not None and experiment.eval_dataset is not None:
             eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
         if self._is_main and not quiet:
-            for what in warnings_of(program, loader, eval_loader):
+            slow = slow_dtypes(program.roles, world.device)
+            for what in [*warnings_of(program, loader, eval_loader), *slow]:
                 print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
         self._eval_batch: Batch | None = None
         if eval_loader is not None:
@@ -62,11 +64,12 @@ class Trainer:
             wires=program.wires,
         )  # fmt: skip
         self._outbox = Outbox()
+        self._activity = world.activity
         common = (program.plan, self._store, self._context)
         self._executor = Executor(world, program.actions, *common, experiment.group_size, self._outbox)
         self._evaluator = Executor(world, program.eval_actions, *common, 1, self._outbox)
         self._recorder = Recorder(out) if self._is_main and out is not None else None
-        self._progress = Progress(program) if self._is_main and not quiet else None
+        self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
         self._journal = Journal(world, self._outbox, self._recorder, self._progress)
         if self._recorder is not None:
             calls = {call.name: program.plan[call.name] for call in program.graph.calls}
@@ -102,9 +105,11 @@ class Trainer:
             self._journal.add(step, record, evaluation, answers=answers, pauses=pauses)
             if exports:
                 self._export(step)
-        self._journal.finish()
-        self._outbox.wait()
-        self._world.control.barrier()  # Every rank's part of the export is written.
+        with self._activity.doing("waits for the other ranks"):
+            with self._activity.waiting(range(self._world.size)):
+                self._journal.finish()
+            self._outbox.wait()
+            self._world.control.barrier()  # Every rank's part of the export is written.
         if not self._is_main:
             return RunResult([], {})
         return RunResult(self._journal.history, self._finish(seconds=time.time() - started))
@@ -112,6 +117,7 @@ class Trainer:
     def _step(self, step: int) -> StepRecord:
         size = self._program.experiment.batch_size
         self._context.step = step
+        self._activity.step = f"step {step}/{self._program.experiment.steps}"
         batch = None
         if self._loader is not None:
             batch = self._loader.batch(first_prompt=(step - 1) * size, num_prompts=size)
@@ -119,6 +125,7 @@ class Trainer:
 
     def _evaluate(self) -> StepRecord:
         """Greedy answers to the held-out prompts, which rank 0 keeps."""
+        self._activity.step = f"evaluation after step {self._context.step}"
         return self._evaluator.run(self._eval_batch)
 
     def _export(self, step: int) -> None:
@@ -134,7 +141,8 @@ class Trainer:
             if self._is_main:
                 beside, pad = files_beside(experiment, name, step=step), self._context.tokenizer.pad_token_id
                 fields = config_fields(self._configs[name], pad_token_id=pad)
-            self._store.export(name, directory, beside=beside, fields=fields)
+            with self._activity.doing(f"export of {name}"):
+                self._store.export(name, directory, beside=beside, fields=fields)
 
     def _finish(self, *, seconds: float) -> dict[str, Any]:
         steps, history, scores = self._program.experiment.steps, self._journal.history, self._journal.scores

@@ -8,6 +8,7 @@ import pytest
 from realhf import DatasetConfig, OptimizerConfig, Role, SamplingConfig, Verifier
 from realhf.dist.group import World
 from realhf.errors import UserError
+from realhf.nn import narrow
 from realhf.plan import ExecutionPlan
 from realhf.runtime.check import compile_program
 from realhf.runtime.trainer import Trainer
@@ -59,6 +60,18 @@ def test_settings_that_the_engine_does_not_have(task, capsys):
     what = "actor.engine is transformers, which does not have kv_cache_gib and work_stealing"
     assert _warnings(capsys, "grpo", task, actor=actor, kv_cache_gib=1.0, work_stealing=False) == [what]
     assert _warnings(capsys, "grpo", task, actor=actor, max_rows=8) == []
+
+
+def test_a_dtype_in_which_the_cpu_is_slow(task, capsys, monkeypatch):
+    """The native engine computes in float32 there; transformers' classes do not."""
+    ours = replace(role(task), dtype="bfloat16")
+    theirs = replace(ours, engine="transformers")
+    monkeypatch.setattr(narrow, "_has_units", lambda dtype: False)
+    (what,) = _warnings(capsys, "sft", task, actor=theirs)
+    assert what.startswith("actor.dtype is bfloat16, for which this CPU has no units")
+    assert _warnings(capsys, "sft", task, actor=ours) == []
+    monkeypatch.setattr(narrow, "_has_units", lambda dtype: True)
+    assert _warnings(capsys, "sft", task, actor=theirs) == []
 
 
 def test_greedy_samples_of_one_prompt(task, capsys):

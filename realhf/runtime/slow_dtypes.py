@@ -1,0 +1,20 @@
+"""Warns of dtypes for which a CPU has no units, where an engine computes in them all the same."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from realhf.engine.protocol import DTYPES
+from realhf.experiment import Role
+from realhf.nn.narrow import lacks_units
+
+
+def slow_dtypes(roles: Mapping[str, Role], device: torch.device) -> Iterator[str]:
+    """Yield a sentence for each role that transformers' classes compute in a dtype that is slow here."""
+    for name, role in roles.items():
+        weight = torch.empty(0, dtype=DTYPES[role.dtype], device=device)
+        if role.engine == "transformers" and lacks_units(weight):
+            yield (
+                f"{name}.dtype is {role.dtype}, for which this CPU has no units: with engine transformers it"
+                " takes many times as long as float32 (the native engine computes in float32 by itself)"
+            )

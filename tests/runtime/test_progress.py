@@ -1,0 +1,135 @@
+"""What a person sees while a long call runs: which one, since when, how far it is."""
+
+import re
+import time
+
+import pytest
+from rich.console import Console
+
+from realhf.dist.activity import Activity
+from realhf.dist.group import World
+from realhf.plan import ExecutionPlan
+from realhf.runtime.check import compile_program
+from realhf.runtime.progress import Progress
+from realhf.runtime.trainer import Trainer
+from tests.runtime.tiny import make_experiment, write_task
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+class _Noting(Activity):
+    """Keeps every line that somebody who looks all the time would see, without the seconds."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def doing(self, what):
+        self.lines.append(f"{self.step}: {what}")
+        return super().doing(what)
+
+    def note(self, text):
+        super().note(text)
+        self.lines.append(re.sub(r", \d+ s", "", str(self)))
+
+
+def _lines(task, **changes):
+    world = World()
+    world.activity = _Noting()
+    experiment = make_experiment("grpo", task, steps=1, **changes)
+    Trainer(compile_program(experiment, None, world_size=1), world, quiet=True).run()
+    return world.activity.lines
+
+
+def test_calls_say_how_far_they_are(task):
+    lines = _lines(task, eval_dataset=None, max_rows=5)
+    generated = [line.split(": ", 2)[2] for line in lines if ": actor_generate: " in line]
+    pattern = re.compile(r"(\d+) of 24 samples of this rank have ended, (\d+) tokens")
+    counts = [tuple(map(int, pattern.fullmatch(line).groups())) for line in generated]
+    assert counts == sorted(counts) and counts[0][0] == 0 and len(counts) > 24 / 5
+    assert counts[-1][1] <= 24 * 7
+    trained = [line for line in lines if ": actor_train: " in line]
+    assert trained == [
+        f"step 1/1: actor_train: mini-batch {i} of 2, {what}" for i in (1, 2)
+        for what in ("micro-batch 1 of 1", "optimizer step")]
+    assert "step 1/1: ref_forward: micro-batch 1 of 1" in lines
+
+
+def test_transformers_engine_says_it_too(task):
+    experiment = make_experiment("grpo", task)
+    actor = type(experiment.actor)(**{**vars(experiment.actor), "engine": "transformers"})
+    lines = _lines(task, actor=actor, eval_dataset=None, max_rows=20)
+    last = "20 of 24 samples of this rank have ended, 4 have 1 tokens of at most 7"
+    assert any(line.endswith(last) for line in lines)
+
+
+def test_an_evaluation_is_named(task):
+    lines = _lines(task)
+    assert any(line.startswith("evaluation after step 0: actor_generate: ") for line in lines[:6])
+
+
+@pytest.fixture
+def program(task):
+    return compile_program(make_experiment("grpo", task), None, world_size=1)
+
+
+def test_plain_lines_come_only_in_long_steps(capsys, program):
+    activity = Activity(step="step 1/3")
+    shown = Progress(program, activity, patience_seconds=0.2)
+    shown.start([], [])
+    head = len(capsys.readouterr().err.splitlines())
+    with activity.doing("actor_generate"):
+        activity.note("3 of 24 samples")
+        for _ in range(5):  # Steps that end in time: there is nothing to add.
+            time.sleep(0.05)
+            shown.step(1, {"timing_s/step": 0.05})
+        quick = capsys.readouterr().err.splitlines()
+        time.sleep(0.7)
+    shown.stop()
+    slow = capsys.readouterr().err.splitlines()
+    time.sleep(0.3)
+    assert head > 0 and [line.partition(":")[0] for line in quick] == ["step 1/3"] * 5
+    assert set(slow) <= {f"step 1/3: actor_generate, {n} s: 3 of 24 samples" for n in (0, 1)}
+    assert 1 <= len(slow) <= 3
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_it_live(tmp_path, program):
+    activity = Activity(step="step 1/3")
+    shown = Progress(program, activity)
+    with (tmp_path / "terminal").open("w+") as terminal:
+        shown._console = Console(file=terminal, force_terminal=True, width=100, highlight=False)
+        shown.start([], [])
+        with activity.doing("reward_forward"):
+            time.sleep(1.5)  # It is drawn anew four times a second.
+        shown.stop()
+        terminal.seek(0)
+        assert "step 1/3: reward_forward, 1 s" in terminal.read()
+
+
+PLACES = {
+    "actor_generate": "d1@1", "reward_forward": "d1@1", "ref_forward": "d1@0", "group_advantages": "d1@1",
+    "actor_train": "d2@0-1",
+}  # fmt: skip
+
+
+def _watched(world, task):
+    """What rank 0 says of itself, while rank 1 generates."""
+    real, world.activity = world.activity, _Noting()
+    try:
+        plan = ExecutionPlan.from_dict({"calls": {name: {"layout": place} for name, place in PLACES.items()}})
+        experiment = make_experiment("grpo", task, steps=1, eval_dataset=None)
+        program = compile_program(experiment, plan, world_size=4)
+        Trainer(program, world, quiet=True).run()
+    finally:
+        noted, world.activity = world.activity, real
+    return noted.lines
+
+
+def test_a_rank_says_for_whom_it_waits(pool, task):
+    lines, *_ = pool.run(_watched, task)
+    assert "step 1/1: waits for actor_generate on 1, for ref_forward" in lines
+    assert lines[-1] == "step 1/1: waits for the other ranks"
