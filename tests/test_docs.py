@@ -157,6 +157,8 @@ def test_commands_for_elsewhere_name_what_exists(workplace, capsys):
 
 ACTORS = ('actor=Role(model="path/to/a-model"', 'actor=Role(model="path/to/a-phi-2"')
 
+PREPARES = "from realhf import prepare_once"
+
 
 @pytest.mark.parametrize("beginning", ACTORS)
 def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, capsys):
@@ -171,7 +173,7 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 def test_every_snippet_of_python_is_tried():
     snippets = [text for language, text in fences(PAGES[0]) if language == "python"]
-    for beginning, text in zip(["# first.py", *ACTORS], snippets, strict=True):
+    for beginning, text in zip(["# first.py", PREPARES, *ACTORS], snippets, strict=True):
         assert text.startswith(beginning)
 
 
@@ -238,5 +240,5 @@ def test_claims_that_do_not_hold_are_made_nowhere():
 
 def test_readme_prepares_files_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(snippet(beginning="from realhf import prepare_once"), names := {})
+    exec(snippet(beginning=PREPARES), names := {})
     assert names["data"].read_text() == '{"prompt": "1+1=", "answer": "2"}\n'
