@@ -29,9 +29,9 @@ from theirs import padded, padded_rows
 from transformers import AutoModelForCausalLM, GenerationConfig
 from workloads import config_of, geometric_lengths, sequences, write_model
 
+from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
-from realhf.engine.work import Generate, SamplingConfig
 from realhf.graph import FunctionCall
 
 DTYPE, PINNED_BYTES = "bfloat16", 1 << 28

@@ -29,10 +29,10 @@ from workloads import config_of, sequences
 
 from realhf import OptimizerConfig
 from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
-from realhf.engine.work import TrainStep
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig

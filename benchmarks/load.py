@@ -31,11 +31,11 @@ from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from realhf.checkpoint.hf import load_weights, save_weights
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.nn.hf import load_weights, save_weights
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec, model_spec
 from realhf.region import region_slices

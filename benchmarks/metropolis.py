@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.planner.space import Space
+from realhf.planner.evaluate import Space
 
 _COLDEST, _HOTTEST = 3000.0, 10.0  # beta, in one over the seconds of the first plan.
 _PENALTY = 10.0  # Of a plan that does not fit, in seconds of the first plan.

@@ -18,18 +18,18 @@ from sides import Desk, Measured, memory_bytes, reward
 from realhf import GRPO, DatasetConfig, OptimizerConfig, Role, SamplingConfig
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import Generate, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.engine.micro_batch import balance
 from realhf.engine.native import NativeEngine
-from realhf.engine.work import Generate, TrainStep
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.runtime.check import Program, compile_program
 from realhf.runtime.executor import StepRecord
+from realhf.runtime.program import Program, compile_program
 from realhf.runtime.trainer import Trainer
 
 GENERATED = ("sequence_ids", "response_mask", "gen_logprobs", "finished")

@@ -24,13 +24,13 @@ from accuracy_task import SIZES, write_experiment
 from harness import Goal, machine, progress, report
 from rich.table import Table
 
-from realhf.cli import load_experiment
+from realhf.cli.main import load_experiment
+from realhf.cli.problem import problem_of
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
 from realhf.planner.make import make_plan
 from realhf.planner.predict import predict, step_seconds
 from realhf.planner.profile import Profile, ProfiledRates
-from realhf.planning import problem_of
 
 NUM_RANKS = 2
 WARM_UP = 2  # Steps of each run that do not count.

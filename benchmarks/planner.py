@@ -30,14 +30,14 @@ from metropolis import metropolis  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from realhf import GRPO, PPO, Expected, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig  # noqa: E402
+from realhf.cli.problem import problem_of  # noqa: E402
 from realhf.cluster import Cluster  # noqa: E402
 from realhf.experiment import Experiment  # noqa: E402
 from realhf.layout import ParallelStrategy  # noqa: E402
 from realhf.planner.candidates import Mesh  # noqa: E402
+from realhf.planner.evaluate import Space  # noqa: E402
 from realhf.planner.make import Planned, make_plan  # noqa: E402
 from realhf.planner.rates import Rates  # noqa: E402
-from realhf.planner.space import Space  # noqa: E402
-from realhf.planning import problem_of  # noqa: E402
 
 GAP = 0.001  # At which the search ends.
 NO_SLOWER = 1 - 1e-6

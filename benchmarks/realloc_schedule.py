@@ -22,8 +22,8 @@ from realhf.cluster import Cluster
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
+from realhf.realloc.links import Wires
 from realhf.realloc.schedule import Schedule, make_schedule
-from realhf.realloc.wires import Wires
 from realhf.region import region_size
 
 OVER_BOUND = 1.05

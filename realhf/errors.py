@@ -1,7 +1,9 @@
 """UserError: what a user caused and can mend; printed without traceback, with exit code 2."""
 
+import contextlib
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 _LIBRARIES = (Path(__file__).parent, *{Path(sysconfig.get_path(name)) for name in (
@@ -22,3 +24,12 @@ def user_line(error: BaseException) -> str | None:
         if not frame.filename.startswith("<") and not any(path.is_relative_to(part) for part in _LIBRARIES):
             return f"{frame.filename}:{frame.lineno}"
     return None
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Turn ValueErrors from inside into UserErrors that begin with the option or file that they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{what}: {error}") from error

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from realhf.calls import Generate, OptimizerConfig
+from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig
-from realhf.engine.work import Generate, OptimizerConfig
 from realhf.graph import DataflowGraph
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
-from realhf.nn.peft import resolved
 from realhf.transformers_config import TransformersConfig
 
 

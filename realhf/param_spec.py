@@ -58,7 +58,7 @@ class ParamSpec:
     trainable: bool = True  # The optimizer changes it.
     limbs: int = 1
     """If more, they are the first dim of `shape`: the values, which files have in float32, are their sum, so
-    that they keep that precision in memory of any dtype (nn/limbs.py)."""
+    that they keep that precision in memory of any dtype (nn/split_float32.py)."""
 
     @property
     def numel(self) -> int:

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from realhf import families
-from realhf.cli import main
+from realhf.cli.main import main
+from tests.cli.test_plan import write_profile
 from tests.cli_tools import REALHF, REPO, Command
 from tests.families import CASES
-from tests.test_plan_command import write_profile
 
 DOCS = REPO / "docs"
 PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realhf.cli import load_experiment
+from realhf.cli.main import load_experiment
 from realhf.experiment import Role
 from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
-from realhf.runtime.check import compile_program
 from realhf.runtime.export import base_name, config_fields, files_beside
+from realhf.runtime.program import compile_program
 from realhf.runtime.progress import Progress
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import GRPO_LAYOUTS, grpo_run, read_jsonl, write_experiment, write_plan

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cli import main
-from realhf.nn.hf import save_weights
+from realhf.checkpoint.hf import save_weights
+from realhf.cli.main import main
 from tests.cli_tools import (
     GRPO_LAYOUTS,
     REALHF,

@@ -9,16 +9,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from realhf.calls import Generate, SamplingConfig
+from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.pipeline import run_pipeline
-from realhf.engine.work import Generate, SamplingConfig
 from realhf.families import FAMILIES
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy, even_split
 from realhf.model_config import ModelConfig
-from realhf.nn.hf import save_weights
 from realhf.param_spec import model_spec
 from realhf.region import region_slices
 from tests.families import CASES, LAYOUTS, MOE_CASES, MOE_LAYOUTS, QUICK, SIZES

@@ -33,10 +33,10 @@ SIDEWAYS |= {("__main__", "cli"), ("launch", "cli"), ("worker", "cli")}
 FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
-    *("realhf.engine.work", "realhf.planning", "realhf.plan_command"),
+    *("realhf.calls", "realhf.cli.problem", "realhf.cli.plan"),
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
-    *("realhf.nn.transformers_class", "realhf.overrides", "realhf.dry_run"),
-    *("realhf.runtime.check", "realhf.runtime.warnings"),
+    *("realhf.engine.hf_factory", "realhf.cli.overrides", "realhf.cli.dry_run"),
+    *("realhf.runtime.program", "realhf.runtime.warnings"),
     *("realhf.prepare", "realhf.runtime.run_directory"),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
@@ -157,7 +157,7 @@ def test_light_modules_do_not_import_torch(package):
 
 def test_command_line_does_not_import_torch_itself():
     for module, tree in modules().items():
-        if within(module, "realhf.cli") or module == "realhf.__main__":
+        if within(module, "realhf.cli.main") or module == "realhf.__main__":
             tops = {name.split(".")[0] for name in imports(tree, functions=False, type_checking=False)}
             assert "torch" not in tops, module
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+from realhf.calls import LogProbs, OptimizerConfig, TrainStep
 from realhf.data.batch import Batch, Packed
-from realhf.engine.work import LogProbs, OptimizerConfig, TrainStep
 from realhf.graph import FunctionCall
 from tests.gpu.models import OUTPUTS, engine_of, generate, tokens, write_model
 from tests.gpu.pretended import pretended_device

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
+from realhf.cli.plan import this_machine
 from realhf.cluster import Cluster
 from realhf.dist.group import World
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
-from realhf.plan_command import this_machine
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, prompts
 from realhf.profiling.machine import measure_cluster, measure_wires

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from realhf.algorithms.on_policy import Rollout, graph_of
 from realhf.algorithms.policy_loss import per_token, rollout_metrics
-from realhf.algorithms.rollout import Rollout, graph_of
-from realhf.engine.work import HostFunction
+from realhf.calls import HostFunction
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from realhf.algorithms.on_policy import SEQUENCE, Rollout, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig, clamped_log_ratio, rollout_metrics
-from realhf.algorithms.rollout import SEQUENCE, Rollout, graph_of
-from realhf.engine.work import HostFunction, OptimizerConfig, TrainStep, Values
+from realhf.calls import HostFunction, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 

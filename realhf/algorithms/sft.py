@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from realhf.algorithms.rollout import Rollout
-from realhf.engine.work import OptimizerConfig, SamplingConfig, TrainStep
+from realhf.algorithms.on_policy import Rollout
+from realhf.calls import OptimizerConfig, SamplingConfig, TrainStep
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.scoring import RewardFunction

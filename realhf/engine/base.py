@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from realhf.calls import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.data.batch import Batch, Packed
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import CallResult, Metrics, Report, Shards, no_report, prefixed
-from realhf.engine.routers import Routers
-from realhf.engine.work import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
+from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.nn.context_parallel import token_range
 from realhf.nn.parameters import ShardedParameters

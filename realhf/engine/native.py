@@ -7,22 +7,22 @@ from typing import Any
 
 import torch
 
+from realhf.calls import Generate, OptimizerConfig, TrainStep
+from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.base import BaseEngine, Outputs, output_batch
-from realhf.engine.cache_limit import CacheLimit
-from realhf.engine.generate import generate
+from realhf.engine.chunked_loss import compute_outputs, loss_by_parts
 from realhf.engine.micro_batch import attention_share, micro_batches
-from realhf.engine.outputs import compute_outputs, loss_by_parts
 from realhf.engine.protocol import DTYPES, Report, Shards
-from realhf.engine.routers import Routers
-from realhf.engine.work import Generate, OptimizerConfig, TrainStep
-from realhf.engine.work_queue import WorkQueue
+from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
+from realhf.inference.cache_limit import CacheLimit
+from realhf.inference.generate import generate
+from realhf.inference.prompt_queue import WorkQueue
 from realhf.layout import Layout, even_split
 from realhf.lora import LoraConfig
-from realhf.nn.hf import load_adapters, load_weights
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
+from realhf.calls import OptimizerConfig
 from realhf.dist.group import Group
-from realhf.engine.work import OptimizerConfig
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.bind import shards_of
 from realhf.region import Region, region_size, shards_of_rows

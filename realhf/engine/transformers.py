@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.calls import Generate, OptimizerConfig
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.base import BaseEngine, Outputs, output_batch
+from realhf.engine.hf_module import TransformersModel
 from realhf.engine.protocol import DTYPES, Report, Shards, no_report, prefixed
-from realhf.engine.room import check_not_empty, check_positions
-from realhf.engine.routers import Routers
-from realhf.engine.sampling import for_vocabulary, sample, uniform
-from realhf.engine.work import Generate, OptimizerConfig
+from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
+from realhf.inference.kv_budget import check_not_empty, check_positions
+from realhf.inference.sampling import for_vocabulary, sample, uniform
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
-from realhf.nn.transformers_model import TransformersModel
 from realhf.param_spec import ModelSpec
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realhf.model_config import ModelConfig
 from realhf.nn import narrow
-from realhf.nn.gradients import collects
+from realhf.nn.grad_accumulation import collects
 from realhf.nn.linear import linear
 
 Activation = Callable[[Tensor], Tensor]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.nn import narrow
-from realhf.nn.gradients import Weight, collects
+from realhf.nn.grad_accumulation import Weight, collects
 
 _ROWS = 32
 """In bfloat16 on CPU torch compiles a product anew, for a millisecond, for every number of rows: without

@@ -17,9 +17,9 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.layout import even_split
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
-from realhf.nn.grouped import grouped_linear
-from realhf.nn.limbs import joined
+from realhf.nn.grouped_linear import grouped_linear
 from realhf.nn.narrow import widened
+from realhf.nn.split_float32 import joined
 
 
 class RouterLosses:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from realhf.dist.parallel import ParallelGroups
-from realhf.nn.gradients import Weight
+from realhf.nn.grad_accumulation import Weight
 from realhf.param_spec import ModelSpec, ParamSpec
 from realhf.realloc.bind import shards_of
 from realhf.region import region_size, region_slices

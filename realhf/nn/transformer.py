@@ -18,16 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
+from realhf.inference.forward_batch import Segment, token_places
+from realhf.inference.kv_cache import KVCache
 from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
-from realhf.nn.kv_cache import KVCache
 from realhf.nn.linear import embedding
 from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.moe import RouterLosses
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
-from realhf.nn.segments import Segment, token_places
 from realhf.nn.vocab_parallel import Head
 from realhf.param_spec import ModelSpec
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from realhf.dist.autograd import copy_to_group
 from realhf.dist.group import Group
 from realhf.nn import narrow
-from realhf.nn.gradients import Weight, collects
+from realhf.nn.grad_accumulation import Weight, collects
 from realhf.nn.linear import linear
 
 _CHUNK_NUMEL = 1 << 24

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.cache_blocks import shared_tokens
 from realhf.graph import FunctionCall
+from realhf.kv_blocks import shared_tokens
 from realhf.layout import ParallelStrategy, even_split
 from realhf.planner.memory import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, Span, wide_bytes
-from realhf.planner.sizes import exchanged, held_params
+from realhf.planner.shard_sizes import exchanged, held_params
 
 _SPANS = 24  # Into which the steps of a generation are cut.
 

@@ -10,13 +10,13 @@ import numpy as np
 from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import Mesh
 from realhf.planner.cost import CallCost
+from realhf.planner.evaluate import Space
+from realhf.planner.memory_check import Proof, prove
 from realhf.planner.problem import Problem
-from realhf.planner.proof import Proof, prove
 from realhf.planner.rates import Rates
 from realhf.planner.refusals import nothing_fits, require_candidates, require_known
 from realhf.planner.search import Found, LocalSearch, Progress, search
 from realhf.planner.simulate import Simulation, simulate
-from realhf.planner.space import Space
 
 _SEARCHING = 0.8  # Of the time limit; the rest is for describing what was found.
 

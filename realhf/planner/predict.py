@@ -9,10 +9,10 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, Options, call_cost
-from realhf.planner.period import periods
+from realhf.planner.evaluate import dependencies
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.space import dependencies
+from realhf.planner.throughput import periods
 from realhf.planner.transfer import Placed, transfer_seconds
 
 _RANK_0 = Layout.parse("d1@0")

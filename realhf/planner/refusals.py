@@ -3,11 +3,11 @@
 import math
 
 from realhf.plan import ExecutionPlan
+from realhf.planner.evaluate import Space
+from realhf.planner.memory_check import require_fit
 from realhf.planner.problem import Problem
-from realhf.planner.proof import require_fit
 from realhf.planner.rates import Rates, wide_bytes
 from realhf.planner.search import leanest
-from realhf.planner.space import Space
 from realhf.units import format_bytes
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.planner.make import Planned
-from realhf.planner.proof import Proof
+from realhf.planner.memory_check import Proof
 from realhf.planner.simulate import Activity
 from realhf.units import format_bytes, format_seconds
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.planner.space import Space
+from realhf.planner.evaluate import Space
 
 _OPEN = -1
 _CHILDREN = 12_000  # Plans that are looked at at once.

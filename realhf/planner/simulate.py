@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.planner.period import first_starts
-from realhf.planner.space import Space
+from realhf.planner.evaluate import Space
+from realhf.planner.throughput import first_starts
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from functools import partial
 
 import torch
 
-from realhf.cache_blocks import block_size, blocks_for, num_blocks
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
-from realhf.engine.block_manager import BlockManager
-from realhf.engine.scheduler import Prompt, Scheduler
+from realhf.inference.block_manager import BlockManager
+from realhf.inference.block_tables import BlockTables
+from realhf.inference.forward_batch import Prefill, next_tokens
+from realhf.inference.scheduler import Prompt, Scheduler
+from realhf.kv_blocks import block_size, blocks_for, num_blocks
 from realhf.layout import even_split
-from realhf.nn.block_tables import BlockTables
-from realhf.nn.segments import Prefill, next_tokens
 from realhf.nn.transformer import Transformer
 from realhf.profiling.memory import device_bytes
 

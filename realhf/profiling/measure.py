@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from realhf.calls import Generate
 from realhf.data.batch import Packed
 from realhf.data.loader import Loader, load_tokenizer
 from realhf.dist.group import World
-from realhf.engine.work import Generate
 from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
@@ -17,7 +17,7 @@ from realhf.planner.profile import SHAPE, ModelTables, Profile, Table, shape_of
 from realhf.profiling.clock import Clock
 from realhf.profiling.machine import describe, measure_cluster, measure_wires
 from realhf.profiling.models import Bench, Model, Sizes
-from realhf.runtime.check import Program
+from realhf.runtime.program import Program
 
 
 def measure(world: World, program: Program) -> Profile:

@@ -15,11 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from realhf.cache_blocks import shared_tokens
-from realhf.data.batch import Batch, Packed
-from realhf.engine.native import NativeEngine
-from realhf.engine.optimizer import ShardedAdamW
-from realhf.engine.work import (
+from realhf.calls import (
     Generate,
     LogProbs,
     OptimizerConfig,
@@ -28,7 +24,11 @@ from realhf.engine.work import (
     Values,
     Work,
 )
+from realhf.data.batch import Batch, Packed
+from realhf.engine.native import NativeEngine
+from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
+from realhf.kv_blocks import shared_tokens
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec

@@ -14,7 +14,7 @@ from realhf.realloc.messages import Message
 from realhf.region import Region, region_size
 
 if TYPE_CHECKING:
-    from realhf.realloc.neighbours import Neighbours
+    from realhf.realloc.host_memory_reads import Neighbours
 
 Shards = Mapping[str, Tensor]
 """Parameter name -> the region of it that this rank holds."""

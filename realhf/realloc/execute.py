@@ -14,10 +14,10 @@ from realhf.dist.group import PeerError, Pending, World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
 from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging, shards_of
+from realhf.realloc.host_memory_reads import Neighbours
+from realhf.realloc.links import Wires
 from realhf.realloc.messages import messages_of
-from realhf.realloc.neighbours import Neighbours
 from realhf.realloc.schedule import STAGING_BYTES, make_schedule
-from realhf.realloc.wires import Wires
 from realhf.region import region_size
 
 _AVERAGED = 1 << 18

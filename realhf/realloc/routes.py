@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from realhf.realloc.balance import Demand, fill, least_seconds, spread
-from realhf.realloc.delivery import ONE, Delivery, Leg, Shares
+from realhf.realloc.links import Wires
+from realhf.realloc.multicast import ONE, Delivery, Leg, Shares
 from realhf.realloc.parcels import Parcel
-from realhf.realloc.wires import Wires
 
 _TEAM, _MAX_LEGS = (4, 32), 600_000
 """Smallest and largest team in which everyone sends to everyone; as large as keeps to so many legs."""

@@ -17,10 +17,10 @@ import numpy as np
 
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec, Placement
-from realhf.realloc.delivery import ONE, Leg
+from realhf.realloc.links import Wires
+from realhf.realloc.multicast import ONE, Leg
 from realhf.realloc.parcels import Cell, Parcel, find_cells, make_parcels
 from realhf.realloc.routes import Routed, Router
-from realhf.realloc.wires import Wires
 from realhf.region import Region
 
 HOP_ROUNDS = 2

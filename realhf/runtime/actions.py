@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from realhf.dist.tags import FIRST_INPUT
+from realhf.engine.hf_factory import class_spec
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
 from realhf.model_config import ModelConfig
-from realhf.nn.transformers_class import class_spec
 from realhf.param_spec import ModelSpec, is_sharded, model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.realloc.schedule import moves_nothing

@@ -10,7 +10,7 @@ from realhf.experiment import Experiment, Role
 from realhf.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from realhf.nn.checkpoint_write import Beside
+    from realhf.checkpoint.write import Beside
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",

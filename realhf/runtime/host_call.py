@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from realhf.calls import HostFunction
 from realhf.data.batch import Batch, Packed
 from realhf.data.json_form import json_form
-from realhf.engine.work import HostFunction
 from realhf.errors import UserError, user_line
 from realhf.graph import FunctionCall
 

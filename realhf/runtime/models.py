@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
+from realhf.calls import OptimizerConfig
+from realhf.checkpoint.hf import adapter_writer
+from realhf.checkpoint.write import Beside, CheckpointWriter
 from realhf.dist.group import PeerError, World
+from realhf.engine.hf_factory import file_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES, Engine
 from realhf.engine.transformers import TransformersEngine
-from realhf.engine.work import OptimizerConfig
 from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.layout import Layout
-from realhf.nn.checkpoint_write import Beside, CheckpointWriter
-from realhf.nn.hf import adapter_writer
-from realhf.nn.transformers_class import file_spec
 from realhf.param_spec import is_sharded
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats, agreed_wires
-from realhf.realloc.wires import Wires
+from realhf.realloc.links import Wires
 from realhf.region import Region, region_size
 from realhf.runtime.actions import (
     Action,

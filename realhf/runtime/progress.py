@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from realhf.dist.activity import Activity
-from realhf.runtime.check import Program
+from realhf.runtime.program import Program
 
 _COLUMNS = {
     "reward/mean": "reward",

@@ -9,19 +9,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from realhf.checkpoint.write import Beside
 from realhf.data.batch import Batch
 from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
 from realhf.dist.group import Outbox, World
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
-from realhf.nn.checkpoint_write import Beside
 from realhf.runtime.actions import dataset_layout
-from realhf.runtime.check import Program
 from realhf.runtime.executor import Executor, HostContext, StepRecord
 from realhf.runtime.export import config_fields, files_beside
 from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
+from realhf.runtime.program import Program
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
 from realhf.runtime.slow_dtypes import slow_dtypes

@@ -4,17 +4,17 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from realhf.calls import Generate
+from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.data.dataset import LOADER_KEYS, column_of
 from realhf.data.tokenized import TokenizedRows
-from realhf.engine.work import Generate
 from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
 from realhf.model_config import ModelConfig
-from realhf.nn.peft import CONFIG_FILE
 from realhf.runtime.actions import spec_of
-from realhf.runtime.check import Program
 from realhf.runtime.export import base_name, hub_name
+from realhf.runtime.program import Program
 from realhf.transformers_config import TransformersConfig
 
 

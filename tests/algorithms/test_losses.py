@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.ppo import ValueLoss
 from realhf.algorithms.sft import CrossEntropy
+from realhf.checkpoint.hf import load_weights
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
-from realhf.engine.outputs import compute_outputs
+from realhf.engine.chunked_loss import compute_outputs
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.nn.hf import load_weights
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import model_spec
 from tests.engine.reference import plain_model

@@ -3,8 +3,8 @@
 import torch
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+from realhf.calls import LogProbs, TrainStep
 from realhf.dist.group import World
-from realhf.engine.work import LogProbs, TrainStep
 from realhf.graph import FunctionCall
 from tests.engine.training import engine_and_minibatches
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
-from realhf.engine.work import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.nn.limbs import split_into
+from realhf.nn.split_float32 import split_into
 from realhf.param_spec import model_spec
 from tests.families import MOE_CASES
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from realhf.calls import OptimizerConfig
 from realhf.engine.native import NativeEngine
-from realhf.engine.work import OptimizerConfig
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig

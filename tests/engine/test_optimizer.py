@@ -9,16 +9,16 @@ import transformers
 from safetensors.torch import load_file
 
 from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import OptimizerConfig, TrainStep
+from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW, learning_rate
-from realhf.engine.work import OptimizerConfig, TrainStep
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.nn.hf import save_weights
 from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import model_spec
 from realhf.region import region_slices

@@ -10,28 +10,28 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
+from realhf.checkpoint.read import check_tensors
+from realhf.checkpoint.write import CheckpointWriter
+from realhf.cli.problem import problem_of
 from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
+from realhf.engine.hf_factory import class_spec, file_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
-from realhf.engine.work import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
 from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
-from realhf.nn.checkpoint import check_tensors
-from realhf.nn.checkpoint_write import CheckpointWriter
-from realhf.nn.transformers_class import class_spec, file_spec
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import find_strategies
-from realhf.planning import problem_of
 from realhf.realloc.execute import Reallocator
-from realhf.runtime.check import compile_program
+from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.transformers_config import TransformersConfig
 from tests.cli_tools import REALHF, Command, read_jsonl, write_experiment, write_plan

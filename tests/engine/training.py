@@ -3,10 +3,10 @@
 import torch
 
 from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import OptimizerConfig, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
-from realhf.engine.work import OptimizerConfig, TrainStep
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from realhf.engine import generate as generation
+from realhf.inference import generate as generation
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from realhf.engine.work import LogProbs
+from realhf.calls import LogProbs
 from realhf.graph import FunctionCall
 from tests.gpu.models import OUTPUTS, engine_of, generate, tokens, write_model
 

@@ -18,7 +18,7 @@ _WITHOUT_TYRO = """
 import sys
 from unittest.mock import MagicMock
 sys.modules["tyro"] = MagicMock()  # Without overrides nobody uses it.
-from realhf.cli import main
+from realhf.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 SAMPLED = ("reward/", "response_length/")

@@ -7,11 +7,11 @@ import torch
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import OptimizerConfig, TrainStep
+from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
-from realhf.engine.work import OptimizerConfig, TrainStep
 from realhf.graph import FunctionCall
 from realhf.lora import LoraConfig
-from realhf.nn.hf import save_weights
 from tests.gpu.models import VARIABLE, engine_of, tokens, write_model
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from realhf.nn import activation, norm
 from realhf.nn.attention import AttentionKind, packed_attention
-from realhf.nn.gradients import Weight
+from realhf.nn.grad_accumulation import Weight
 from realhf.nn.linear import embedding, linear
 from realhf.nn.rope import rotate
 from tests.realloc.test_memory import Storages

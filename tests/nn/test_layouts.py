@@ -5,7 +5,7 @@ import torch
 
 from realhf.layout import Layout
 from realhf.region import region_slices
-from tests.nn.cached import CachedRows
+from tests.inference.cached import CachedRows
 from tests.nn.tiny import SEQ_LENS, build, compare, hf_config, step, tokens
 
 LAYOUTS = [

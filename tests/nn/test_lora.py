@@ -11,14 +11,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from realhf.checkpoint.hf import load_adapters, load_weights, save_adapters, save_weights
+from realhf.checkpoint.peft import resolved
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec, legal_targets
 from realhf.model_config import ModelConfig
-from realhf.nn.hf import load_adapters, load_weights, save_adapters, save_weights
 from realhf.nn.lora import Adapters
-from realhf.nn.peft import resolved
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import model_spec
 from tests.families import CASES, MOE_CASES

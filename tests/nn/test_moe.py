@@ -4,16 +4,16 @@ import pytest
 import torch
 import transformers
 
+from realhf.checkpoint.hf import load_weights
 from realhf.dist.group import World
 from realhf.engine.pipeline import run_pipeline
 from realhf.layout import Layout
 from realhf.nn.context_parallel import token_range
-from realhf.nn.grouped import grouped_linear
-from realhf.nn.hf import load_weights
-from realhf.nn.limbs import split_into
+from realhf.nn.grouped_linear import grouped_linear
 from realhf.nn.moe import RouterLosses
+from realhf.nn.split_float32 import split_into
 from tests.families import MOE_CASES, YARN
-from tests.nn.cached import CachedRows
+from tests.inference.cached import CachedRows
 from tests.nn.tiny import SEQ_LENS, backward_of_both, build
 
 YARN_MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}

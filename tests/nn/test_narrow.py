@@ -5,10 +5,10 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
-from realhf.engine.work import Generate, OptimizerConfig, SamplingConfig
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.lora import LoraConfig

@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 
+from realhf.checkpoint.hf import load_weights
 from realhf.layout import Layout
 from realhf.nn import parameters
 from realhf.nn.attention import AttentionKind, packed_attention
-from realhf.nn.hf import load_weights
-from tests.nn.cached import CachedRows
+from tests.inference.cached import CachedRows
 from tests.nn.tiny import SEQ_LENS, backward_of_both, build, hf_config, tokens
 from tests.realloc.test_memory import Storages
 

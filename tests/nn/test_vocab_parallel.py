@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.dist.group import World
 from realhf.layout import even_split
-from realhf.nn.gradients import Weight
+from realhf.nn.grad_accumulation import Weight
 from realhf.nn.vocab_parallel import Head, head_logprobs
 from tests.realloc.test_memory import Storages
 

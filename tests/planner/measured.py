@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from realhf.calls import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
-from realhf.engine.work import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
 from realhf.planner.problem import ModelRole, Workload

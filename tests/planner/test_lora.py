@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role
+from realhf.cli.problem import problem_of
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import ParallelStrategy
@@ -13,10 +14,9 @@ from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost import Options, call_cost
 from realhf.planner.memory import training_bytes, weights_bytes
+from realhf.planner.memory_check import prove
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.proof import prove
 from realhf.planner.rates import Rates
-from realhf.planning import problem_of
 
 LLAMA = ModelRole(ModelConfig.load("llama-7b"), trainable=True)
 ADAPTED = replace(LLAMA, lora=LoraConfig(rank=16))

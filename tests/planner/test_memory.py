@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.cache_blocks import SHARE_OF_FREE
 from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.kv_blocks import SHARE_OF_FREE
 from realhf.layout import Layout, ParallelStrategy
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
@@ -16,9 +16,9 @@ from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.capacity import available_bytes
 from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
+from realhf.planner.memory_check import prove
 from realhf.planner.problem import ModelRole, Problem, Workload
-from realhf.planner.proof import prove
-from realhf.planner.sizes import num_params
+from realhf.planner.shard_sizes import num_params
 from realhf.realloc.schedule import STAGING_BYTES
 from realhf.region import region_size
 from tests.planner.measured import Case, measure

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
+from realhf.planner.evaluate import Space
 from realhf.planner.rates import Rates
 from realhf.planner.search import search
-from realhf.planner.space import Space
 from tests.planner.problems import random_problem
 
 CHUNK = 50_000

@@ -9,8 +9,8 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.transfer import Placed, transfer_seconds
+from realhf.realloc.links import Wires
 from realhf.realloc.schedule import make_schedule
-from realhf.realloc.wires import Wires
 
 SPEC = model_spec(ModelConfig.load("qwen2.5-7b"))
 

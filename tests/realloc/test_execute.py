@@ -13,7 +13,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, agreed_wires
-from realhf.realloc.wires import Wires
+from realhf.realloc.links import Wires
 from realhf.region import Region
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16

@@ -7,8 +7,8 @@ from realhf.cluster import Cluster, Link
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import MlaConfig, ModelConfig, MoeConfig
 from realhf.param_spec import ModelSpec, model_spec
+from realhf.realloc.links import Wires
 from realhf.realloc.schedule import Schedule, make_schedule
-from realhf.realloc.wires import Wires
 from realhf.region import Region, region_size
 
 MAX_RANKS = 16

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from realhf.calls import OptimizerConfig
 from realhf.data.loader import Loader
 from realhf.dist.tags import RECORD
-from realhf.engine.work import OptimizerConfig
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
@@ -26,9 +26,9 @@ from realhf.runtime.actions import (
     compile_actions,
     home_layouts,
 )
-from realhf.runtime.check import compile_program
 from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.models import ModelStore
+from realhf.runtime.program import compile_program
 from tests.runtime.tiny import make_experiment, write_task
 
 WORLD_SIZE = 6

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from realhf.calls import HostFunction
 from realhf.data.batch import Batch, Packed
-from realhf.engine.work import HostFunction
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.runtime.host_call import call_host_function

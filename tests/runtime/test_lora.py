@@ -13,14 +13,14 @@ import transformers
 from safetensors.torch import load_file
 
 from realhf import LoraConfig
+from realhf.checkpoint.hf import load_weights, save_weights
+from realhf.cli.overrides import override
 from realhf.layout import Layout
-from realhf.nn.hf import load_weights, save_weights
-from realhf.overrides import override
 from realhf.plan import ExecutionPlan
 from realhf.region import region_size
 from realhf.runtime.actions import parameter_specs
-from realhf.runtime.check import compile_program
 from realhf.runtime.models import ModelStore
+from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.warnings import other_bases
 from tests.nn.tiny import build

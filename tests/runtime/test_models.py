@@ -8,9 +8,9 @@ from realhf.data.loader import Loader
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.actions import Reallocate, Run
-from realhf.runtime.check import compile_program
 from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.models import ModelStore
+from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import make_experiment, write_task
 

@@ -7,17 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from realhf.calls import HostFunction, LogProbs
 from realhf.data.loader import Loader
-from realhf.engine.work import HostFunction, LogProbs
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import dataset_layout
-from realhf.runtime.check import compile_program
 from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.offload import OffloadedWeights
+from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import make_experiment, role, write_task
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from realhf.dist.activity import Activity
 from realhf.dist.group import World
 from realhf.plan import ExecutionPlan
-from realhf.runtime.check import compile_program
+from realhf.runtime.program import compile_program
 from realhf.runtime.progress import Progress
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import make_experiment, write_task

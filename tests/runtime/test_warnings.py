@@ -10,7 +10,7 @@ from realhf.dist.group import World
 from realhf.errors import UserError
 from realhf.nn import narrow
 from realhf.plan import ExecutionPlan
-from realhf.runtime.check import compile_program
+from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.warnings import warnings_of
 from tests.runtime.tiny import HF_CONFIG, make_experiment, role, write_task

@@ -1,0 +1,58 @@
+"""Outcome reward model: learns to tell right answers from wrong (Cobbe et al. 2021, arXiv:2110.14168)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from realhf.calls import OptimizerConfig, TrainStep
+from realhf.experiment import Experiment, Role
+from realhf.graph import DataflowGraph, FunctionCall
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from realhf.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy:
+    """-log sigmoid(score) where the label is 1, -log sigmoid(-score) where it is 0; the samples' mean."""
+
+    output: str = "scores"
+    entropy: bool = False
+
+    def row_fault(self, row: Mapping[str, Any]) -> str | None:
+        """Return what is wrong with a row of the dataset, if anything is."""
+        label = row["label"]
+        if isinstance(label, int | float) and 0 <= label <= 1:
+            return None
+        return f"label is {label!r}: it must be a number from 0 (wrong) to 1 (right)"
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        return {"samples": float(len(batch))}
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        score, label = outputs["scores"], outputs["scores"].new_tensor(batch["label"])
+        # log(1 + exp(score)) - label * score, in a form that cannot overflow.
+        loss = (score.clamp(min=0) - label * score + (-score.abs()).exp().log1p()).sum() / totals["samples"]
+        return loss, {"accuracy": ((score > 0) == (label > 0.5)).to(score.dtype).sum() / totals["samples"]}
+
+
+@dataclass
+class Verifier(Experiment):
+    """Trains `reward` on rows of prompt, completion and `label` (1 right, 0 wrong)."""
+
+    reward: Role = field(default_factory=lambda: Role(model="", head="score", optimizer=OptimizerConfig()))
+
+    def roles(self) -> dict[str, Role]:
+        return {"reward": self.reward}
+
+    def graph(self) -> DataflowGraph:
+        keys = ("sequence_ids", "label")
+        work = TrainStep(BinaryCrossEntropy())
+        call = FunctionCall("reward_train", "train_step", keys, role="reward", work=work)
+        return DataflowGraph((call,), keys)

@@ -1,0 +1,120 @@
+"""What a Hugging Face model directory has of a model: its tensors by the parameter table. Free of torch."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, find_tensors
+from realhf.param_spec import ModelSpec, ParamSpec
+from realhf.region import Region
+
+LM_HEAD, SCORE = "lm_head.weight", "score.weight"
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Ends of the names of what older checkpoints hold beside weights."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The files of a model directory, whose names, shapes and dtypes are as they must be."""
+
+    tensors: Mapping[str, StoredTensor]
+    """By name in the parameter table (`InFile.name`), whatever prefix it has in the file."""
+    missing: tuple[str, ...]
+    """Parameters that must be made: score.weight at most, when a critic starts from a language model."""
+    head_copy: StoredTensor | None = None
+    """lm_head.weight of a tied model beside the embedding, which it must equal."""
+    further_layers: tuple[int, ...] = ()
+    """Layers past the config's, for multi-token prediction, which are left alone."""
+
+
+def params_by_tensor(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
+    """Tensor of a checkpoint -> the parameters in it."""
+    found: dict[str, list[ParamSpec]] = {}
+    for param in params:
+        found.setdefault(param.in_file.name, []).append(param)
+    return found
+
+
+def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
+    """Shape in a checkpoint of the tensor with these parameters."""
+    if params[0].limbs > 1:
+        return params[0].shape[1:]
+    rows, *rest = params[0].shape
+    shape = (sum(param.shape[0] for param in params), *rest)
+    return shape[::-1] if params[0].in_file.transposed else shape
+
+
+def box_in_tensor(param: ParamSpec, region: Region) -> Region:
+    """Where a region of a parameter lies in its tensor of a checkpoint."""
+    if param.limbs > 1:
+        return region[1:]
+    (low, high), *rest = region
+    box = ((low + param.in_file.start, high + param.in_file.start), *rest)
+    return box[::-1] if param.in_file.transposed else box
+
+
+def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
+    """Reads the headers. Raises ValueError that names file and tensor where this model cannot be read."""
+    config, shapes = spec.config, {n: tensor_shape(p) for n, p in params_by_tensor(spec.params).items()}
+    if "quantization_config" in config.hf:
+        what = "the checkpoint is quantised: dequantise it, and take quantization_config out"
+        raise ValueError(f"{directory}/config.json says that {what}")
+    tensors: dict[str, StoredTensor] = {}
+    head_copy, further = None, set[int]()
+    prefix = config.describes.names["embedding"].partition(".")[0] + "."
+    for stored_name, tensor in find_tensors(directory).items():
+        # Base models save their weights without the prefix that they have in a model with a head.
+        name = stored_name if stored_name in shapes else prefix + stored_name
+        if name in tensors:
+            raise ValueError(f"{directory} has {name} twice, with and without the prefix {prefix!r}")
+        if name in shapes:
+            check_tensor(tensor, stored_name, shapes[name])
+            tensors[name] = tensor
+        elif stored_name == LM_HEAD and config.tied:
+            head_copy = tensor
+        elif (layer := _further_layer(spec, stored_name, prefix)) is not None:
+            further.add(layer)
+        elif stored_name not in (LM_HEAD, SCORE) and not stored_name.endswith(_BUFFERS):
+            raise ValueError(f"{tensor.path}: a {config.family} model has no parameter {stored_name}")
+    embedding = f"{config.describes.names['embedding']}.weight"
+    if head_copy is not None:
+        check_tensor(head_copy, LM_HEAD, shapes[embedding])
+        if embedding not in tensors:
+            tensors[embedding], head_copy = head_copy, None
+    missing = sorted(shapes.keys() - tensors)
+    if refused := [name for name in missing if name != SCORE]:
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise ValueError(f"{directory}: parameter {refused[0]}{more} is in none of the safetensors files")
+    return Checkpoint(tensors, tuple(missing), head_copy, tuple(sorted(further)))
+
+
+def check_tensors(directory: Path, spec: ModelSpec) -> None:
+    """Reads the headers. Raises ValueError where files are no safetensors files, or tensors with the names of
+    the model's parameters are not what these are."""
+    shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
+    for name, tensor in find_tensors(directory).items():
+        if name in shapes:
+            check_tensor(tensor, name, shapes[name])
+
+
+def check_tensor(tensor: StoredTensor, name: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless the tensor has this shape and a dtype that is read."""
+    where = f"{tensor.path}: tensor {name} has"
+    if name == SCORE and tensor.shape[1:] == shape[1:] and tensor.shape != shape:
+        raise ValueError(f"{where} {tensor.shape[0]} rows: only reward models of num_labels 1 are supported")
+    if tensor.dtype not in STORED_DTYPES:
+        legal = f"supported are {', '.join(STORED_DTYPES)}"
+        raise ValueError(f"{where} dtype {tensor.dtype}: {legal}; dequantise the checkpoint first")
+    if tensor.shape != shape:
+        raise ValueError(f"{where} shape {tensor.shape}; the config says {shape}")
+
+
+def _further_layer(spec: ModelSpec, name: str, prefix: str) -> int | None:
+    """The number of the layer that a tensor belongs to, if it is one of those past the model's."""
+    family = spec.config.describes
+    layers = family.names["attn_norm"].partition("{layer}")[0] if family.more_layers else ""
+    for candidate in (name, prefix + name) if layers else ():
+        number = candidate.removeprefix(layers).partition(".")[0]
+        if candidate.startswith(layers) and number.isdecimal() and int(number) >= spec.config.num_layers:
+            return int(number)
+    return None

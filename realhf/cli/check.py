@@ -1,0 +1,53 @@
+"""`realhf check`: finds what is wrong with an experiment and a plan, without running it. Free of torch."""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from realhf.cli.dry_run import try_out
+from realhf.cli.experiment_file import compile_experiment
+from realhf.cli.problem import problem_of
+from realhf.cluster import Cluster
+from realhf.errors import naming
+from realhf.experiment import Experiment
+from realhf.planner import report
+from realhf.planner.memory_check import require_fit
+from realhf.units import format_bytes
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of `realhf check`."""
+    add = parser.add_argument
+    add("--nproc", type=int, help="ranks to check against; default: as many as the plan uses")
+    add("--cluster", help="cluster file or shipped name: its devices are the ranks")
+    add("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+    """Check and print what was found; return the exit code."""
+    cluster = Cluster.load(options.cluster) if options.cluster is not None else None
+    num_devices = cluster.num_devices if cluster is not None and options.nproc is None else None
+    program, num_ranks = compile_experiment(experiment, options, num_devices)
+    with naming(options.experiment):
+        for what in try_out(program):
+            print(f"realhf: warning: {what}", file=sys.stderr)
+    proof = None
+    if cluster is not None:
+        with naming(f"plan {options.plan}" if options.plan else options.experiment):
+            proof = require_fit(problem_of(experiment, cluster), program.plan)
+    if options.json:
+        homes = {role: str(layout) for role, layout in program.homes.items()}
+        answer = {"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes}
+        print(json.dumps(answer | ({"memory": report.memory(proof)} if proof is not None else {})))
+        return 0
+    print(f"{options.experiment} is sound on {num_ranks} rank{'s' * (num_ranks != 1)}:")
+    for call in program.graph.order:
+        where = program.plan[call.name]
+        columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"
+        print("  ".join(("", columns, *where.options)))
+    if proof is not None:
+        peak = proof.fullest
+        has = f"{format_bytes(peak.num_bytes)} of {format_bytes(proof.available)} available"
+        print(f"it fits: the fullest device, rank {peak.rank}, needs {has} while {peak.call} runs")
+    return 0

@@ -1,0 +1,92 @@
+"""What `realhf check` tries on the data: it tokenises rows and calls reward functions. Free of torch."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from realhf.calls import HostFunction
+from realhf.data.light_tokenizer import LightTokenizer
+from realhf.data.tokenized import TokenizedRows
+from realhf.errors import UserError
+from realhf.graph import DataflowGraph
+from realhf.rewards.scoring import RewardCall, column_key
+from realhf.runtime.program import Program
+from realhf.runtime.warnings import check_lengths, warnings_of
+
+_ROWS = 2000
+"""Rows of a dataset that are tokenised."""
+_SAMPLES = 4
+"""Rows with which a reward function is called."""
+
+
+def try_out(program: Program) -> list[str]:
+    """Return sentences of warning. Raises ValueError about rows and reward functions with which no run can go
+    on."""
+    directory = program.experiment.tokenizer_dir()
+    if not (Path(directory) / "tokenizer.json").is_file():
+        untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
+        return [*warnings_of(program, None, None), untried]
+    tokenizer = LightTokenizer(directory)
+    rows = _rows(program, "dataset", program.graph, tokenizer)
+    eval_rows = None
+    if program.eval_graph is not None:
+        eval_rows = _rows(program, "eval_dataset", program.eval_graph, tokenizer)
+    found = warnings_of(program, rows, eval_rows)
+    called = dict[Any, None]()
+    for graph, some in ((program.graph, rows), (program.eval_graph, eval_rows)):
+        for call in graph.calls if graph is not None else ():
+            reward = call.work.function if isinstance(call.work, HostFunction) else None
+            if isinstance(reward, RewardCall) and some is not None:
+                key = (reward.function, some.config.path)
+                if key not in called:
+                    called[key] = None
+                    _try_reward(reward, some)
+    return found
+
+
+def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTokenizer) -> TokenizedRows:
+    """Tokenise a sample of the rows; all of them where every prompt of the sample is too long."""
+    config = getattr(program.experiment, name)
+    try:
+        try:
+            rows = TokenizedRows(config, keys=graph.inputs, tokenizer=tokenizer, sample=_ROWS)
+        except UserError:
+            rows = TokenizedRows(config, keys=graph.inputs, tokenizer=tokenizer)
+        check_lengths(program.roles, graph, rows)
+    except ValueError as error:
+        raise UserError(f"{name}{str(error).removeprefix('dataset')}") from error
+    return rows
+
+
+def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
+    """Call a reward function with made-up completions: the answers that rows give, else their prompts; and
+    one that is empty."""
+    chosen = _chosen(rows, [column_key(name) for name in reward.columns])
+    samples = [rows.rows[i] for i in chosen]
+    texts = [_made_up(sample) for sample in samples]
+    texts[-1] = "" if len(texts) > 1 else texts[-1]
+    end = [rows.tokenizer.eos_token_id or 0]
+    ids = [rows.tokenizer.encode(text, add_special_tokens=False) + end for text in texts]
+    columns = {name: [sample[column_key(name)] for sample in samples] for name in reward.columns}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
+            reward.scores(range(len(samples)), [sample["prompt"] for sample in samples], texts, ids, columns)
+    except UserError as error:
+        made_up = ", ".join(repr(text[:40]) for text in texts)
+        raise UserError(f"{error}; check called it with the made-up completions {made_up}") from error
+
+
+def _chosen(rows: TokenizedRows, keys: list[str]) -> list[int]:
+    """Return indices of rows that differ: with a null in a column that is read, first, last, in between."""
+    null = [i for i, row in enumerate(rows.rows) if any(row[key] is None for key in keys)][:1]
+    last = len(rows) - 1
+    return list(dict.fromkeys([*null, 0, last // 2, last]))[:_SAMPLES]
+
+
+def _made_up(sample: dict[str, Any]) -> str:
+    for key in ("answer", "ground_truth", "solution"):
+        if isinstance(sample.get(key), str):
+            return sample[key]
+    prompt = sample["prompt"]
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))

@@ -1,0 +1,71 @@
+"""Reads an experiment file, and compiles its experiment for a number of ranks. Free of torch."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import sys
+import traceback
+from argparse import Namespace
+from pathlib import Path
+
+from realhf.cli.job import is_worker
+from realhf.cli.plan import auto_plan, cluster_at_hand, describe
+from realhf.cluster import Cluster
+from realhf.errors import UserError
+from realhf.experiment import Experiment
+from realhf.plan import ExecutionPlan
+from realhf.realloc.links import Wires
+from realhf.runtime.program import Program, compile_program
+
+
+def load_experiment(name: str) -> Experiment:
+    """Execute the user's file, as a module whose name hides no other, and return its `experiment`."""
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"experiment {name!r}: there is no such file")
+    spec = importlib.util.spec_from_file_location(f"realhf_experiment_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"experiment {name}: it must be a Python file, whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(path.parent.resolve()))  # Its neighbours may be imported, but hide no other module.
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+        line = f" line {frames[-1].lineno}" if frames else ""
+        raise UserError(f"experiment {name}{line}: {type(error).__name__}: {error}") from error
+    experiment = getattr(module, "experiment", None)
+    if not isinstance(experiment, Experiment):
+        must = "it must define `experiment`, an Experiment such as realhf.GRPO(...)"
+        raise UserError(f"experiment {name}: {must}")
+    return experiment
+
+
+def compile_experiment(experiment: Experiment, options: Namespace, num_ranks: int | None) -> tuple[Program, int]:
+    """Return the program and its number of ranks.
+
+    The number is `num_ranks`, else what --nproc says, else what the plan uses. Raises UserError.
+    """
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
+    plan, named, profile = None, getattr(options, "cluster", None), getattr(options, "profile", None)
+    cluster = Cluster.load(named) if named is not None else None
+    if options.plan == "auto":
+        cluster = cluster_at_hand(nproc=options.nproc, cluster=named, profile=profile)
+        planned = auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
+        plan, num_ranks = planned.plan, num_ranks or options.nproc or cluster.num_devices
+        if not is_worker():
+            print(f"realhf: {describe(planned)}", file=sys.stderr)
+    elif options.plan is not None:
+        plan = ExecutionPlan.load(options.plan)
+    num_ranks = num_ranks or options.nproc or (plan.num_ranks if plan else 1)
+    try:
+        program = compile_program(experiment, plan, world_size=num_ranks)
+        if cluster is not None and (origin := named or profile) is not None:
+            program = dataclasses.replace(program, wires=Wires.of_cluster(cluster, origin=f"{origin}'s"))
+        return program, num_ranks
+    except ValueError as error:
+        about_plan = options.plan is not None and str(error).startswith("calls.")
+        raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error

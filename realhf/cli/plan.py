@@ -1,0 +1,240 @@
+"""`realhf plan`, and the planning that `realhf run --plan auto` does. Free of torch."""
+
+import json
+import os
+import re
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+
+from realhf.cli.problem import problem_of
+from realhf.cluster import Cluster, host_memory_bytes
+from realhf.errors import UserError
+from realhf.experiment import Experiment
+from realhf.layout import Layout
+from realhf.planner import report
+from realhf.planner.make import Planned, make_plan
+from realhf.planner.profile import Profile, ProfiledRates
+from realhf.planner.rates import Rates
+from realhf.planner.search import Progress
+from realhf.units import format_seconds
+
+_GAP = 0.01  # The search ends when the plan is so near the lower bound,
+_TIME_LIMIT = 60.0  # or after so many seconds.
+_AUTO_ROUNDS = 100  # --plan auto has rounds in place of seconds: its search must end alike on every rank.
+_REPORT_SECONDS = 5.0
+"""Between two lines about the search, where standard error is not a terminal."""
+
+
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--cluster", help="cluster file or shipped name such as h100-8x8; default: this machine")
+    add("--profile", help="what `realhf profile` measured; its machine is the default cluster")
+    add("-o", "--output", metavar="PLAN.yaml", help="where to write the plan")
+    text = f"seconds that the search may take; default: {_TIME_LIMIT:g}"
+    add("--time-limit", type=float, default=_TIME_LIMIT, metavar="S", help=text)
+    text = "search until the plan is within this share of the lower bound over the plans enumerated"
+    add("--gap", type=float, default=_GAP, help=f"{text}; default: {_GAP:g}")
+    text = "fix the layout of a call, such as actor_train=d8t8@0-63; may be repeated"
+    add("--pin", action="append", default=[], metavar="CALL=LAYOUT", help=text)
+    text = "calls that share one layout, separated by commas; may be repeated"
+    add("--together", action="append", default=[], metavar="CALLS", help=text)
+    add("--devices", type=int, metavar="N", help="plan for the first N devices only, such as after a failure")
+    add("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+    """Print the plan and write it where asked; return the exit code."""
+    profile = None if options.profile is None else Profile.load(options.profile)
+    cluster = _cluster(options, profile)
+    rates = _rates(cluster, profile, options.profile)
+    if not options.time_limit > 0:
+        raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
+    if not 0 <= options.gap < 1:
+        raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
+    if options.output and not Path(options.output).parent.is_dir():
+        raise UserError(f"--output {options.output}: there is no directory {Path(options.output).parent}")
+    if options.output and Path(options.output).is_dir():
+        raise UserError(f"--output {options.output} is a directory: name the file to write")
+    with _reporting(options.experiment), _watched() as progress:
+        problem = problem_of(
+            experiment, cluster, pins=_pins(options.pin),
+            together=[group.split(",") for group in options.together],
+        )  # fmt: skip
+        planned = make_plan(
+            problem, rates, time_limit=options.time_limit, gap=options.gap, progress=progress
+        )
+    if options.output:
+        planned.plan.save(Path(options.output))
+    if options.json:
+        print(json.dumps(report.document(planned)))
+        return 0
+    console = Console()
+    console.print(report.render(planned, columns=console.width), soft_wrap=True)
+    if options.output:
+        console.print(f"\nwritten to {options.output}", highlight=False)
+    return 0
+
+
+def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> Planned:
+    """Make a plan for the machines that this runs on; every rank that asks gets the same."""
+    rates = _rates(cluster, None if profile is None else Profile.load(profile), profile)
+    with _reporting(name):
+        problem = problem_of(experiment, cluster)
+        is_worker = "TORCHELASTIC_RUN_ID" in os.environ
+        with nullcontext() if is_worker else _watched() as progress:
+            return make_plan(
+                problem, rates, time_limit=float("inf"), gap=_GAP, max_rounds=_AUTO_ROUNDS, progress=progress
+            )
+
+
+def describe(planned: Planned) -> str:
+    """Say in a line what `--plan auto` found."""
+    step, took = format_seconds(planned.found.step_seconds), format_seconds(planned.search_seconds)
+    near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
+    return f"planned in {took}: {step} per step predicted, {near}"
+
+
+def _rates(cluster: Cluster, profile: Profile | None, name: str | None) -> Rates:
+    if profile is None:
+        return Rates(cluster)
+    if (measured := profile.cluster.device_type) != cluster.device_type:
+        what = f"it was measured on {measured} devices, the cluster has {cluster.device_type} devices"
+        raise UserError(f"--profile {name}: {what}")
+    return ProfiledRates(profile, cluster)
+
+
+def cluster_at_hand(*, nproc: int | None, cluster: str | None, profile: str | None) -> Cluster:
+    """Return what `--plan auto` plans for: the cluster that is named, else torchrun's hosts or this one, as
+    the profile measured them or as a shipped description has them."""
+    if cluster is not None:
+        return Cluster.load(cluster)
+    num_hosts = 1
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nproc = int(os.environ["LOCAL_WORLD_SIZE"])
+        num_hosts = int(os.environ["WORLD_SIZE"]) // nproc
+    if profile is None:
+        return replace(this_machine(nproc), num_hosts=num_hosts)
+    return _as_measured(Profile.load(profile).cluster, profile, num_hosts=num_hosts, nproc=nproc)
+
+
+def _as_measured(measured: Cluster, name: str, *, num_hosts: int, nproc: int | None) -> Cluster:
+    """Return these hosts with the figures of a profile; refuse one that lacks a link which they need."""
+    per_host = nproc or measured.devices_per_host
+    here = "cuda" if _gpus() else "cpu"
+    if measured.device_type != here:
+        what = f"it was measured on {measured.device_type} devices, this machine has {here} devices"
+        raise UserError(f"--profile {name}: {what}")
+    mend = "or name a cluster file that says how fast it is (--cluster)"
+    if num_hosts > 1 and measured.inter_host is None:
+        why = f"measured on one host, it knows no link between the {num_hosts} hosts of this run"
+        raise UserError(f"--profile {name}: {why}: measure under torchrun on several, {mend}")
+    if per_host > 1 and measured.devices_per_host == 1:
+        why = f"measured with one worker per host, it knows no link between the {per_host} workers of a host"
+        raise UserError(f"--profile {name}: {why}: measure with --nproc {per_host}, {mend}")
+    memory = measured.device_memory_bytes if here == "cuda" else measured.host_memory_bytes / per_host
+    return replace(measured, num_hosts=num_hosts, devices_per_host=per_host, device_memory_bytes=memory)
+
+
+def _gpus() -> list[str]:
+    """Return what the driver says of each GPU of this host."""
+    return [p.read_text() for p in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+
+
+def this_machine(num_devices: int | None = None) -> Cluster:
+    """Return this host as a cluster: its GPUs, where a shipped description knows them, else processes on its
+    CPU."""
+    found = _gpus()
+    if not found:
+        number, memory = num_devices or os.cpu_count() or 1, host_memory_bytes()
+        cluster = Cluster.load("cpu-laptop")
+        return replace(
+            cluster, devices_per_host=number, device_memory_bytes=memory / number, host_memory_bytes=memory,
+            # What is in host memory is in the same memory: to offload saves nothing.
+            host_memory=None,
+        )  # fmt: skip
+    model = re.search(r"Model:\s*(.*)", found[0])
+    for name in ("H200", "H100", "A100"):
+        if model is not None and name in model[1]:
+            of_one_host = replace(Cluster.load(f"{name.lower()}-8x8"), num_hosts=1)
+            return replace(of_one_host, devices_per_host=num_devices or len(found))
+    shown = model[1] if model else "unknown"
+    raise UserError(f"this machine has GPUs of model {shown!r}, which no shipped cluster file describes: "
+                    "write one as in plans/clusters and give --cluster")  # fmt: skip
+
+
+@contextmanager
+def _reporting(experiment: str) -> Iterator[None]:
+    """ValueErrors are about the experiment, or an option that they name."""
+    try:
+        yield
+    except ValueError as error:
+        about_option = str(error).startswith("--")
+        raise UserError(str(error) if about_option else f"{experiment}: {error}") from error
+
+
+@contextmanager
+def _watched() -> Iterator[Progress]:
+    """Show on standard error how far the search is: on a terminal always, else in a line now and then."""
+    if not sys.stderr.isatty():
+        last = time.monotonic()
+
+        def tell(best: float, bound: float, seconds: float) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _REPORT_SECONDS:
+                last = time.monotonic()
+                print(f"realhf: {_state(best, bound, seconds)}", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    status = Status("searching", console=Console(stderr=True))
+    with status:
+        yield lambda best, bound, seconds: status.update(_state(best, bound, seconds))
+
+
+def _state(best: float, bound: float, seconds: float) -> str:
+    gap = f"gap {1 - bound / best:.1%}"
+    proven = f"best {format_seconds(best)} per step, lower bound {format_seconds(bound)}, {gap}"
+    return f"searching for {seconds:.0f} s: {proven}"
+
+
+def _pins(texts: Sequence[str]) -> dict[str, Layout]:
+    pins: dict[str, Layout] = {}
+    for call, layout in map(_pin, texts):
+        if call in pins:
+            raise ValueError(f"--pin {call} is given twice: {pins[call]} and {layout}")
+        pins[call] = layout
+    return pins
+
+
+def _pin(text: str) -> tuple[str, Layout]:
+    call, equals, layout = text.partition("=")
+    if not equals:
+        raise ValueError(f"--pin {text}: write CALL=LAYOUT, such as actor_train=d8t8@0-63")
+    try:
+        return call, Layout.parse(layout)
+    except ValueError as error:
+        raise ValueError(f"--pin {text}: {error}") from error
+
+
+def _cluster(options: Namespace, profile: Profile | None) -> Cluster:
+    if options.cluster:
+        cluster = Cluster.load(options.cluster)
+    else:
+        cluster = this_machine() if profile is None else profile.cluster
+    if (number := options.devices) is None:
+        return cluster
+    per_host = cluster.devices_per_host
+    if not 1 <= number <= cluster.num_devices or (number > per_host and number % per_host):
+        legal = f"1 to {per_host}, or whole hosts of {per_host} up to {cluster.num_devices}"
+        raise UserError(f"--devices {number}: legal are {legal}")
+    if number <= per_host:
+        return replace(cluster, num_hosts=1, devices_per_host=number)
+    return replace(cluster, num_hosts=number // per_host)

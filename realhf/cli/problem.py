@@ -1,0 +1,124 @@
+"""From an Experiment to what the planner wants to know of it. Free of torch."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from realhf.calls import Generate, HostFunction, Scores, TrainStep, Values
+from realhf.cluster import Cluster
+from realhf.data.dataset import load_rows
+from realhf.experiment import Experiment, Role
+from realhf.graph import FunctionCall
+from realhf.layout import Layout
+from realhf.lora import adapter_spec
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.transformers_config import TransformersConfig
+
+_ROWS = 1000  # Of the dataset that are measured.
+
+
+def problem_of(
+    experiment: Experiment, cluster: Cluster,
+    *, pins: Mapping[str, Layout] | None = None, together: Sequence[Sequence[str]] = (),
+) -> Problem:  # fmt: skip
+    """The planning problem of an experiment; neither weights nor a tokenizer are needed where `expected` says
+    how long prompts are. Raises ValueErrors that name the field."""
+    roles = {name: _model_role(name, role) for name, role in experiment.roles().items()}
+    graph = experiment.graph()
+    if not any(call.role for call in graph.calls):
+        raise ValueError("the graph has no calls on models: there is nothing to plan")
+    if unknown := [call for call in graph.calls if call.role is not None and call.role not in roles]:
+        raise ValueError(
+            f"call {unknown[0].name!r} is for role {unknown[0].role!r}: there are {', '.join(roles)}"
+        )
+    if unused := [name for name in roles if not graph.of_role(name)]:
+        raise ValueError(f"role {unused[0]!r} has no call in the graph")
+    generating = [call.work for call in graph.calls if isinstance(call.work, Generate)]
+    limit = generating[0].sampling.max_new_tokens if generating else 0
+    prompt, response = _lengths(experiment, limit)
+    longest = limit or round(response)
+    lengths = {"prompt_tokens": prompt, "response_tokens": response, "max_new_tokens": longest}
+    workloads = {call.name: _workload(experiment, call, lengths) for call in graph.calls}
+    return Problem(graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)))
+
+
+def _model_role(name: str, role: Role) -> ModelRole:
+    config = role.config()
+    if isinstance(config, TransformersConfig) and config.unplannable:
+        why = f"cannot be planned: {config.unplannable}; write the plan by hand"
+        raise ValueError(f"{name}.model {role.model} {why}")
+    try:
+        if (lora := role.resolved_lora()) is not None:
+            adapter_spec(config, lora)
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from error
+    frozen = role.follows is None and (role.optimizer is None or lora is not None)
+    source = role.weights_source if frozen else None
+    return ModelRole(config, role.dtype, role.optimizer is not None, role.follows, lora, source)
+
+
+def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:
+    work, samples = call.work, experiment.batch_size * experiment.group_size
+    common = {**lengths, "samples_per_prompt": experiment.group_size}
+    if isinstance(work, HostFunction):
+        return Workload(samples, **common, seconds=experiment.expected.host_seconds)
+    if isinstance(work, Generate):
+        return Workload(
+            samples, **common, max_rows=work.max_rows, kv_cache_gib=work.kv_cache_gib,
+            prefill_tokens=work.prefill_tokens,
+        )  # fmt: skip
+    if isinstance(work, TrainStep):
+        return Workload(
+            samples, **common, minibatches=work.minibatches, epochs=work.epochs, output=work.loss.output,
+            entropy=work.loss.entropy,
+        )  # fmt: skip
+    outputs = {Values: "values", Scores: "scores"}
+    return Workload(samples, **common, output=outputs.get(type(work), "logprobs"))
+
+
+def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:
+    """Mean tokens of prompts and responses: as expected, else measured; responses up to the limit."""
+    expected = experiment.expected
+    for name in ("prompt_tokens", "response_tokens"):
+        if (value := getattr(expected, name)) is not None and value < 1:
+            raise ValueError(f"expected.{name} is {value}: it must be at least 1")
+    prompt, response = expected.prompt_tokens, expected.response_tokens
+    if response is not None and limit and response > limit:
+        raise ValueError(f"expected.response_tokens is {response}: sampling.max_new_tokens allows {limit}")
+    if response is None and limit:
+        response = limit
+    if prompt is not None and response is not None:
+        return float(prompt), float(response)
+    measured = _measured(experiment, limit)
+    return float(prompt or measured[0]), float(response or measured[1])
+
+
+def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
+    """Mean tokens of the dataset's prompts and completions, in its tokenizer, chat templates left out."""
+    from tokenizers import Tokenizer
+
+    unknown = [f"expected.{name}" for name in ("prompt_tokens", "response_tokens")
+               if getattr(experiment.expected, name) is None and (name == "prompt_tokens" or not limit)]
+    options = " ".join(f"--{name.replace('_', '-')} N" for name in unknown)
+    hint = f"set {' and '.join(unknown)} ({options}) to plan without data and tokenizer"
+    try:
+        rows = load_rows(experiment.dataset, ("prompt_ids",))[:_ROWS]
+    except ValueError as error:
+        raise ValueError(f"{error}; {hint}") from error
+    path = Path(experiment.tokenizer_dir()) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"tokenizer {experiment.tokenizer_dir()!r} has no tokenizer.json; {hint}")
+    tokenizer = Tokenizer.from_file(str(path))
+    keys = (experiment.dataset.prompt_key, experiment.dataset.completion_key)
+    texts = [[_text(row[key]) for row in rows if key in row] for key in keys]
+    if not texts[0]:
+        raise ValueError(f"dataset {experiment.dataset.path} has no column {keys[0]!r}")
+    prompt, completion = (
+        statistics.fmean(len(tokenizer.encode(text).ids) for text in column or [""]) for column in texts
+    )
+    return max(1.0, prompt), completion + 1  # It ends in a token of its own.
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)

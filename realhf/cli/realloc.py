@@ -1,0 +1,69 @@
+"""`realhf realloc`: explains one reallocation, without weights or GPUs. Free of torch."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from realhf.cluster import Cluster
+from realhf.errors import UserError, naming
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from realhf.planner.problem import ITEMSIZE
+from realhf.realloc import explain
+from realhf.realloc.links import Wires
+from realhf.realloc.schedule import make_schedule
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of `realhf realloc`."""
+    add = parser.add_argument
+    add("--model", required=True, help="config.json, model directory or shipped name")
+    add("--src", required=True, metavar="LAYOUT", help="where the parameters are, such as d2t4@0-7")
+    add("--dst", required=True, metavar="LAYOUT", help="where they are to go")
+    add("--cluster", help="cluster file or shipped name; default: one host with NVLink between all ranks")
+    add("--dtype", choices=ITEMSIZE, help="of what travels; default: the config's, else bfloat16")
+    add("--json", action="store_true", help="print one JSON document")
+    add("--transfers", action="store_true", help="with --json: every transfer, and who holds what")
+
+
+
+def run(options: Namespace, unknown: Sequence[str]) -> int:
+    """Print the explanation; return the exit code."""
+    if unknown:
+        legal = ", ".join(f"--{name.replace('_', '-')}" for name in vars(options) if name != "command")
+        raise UserError(f"realhf realloc has no option {unknown[0]}: legal are {legal}")
+    if options.transfers and not options.json:
+        raise UserError("--transfers needs --json: the list is for programs")
+    with naming("--model"):
+        config = ModelConfig.load(options.model)
+        dtype = options.dtype or config.hf.get("dtype") or config.hf.get("torch_dtype") or "bfloat16"
+        if dtype not in ITEMSIZE:
+            raise ValueError(f"{options.model} has dtype {dtype!r}: legal are {', '.join(ITEMSIZE)}")
+    with naming("--cluster"):
+        cluster = Cluster.load(options.cluster) if options.cluster else None
+    source, target = (_layout(options, name, config, cluster) for name in ("src", "dst"))
+    schedule = make_schedule(
+        model_spec(config).without_limbs(), source=source, target=target, itemsize=ITEMSIZE[dtype],
+        wires=Wires.of_cluster(cluster) if cluster else None,
+    )  # fmt: skip
+    if options.json:
+        transfers = options.transfers
+        print(json.dumps(explain.document(schedule, source=source, target=target, transfers=transfers)))
+    else:
+        title = f"{options.model} in {dtype}"
+        Console().print(explain.table(schedule, source=source, target=target, title=title))
+    return 0
+
+
+def _layout(options: Namespace, name: str, config: ModelConfig, cluster: Cluster | None) -> Layout:
+    """Return the layout that an option names, if model and cluster allow it."""
+    with naming(f"--{name} {getattr(options, name)}"):
+        layout = Layout.parse(getattr(options, name))
+        config.check_layout(layout)
+        if cluster is not None and max(layout.ranks) >= cluster.num_devices:
+            devices = f"which has {cluster.num_devices} devices"
+            raise ValueError(f"rank {max(layout.ranks)} is not in cluster {options.cluster}, {devices}")
+    return layout

@@ -1,0 +1,47 @@
+"""`realhf run`: trains on local workers, or as one worker under torchrun. Free of torch."""
+
+import importlib
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from realhf.cli.experiment_file import compile_experiment
+from realhf.cli.job import Job, is_worker
+from realhf.errors import UserError
+from realhf.experiment import Experiment
+from realhf.runtime.run_directory import check_run_directory, new_run_directory
+
+_MAX_TIMEOUT_SECONDS = 1e6
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of `realhf run`."""
+    add = parser.add_argument
+    add("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
+    add("--out", help="run directory; default: a new one below runs/")
+    add("--profile", help="with --plan auto: what `realhf profile` measured on this machine")
+    text = "cluster file or shipped name: what --plan auto plans for, and the links of reallocations"
+    add("--cluster", help=text)
+    text = "seconds without a sign of life from a worker after which the run ends; default: 600"
+    add("--timeout", type=float, default=600.0, metavar="S", help=text)
+
+
+def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
+    """Train; return the exit code."""
+    in_worker = is_worker()
+    if in_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
+        why = "under torchrun the number of workers comes from torchrun, leave it out"
+        raise UserError(f"--nproc {options.nproc}: {why}")
+    program, num_ranks = compile_experiment(experiment, options, int(os.environ["WORLD_SIZE"]) if in_worker else None)
+    if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
+        legal = f"it must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds"
+        raise UserError(f"--timeout {options.timeout:g}: {legal}")
+    name, out = Path(options.experiment).stem, None if options.out is None else Path(options.out)
+    if out is not None and (not in_worker or os.environ["RANK"] == "0"):
+        check_run_directory(out)
+    if in_worker or num_ranks == 1:
+        job = Job(program, name, out, options.timeout, options.traceback)
+        return importlib.import_module("realhf.cli.worker").work(job)
+    launch = importlib.import_module("realhf.cli.launch").launch
+    return launch([*argv, "--out", str(out or new_run_directory(name))], num_ranks)

@@ -1,0 +1,177 @@
+"""One worker: the only process of a run, or one of torchrun's."""
+
+import ctypes
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from realhf.cli.job import Job
+from realhf.dist.failures import FailureBoard, write_error_file
+from realhf.dist.group import PeerError, World, open_store
+from realhf.dist.heartbeat import Heartbeat
+from realhf.errors import UserError
+from realhf.profiling.measure import measure
+from realhf.runtime.run_directory import RunDirectory, new_run_directory
+from realhf.runtime.trainer import Trainer
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_GRACE_SECONDS = 3.0  # A worker that lost a peer waits so long, so that the peer's own sentence comes first.
+_START_SECONDS = 120.0  # At least, for slow imports and data that some ranks read before others.
+_REPORT_SECONDS = 10.0  # For a connection to the store, when there is a failure to report.
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the run's processes this one is."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    ranks_per_host: int = 1
+    host: int = 0
+
+    @classmethod
+    def from_environment(cls) -> "Place":
+        """Read torchrun's variables; without them this is the only process."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return cls()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        return cls(*(int(os.environ[name]) for name in names))
+
+    def connect(self, timeout_seconds: float) -> FailureBoard:
+        """Return the run's failure board, through a connection of its own."""
+        store = open_store(rank=self.rank, size=self.size, timeout_seconds=timeout_seconds)
+        return FailureBoard(store, rank=self.rank, size=self.size, host=self.host)
+
+
+def work(job: Job) -> int:
+    """Train; return the exit code."""
+    return _serve(_train, job)
+
+
+def profile(job: Job) -> int:
+    """Measure the machine; return the exit code."""
+    return _serve(_measure, job)
+
+
+def report(sentence: str, *, code: int, text: str | None = None, names_rank: bool = False) -> None:
+    """Tell all ranks why this one stops, and see that the user reads it once.
+
+    See FailureBoard.report. Without a connection to the other ranks the sentence is printed here.
+    """
+    write_error_file(sentence)
+    if "MASTER_ADDR" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(RuntimeError, OSError, KeyError):
+            board = Place.from_environment().connect(_REPORT_SECONDS)
+            board.report(sentence, code=code, text=text, names_rank=names_rank)
+            return
+    print(text or f"realhf: {sentence}", file=sys.stderr, flush=True)
+
+
+def _train(job: Job, world: World) -> None:
+    plans = world.control.all_gather_json(job.program.plan.to_dict())
+    if different := [rank for rank, plan in enumerate(plans) if plan != plans[0]]:
+        hint = "write one with `realhf plan -o plan.yaml` and give it to all by --plan"
+        raise UserError(f"ranks 0 and {different[0]} have different plans: {hint}")
+    directory = None
+    if world.rank == 0:
+        directory = RunDirectory(job.out or new_run_directory(job.name))
+    out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
+    Trainer(job.program, world, out=out).run()
+
+
+def _measure(job: Job, world: World) -> None:
+    measured = measure(world, job.program)
+    if world.rank == 0 and job.out is not None:
+        measured.save(job.out)
+        print(f"realhf: wrote {job.out}", file=sys.stderr)
+
+
+def _serve(task: Callable[[Job, World], None], job: Job) -> int:
+    """Do the task; the exit code is 2 for what the user can mend, 1 for anything else that went wrong."""
+    place = Place.from_environment()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    _keep_freed_memory()
+    board = heartbeat = None
+    try:
+        store = None
+        if place.size > 1:
+            store = _open_store(place, job.timeout_seconds)
+            board = FailureBoard(store, rank=place.rank, size=place.size, host=place.host)
+            board.roll_call(max(job.timeout_seconds, _START_SECONDS))
+        world = World.from_torchrun(
+            rank=place.rank, size=place.size, local_rank=place.local_rank,
+            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, store=store,
+            watched=board is not None,
+        )  # fmt: skip
+        if board is not None:
+            heartbeat = _start_heartbeat(place, world, job.timeout_seconds)
+        task(job, world)
+    except UserError as error:
+        text = f"{traceback.format_exc()}realhf: {error}" if job.traceback else None
+        report(str(error), code=2, text=text)
+        code = 2
+    except PeerError as error:
+        code = _follow(error, place, board)
+    except KeyboardInterrupt:
+        if place.size > 1:  # The launcher says so.
+            os._exit(1)
+        raise
+    except Exception as error:
+        sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"
+        report(sentence, code=1, text=traceback.format_exc(), names_rank=True)
+        code = 1
+    else:
+        if heartbeat is not None:
+            heartbeat.stop()
+        return 0
+    if place.size > 1:  # Leave at once, without destructors: they would wait for peers, which wait for this.
+        os._exit(code)
+    return code
+
+
+def _open_store(place: Place, timeout_seconds: float) -> torch.distributed.Store:
+    try:
+        return open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
+    except RuntimeError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).partition("\n")[0]
+        raise PeerError(f"there is no connection to the first host's store at {where} ({reason})") from error
+
+
+def _start_heartbeat(place: Place, world: World, timeout_seconds: float) -> Heartbeat:
+    """Start it on connections of its own, as the main thread may wait on its connection."""
+    store = open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
+    heartbeat = Heartbeat(
+        store, place.connect(timeout_seconds), world.activity,
+        rank=place.rank, size=place.size, timeout_seconds=timeout_seconds,
+    )  # fmt: skip
+    heartbeat.start()
+    return heartbeat
+
+
+def _follow(error: PeerError, place: Place, board: FailureBoard | None) -> int:
+    """Stop because of a peer; the exit code. The user reads the peer's own reason, where it gave one."""
+    time.sleep(_GRACE_SECONDS)
+    code = None
+    if board is not None:
+        with suppress(RuntimeError):
+            code = board.repeat()
+    if code is not None:
+        return code
+    report(f"rank {place.rank} stops: {error}", code=1, names_rank=True)
+    return 1
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep freed blocks for the next tensors: to write on fresh pages takes ten times as long."""
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            mallopt(option, 2**31 - 1)

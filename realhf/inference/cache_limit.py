@@ -1,0 +1,91 @@
+"""CacheLimit: how much memory the KV caches of one layout take where the user does not say."""
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from realhf.dist.parallel import ParallelGroups
+from realhf.kv_blocks import SHARE_OF_FREE
+
+_GIB = 1 << 30
+_MEMINFO = Path("/proc/meminfo")
+_MINE = Path("/proc/self/cgroup")
+_CGROUP = Path("/sys/fs/cgroup")
+_NEW_FILES = ("memory.max", "memory.current")
+_OLD_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+class CacheLimit:
+    """A share of what is free on the rank that has least, agreed by all ranks of a layout when they first
+    generate, and kept: so all rows of a run go by the same limit."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._groups = groups
+        self._num_bytes: int | None = None
+        self._has_said = False
+
+    def num_bytes(self) -> int:
+        """Return the limit of each rank. All ranks of the layout call this."""
+        if self._num_bytes is None:
+            ranks, world = self._groups.layout.ranks, self._groups.world
+            neighbours = world.neighbours(world.rank)
+            free = free_bytes(world.device, num_users=sum(rank in neighbours for rank in ranks))
+            mine = int(SHARE_OF_FREE * free)
+            control = world.group(ranks, purpose="control")
+            self._num_bytes = min(control.all_gather_json(mine))
+        return self._num_bytes
+
+    def say(self, call: str, *, taken: int, needed: int) -> None:
+        """Print, once and on one rank, that rows will wait for memory."""
+        if taken < needed and not self._has_said and self._groups.rank == self._groups.layout.ranks[0]:
+            self._has_said = True
+            share = f"{SHARE_OF_FREE:.0%} of what is free"
+            takes = f"each rank takes {taken / _GIB:.3g} GiB, {share}, for its KV cache"
+            needs = f"{needed / _GIB:.3g} GiB would hold all rows, so that some may wait (see kv_cache_gib)"
+            print(f"realhf: {call}: {takes}; {needs}", file=sys.stderr, flush=True)
+
+
+def free_bytes(device: torch.device, *, num_users: int) -> int:
+    """Return this process's part of the memory that is free on its device, which so many processes share if
+    it is a host. What torch's allocator keeps for later is free, too."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    return _free_on_host() // num_users
+
+
+def _free_on_host() -> int:
+    """Return what the system, and a container's limit, leave."""
+    with suppress(OSError, KeyError):
+        return max(0, min([_numbers(_MEMINFO)["MemAvailable:"] * 1024, *_left_in_cgroup()]))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # A system that does not tell.
+
+
+def _left_in_cgroup() -> list[int]:
+    """Return what the limits of this process's cgroups (version 2 or 1) leave, of which there may be none.
+
+    Pages of files that were not used for a while count as used there, but go when memory is wanted.
+    """
+    left = []
+    with suppress(OSError):
+        for _, controllers, path in (line.split(":", 2) for line in _MINE.read_text().splitlines()):
+            if controllers not in ("", "memory"):
+                continue
+            new = controllers == ""
+            root = _CGROUP if new else _CGROUP / "memory"
+            limit, used = _NEW_FILES if new else _OLD_FILES
+            for part in (inside := PurePosixPath(path.lstrip("/")), *inside.parents):
+                with suppress(OSError, ValueError):  # (A limit of "max" is none.)
+                    most, now = (int((root / part / name).read_text()) for name in (limit, used))
+                    kept = _numbers(root / part / "memory.stat")
+                    left.append(most - now + kept["inactive_file" if new else "total_inactive_file"])
+    return left
+
+
+def _numbers(path: Path) -> Mapping[str, int]:
+    """Return the first number of each line of a file, by its first word."""
+    return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}

@@ -1,0 +1,172 @@
+"""Segments: tokens of one pass that attend alike, and whose keys and values go into a cache.
+
+Shape suffixes: T tokens, L all tokens so far of the sequence that is continued, B rows of a decoding step, N
+query heads, K key-value heads, D head dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from realhf.inference.block_tables import BlockTables, Decoding
+from realhf.inference.kv_cache import KVCache, Visible
+from realhf.nn.attention import AttentionKind, masked_attention, packed_attention
+
+
+def token_places(seq_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every token of packed sequences its sequence, its position in it and its length: row_T, position_T,
+    length_T."""
+    counts = torch.tensor(seq_lens, dtype=torch.long)
+    row_T = torch.repeat_interleave(counts)
+    position_T = torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]
+    return row_T.to(device), position_T.to(device), counts[row_T].to(device)
+
+
+class Segment(ABC):
+    """`from_cache`: they attend to what is in the cache; else to one another."""
+
+    from_cache = True
+    longest = 0
+    """Tokens that the longest of the sequences will have; 0: that has been looked at before."""
+
+    @property
+    @abstractmethod
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Of every token its position and how many tokens its sequence will have: position_T, length_T."""
+
+    @abstractmethod
+    def attend(
+        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        k_cached: Tensor, v_cached: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Writes what the cache is to hold and gives out_TND."""
+
+
+@dataclass(frozen=True)
+class Decode(Segment):
+    """One new token of every running row."""
+
+    decoding: Decoding
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        return self.decoding.positions_B, self.decoding.positions_B + 1
+
+    @cached_property
+    def _visible(self) -> Visible:
+        return Visible(self.decoding)
+
+    def attend(
+        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        k_cached: Tensor, v_cached: Tensor,
+    ) -> Tensor:  # fmt: skip
+        cache.write(layer, k_cached, v_cached, self.decoding.places_B)
+        return cache.attention(layer, q_TND, kind, self._visible)
+
+
+@dataclass(frozen=True)
+class DecodeByTable(Segment):
+    """As `Decode`, of tensors alone, whose shapes do not tell how long the rows are: the pass can be recorded
+    and replayed when their contents have changed. It reads the whole of each row's `places_BL`."""
+
+    positions_B: Tensor
+    places_B: Tensor
+    places_BL: Tensor  # In the cache; behind a row's newest token any.
+
+    @classmethod
+    def of(cls, numbers_BX: Tensor, block_size: int) -> Self:
+        """What BlockTables.advance_by_table gives."""
+        inside = torch.arange(block_size, device=numbers_BX.device)
+        places_BL = (numbers_BX[:, 2:, None] * block_size + inside).flatten(1)
+        return cls(numbers_BX[:, 0], numbers_BX[:, 1], places_BL)
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        return self.positions_B, self.positions_B + 1
+
+    def attend(
+        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        k_cached: Tensor, v_cached: Tensor,
+    ) -> Tensor:  # fmt: skip
+        cache.write(layer, k_cached, v_cached, self.places_B)
+        k, v = (
+            x.unflatten(0, self.places_BL.shape).transpose(1, 2)
+            for x in cache.read(layer, self.places_BL.flatten()))
+        behind_BL = self.positions_B[:, None] - torch.arange(k.shape[2], device=k.device)
+        visible_BL = (behind_BL >= 0) & (behind_BL < (kind.window or k.shape[2]))
+        q_BKGD = q_TND.unflatten(1, (k.shape[1], -1))  # Groups in the place of positions.
+        return masked_attention(q_BKGD, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
+
+
+def next_tokens(tables: BlockTables, device: torch.device) -> Segment:
+    """One new token of every running row: block by block on a CPU; by tables, which takes fewer kernels, on a
+    GPU."""
+    if device.type == "cpu":
+        return Decode(tables.advance())
+    numbers_BX = torch.from_numpy(tables.advance_by_table(*tables.size())).to(device)
+    return DecodeByTable.of(numbers_BX, tables.block_size)
+
+
+@dataclass(frozen=True)
+class Extend(Segment):
+    """The next `num_tokens` of one sequence that will have `longest`; its tokens up to the last of these have
+    `places_L` in the cache."""
+
+    places_L: Tensor
+    num_tokens: int
+    longest: int
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        return self._position_T, torch.full_like(self._position_T, self.longest)
+
+    @property
+    def _position_T(self) -> Tensor:
+        return self._position_L[-self.num_tokens :]
+
+    @cached_property
+    def _position_L(self) -> Tensor:
+        return torch.arange(len(self.places_L), device=self.places_L.device)
+
+    def attend(
+        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        k_cached: Tensor, v_cached: Tensor,
+    ) -> Tensor:  # fmt: skip
+        cache.write(layer, k_cached, v_cached, self.places_L[-self.num_tokens :])
+        behind_TL = self._position_T[:, None] - self._position_L
+        visible_TL = (behind_TL >= 0) & (behind_TL < (kind.window or len(self.places_L)))
+        q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, self.places_L)))
+        return masked_attention(q, k, v, visible_TL, kind)[0].transpose(0, 1)
+
+
+class Prefill(Segment):
+    """The beginnings of sequences, `seq_lens` tokens each."""
+
+    from_cache = False
+
+    def __init__(
+        self, seq_lens: Sequence[int], places_T: Tensor, *, whole_lens: Sequence[int] | None = None
+    ) -> None:
+        """`whole_lens`: tokens that the sequences will have; None: they have them."""
+        self._seq_lens, self._places_T = list(seq_lens), places_T
+        row_T, position_T, length_T = token_places(seq_lens, places_T.device)
+        if whole_lens is not None:
+            length_T = torch.tensor(whole_lens, device=places_T.device)[row_T]
+        self._token_places = position_T, length_T
+        self.longest = max(whole_lens or seq_lens, default=0)
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        return self._token_places
+
+    def attend(
+        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
+        k_cached: Tensor, v_cached: Tensor,
+    ) -> Tensor:  # fmt: skip
+        cache.write(layer, k_cached, v_cached, self._places_T)
+        return packed_attention(q_TND, k_TKD, v_TKD, self._seq_lens, kind)

@@ -1,0 +1,134 @@
+"""KVCache: keys and values of one rank's layers in blocks, and attention of the newest tokens over them.
+
+The blocks are attended to where they lie, each for itself and a shared one (or several that always go
+together, as one) once for all of its rows; what comes of it is put together by log-sum-exp (Dao et al. 2023,
+"Flash-Decoding"; the shared prefix as in Hydragen, arXiv:2402.05099).
+
+Shape suffixes: B rows, T tokens of all rows end to end, N query heads, K key-value heads, G queries per
+key-value head, D head dim; P blocks, joined ones as one, L tokens in them, S rows that share one, M those
+of a row.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.inference.block_tables import BlockSet, Decoding
+from realhf.nn.attention import AttentionKind, attention_with_lse
+
+
+class KVCache:
+    """Per local layer K and V of `shape` (blocks, tokens in a block, kv heads, head_dim).
+
+    With `value_dim`, values are the first dims of the keys and not held a second time.
+    """
+
+    def __init__(
+        self, num_layers: int, shape: tuple[int, int, int, int], *, value_dim: int | None = None,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        parts = 1 if value_dim else 2
+        self.layers = [_zeros((parts, *shape), dtype, device) for _ in range(num_layers)]
+        self._value_dim = value_dim
+
+    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, places_T: Tensor) -> None:
+        """Stores tokens at `places_T`, which are block * block size + place in the block."""
+        news = (k_TKD, v_TKD) if self._value_dim is None else (k_TKD,)
+        for cached, new in zip(self.layers[layer].flatten(1, 2), news, strict=True):
+            cached.index_copy_(0, places_T, new)
+
+    def read(self, layer: int, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at these places: k_TKD, v_TKD."""
+        k_TKD, *others = self.layers[layer].flatten(1, 2).index_select(1, places_T)
+        return k_TKD, others[0] if others else k_TKD[..., : self._value_dim]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Blocks that rows are about to write to, but share."""
+        device = self.layers[0].device
+        targets_P, sources_P = torch.tensor(targets, device=device), torch.tensor(sources, device=device)
+        for layer in self.layers:
+            layer.index_copy_(1, targets_P, layer.index_select(1, sources_P))
+
+    def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind, at: "Visible") -> Tensor:
+        """Grouped-query attention of each row's newest token over its cached positions: out_BND."""
+        num_rows, num_heads, dim = q_BND.shape
+        num_kv_heads = self.layers[layer].shape[3]
+        q_BKGD = q_BND.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
+        parts = [self._part(layer, q_BKGD, kind, at, number) for number in range(len(at.decoding.sets))]
+        outs, lses = zip(*parts, strict=True)
+        out_XKGD, lse_XKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
+        parts_BM, missing_BM = at.decoding.parts_BM, at.decoding.missing_BM
+        if parts_BM.shape[1] == 1:
+            return out_XKGD.index_select(0, parts_BM[:, 0]).flatten(1, 2)
+        lse_BMKG, out_BMKGD = (
+            x.index_select(0, parts_BM.flatten()).unflatten(0, parts_BM.shape) for x in (lse_XKG, out_XKGD))
+        if missing_BM is not None:
+            lse_BMKG.masked_fill_(missing_BM[:, :, None, None], -torch.inf)
+        out_BMKGD = out_BMKGD.to(lse_BMKG.dtype).mul_(lse_BMKG.softmax(1)[..., None])
+        return out_BMKGD.sum(1).flatten(1, 2).to(q_BND.dtype)
+
+    def _part(
+        self, layer: int, q_BKGD: Tensor, kind: AttentionKind, at: "Visible", number: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of every block of a set and each of its rows: out of (P * S, K, G, D) and log-sum-exp."""
+        blocks = at.decoding.sets[number]
+        cached = self.layers[layer]
+        if blocks.joined > 1:
+            cached = cached[:, blocks.blocks].unflatten(1, (-1, blocks.joined)).flatten(2, 3)
+            k, *others = cached[:, :, : blocks.width].transpose(2, 3)
+        else:
+            k, *others = cached[:, blocks.blocks, : blocks.width].transpose(2, 3)
+        v = others[0] if others else k
+        num_sharers, group = blocks.rows_PS.shape[1], q_BKGD.shape[2]
+        mask = at.mask(number, kind.window, group, q_BKGD.dtype)
+        q = q_BKGD.index_select(0, blocks.rows_PS.flatten())
+        if num_sharers > 1:  # They take the place of positions, as groups do.
+            q = q.unflatten(0, blocks.rows_PS.shape).transpose(1, 2).flatten(2, 3)
+        out, lse = attention_with_lse(q, k, v, kind, mask)
+        if num_sharers > 1:
+            out, lse = (
+                x.unflatten(2, (num_sharers, group)).transpose(1, 2).flatten(0, 1) for x in (out, lse))
+        return out if others else out[..., : self._value_dim], lse
+
+
+class Visible:
+    """What the newest tokens see, the same in all layers of a kind."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self.decoding = decoding
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def mask(self, number: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores over set `number`: (P, 1, S * G or 1, L); None: all is seen."""
+        if (number, window) not in self._masks:
+            blocks = self.decoding.sets[number]
+            self._masks[number, window] = self._mask(blocks, window, group, dtype)
+        return self._masks[number, window]
+
+    def _mask(
+        self, blocks: BlockSet, window: int | None, group: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        sees_all_before = window is None or window >= blocks.most
+        if blocks.fewest >= blocks.width and sees_all_before:
+            return None
+        counts_PS1 = blocks.counts_PS[:, :, None]
+        at_L = torch.arange(blocks.width, device=counts_PS1.device)
+        seen_PSL = at_L < counts_PS1
+        if window is not None:
+            seen_PSL &= at_L >= counts_PS1 - window
+        if blocks.rows_PS.shape[1] > 1:
+            seen_PSL = seen_PSL.repeat_interleave(group, dim=1)
+        # Finite, so that a block of which nothing is seen gets a weight of 0 instead of NaN.
+        return (~seen_PSL).to(dtype).mul_(torch.finfo(dtype).min / 2)[:, None]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, as what lies behind a row's end is multiplied by probability zero and must be finite. On CPU
+    numpy's, whose pages take no memory, nor time, before they are written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

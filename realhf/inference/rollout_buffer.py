@@ -1,0 +1,121 @@
+"""Samples: prompts that are being continued, and what has been drawn for them so far."""
+
+from collections.abc import Sequence
+from itertools import chain, groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from realhf.data.batch import Batch, Packed
+from realhf.inference.block_tables import Integers
+from realhf.inference.forward_batch import token_places
+from realhf.inference.scheduler import Prompt
+
+Size = tuple[int, int]
+"""Tokens of a prompt, and samples that continue it."""
+
+
+class Job(NamedTuple):
+    """A prompt, and the ids of the samples that continue it."""
+
+    tokens: list[int]
+    ids: list[int]
+
+    @property
+    def size(self) -> Size:
+        return len(self.tokens), len(self.ids)
+
+
+def by_prompt(prompts: Sequence[list[int]], ids: Sequence[int]) -> list[Job]:
+    """Samples of equal prompts that are neighbours go together."""
+    runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
+    return [Job(prompts[run[0]], [ids[i] for i in run]) for run in runs]
+
+
+def pack_jobs(jobs: Sequence[Job]) -> torch.Tensor:
+    """As bytes."""
+    tokens = [torch.tensor(job.tokens, dtype=torch.long) for job in jobs]
+    packed = Packed.of(tokens, empty=torch.zeros(0, dtype=torch.long))
+    return Batch(list(range(len(jobs))), {"tokens": packed, "ids": [job.ids for job in jobs]}).pack()
+
+
+def unpack_jobs(data: torch.Tensor) -> list[Job]:
+    batch = Batch.unpack(data)
+    return [Job(t.tolist(), ids) for t, ids in zip(batch["tokens"].split(), batch["ids"], strict=True)]
+
+
+class Samples:
+    """Samples by number, in the order in which they have come; there may be more than `capacity`."""
+
+    def __init__(self, capacity: int, *, max_new_tokens: int, ends: torch.Tensor) -> None:
+        """`ends`: for every token of the vocabulary whether a sample ends with it."""
+        self.prompts: list[list[int]] = []
+        self.ids, self.lengths = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
+        """`lengths`: tokens that each sample has."""
+        self.finished = np.zeros(capacity, bool)
+        self.num_ended = 0
+        self.num_tokens = 0
+        """Drawn so far."""
+        self.tokens = torch.zeros(capacity, max_new_tokens, dtype=torch.long, device=ends.device)
+        self.logprobs = torch.zeros(capacity, max_new_tokens, dtype=torch.float64, device=ends.device)
+        self._max_new_tokens, self._ends = max_new_tokens, ends
+
+    def add(self, job: Job) -> Prompt:
+        """As the scheduler wants them."""
+        first = len(self.prompts)
+        self.prompts += [job.tokens] * len(job.ids)
+        if (lacking := len(self.prompts) - len(self.ids)) > 0:
+            self._grow(max(lacking, len(self.ids) // 8))
+        self.ids[first : len(self.prompts)] = job.ids
+        return Prompt(job.tokens, list(range(first, len(self.prompts))))
+
+    def _grow(self, count: int) -> None:
+        self.ids, self.lengths = (np.pad(numbers, (0, count)) for numbers in (self.ids, self.lengths))
+        self.finished = np.pad(self.finished, (0, count))
+        self.tokens, self.logprobs = (
+            torch.cat([x, x.new_zeros(count, x.shape[1])]) for x in (self.tokens, self.logprobs))
+
+    def history(self, number: int) -> list[int]:
+        """All tokens of a sample."""
+        return self.prompts[number] + self.tokens[number, : self.lengths[number]].tolist()
+
+    def append(self, numbers: Integers, tokens_B: torch.Tensor) -> list[bool]:
+        """The next tokens of these samples; whether they are the last ones."""
+        self.tokens[self.at(numbers)] = tokens_B
+        finished = self._ends[tokens_B].cpu().numpy()
+        self.lengths[numbers] += 1
+        self.finished[numbers] = finished
+        ended = finished | (self.lengths[numbers] == self._max_new_tokens)
+        self.num_ended += int(ended.sum())
+        self.num_tokens += len(ended)
+        return ended.tolist()
+
+    def at(self, numbers: Integers, *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where in `tokens` the next ones of these samples go, or so many places before."""
+        device, lengths = self.tokens.device, self.lengths[numbers] - back
+        return torch.from_numpy(numbers).to(device), torch.from_numpy(lengths).to(device)
+
+
+def columns(parts: Sequence[Samples], *, wide: torch.dtype) -> list:
+    """Sequences, response mask, log-probs and finished flags of all samples, as `Generate` promises them."""
+    device = parts[0].tokens.device
+    floats, finished = torch.zeros(0, dtype=wide, device=device), list[torch.Tensor]()
+    sequences, masks, logprobs, lengths = [floats.long()], [floats], [floats], list[int]()
+    for part in parts:
+        count, prompt_lens = len(part.prompts), np.array([len(prompt) for prompt in part.prompts], np.int64)
+        whole = (prompt_lens + part.lengths[:count]).tolist()
+        row_T, position_T, _ = token_places(whole, torch.device("cpu"))
+        at_T = position_T - torch.from_numpy(prompt_lens)[row_T]
+        drawn_T = at_T >= 0
+        tokens_T = torch.empty(len(row_T), dtype=torch.long)
+        tokens_T[~drawn_T] = torch.from_numpy(np.fromiter(chain.from_iterable(part.prompts), np.int64))
+        drawn_T, at = drawn_T.to(device), (row_T[drawn_T].to(device), at_T[drawn_T].to(device))
+        tokens_T = tokens_T.to(device).masked_scatter_(drawn_T, part.tokens[at])
+        sequences.append(tokens_T)
+        masks.append(drawn_T.to(wide))
+        logprobs.append(masks[-1].masked_scatter(drawn_T, part.logprobs[at].to(wide)))
+        lengths += whole
+        finished.append(torch.from_numpy(part.finished[:count]).to(floats))
+    packed = [Packed(torch.cat(column), lengths) for column in (sequences, masks, logprobs)]
+    return [*packed, torch.cat([floats, *finished])]

@@ -1,0 +1,191 @@
+"""Drawing tokens from vocabulary shards: inverse CDF in vocabulary order, the same algorithm on all layouts.
+
+In float64 and float32 all layouts then draw the same tokens. In bfloat16 a token can flip where rounding
+moves a boundary between two tokens, and then that sample differs.
+Random numbers are counter-based: Philox4x32-10 (Salmon et al., SC 2011). Of the logits only shards' maxima
+and sums cross ranks (with top-k also their k largest, with top-p all).
+Shapes: B rows, V the rank's shard of the vocabulary, C chunks of it, L tokens of a chunk, R ranks of the
+tensor-parallel group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from realhf.calls import SamplingConfig
+from realhf.dist.group import Group
+from realhf.inference.block_tables import Integers
+
+Words = NDArray[np.uint64]
+Floats = NDArray[np.float64]
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
+_CHUNK = 256  # Tokens of the vocabulary whose probabilities are added up before anything else.
+_PART_NUMEL = 1 << 18  # Logits that are worked on at a time, so that they stay in a core's cache.
+_CUDA_PARTS = 256  # As many times more on a GPU, where each costs kernel launches.
+_AHEAD = 16  # Positions.
+_MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+def philox_4x32(counter: Sequence[Words], key: tuple[int, int], *, rounds: int = 10) -> list[Words]:
+    """Four 32-bit words, as uint64 arrays, from a counter of four such words and a key of two numbers."""
+    even, odd = np.stack(counter[::2]), np.stack(counter[1::2])
+    rounds_before = np.arange(rounds, dtype=np.uint64)[:, None, None]
+    for keys in np.array([key], np.uint64).T + rounds_before * _KEY_STEPS & _MASK:
+        products = (even * _MULTIPLIERS)[::-1]
+        even, odd = products >> _HALF ^ odd ^ keys, products & _MASK
+    return [even[0], odd[0], even[1], odd[1]]
+
+
+def uniform(seed: int, *, sample_ids: Integers, positions: Integers) -> Floats:
+    """Numbers in [0, 1) of float64 with 53 random bits, a function of (seed, sample id, position) alone.
+
+    Made on the host, where both are known before the logits are.
+    """
+    ids, at = sample_ids.astype(np.uint64), positions.astype(np.uint64)
+    counter = [ids & _MASK, ids >> _HALF, at, np.zeros_like(at)]
+    words = philox_4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    bits = words[0] >> np.uint64(5) << np.uint64(26) | words[1] >> np.uint64(6)
+    return bits.astype(np.float64) / 2.0**53
+
+
+class Draws:
+    """The numbers of `uniform` for samples that advance one position at a time from position 0. They are made
+    some positions ahead: to make a few takes as long as to make one."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._numbers = seed, np.zeros((0, _AHEAD))
+
+    def __call__(self, rows: Integers, *, sample_ids: Integers, positions: Integers) -> Floats:
+        """Of samples, each at the same row every time."""
+        if (lacking := int(rows.max(initial=-1)) + 1 - len(self._numbers)) > 0:
+            self._numbers = np.pad(self._numbers, ((0, max(lacking, len(self._numbers) // 8)), (0, 0)))
+        column = positions % _AHEAD
+        if len(fresh := np.flatnonzero(column == 0)):
+            ahead = positions[fresh, None] + np.arange(_AHEAD)
+            ids = np.repeat(sample_ids[fresh], _AHEAD)
+            draws = uniform(self._seed, sample_ids=ids, positions=ahead.flatten())
+            self._numbers[rows[fresh]] = draws.reshape(-1, _AHEAD)
+        return self._numbers[rows, column]
+
+
+def for_vocabulary(config: SamplingConfig, vocab_size: int) -> SamplingConfig:
+    """Return the settings without a `top_k` that keeps every token."""
+    return replace(config, top_k=0) if config.top_k >= vocab_size else config
+
+
+def sample(
+    logits_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, vocab_start: int, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Token ids (int64) and their log-probs before top-k and top-p (float64), the same on all of `group`.
+
+    Exponentials are of the logits' dtype, what is added up of them float64.
+    """
+    greedy = config.temperature == 0
+    if config.temperature not in (0, 1):
+        logits_BV = logits_BV / config.temperature
+    max_B, argmax_B = logits_BV.max(-1)
+    kept_BV = logits_BV if greedy else _filter(logits_BV, config, group=group)
+    cdf_BC = _chunk_sums(kept_BV, max_B).cumsum(-1)
+    sum_B = cdf_BC[:, -1] if kept_BV is logits_BV else _chunk_sums(logits_BV, max_B).sum(-1)
+    if group.size == 1:
+        local_B = argmax_B if greedy else _inverse_cdf(kept_BV, max_B, cdf_BC, uniform_B * cdf_BC[:, -1])
+        chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0]
+        return local_B, chosen_B.double().sub_(max_B).sub_(sum_B.log())
+    shards = group.all_gather(torch.stack([max_B.to(sum_B.dtype), sum_B, cdf_BC[:, -1]]))
+    max_RB, sum_RB, kept_RB = shards.unbind(1)
+    top_B = max_RB.max(0).values
+    scale_RB = (max_RB - top_B).exp()
+    log_total_B = top_B + (sum_RB * scale_RB).sum(0).log()
+    owner_B, local_B = max_RB.argmax(0), argmax_B
+    if not greedy:
+        owner_B, inside_B = _in_shard(cdf_BC, kept_RB * scale_RB, uniform_B, index=group.index)
+        local_B = _inverse_cdf(kept_BV, max_B, cdf_BC, inside_B)
+    chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0] - log_total_B
+    answer_2B = torch.stack([(local_B + vocab_start).to(chosen_B.dtype), chosen_B])
+    tokens_B, logprobs_B = group.all_reduce(torch.where(owner_B == group.index, answer_2B, 0.0))
+    return tokens_B.long(), logprobs_B
+
+
+def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:
+    """Sums of exp(logits - max) over every `_CHUNK` tokens of the vocabulary: sums_BC in float64."""
+    whole, parts = logits_BV.shape[1] // _CHUNK * _CHUNK, []
+    numel = _PART_NUMEL * (_CUDA_PARTS if logits_BV.is_cuda else 1)
+    step = max(1, numel // logits_BV.shape[1])
+    for at in (slice(start, start + step) for start in range(0, len(logits_BV), step)):
+        weights = (logits_BV[at] - max_B[at, None]).exp_()
+        sums = [weights[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)] if whole else []
+        if whole < weights.shape[1]:
+            sums.append(weights[:, whole:].sum(-1, keepdim=True))
+        parts.append(sums[0] if len(sums) == 1 else torch.cat(sums, dim=1))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
+
+
+def _in_shard(
+    cdf_BC: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int
+) -> tuple[Tensor, Tensor]:
+    """Rank whose shard holds the drawn token, and where in the CDF of this rank's (`index`) shard it is."""
+    end_RB = mass_RB.cumsum(0)
+    start_RB = torch.cat([torch.zeros_like(end_RB[:1]), end_RB[:-1]])
+    total_B = end_RB[-1]
+    target_B = torch.minimum(uniform_B * total_B, _before(total_B))
+    owner_B = (start_RB <= target_B).sum(0) - 1
+    # The shard's own CDF ends at its own sum, which its share of the mass scales to.
+    scale_B = cdf_BC[:, -1] / mass_RB[index].clamp(min=torch.finfo(torch.float64).tiny)
+    return owner_B, (target_B - start_RB[index]) * scale_B
+
+
+def _inverse_cdf(logits_BV: Tensor, max_B: Tensor, cdf_BC: Tensor, inside_B: Tensor) -> Tensor:
+    """The token of the shard at that place of its CDF: first its chunk, then itself in the chunk."""
+    if cdf_BC.shape[1] == 1:
+        cdf_BV = (logits_BV - max_B[:, None]).double().exp_().cumsum(-1)
+        return _find(cdf_BV, inside_B[:, None] * (cdf_BV[:, -1:] / cdf_BC))[:, 0]
+    chunk_B1 = _find(cdf_BC, inside_B[:, None])
+    start_B1 = torch.where(chunk_B1 > 0, cdf_BC.gather(1, (chunk_B1 - 1).clamp(min=0)), 0.0)
+    inside_B1 = torch.minimum(inside_B[:, None], _before(cdf_BC[:, -1:])) - start_B1
+    at_BL = torch.arange(_CHUNK, device=logits_BV.device)[: logits_BV.shape[1]] + chunk_B1 * _CHUNK
+    last = logits_BV.shape[1] - 1
+    weights_BL = (logits_BV.gather(1, at_BL.clamp(max=last)) - max_B[:, None]).double().exp()
+    cdf_BL = weights_BL.masked_fill(at_BL > last, 0).cumsum(-1)
+    sum_B1 = cdf_BC.gather(1, chunk_B1) - start_B1
+    # (Sums of one chunk that are made in two ways differ in their last digits.)
+    inside_B1 = inside_B1 * (cdf_BL[:, -1:] / sum_B1.clamp(min=torch.finfo(torch.float64).tiny))
+    return at_BL.gather(1, _find(cdf_BL, inside_B1))[:, 0].clamp(max=last)
+
+
+def _find(cdf_BC: Tensor, inside_B1: Tensor) -> Tensor:
+    """The first place where the CDF is above the value, at most the last of positive weight, should rounding
+    lead past the end."""
+    inside_B1 = torch.minimum(inside_B1, _before(cdf_BC[:, -1:]))
+    return torch.searchsorted(cdf_BC, inside_B1, right=True).clamp_(max=cdf_BC.shape[1] - 1)
+
+
+def _before(x: Tensor) -> Tensor:
+    return torch.nextafter(x, torch.zeros_like(x))
+
+
+def _filter(logits_BV: Tensor, config: SamplingConfig, *, group: Group) -> Tensor:
+    """Logits; outside top-k, then outside the nucleus (Holtzman et al. 2020), minus infinity."""
+    size = logits_BV.shape[-1]
+    if config.top_k > 0:
+        largest = _gather(logits_BV.topk(min(config.top_k, size), -1).values, width=config.top_k, group=group)
+        threshold_B = largest.topk(config.top_k, -1).values[:, -1]
+        logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
+    if config.top_p < 1:
+        width = int(group.all_gather(torch.tensor([size], device=logits_BV.device)).max())
+        ranked = _gather(logits_BV, width=width, group=group).sort(-1, descending=True).values
+        probs = ranked.softmax(-1)
+        outside = probs.cumsum(-1) - probs >= config.top_p
+        threshold_B = ranked.masked_fill(outside, torch.inf).min(-1).values
+        logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
+    return logits_BV
+
+
+def _gather(logits: Tensor, *, width: int, group: Group) -> Tensor:
+    """Logits of all shards in one row; as shards may differ in size, each is padded to `width` first."""
+    padded = torch.nn.functional.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)
+    return group.all_gather(padded).transpose(0, 1).flatten(1)

@@ -1,0 +1,508 @@
+"""The command line in one process: what `check` finds, its JSON, and help."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from realhf.checkpoint.read import params_by_tensor, tensor_shape
+from realhf.checkpoint.tensor_files import pack_header, pack_index
+from realhf.cli.main import load_experiment, main
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan
+from tests.runtime.tiny import write_task
+
+GRAPH = """
+graph = experiment.graph()
+def host(name, inputs, outputs):
+    return FunctionCall(name, "host", inputs, outputs, work=HostFunction(print))
+experiment.graph = lambda: {}
+"""
+TRAIN_TWICE = 'graph.add(replace(graph["actor_train"], name="more_train"))'
+ONE = {**dict.fromkeys(GRPO_LAYOUTS, "d1@0")}
+
+# What is wrong -> code that changes the graph, and words of the sentence.
+GRAPHS = {
+    "a key nobody produces": (
+        'graph.add(host("late", ("nowhere",), ()))',
+        "call 'late' needs the key 'nowhere'",
+        "score",
+    ),
+    "a key produced twice": (
+        'graph.add(host("again", ("prompt",), ("score",)))',
+        "key 'score' is produced twice",
+        "'reward_forward'",
+        "'again'",
+    ),
+    "a cycle": (
+        'graph.add(host("a", ("y",), ("x",)), host("b", ("x",), ("y",)))',
+        "form a cycle: a -> b -> a",
+    ),
+    "a role that does not exist": (
+        'graph.replace(replace(graph["actor_train"], role="student"))',
+        "role 'student'",
+        "there are actor, ref",
+    ),
+    "a role with a dot": (
+        'graph; roles = experiment.roles(); experiment.roles = lambda: {**roles, "a.lora": roles["actor"]}',
+        "role 'a.lora': the name of a role must not contain a dot",
+    ),
+    "a frozen role that is trained": (
+        'graph.replace(replace(graph["actor_train"], role="ref"))',
+        "'ref', which has no optimizer",
+    ),
+}
+
+# What is wrong -> fields of the model's config.json, layout of actor_train, words of the sentence.
+LAYOUTS: dict[str, tuple[dict[str, int], str, list[str]]] = {
+    "heads": ({}, "t3@0-2", ["calls.actor_train", "tp=3 does not divide the model's 4 attention heads"]),
+    "layers": ({}, "p5@0-4", ["calls.actor_train", "pp=5 exceeds the model's 4 layers"]),
+    "kv heads": (
+        {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 4},
+        "t6@0-5",
+        ["tp=6 neither divides nor is a multiple of the 4 kv heads"],
+    ),
+    "vocabulary": ({"vocab_size": 3}, "t4@0-3", ["tp=4 exceeds the vocabulary 3"]),
+    "an axis that the family lacks": ({}, "e2@0-1", ["ep=2 is not supported", "use ep=1"]),
+    "heads over two axes": ({}, "c4t2@0-7", ["tp*cp=8 does not divide the model's 4 attention heads"]),
+    "ranks and strategy": (
+        {},
+        "d2t2@0-2",
+        ["calls.actor_train", "d2t2 needs 4 ranks and the mesh 0-2 has 3"],
+    ),
+    "a rank twice": ({}, "d2@1,1", ["calls.actor_train", "rank 1 stands twice"]),
+    "no layout": ({}, "fast", ["calls.actor_train", "'fast' is not a layout", "d2t4"]),
+    "no size": ({}, "d0@0", ["calls.actor_train", "dp=0", " 1"]),
+}
+
+# Words after `realhf check EXP.py` -> words of the sentence.
+WORDS: dict[str, list[str]] = {
+    "--actor.model /nowhere": ["actor.model", "'/nowhere' is neither a path nor a shipped name", "llama-7b"],
+    "--actor.model {here}": ["actor.model", "there is no {here}/config.json"],
+    "--actor.dtype float16": [
+        "actor.dtype is float16: training in it needs loss scaling, which realhf does not have",
+        "use bfloat16 or float32",
+    ],
+    "--actor.model Qwen/Qwen2.5-0.5B": [
+        "actor.model: 'Qwen/Qwen2.5-0.5B' is not on this disk",
+        "(`hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B`) and give the directory",
+    ],
+    "--actor.model {here}/adapters": [
+        "actor.model: {here}/adapters holds LoRA adapters of org/base, and no model",
+        "set lora.adapter to {here}/adapters",
+    ],
+    "--actor.no-random-init": ["actor.model", "holds no safetensors weights", "actor.random_init"],
+    "--tokenizer /nowhere": ["tokenizer '/nowhere'", "tokenizer.json"],
+    "--dataset.path nowhere.jsonl": ["dataset.path 'nowhere.jsonl'", "no such file"],
+    "--eval-dataset.path nowhere.jsonl": ["eval_dataset.path 'nowhere.jsonl'", "no such file"],
+    "--dataset.path {here}/experiment.py": ["dataset.path", ".py", ".jsonl", ".parquet"],
+    "--dataset.prompt-key question": ["no column 'question'", "prompt, completion, answer"],
+    "--eval-dataset.prompt-key question": [
+        "eval_dataset",
+        "no column 'question'",
+        "prompt, completion, answer",
+    ],
+    "--dataset.path {here}/no_answer.jsonl": [
+        "no_answer.jsonl",
+        "no column 'answer'",
+        "its columns are prompt",
+    ],
+    "--dataset.path {here}/broken.jsonl": ["broken.jsonl line 2 is not JSON"],
+    "--actor.optimizer.lrr 1": [
+        "unknown override '--actor.optimizer.lrr'",
+        "did you mean",
+        "--actor.optimizer.lr",
+    ],
+    "--actor.lora 3": ["unknown override '--actor.lora'", "did you mean", "--actor.lora.rank"],
+    "--reward.lora.rank 3": ["override '--reward.lora.rank'", "reward is not set", "experiment file"],
+    "--scale-by-std False": [
+        "'--scale-by-std False': scale_by_std",
+        "legal are --scale-by-std and --no-scale-by-std",
+    ],
+    "--steps 3 --no_scale_by_std=true": [
+        "scale_by_std takes no value",
+        "legal are --scale-by-std and --no-scale-by-std",
+    ],
+    "--actor.lora.merge 1 --steps 3": ["--actor.lora.merge and --actor.lora.no-merge"],
+    "--step 4": ["unknown override '--step'", "did you mean", "--steps"],
+    "stray": ["'stray'"],
+    "--nothing-of-the-kind 4": ["unknown override '--nothing-of-the-kind'", "--help"],
+    "--steps many": ["--steps", "many", "a whole number"],
+    "--steps 0": ["steps is 0", " 1"],
+    "--batch-size -4": ["batch_size is -4", " 1"],
+    "--loss.average mean": ["--loss.average", "sequence", "token"],
+    "--actor.dtype int8": ["--actor.dtype", "float32", "float64"],
+    "--kv-cache-gib 8GB": ["'--kv-cache-gib 8GB': --kv-cache-gib must be a number or None"],
+    "--max-rows 1.5": ["'--max-rows 1.5': --max-rows must be a whole number"],
+    "--no-work-steeling": ["did you mean --no-work-stealing or --work-stealing?"],
+    "--kv-cache-gib inf": ["kv_cache_gib is inf", "must be a number of GiB above 0"],
+    "--sampling.temperature nan": ["sampling.temperature is nan", "must be a number of at least 0"],
+    "--actor.optimizer.lr -1": ["optimizer.lr is -1", "must not be negative"],
+    "--sampling.top-p 2": ["sampling.top_p is 2", "at most 1"],
+    "--minibatches 0": ["minibatches is 0", " 1"],
+    "--actor.optimizer.schedule cosine": ["optimizer.total_steps is 0", "above 0"],
+    "--nproc 0": ["--nproc is 0", " 1"],
+    "--nproc few": ["--nproc", "few", "int"],
+    "--plan": ["--plan", "expected one argument"],
+    "--nproc 2 --plan {here}/good.yaml": [
+        "good.yaml",
+        "calls.actor_generate",
+        "rank 2",
+        "there are 2 ranks (0 to 1)",
+    ],
+    "--plan nowhere.yaml": ["'nowhere.yaml' is neither a path nor a shipped name in plans", "grpo-4"],
+    "--plan {here}": ["plan {here}"],
+    "--cluster nowhere": ["'nowhere' is neither a path nor a shipped name in plans/clusters", "h100-8x8"],
+    "--cluster {here}/cluster.yaml": ["cluster {here}/cluster.yaml", "num_hosts is 'many'", " 1"],
+    "--cluster {here}/malformed.yaml": ["cluster {here}/malformed.yaml"],
+    "--cluster {here}/good.yaml": ["cluster {here}/good.yaml", "calls is not a field", "num_hosts"],
+    "--cluster {here}/typo.yaml": ["typo.yaml: num_host is not a field (did you mean num_hosts?)"],
+    "--cluster {here}/binary.yaml": ["cluster {here}/binary.yaml is not UTF-8 text"],
+    "--cluster {here}/one.yaml --plan {here}/good.yaml": [
+        "calls.actor_generate",
+        "rank 1",
+        "there are 1 ranks",
+    ],
+}
+
+# Text of a plan file -> words of the sentence.
+PLANS: dict[str, list[str]] = {
+    "calls: {actor_train: [": ["plan.yaml line 1 column 23 is not YAML: while parsing a flow node"],
+    "calls:\n  actor_train: {layout: d1@0}\n  actor_train: {layout: d1@1}": [
+        "plan.yaml line 3 column 3 is not YAML: 'actor_train' is given twice"
+    ],
+    "calls: {actor_train: {layuot: d1@0}}": [
+        "plan.yaml: calls.actor_train has an unknown field 'layuot' (did you mean layout?)"
+    ],
+    "calls: {actor_train: {layout: d2@0,1}}": [
+        'plan.yaml: calls.actor_train.layout has commas: put it in quotes, {layout: "d2@0,1"}'
+    ],
+    "calls: {actor_train: {layout: 4}}": ["plan.yaml: calls.actor_train: 4 is not a layout", "d2t4@0-7"],
+    "": ["plan.yaml", "calls is missing"],
+    "- actor_train": ["plan.yaml", "calls is missing"],
+    "calls: {actor_train: d1@0}": ["plan.yaml", "calls.actor_train.layout is missing", "{layout: d2t4@0-7}"],
+    "calls: {actor_train: {layout: d1@0}}": ["plan.yaml", "calls.actor_generate is missing"],
+    yaml.safe_dump({"calls": {c: {"layout": "d1@0"} for c in [*ONE, "critic_train"]}}): [
+        "plan.yaml",
+        "calls.critic_train",
+        "no such call",
+        "actor_generate, reward_forward",
+    ],
+    yaml.safe_dump({"calls": {c: {"layout": "d1@0", "tokens": 3} for c in ONE}}): [
+        "plan.yaml",
+        "unknown field 'tokens'",
+        "layout, micro_batch_tokens",
+    ],
+    yaml.safe_dump({"calls": {c: {"layout": "d1@0", "micro_batch_tokens": 0} for c in ONE}}): [
+        "plan.yaml",
+        "micro_batch_tokens is 0",
+        " 1",
+    ],
+    yaml.safe_dump({"calls": {c: {"layout": "d1@0"} for c in ONE}, "call": 1}): [
+        "plan.yaml",
+        "unknown field 'call'",
+    ],
+    yaml.safe_dump(
+        {"calls": {c: {"layout": "d1@0"} for c in ONE} | {"reward_forward": {"layout": "t2@0-1"}}}
+    ): ["plan.yaml", "calls.reward_forward", "over dp only"],
+    yaml.safe_dump(
+        {"calls": {c: {"layout": "d1@0"} for c in ONE} | {"group_advantages": {"layout": "d2@0-1"}}}
+    ): ["plan.yaml", "calls.group_advantages", "one rank"],
+}
+
+# Text of an experiment file -> words of the sentence.
+EXPERIMENTS: dict[str, list[str]] = {
+    "x = 1 / 0": ["experiment.py line 1", "ZeroDivisionError", "division by zero"],
+    "def f(:": ["experiment.py", "SyntaxError"],
+    "import nowhere": ["experiment.py line 1", "ModuleNotFoundError", "nowhere"],
+    "from realhf import GROP": ["experiment.py line 1", "GROP"],
+    "x = 1": ["experiment.py", "must define `experiment`"],
+    "experiment = 'GRPO'": ["experiment.py", "must define `experiment`"],
+    "raise SystemExit(3)": ["experiment.py line 1", "SystemExit"],
+}
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory) -> Path:
+    """A sound experiment; beside it lie the files that the table above names."""
+    path = write_experiment(tmp_path_factory.mktemp("sound"))
+    write_plan(path.parent, GRPO_LAYOUTS).rename(path.parent / "good.yaml")
+    cluster = yaml.safe_load((REPO / "plans/clusters/h100-8x8.yaml").read_text())
+    files = {
+        "experiment.py": "",
+        "no_answer.jsonl": '{"prompt": "1+1="}\n',
+        "broken.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n',
+        "cluster.yaml": yaml.safe_dump(cluster | {"num_hosts": "many"}),
+        "one.yaml": yaml.safe_dump(cluster | {"num_hosts": 1, "devices_per_host": 1}),
+        "malformed.yaml": "num_hosts: [",
+        "typo.yaml": yaml.safe_dump({"num_host": 1} | cluster),
+    }
+    (path.parent / "binary.yaml").write_bytes(b"num_hosts: \xff\xfe")
+    for name, text in files.items():
+        (path.parent / name).write_text(text)
+    (path.parent / "adapters").mkdir()
+    adapter = json.dumps({"base_model_name_or_path": "org/base"})
+    (path.parent / "adapters" / "adapter_config.json").write_text(adapter)
+    return path
+
+
+@pytest.fixture
+def call(capsys):
+    """Calls the command line; its exit code, standard output and standard error."""
+
+    def run(*words: Any) -> tuple[int, str, str]:
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as error:
+            code = error.code
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(call):
+    """Checks that a command is refused with exit code 2 and one sentence that has these words."""
+
+    def run(*words: Any, says: list[str]) -> None:
+        code, out, err = call(*words)
+        assert (code, out) == (2, ""), err
+        assert err.startswith("realhf: ") and err.endswith("\n") and err.count("\n") == 1, err
+        assert "Traceback" not in err
+        for part in says:
+            assert part in err
+
+    return run
+
+
+@pytest.mark.parametrize("fault", GRAPHS)
+def test_check_finds_graph(tmp_path, refused, fault):
+    change, *says = GRAPHS[fault]
+    refused(
+        "check", write_experiment(tmp_path, body=GRAPH.format(change)), says=["tiny_experiment.py", *says]
+    )
+
+
+@pytest.mark.parametrize("fault", LAYOUTS)
+def test_check_finds_layout(tmp_path, refused, fault):
+    model, layout, says = LAYOUTS[fault]
+    path = write_experiment(tmp_path, model=model)
+    plan = write_plan(path.parent, {**ONE, "actor_train": layout})
+    refused("check", path, "--plan", plan, says=["plan.yaml", *says])
+
+
+def _weights(directory, fault):
+    """A model directory of the tiny task whose one shard has a fault."""
+    config = ModelConfig.load(str(write_task(directory)))
+    tensors = params_by_tensor(model_spec(config).params)
+    shapes = {name: tensor_shape(params) for name, params in tensors.items()}
+    if fault == "shape":
+        shapes["model.norm.weight"] = (31,)
+    dtypes = {"model.norm.weight": "F8_E4M3"} if fault == "dtype" else {}
+    start, ends = pack_header((name, dtypes.get(name, "F32"), shape) for name, shape in shapes.items())
+    shard = directory / "model-00001-of-00001.safetensors"
+    if fault != "file":
+        shard.write_bytes(start + bytes(ends[""] - len(start) - (fault == "truncated")))
+    names = dict.fromkeys([*shapes, *(["lm_head.weight"] if fault == "promise" else [])], shard.name)
+    (directory / "model.safetensors.index.json").write_text(pack_index(names, 0))
+    return directory
+
+
+WEIGHTS = {
+    "shape": ["00001.safetensors: tensor model.norm.weight has shape (31,); the config says (32,)"],
+    "dtype": ["tensor model.norm.weight has dtype F8_E4M3", "F32, BF16, F16; dequantise the checkpoint"],
+    "truncated": ["model-00001-of-00001.safetensors is truncated: its tensors end at byte"],
+    "file": ["index.json names the file model-00001-of-00001.safetensors, which is missing"],
+    "promise": ["index.json promises tensor lm_head.weight in model-00001-of-00001.safetensors"],
+}
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize("fault", WEIGHTS)
+def test_check_finds_weights(tmp_path, refused, fault, command):
+    weights = _weights(tmp_path, fault)
+    words = ["--actor.model", weights, "--actor.no-random-init"]
+    words += ["--out", tmp_path / "run"] if command == "run" else []
+    says = ["actor.model: ", str(weights), *WEIGHTS[fault]]
+    refused(command, write_experiment(tmp_path), *words, says=says)
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_accepts_weights(tmp_path, call):
+    experiment, weights = write_experiment(tmp_path), _weights(tmp_path, "")
+    code, _, err = call("check", experiment, "--actor.model", weights, "--actor.no-random-init")
+    assert (code, err) == (0, "")
+
+
+def test_check_finds_a_model_with_another_tokenizer(tmp_path, call, refused):
+    (tmp_path / "other").mkdir()
+    experiment, weights = write_experiment(tmp_path), _weights(tmp_path, "")
+    own = weights / "tokenizer.json"
+    words = ["--actor.model", weights, "--actor.no-random-init", "--tokenizer"]
+    words.append(write_task(tmp_path / "other"))
+    assert call("check", experiment, *words)[0] == 0
+    tokens = json.loads(own.read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["1"], vocabulary["7"] = vocabulary["7"], vocabulary["1"]
+    own.write_text(json.dumps(tokens))
+    says = [f"actor.model {weights} was made for another tokenizer than", "token 3 is '7' there and '1' here"]
+    refused("check", experiment, *words, says=says)
+
+
+def test_check_finds_two_homes(tmp_path, refused):
+    path = write_experiment(tmp_path, body=GRAPH.format(TRAIN_TWICE))
+    plan = write_plan(path.parent, {**ONE, "actor_train": "t2@0-1", "more_train": "d2@0-1"})
+    says = [
+        "role 'actor' has two homes",
+        "actor_train at t2@0-1",
+        "more_train at d2@0-1",
+        "must train in one layout",
+    ]
+    refused("check", path, "--plan", plan, says=says)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_check_finds_words(experiment, refused, words):
+    here = str(experiment.parent)
+    refused(
+        "check",
+        experiment,
+        *words.format(here=here).split(),
+        says=[part.format(here=here) for part in WORDS[words]],
+    )
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_check_finds_plan(tmp_path, experiment, refused, text):
+    (tmp_path / "plan.yaml").write_text(text)
+    refused("check", experiment, "--plan", tmp_path / "plan.yaml", says=PLANS[text])
+
+
+@pytest.mark.parametrize("text", EXPERIMENTS)
+def test_check_finds_experiment(tmp_path, refused, text):
+    path = tmp_path / "experiment.py"
+    path.write_text(text)
+    refused("check", path, says=EXPERIMENTS[text])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["check"], ["needs an experiment file"]),
+        (["check", "nowhere.py"], ["'nowhere.py'", "no such file"]),
+        (["check", REPO / "README.md"], ["README.md", ".py"]),
+        (["check", REPO], [str(REPO), "no such file"]),
+        (["chekc"], ["chekc", "run", "check"]),
+        ([], ["run", "check"]),
+    ],
+    ids=str,
+)
+def test_check_finds_command(refused, words, says):
+    refused(*words, says=says)
+
+
+def test_an_experiment_hides_no_module(tmp_path):
+    (tmp_path / "neighbour.py").write_text("number = 5")
+    (tmp_path / "wave.py").write_text("")
+    path = write_experiment(tmp_path, body="import neighbour\ndef reward(): return neighbour.number")
+    load_experiment(str(path.rename(tmp_path / "colorsys.py")))
+    import colorsys
+    import wave
+
+    assert colorsys.rgb_to_hsv(0, 0, 1) and wave.Wave_read
+    function = sys.modules["realhf_experiment_colorsys"].reward
+    assert pickle.loads(pickle.dumps(function))() == 5
+
+
+def test_run_refuses_what_check_refuses(experiment, refused, tmp_path):
+    out = tmp_path / "run"
+    refused(
+        "run",
+        experiment,
+        "--out",
+        out,
+        "--dataset.path",
+        "nowhere.jsonl",
+        says=["dataset.path 'nowhere.jsonl'"],
+    )
+    assert not out.exists()
+
+
+def test_check_accepts_sound_input(experiment, call):
+    code, out, err = call("check", experiment, "--plan", experiment.parent / "good.yaml", "--steps", 5)
+    assert (code, err) == (0, "")
+    assert "sound on 4 ranks" in out
+    assert [line.split() for line in out.splitlines()[1:]] == [
+        ["actor_generate", "generate", "actor", "d4@0-3"],
+        ["reward_forward", "host", "-", "d1@0"],
+        ["ref_forward", "forward", "ref", "t2@2-3"],
+        ["group_advantages", "host", "-", "d1@0"],
+        ["actor_train", "train_step", "actor", "d2t2@0-3"],
+    ]
+
+
+@pytest.mark.parametrize("body", ["", "print('a word from the experiment')"])
+def test_check_json_is_one_document(tmp_path, experiment, call, body):
+    path = write_experiment(tmp_path, body=body)
+    code, out, _ = call("check", path, "--plan", experiment.parent / "good.yaml", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["ranks"] == 4
+    assert document["homes"] == {"actor": "d2t2@0-3", "ref": "t2@2-3"}
+    assert {name: document["calls"][name]["layout"] for name in GRPO_LAYOUTS} == GRPO_LAYOUTS
+
+
+def test_check_shows_options(tmp_path, experiment, call):
+    plan = yaml.safe_load((experiment.parent / "good.yaml").read_text())
+    plan["calls"]["ref_forward"]["offload"] = plan["calls"]["actor_train"]["recompute"] = True
+    (path := tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    _, out, _ = call("check", experiment, "--plan", path)
+    ends = {"ref_forward": "offload", "actor_train": "recompute"}
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert {row[0]: row[4] for row in rows if len(row) > 4} == ends
+    calls = json.loads(call("check", experiment, "--plan", path, "--json")[1])["calls"]
+    assert {name: calls[name][end] for name, end in ends.items()} == dict.fromkeys(ends, True)
+
+
+def test_check_counts_the_cluster(experiment, call):
+    code, out, _ = call("check", experiment, "--cluster", "h100-8x8", "--json")
+    assert (code, json.loads(out)["ranks"]) == (0, 64)
+
+
+def test_help(experiment, call):
+    for words, says in {
+        ("--help",): ["run", "check", "find what is wrong"],
+        ("run", "--help"): ["EXP.py", "--nproc", "--plan", "--out"],
+        ("check", "--help"): ["EXP.py", "--cluster", "--json"],
+        ("run", experiment, "--help"): [
+            "--plan",
+            "--actor.optimizer.lr",
+            "--steps",
+            "--loss.average",
+            "--sampling.top-p",
+        ],
+    }.items():
+        code, out, err = call(*words)
+        assert (code, err) == (0, "")
+        for part in says:
+            assert part in out
+
+
+def test_check_leaves_torch_alone(experiment):
+    code = "import sys, realhf.cli.main as cli; sys.exit(cli.main(sys.argv[1:]) or 7 * ('torch' in sys.modules))"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "check",
+        str(experiment),
+        "--plan",
+        str(experiment.parent / "good.yaml"),
+    ]
+    assert subprocess.run(command, cwd=REPO, capture_output=True).returncode == 0

@@ -1,0 +1,179 @@
+"""What `realhf check` tries on the data: rows that no run could use, and reward functions that fail."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.cli.main import main
+from tests.runtime.tiny import HF_CONFIG, write_task
+
+ROW = {"prompt": "1+1=", "answer": "2", "completion": "2"}
+REWARD = """
+import json
+def reward(prompts, completions, completion_ids, answer):
+    {}
+experiment.reward_function = reward
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_task(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def check(shared_task, tmp_path, capsys):
+    """Checks an experiment with these rows and this reward function; its exit code, output and complaints."""
+
+    def run(
+        rows: list[Any], body: str = "", *, kind: str = "grpo", task: Path | None = None, **settings: Any
+    ) -> tuple[int, str, str]:
+        task = task or shared_task
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings = {"eval_dataset": None, "batch_size": 2, **settings}
+        (tmp_path / "mine.py").write_text(
+            "from pathlib import Path\nfrom dataclasses import replace\nfrom realhf import DatasetConfig\n"
+            "from tests.runtime.tiny import make_experiment\n\n"
+            f"dataset = DatasetConfig({str(data)!r})\n"
+            f"experiment = make_experiment({kind!r}, Path({str(task)!r}), dataset=dataset, **{settings!r})\n"
+            f"{body}\n"
+        )
+        code = main(["check", str(tmp_path / "mine.py")])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def _reward(*lines: str) -> str:
+    return REWARD.format("\n    ".join(lines))
+
+
+def test_nothing_is_said_of_what_is_sound(check):
+    code, out, err = check([ROW] * 3, _reward("print('hello')", "return [1.0 for c in completions]"))
+    assert (code, err) == (0, "hello\n") and "mine.py is sound on 1 rank:" in out
+    assert check([ROW] * 3, kind="sft")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "lines, sentence",
+    [
+        (["return [json.loads(c)['x'] for c in completions]"], "raised TypeError: 'int' object is not"),
+        (["import sys", "sys.exit(0)"], "raised SystemExit: 0"),
+        (["return ['1' for c in completions]"], "returned '1' for sample 0"),
+        (["return 1.0"], "returned float for"),
+        (["return [float('nan') for c in completions]"], "returned nan for sample 0"),
+    ],
+)  # fmt: skip
+def test_a_reward_function_that_fails_is_found(check, lines, sentence):
+    code, out, err = check([ROW] * 3, _reward(*lines))
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("realhf: ") and f"mine.py: reward function reward {sentence}" in err
+    assert "check called it with the made-up completions '2'" in err
+
+
+def test_a_reward_function_of_another_form_is_refused(check):
+    body = "experiment.reward_function = lambda answer: [0.0 for a in answer]"
+    code, _, err = check([ROW] * 3, body)
+    assert code == 2 and "has no parameter `completions` or `completion_ids`: its form is f(prompts" in err
+
+
+def test_a_reward_function_gets_a_row_with_null(check):
+    rows = [*[ROW] * 6, {**ROW, "answer": None}, *[ROW] * 6]
+    code, _, err = check(rows, _reward("return [float(len(a)) for a in answer]"))
+    assert code == 2 and "TypeError: object of type 'NoneType' has no len()" in err and "mine.py:" in err
+    code, _, err = check(rows, _reward("return [float(a is None) for a in answer]"))
+    assert (code, err) == (
+        0, "realhf: warning: dataset: column 'answer' is null in 1 of 13 rows, first in line 7\n")
+
+
+def test_none_is_warned_of(check):
+    code, _, err = check([ROW] * 3, _reward("return [None for c in completions]"))
+    assert code == 0 and err.startswith("realhf: warning: reward function reward returned None for 3 of 3")
+
+
+def test_evaluation_gets_the_columns_of_its_own_rows(check, tmp_path):
+    """A function that takes any columns, and one that has a default for a column."""
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "1", "level": 3}) + "\n")
+    body = (
+        "def reward(completions, prompts, answer='none', **columns):\n"
+        "    assert (answer == 'none') == ('level' in columns) == (len(columns) == 2), columns\n"
+        "    return [0.0 for c in completions]\n"
+        "experiment.reward_function = reward\n"
+        f"experiment.eval_dataset = DatasetConfig({str(tmp_path / 'held_out.jsonl')!r})"
+    )
+    code, _, err = check([ROW] * 3, body)
+    assert (code, err) == (0, "")
+
+
+def test_a_column_may_have_the_name_of_a_key(check):
+    row = {**ROW, "score": 1, "values": "x", "response_mask": [2]}
+    body = (
+        "def reward(completions, **columns):\n"
+        "    assert columns['score'][0] == 1 and columns['response_mask'][0] == [2], columns\n"
+        "    assert 'completion' not in columns and 'prompt' not in columns\n"
+        "    return [0.0 for c in completions]\n"
+        "experiment.reward_function = reward"
+    )
+    code, _, err = check([row] * 3, body)
+    assert (code, err) == (0, "")
+
+
+def test_prompts_that_are_all_too_long(check):
+    body = "experiment.dataset = replace(dataset, max_prompt_tokens=3)"
+    code, _, err = check([ROW] * 3, body)
+    assert code == 2
+    assert "rows.jsonl: every prompt is longer than max_prompt_tokens 3 (the shortest has 4 tokens)" in err
+    code, _, err = check([*[ROW] * 3, {**ROW, "prompt": "1"}], body)
+    assert code == 0 and "dataset: 3 of 4 rows are left out" in err
+
+
+def test_a_row_that_fits_is_found_beyond_the_sample(check, monkeypatch):
+    monkeypatch.setattr("realhf.cli.dry_run._ROWS", 2)
+    body = "experiment.dataset = replace(dataset, max_prompt_tokens=3)"
+    code, _, err = check([ROW, {**ROW, "prompt": "1"}, ROW, {**ROW, "prompt": "1"}], body)
+    assert code == 0 and "2 of 4 rows are left out" in err
+
+
+def test_chats_without_a_template(check, tmp_path):
+    rows = [{**ROW, "prompt": [{"role": "user", "content": "1+1="}]}] * 3
+    code, _, err = check(rows)
+    assert code == 2 and "has chat prompts, and the tokenizer has no chat template: give" in err
+    task = write_task(tmp_path)
+    (task / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    expected = "assert completions[0] == [{'role': 'assistant', 'content': '2'}]"
+    code, _, err = check(rows, _reward(expected, "return [0.0 for c in completions]"), task=task)
+    assert (code, err) == (0, "")
+
+
+def test_answers_that_never_end(check, tmp_path):
+    task = write_task(tmp_path)
+    (task / "config.json").write_text(json.dumps({**HF_CONFIG, "eos_token_id": None}))
+    code, _, err = check([ROW] * 3, task=task)
+    assert code == 0 and "realhf: warning: actor.model has no eos_token_id" in err
+
+
+def test_a_tokenizer_that_check_cannot_read_is_named(check, tmp_path):
+    task = write_task(tmp_path)
+    (task / "tokenizer.json").unlink()
+    code, _, err = check([ROW] * 3, task=task)
+    assert code == 0 and f"warning: tokenizer {task} has no tokenizer.json: neither data nor reward" in err
+
+
+def test_a_group_of_one(check):
+    code, _, err = check([ROW] * 3, group_size=1)
+    assert code == 2 and "group_size is 1: it must be at least 2, as GRPO compares" in err
+    assert check([ROW] * 3, group_size=1, kind="ppo")[0] == 0
+
+
+def test_a_call_without_inputs(check):
+    body = (
+        "from realhf import FunctionCall, HostFunction\n"
+        "call = FunctionCall('mine', 'host', (), work=HostFunction(print))\n"
+        "graph = experiment.graph().add(call)\n"
+        "experiment.graph = lambda: graph"
+    )
+    code, _, err = check([ROW] * 3, body)
+    assert code == 2 and "call 'mine' has no inputs: it must read at least one key" in err

@@ -1,0 +1,279 @@
+"""`realhf plan`: its plans are legal, fit, run and give what one process gives; what it refuses."""
+
+import json
+import re
+import shlex
+from argparse import ArgumentParser
+
+import pytest
+import yaml
+
+from realhf.cli.main import main
+from realhf.cli.main import plan as plan_command
+from realhf.cluster import Cluster, Link, host_memory_bytes
+from realhf.errors import UserError
+from realhf.plan import ExecutionPlan
+from tests.cli_tools import REALHF, REPO, Command, read_jsonl, untimed, write_experiment
+
+PPO_7B = str(REPO / "examples/ppo_7b.py")
+
+
+def _plan(capsys, *words):
+    """The JSON answer of `realhf plan`."""
+    code = main(["plan", *map(str, words), "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    return write_experiment(tmp_path_factory.mktemp("plan"), "ppo", steps=2)
+
+
+def test_the_answer_is_consistent(capsys, tmp_path):
+    path = tmp_path / "plan.yaml"
+    answer = _plan(capsys, PPO_7B, "--cluster", "h100-2x8", "-o", path)
+    assert 0 <= answer["gap"] <= 0.05
+    assert answer["lower_bound_seconds"] == pytest.approx(answer["step_seconds"] * (1 - answer["gap"]))
+    assert answer["heuristic_step_seconds"] > answer["step_seconds"]
+    plan = ExecutionPlan.load(str(path))
+    assert {name: str(how.layout) for name, how in plan.calls.items()} == {
+        name: call["layout"] for name, call in answer["calls"].items()
+    }
+    assert plan.predicted["step_seconds"] == pytest.approx(answer["step_seconds"], rel=1e-5)
+    model_calls = {name: call for name, call in answer["calls"].items() if "seconds" in call}
+    assert set(model_calls) == {"actor_generate", "reward_forward", "ref_forward", "critic_forward",
+                                "actor_train", "critic_train"}  # fmt: skip
+    for call in model_calls.values():
+        assert sum(call["parts"].values()) == pytest.approx(call["seconds"], rel=1e-6)
+    memory = answer["memory"]
+    assert set(memory["peaks"]) == {str(rank) for rank in range(16)}
+    for peak in memory["peaks"].values():
+        assert peak["bytes"] == pytest.approx(sum(peak["parts"].values()))
+        assert peak["bytes"] <= memory["available_bytes"]
+    activities = {a["name"]: a for a in answer["timeline"]["activities"] if a["kind"] != "realloc"}
+    for name, call in model_calls.items():
+        span = activities[name]["end"] - activities[name]["start"]
+        assert span == pytest.approx(call["seconds"])
+    busy = [0.0] * 16
+    for activity in activities.values():
+        for rank in range(activity["first_rank"], activity["first_rank"] + activity["num_ranks"]):
+            busy[rank] += (activity["end"] - activity["start"]) / answer["step_seconds"]
+    assert [1 - share for share in busy] == pytest.approx(answer["timeline"]["idle"], abs=1e-6)
+
+
+def test_the_table_names_every_call_and_draws_the_step(capsys):
+    assert main(["plan", PPO_7B, "--cluster", "h100-2x8", "--time-limit", "1"]) == 0
+    out = capsys.readouterr().out
+    for call in ("actor_generate", "reward_forward", "critic_train"):
+        assert out.count(call) >= 3  # in the table, under the timeline, with its reason
+    assert "lower bound over the plans enumerated, found in" in out and "best possible" not in out
+    assert "per step" in out and "idle" in out and "limited by" in out
+
+
+def test_the_search_goes_on_to_one_percent_and_says_so(capsys, monkeypatch):
+    """In place of two seconds, whatever the gap is then; without a terminal, in lines."""
+    monkeypatch.setattr(plan_command, "_REPORT_SECONDS", 0.0)
+    assert main(["plan", PPO_7B, "--cluster", "h100-8x8", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["gap"] <= 0.01
+    lines = err.splitlines()
+    assert len(lines) > 3, err
+    for line in lines:
+        assert re.fullmatch(
+            r"realhf: searching for \d+ s: best .* s per step, lower bound .* s, gap \d+\.\d%", line
+        ), line
+    monkeypatch.undo()
+    options = ArgumentParser()
+    plan_command.add_options(options)
+    defaults = options.parse_args([])
+    assert (defaults.time_limit, defaults.gap) == (60, 0.01)
+
+
+def test_a_profile_of_one_host_serves_a_cluster_with_links_of_its_own(capsys, tmp_path):
+    words = [write_experiment(tmp_path, "sft"), "--profile", write_profile(tmp_path)]
+    one = _plan(capsys, *words)
+    assert len(one["timeline"]["idle"]) == 2  # The profile's own machine.
+    several = _plan(capsys, *words, "--cluster", _cpu_cluster(tmp_path, num_hosts=2))
+    assert len(several["timeline"]["idle"]) == 8
+
+
+# Fields of the profile's cluster, WORLD_SIZE and LOCAL_WORLD_SIZE -> words of the sentence.
+MISFITS = {
+    "several hosts": ({}, (4, 2), ["measured on one host", "no link between the 2 hosts", "--cluster"]),
+    "several workers": ({"devices_per_host": 1}, (2, 2), ["one worker per host", "--nproc 2", "--cluster"]),
+    "other devices": ({"device_type": "cuda"}, (2, 2), ["on cuda devices, this machine has cpu devices"]),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_profile_that_lacks_a_link_is_refused(case, tmp_path, monkeypatch):
+    fields, (size, per_host), parts = MISFITS[case]
+    names = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(per_host)}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    profile = str(write_profile(tmp_path, **fields))
+    with pytest.raises(UserError) as caught:
+        plan_command.cluster_at_hand(nproc=None, cluster=None, profile=profile)
+    assert str(caught.value).startswith(f"--profile {profile}: ") and "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+    named = plan_command.cluster_at_hand(nproc=None, cluster="cpu-laptop", profile=profile)
+    assert named == Cluster.load("cpu-laptop")
+
+
+def test_a_profile_describes_this_machine(tmp_path):
+    """With its links and peaks, and host memory as without a profile."""
+    profile = str(write_profile(tmp_path, num_hosts=2, inter_host=LINK))
+    cluster = plan_command.cluster_at_hand(nproc=4, cluster=None, profile=profile)
+    bare = plan_command.cluster_at_hand(nproc=4, cluster=None, profile=None)
+    assert cluster.device_type == bare.device_type == "cpu"
+    assert (cluster.num_hosts, cluster.devices_per_host) == (1, 4)
+    assert cluster.device_memory_bytes == bare.device_memory_bytes == bare.host_memory_bytes / 4
+    assert cluster.intra_host == Link(1e-4, 5e9) and cluster.host_memory is None
+
+
+LINK = {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 5e9}
+
+
+def write_profile(directory, **fields):
+    """A profile of two CPU workers on one host without tables, and these fields of its cluster."""
+    memory = host_memory_bytes()
+    path, cluster = directory / "profile.yaml", {
+        "num_hosts": 1, "devices_per_host": 2, "device_memory_bytes": memory / 2, "host_memory_bytes": memory,
+        "memory_bandwidth_bytes_per_second": 1e10, "peak_flops": {"float32": 1e11, "float64": 5e10},
+        "intra_host": LINK, "device_type": "cpu",
+    }  # fmt: skip
+    tables = {"date": "2026-11-22", "machine": {}, "wires": {}, "calls": {}, "models": []}
+    path.write_text(yaml.safe_dump(tables | {"cluster": cluster | fields}))
+    return path
+
+
+def _cpu_cluster(directory, **fields):
+    path = directory / "cluster.yaml"
+    path.write_text(yaml.safe_dump(
+        yaml.safe_load((REPO / "plans/clusters/cpu-laptop.yaml").read_text()) | fields))
+    return path
+
+
+def test_pins_ties_and_fewer_devices(capsys):
+    words = [PPO_7B, "--cluster", "h100-2x8", "--time-limit", 1]
+    free = _plan(capsys, *words)
+    ties = ["--pin", "actor_train=d2t2p4@0-15", "--together", "critic_train,critic_forward"]
+    pinned = _plan(capsys, *words, *ties)
+    assert pinned["calls"]["actor_train"]["layout"] == "d2t2p4@0-15"
+    assert pinned["calls"]["critic_train"]["layout"] == pinned["calls"]["critic_forward"]["layout"]
+    assert pinned["step_seconds"] >= free["lower_bound_seconds"]
+    fewer = _plan(capsys, *words, "--devices", 8)
+    assert fewer["step_seconds"] > free["step_seconds"]
+    assert set(fewer["memory"]["peaks"]) == set(map(str, range(8)))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "sft"])
+def test_plans_are_for_any_graph_and_pass_the_check(capsys, tmp_path, kind):
+    experiment, path = write_experiment(tmp_path, kind), tmp_path / "plan.yaml"
+    answer = _plan(capsys, experiment, "--cluster", "cpu-laptop", "-o", path)
+    assert answer["gap"] <= 0.01
+    assert main(["check", str(experiment), "--plan", str(path), "--cluster", "cpu-laptop"]) == 0
+    assert "it fits" in capsys.readouterr().out
+    calls = yaml.safe_load(path.read_text())["calls"]
+    if kind == "ppo":  # Plain Python runs where its data is.
+        heads = ExecutionPlan.load(str(path))["actor_generate"].layout.heads
+        assert calls["token_advantages"]["layout"].startswith("d1@") and heads
+
+
+@pytest.mark.slow
+def test_a_planned_run_gives_what_one_process_gives(experiment, tmp_path):
+    """With --plan auto: planned once per rank, alike on all."""
+    runs = {}
+    for nproc, words in ((1, []), (3, ["--plan", "auto"])):
+        out = tmp_path / f"run{nproc}"
+        with Command(*REALHF, "run", experiment, "--nproc", nproc, "--out", out, *words) as command:
+            code, _, err = command.finish()
+        assert code == 0, err
+        steps = untimed(out / "metrics.jsonl")
+        runs[nproc] = [{k: v for k, v in step.items() if "realloc" not in k} for step in steps]
+    plan = yaml.safe_load((tmp_path / "run3/plan.yaml").read_text())
+    assert plan["predicted"]["step_seconds"] > 0 and plan["calls"]["actor_train"]["predicted"]["seconds"] > 0
+    assert read_jsonl(tmp_path / "run3/timeline.jsonl")
+    for one, three in zip(runs[1], runs[3], strict=True):
+        assert one == pytest.approx(three, rel=1e-7, abs=1e-9)
+
+
+# Words after `realhf plan EXP.py` -> words of the sentence.
+REFUSED = {
+    "--cluster h100-1x8 --actor.model llama-70b --critic.model llama-70b": [
+        "call actor_train does not fit", "8 devices with 74.7 GB available", "use at least"],
+    "--cluster h100-2x8 --minibatches 700": ["cuts a batch of 512 prompts into 700", "batch_size"],
+    "--cluster h100-2x8 --pin actor_tain=d8@0-7": ["--pin actor_tain", "there is no such call"],
+    "--cluster h100-2x8 --pin actor_train": ["--pin actor_train", "CALL=LAYOUT", "actor_train=d8t8@0-63"],
+    "--cluster h100-2x8 --pin actor_train=d2@0-7": ["--pin actor_train=d2@0-7", "d2 needs 2 ranks"],
+    "--cluster h100-2x8 --pin actor_train=t8@12-19": ["rank 19 does not exist", "16 devices"],
+    "--cluster h100-2x8 --pin actor_train=t8@0,2-8": ["contiguous"],
+    "--cluster h100-2x8 --pin actor_generate=d8@0-7 --batch_size 6": [
+        "the 6 samples of call actor_generate cannot be split over dp=8"],
+    "--cluster h100-2x8 --pin actor_train=d1@0": ["does not fit there", "pin it to more ranks"],
+    "--cluster h100-2x8 --pin token_advantages=d1@0": ["--pin token_advantages: it is plain Python"],
+    "--cluster h100-2x8 --together actor_train": ["--together actor_train: name two calls or more"],
+    "--cluster h100-2x8 --pin actor_train=d8@0-7 --pin actor_train=d8@8-15": ["actor_train is given twice"],
+    "--cluster h100-2x8 --together actor_train,critic": ["--together critic", "there is no such call"],
+    "--cluster h100-2x8 --devices 12": ["--devices 12", "whole hosts of 8 up to 16"],
+    "--cluster h100-2x8 --time-limit 0": ["--time-limit 0", "above 0"],
+    "--cluster h100-2x8 --gap 2": ["--gap 2", "below 1"],
+    "--cluster h100-2x8 -o /nowhere/plan.yaml": ["--output /nowhere/plan.yaml", "no directory /nowhere"],
+    "--cluster h100": ["'h100' is neither a path nor a shipped name", "h100-8x8"],
+    "--cluster cpu-laptop --actor.dtype float16": ["peak_flops has no entry for dtype float16", "bfloat16"],
+    "--cluster h100-2x8 --expected.prompt-tokens 0": ["expected.prompt_tokens is 0", "at least 1"],
+    "--cluster h100-2x8 --expected.response-tokens 2000": ["expected.response_tokens is 2000", "allows 1024"],
+    "--cluster h100-2x8 --expected.prompt-tokens None": ["dataset.path", "set expected.prompt_tokens"],
+    "--cluster h100-2x8 --fast": ["unknown override '--fast'"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refusals(words, capsys, tmp_path):
+    assert main(["plan", PPO_7B, *shlex.split(words)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "Traceback" not in err, err
+    for part in REFUSED[words]:
+        assert part in err, err
+
+
+def test_a_graph_without_calls_on_models_is_refused(capsys, tmp_path):
+    body = """
+def nothing(batch, context):
+    return {}
+host = FunctionCall("only", "host", ("prompt",), (), work=HostFunction(nothing))
+experiment.graph = lambda: DataflowGraph((host,), ("prompt",))
+experiment.roles = lambda: {}
+"""
+    assert main(["plan", str(write_experiment(tmp_path, body=body)), "--cluster", "cpu-laptop"]) == 2
+    assert "no calls on models" in capsys.readouterr().err
+
+
+def test_check_refuses_a_plan_that_does_not_fit_and_names_the_remedy(capsys, tmp_path):
+    small = yaml.safe_load((REPO / "plans/clusters/cpu-laptop.yaml").read_text())
+    experiment = write_experiment(tmp_path, "ppo", batch_size=400)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"calls": {
+        "actor_generate": {"layout": "d1@0"}, "reward_forward": {"layout": "d1@1"},
+        "ref_forward": {"layout": "d1@1"}, "critic_forward": {"layout": "d1@1"},
+        "critic_train": {"layout": "d1@1", "micro_batch_tokens": 256},
+        "actor_train": {"layout": "d1@0", "micro_batch_tokens": 1 << 20},
+    }}))  # fmt: skip
+    cluster = tmp_path / "cluster.yaml"
+    for memory, code in (("4 GB", 0), ("1.5 GB", 2)):
+        cluster.write_text(yaml.safe_dump(small | {"device_memory_bytes": memory}))
+        assert main(["check", str(experiment), "--plan", str(plan), "--cluster", str(cluster)]) == code
+    err = capsys.readouterr().err
+    for part in ("calls.actor_train needs", "on rank 0", "it fits with calls.actor_train."):
+        assert part in err
+
+
+def test_prompts_that_cannot_be_measured_are_named(capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "2"}\n{"prompt": null, "answer": "2"}\n')
+    body = f"experiment.dataset = replace(experiment.dataset, path={str(tmp_path / 'rows.jsonl')!r})"
+    path = write_experiment(tmp_path, body=body)
+    assert main(["plan", str(path), "--cluster", "h100-2x8"]) == 2
+    assert "rows.jsonl line 2: prompt is null: it must be text" in capsys.readouterr().err

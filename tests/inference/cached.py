@@ -1,0 +1,47 @@
+"""Rows in a KV cache whose books are kept by hand: no row shares a block with another."""
+
+import torch
+
+from realhf.inference.block_tables import BlockTables
+from realhf.inference.forward_batch import Decode, Extend, Prefill
+
+BLOCK_SIZE = 64
+_BLOCKS = 3  # Of a row.
+
+
+class CachedRows:
+    """Sequences that a model decodes together."""
+
+    def __init__(self, model, lens):
+        self.model, self.lens = model, list(lens)
+        self.cache = model.new_cache(len(lens) * _BLOCKS, BLOCK_SIZE)
+        self.tables = BlockTables(
+            num_slots=len(lens), num_blocks=len(lens) * _BLOCKS, block_size=BLOCK_SIZE,
+            blocks_per_row=_BLOCKS, max_sharers=1)
+
+    def places(self, row, length):
+        # (The blocks of a row do not lie in order.)
+        blocks = [(row * 7 + i) % len(self.lens) * _BLOCKS + i for i in range(_BLOCKS)]
+        return blocks, [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)]
+
+    def prefill(self, x, *, first=None):
+        """Whole sequences, or the `first` so many tokens of each."""
+        lens = self.lens if first is None else [min(first, length) for length in self.lens]
+        places = [place for row, length in enumerate(lens) for place in self.places(row, length)[1]]
+        segment = Prefill(lens, torch.tensor(places), whole_lens=self.lens)
+        hidden = self.model.advance(x, self.cache, [segment])
+        for row, length in enumerate(self.lens):
+            self.tables.start(row, self.places(row, length)[0], length=length)
+        return hidden
+
+    def extend(self, x, row):
+        """The last tokens of a row that has been prefilled so far."""
+        length = self.lens[row]
+        places = torch.tensor(self.places(row, length)[1])
+        return self.model.advance(x, self.cache, [Extend(places, num_tokens=len(x), longest=length)])
+
+    def decode(self, x):
+        return self.model.advance(x, self.cache, [Decode(self.tables.advance())])
+
+    def stop(self, row):
+        self.tables.stop(row)

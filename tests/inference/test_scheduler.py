@@ -1,0 +1,207 @@
+"""The scheduler against a cache that remembers what was written where, for many lengths and memory sizes."""
+
+import random
+
+import numpy as np
+import pytest
+
+from realhf.calls import Generate, SamplingConfig
+from realhf.inference.block_manager import BlockManager
+from realhf.inference.block_tables import BlockTables
+from realhf.inference.kv_budget import Room, Terms
+from realhf.inference.rollout_buffer import Job
+from realhf.inference.scheduler import Prompt, Scheduler
+from realhf.kv_blocks import block_size, blocks_for, num_blocks
+
+MAX_NEW = 150
+BLOCK_SIZE = 64
+
+
+def _prompts(rng, count):
+    """Of up to four blocks, some of whole blocks, with up to five samples each; every token is unique."""
+    prompts, numbers = [], iter(range(10**9))
+    for _ in range(count):
+        length = rng.choice([1, 2, 63, 64, 65, 100, 128, rng.randint(1, 250)])
+        tokens = [next(numbers) for _ in range(length)]
+        first = sum(len(prompt.samples) for prompt in prompts)
+        prompts.append(Prompt(tokens, list(range(first, first + rng.randint(1, 5)))))
+    return prompts
+
+
+def _sizes(prompts):
+    return [(len(prompt.tokens), len(prompt.samples)) for prompt in prompts]
+
+
+def test_a_prompt_without_tokens_is_not_taken():
+    """A pass has no hidden state for it; its samples would continue the token before theirs."""
+    with pytest.raises(AssertionError, match="a prompt has at least one token"):
+        Prompt([], [0])
+
+
+class _Replay:
+    """Carries out the scheduler's steps on token numbers in the place of keys and values."""
+
+    def __init__(
+        self, prompts, *, num_slots, num_blocks_, prefill_tokens, restart_at, wanted, num_later=0
+    ):
+        """The last `num_later` prompts are handed over when the scheduler asks for them."""
+        samples = {sample: prompt for prompt in prompts for sample in prompt.samples}
+        self.prompts = {sample: list(prompt.tokens) for sample, prompt in samples.items()}
+        self.made = {sample: [] for sample in samples}
+        self.wanted = wanted
+        self.memory = np.full(num_blocks_ * BLOCK_SIZE, -1)
+        self.blocks = BlockManager(num_blocks_)
+        self.tables = BlockTables(
+            num_slots=num_slots, num_blocks=num_blocks_, block_size=BLOCK_SIZE,
+            blocks_per_row=num_blocks(250 + MAX_NEW, BLOCK_SIZE),
+            max_sharers=max(len(prompt.samples) for prompt in prompts))
+        first, later = prompts[: len(prompts) - num_later], iter(prompts[len(prompts) - num_later :])
+        self.scheduler = Scheduler(
+            first, num_slots=num_slots, blocks=self.blocks, tables=self.tables, prefill_tokens=prefill_tokens,
+            history=self.history, restart_at=restart_at, more=lambda: next(later, None))
+        self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
+        self.steps, self.widest, self.most_joined, self.crossings = 0, 0, 0, []
+
+    def history(self, sample):
+        return self.prompts[sample] + self.made[sample]
+
+    def step(self):
+        step = self.scheduler.plan()
+        if step is None:
+            return False
+        for source, target in step.copies:
+            self._block(target)[:] = self._block(source)
+        if step.rows:
+            self._decode(step.rows)
+        assert sum(piece.stop - piece.start for piece in step.pieces) <= self.prefill_tokens
+        assert all(piece.start == 0 for piece in step.fresh)
+        for piece in step.pieces:
+            places = piece.places(BLOCK_SIZE)
+            assert (self.memory[places[: piece.start]] == piece.prompt.tokens[: piece.start]).all()
+            self.memory[places[piece.start :]] = piece.prompt.tokens[piece.start : piece.stop]
+            assert all(piece.prompt.tokens == self.history(s) for s in piece.prompt.samples)
+        for sample in step.samples:
+            self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
+        self.scheduler.update([len(self.made[s]) == self.wanted[s] for s in step.samples])
+        self.steps, self.widest = self.steps + 1, max(self.widest, len(step.rows))
+        return True
+
+    def _block(self, block):
+        return self.memory[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+
+    def _decode(self, rows):
+        """Every row sees, in its parts and in order, exactly what it has said and read so far."""
+        before = self.tables.lens[self.tables.running()].tolist()
+        decoding = self.tables.advance()
+        assert len(rows) == len(decoding.slots) <= self.num_slots
+        tokens = [self.history(sample)[-1] for sample in rows]
+        self.memory[decoding.places_B.numpy()] = tokens
+        parts = []
+        for blocks in decoding.sets:
+            used = blocks.blocks
+            numbers = list(range(used.start, used.stop)) if isinstance(used, slice) else used.tolist()
+            joined = [numbers[i : i + blocks.joined] for i in range(0, len(numbers), blocks.joined)]
+            self.most_joined = max(self.most_joined, blocks.joined)
+            sharers = zip(blocks.rows_PS.tolist(), blocks.counts_PS.tolist(), strict=True)
+            first = len(parts)
+            for some, (sharing, counts) in zip(joined, sharers, strict=True):
+                parts += [(some, count, row) for row, count in zip(sharing, counts, strict=True)]
+            attended = [at for row in decoding.parts_BM.tolist() for at in row if first <= at < len(parts)]
+            counts = [parts[at][1] for at in attended] or [0]
+            assert (blocks.fewest, blocks.most) == (min(counts), max(counts))
+            assert blocks.width == min(BLOCK_SIZE * blocks.joined, blocks.most)
+        for row, (sample, past) in enumerate(zip(rows, before, strict=True)):
+            seen = []
+            for place, at in enumerate(decoding.parts_BM[row].tolist()):
+                if decoding.missing_BM is None or not decoding.missing_BM[row, place]:
+                    some, count, owner = parts[at]
+                    assert (count, owner) == (past + 1 - len(seen), row)
+                    seen += [token for number in some for token in self._block(number).tolist()]
+            assert int(decoding.positions_B[row]) == past == len(self.history(sample)) - 1
+            assert seen[: past + 1] == self.history(sample)
+            self.crossings += [past] * (past == self.scheduler._restart_at)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
+    rng = random.Random(seed)
+    prompts = _prompts(rng, rng.randint(1, 12))
+    samples = [sample for prompt in prompts for sample in prompt.samples]
+    num_slots = rng.choice([1, 3, 8, 64])
+    least = max(num_blocks(len(prompt.tokens) + MAX_NEW, BLOCK_SIZE) for prompt in prompts) + 1
+    plenty = blocks_for(_sizes(prompts), size=BLOCK_SIZE, num_slots=num_slots, max_new_tokens=MAX_NEW)
+    available = rng.choice([least, least + 2, max(least, plenty)])
+    replay = _Replay(
+        prompts, num_slots=num_slots, num_blocks_=available, prefill_tokens=rng.choice([7, 100, 10_000]),
+        restart_at=rng.choice([None, None, 100]), wanted=[rng.choice([1, 2, MAX_NEW]) for _ in samples],
+        num_later=rng.choice([0, len(prompts) // 2, len(prompts)]))
+    while replay.step():
+        assert replay.steps < 10_000
+    assert [len(replay.made[sample]) for sample in samples] == replay.wanted
+    assert replay.blocks.num_free == available
+    assert not replay.crossings
+    if available >= plenty and replay.scheduler._restart_at is None:
+        assert replay.scheduler.num_restarts == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_room_knows_how_many_prompts_begin_at_once(seed):
+    rng = random.Random(seed)
+    prompts = _prompts(rng, rng.randint(1, 12))
+    jobs, sampling = [Job(p.tokens, p.samples) for p in prompts], SamplingConfig(max_new_tokens=MAX_NEW)
+    max_rows, gib = rng.choice([1, 3, 8, 64]), rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
+    work = Generate(sampling, max_rows=max_rows, kv_cache_gib=gib)
+    room = Room(jobs, Terms.of([job.size for job in jobs], work, token_bytes=1, num_cohorts=1))
+    tables = BlockTables(
+        num_slots=room.num_slots, num_blocks=room.num_blocks, block_size=room.block_size,
+        blocks_per_row=room.blocks_per_row, max_sharers=room.max_sharers)
+    scheduler = Scheduler(
+        prompts, num_slots=room.num_slots, blocks=BlockManager(room.num_blocks), tables=tables,
+        prefill_tokens=10_000, history=lambda sample: [])
+    assert len(scheduler.plan().pieces) == max(1, room.num_at_once(jobs))
+
+
+@pytest.mark.parametrize("num_later", [0, 18, 20])
+def test_slots_are_filled_again_at_once(num_later):
+    """Three slots, twenty samples of different lengths: no slot is ever empty while somebody waits."""
+    rng = random.Random(0)
+    wanted = [rng.randint(2, 30) for _ in range(20)]
+    prompts = [Prompt([i], [i]) for i in range(20)]
+    replay = _Replay(
+        prompts, num_slots=3, num_blocks_=50, prefill_tokens=1000, restart_at=None, wanted=wanted,
+        num_later=num_later)
+    while replay.step():
+        pass
+    assert replay.widest == 3
+    # Each slot's rows follow one another, with one step between them that is their prefill.
+    assert replay.steps <= -(-sum(wanted) // 3) + max(wanted)
+
+
+def test_samples_of_a_prompt_share_its_blocks():
+    prompts = [Prompt(list(range(200)), list(range(8)))]
+    assert blocks_for(_sizes(prompts), size=BLOCK_SIZE, num_slots=8, max_new_tokens=20) == 4 + 8 * 1
+    replay = _Replay(
+        prompts, num_slots=8, num_blocks_=11, prefill_tokens=1000, restart_at=None, wanted=[20] * 8)
+    replay.step()
+    replay.step()
+    assert (replay.widest, replay.most_joined) == (8, 3)
+    assert replay.blocks.num_free == 0  # three shared blocks, and eight of one row each
+
+
+def test_blocks_are_small_where_samples_can_share_them():
+    sizes = [block_size(prompts, max_new_tokens=20) for prompts in ([(300, 1), (63, 8)], [(300, 1), (64, 2)])]
+    assert sizes[0] > sizes[1]
+    assert block_size([(12, 1), (9, 8)], max_new_tokens=20) == 32  # No row is longer.
+
+
+def test_blocks_to_share_and_others_lie_apart():
+    blocks = BlockManager(10)
+    assert blocks.allocate(3, to_share=True) == [0, 1, 2] and blocks.allocate(2) == [9, 8]
+    blocks.share([1])
+    blocks.release([0, 1, 9])
+    assert blocks.num_free == 7
+    assert blocks.allocate(2) == [9, 7] and blocks.allocate(2, to_share=True) == [0, 3]
+    with pytest.raises(AssertionError, match="4 blocks wanted, 3 free"):
+        blocks.allocate(4)
+    with pytest.raises(AssertionError, match="block 4 is free"):
+        blocks.share([4])
