@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
 NOUNS = (
-    "cache_blocks", "graph", "layout", "plan", "cluster", "families", "hf_fields", "lora", "model_config",
+    "graph", "kv_blocks", "layout", "plan", "cluster", "families", "hf_fields", "lora", "model_config",
     "param_spec", "region", "shipped", "transformers_config",
 )  # fmt: skip
 LAYERS = {
@@ -20,24 +20,25 @@ LAYERS = {
     **dict.fromkeys(NOUNS, 1),
     **dict.fromkeys(("dist", "data"), 2),
     "realloc": 2.5,
+    "calls": 2.7,
     **dict.fromkeys(("nn", "planner"), 3),
+    **dict.fromkeys(("checkpoint", "inference"), 3.5),
     "engine": 4,
     "experiment": 5,
-    **dict.fromkeys(("algorithms", "rewards", "runtime", "planning"), 6),
-    **dict.fromkeys(("dry_run", "overrides", "plan_command", "profiling"), 6.5),
-    **dict.fromkeys(("launch", "worker", "cli", "__main__"), 7),
+    **dict.fromkeys(("algorithms", "rewards", "runtime"), 6),
+    "profiling": 6.5,
+    **dict.fromkeys(("cli", "__main__"), 7),
 }
 """Layer of every module or subpackage directly under realhf."""
 SIDEWAYS = {("nouns", "nouns"), ("algorithms", "rewards")}
-SIDEWAYS |= {("__main__", "cli"), ("launch", "cli"), ("worker", "cli")}
+SIDEWAYS |= {("__main__", "cli")}
 FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
-    *("realhf", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
-    *("realhf.calls", "realhf.cli.problem", "realhf.cli.plan"),
+    *("realhf", "realhf.calls", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
-    *("realhf.engine.hf_factory", "realhf.cli.overrides", "realhf.cli.dry_run"),
-    *("realhf.runtime.program", "realhf.runtime.warnings"),
+    *("realhf.engine.hf_factory", "realhf.runtime.program", "realhf.runtime.warnings"),
     *("realhf.prepare", "realhf.runtime.run_directory"),
+    *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "problem")),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
 MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 21000

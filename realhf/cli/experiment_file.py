@@ -43,7 +43,9 @@ def load_experiment(name: str) -> Experiment:
     return experiment
 
 
-def compile_experiment(experiment: Experiment, options: Namespace, num_ranks: int | None) -> tuple[Program, int]:
+def compile_experiment(
+    experiment: Experiment, options: Namespace, num_ranks: int | None
+) -> tuple[Program, int]:
     """Return the program and its number of ranks.
 
     The number is `num_ranks`, else what --nproc says, else what the plan uses. Raises UserError.

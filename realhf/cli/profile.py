@@ -28,7 +28,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     out = Path(options.out)
     if not in_worker and options.nproc is None:
         options.nproc = this_machine().num_devices
-    program, num_ranks = compile_experiment(experiment, options, int(os.environ["WORLD_SIZE"]) if in_worker else None)
+    world_size = int(os.environ["WORLD_SIZE"]) if in_worker else None
+    program, num_ranks = compile_experiment(experiment, options, world_size)
     if out.is_dir() or not out.parent.is_dir():
         raise UserError(f"--out {out}: it must be a file in a directory that exists")
     if in_worker or num_ranks == 1:

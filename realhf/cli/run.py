@@ -33,7 +33,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if in_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
         why = "under torchrun the number of workers comes from torchrun, leave it out"
         raise UserError(f"--nproc {options.nproc}: {why}")
-    program, num_ranks = compile_experiment(experiment, options, int(os.environ["WORLD_SIZE"]) if in_worker else None)
+    world_size = int(os.environ["WORLD_SIZE"]) if in_worker else None
+    program, num_ranks = compile_experiment(experiment, options, world_size)
     if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
         legal = f"it must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds"
         raise UserError(f"--timeout {options.timeout:g}: {legal}")

@@ -2,8 +2,20 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+Report = Callable[[str], None]
+"""A function that is told, often, how far a call is on this rank, in words for a person."""
+
+
+def no_report(_: str) -> None:
+    """Tell nobody."""
+
+
+def prefixed(report: Report, prefix: str) -> Report:
+    """Return a report whose texts all begin so."""
+    return lambda text: report(prefix + text)
 
 
 class Activity:

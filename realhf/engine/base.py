@@ -9,10 +9,11 @@ import torch
 
 from realhf.calls import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.data.batch import Batch, Packed
+from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.pipeline import run_pipeline
-from realhf.engine.protocol import CallResult, Metrics, Report, Shards, no_report, prefixed
+from realhf.engine.protocol import CallResult, Metrics, Shards
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.nn.context_parallel import token_range

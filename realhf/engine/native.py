@@ -10,12 +10,13 @@ import torch
 from realhf.calls import Generate, OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch, Packed
+from realhf.dist.activity import Report
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.base import BaseEngine, Outputs, output_batch
 from realhf.engine.chunked_loss import compute_outputs, loss_by_parts
 from realhf.engine.micro_batch import attention_share, micro_batches
-from realhf.engine.protocol import DTYPES, Report, Shards
+from realhf.engine.protocol import DTYPES, Shards
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimit

@@ -1,6 +1,6 @@
 """Engine: what the runtime asks of whatever holds a role's parameters on a rank and runs its calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -8,25 +8,13 @@ from typing import Protocol
 import torch
 
 from realhf.data.batch import Batch
+from realhf.dist.activity import Report, no_report
 from realhf.graph import FunctionCall
 
 Metrics = dict[str, float]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 Shards = dict[str, torch.Tensor]
 """Parameter name -> this rank's region of it, always the same memory."""
-Report = Callable[[str], None]
-"""Is told, often, how far a call is on this rank, in words for a person."""
-
-
-def no_report(_: str) -> None:
-    """Tell nobody."""
-
-
-def prefixed(report: Report, prefix: str) -> Report:
-    """Return a report whose texts all begin so."""
-    return lambda text: report(prefix + text)
-
-
 @dataclass(frozen=True)
 class CallResult:
     """Output columns (at least on the layout's heads) and metrics (the same on the last pipeline stage)."""

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from realhf.calls import Generate, OptimizerConfig
 from realhf.data.batch import Batch, Packed
+from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
 from realhf.engine.base import BaseEngine, Outputs, output_batch
 from realhf.engine.hf_module import TransformersModel
-from realhf.engine.protocol import DTYPES, Report, Shards, no_report, prefixed
+from realhf.engine.protocol import DTYPES, Shards
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.kv_budget import check_not_empty, check_positions

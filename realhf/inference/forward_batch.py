@@ -16,15 +16,7 @@ from torch import Tensor
 from realhf.inference.block_tables import BlockTables, Decoding
 from realhf.inference.kv_cache import KVCache, Visible
 from realhf.nn.attention import AttentionKind, masked_attention, packed_attention
-
-
-def token_places(seq_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every token of packed sequences its sequence, its position in it and its length: row_T, position_T,
-    length_T."""
-    counts = torch.tensor(seq_lens, dtype=torch.long)
-    row_T = torch.repeat_interleave(counts)
-    position_T = torch.arange(len(row_T)) - (counts.cumsum(0) - counts)[row_T]
-    return row_T.to(device), position_T.to(device), counts[row_T].to(device)
+from realhf.nn.packed import token_places
 
 
 class Segment(ABC):

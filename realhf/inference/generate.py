@@ -17,8 +17,8 @@ import torch
 
 from realhf.calls import Generate
 from realhf.data.batch import Batch
+from realhf.dist.activity import Report, no_report
 from realhf.dist.group import Pending
-from realhf.engine.protocol import Report, no_report
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.cache_limit import CacheLimit
@@ -126,7 +126,7 @@ class _Cohort:
         """Memory for as many rows as may run at once, within the budget."""
         record = recorder(self._device) if work.cuda_graphs and self._model.recordable else None
         num_blocks = room.num_blocks + (record is not None)  # The spare one of DecodeGraphs.
-        self._cache = self._model.new_cache(num_blocks, room.block_size)
+        self._cache = KVCache.of(self._model, num_blocks, room.block_size)
         self._tables = BlockTables(
             num_slots=room.num_slots, num_blocks=room.num_blocks, block_size=room.block_size,
             blocks_per_row=room.blocks_per_row, max_sharers=room.max_sharers)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from realhf.inference.block_tables import BlockSet, Decoding
 from realhf.nn.attention import AttentionKind, attention_with_lse
+from realhf.nn.transformer import Transformer
 
 
 class KVCache:
@@ -33,6 +34,14 @@ class KVCache:
         parts = 1 if value_dim else 2
         self.layers = [_zeros((parts, *shape), dtype, device) for _ in range(num_layers)]
         self._value_dim = value_dim
+
+    @classmethod
+    def of(cls, model: Transformer, num_blocks: int, block_size: int) -> "KVCache":
+        """Return an empty cache for the layers of the model's pipeline stage."""
+        heads, dim, value_dim = model.cache_heads
+        return cls(
+            len(model.blocks), (num_blocks, block_size, heads, dim), value_dim=value_dim,
+            dtype=model.flat.dtype, device=model.flat.device)
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, places_T: Tensor) -> None:
         """Stores tokens at `places_T`, which are block * block size + place in the block."""

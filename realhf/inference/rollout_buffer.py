@@ -9,8 +9,8 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.inference.block_tables import Integers
-from realhf.inference.forward_batch import token_places
 from realhf.inference.scheduler import Prompt
+from realhf.nn.packed import token_places
 
 Size = tuple[int, int]
 """Tokens of a prompt, and samples that continue it."""

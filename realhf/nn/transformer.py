@@ -18,14 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
-from realhf.inference.forward_batch import Segment, token_places
-from realhf.inference.kv_cache import KVCache
 from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.linear import embedding
 from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.moe import RouterLosses
+from realhf.nn.packed import CachedSegment, token_places
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
 from realhf.nn.vocab_parallel import Head
@@ -48,7 +47,7 @@ class Transformer(ShardedParameters):
         self._layers = layers
         self._adapted: list[Adapter] = []
         self.blocks = [self._block(layer) for layer in layers]
-        self._cache_heads = self.blocks[0].attention.cache_heads
+        self.cache_heads = self.blocks[0].attention.cache_heads
         self._final_norm = Norm(self.config, self.of_layer(None), "final_norm")
         scale = torch.tensor(self.config.embedding_scale, dtype=dtype)  # Rounded first, as transformers does.
         self._embedding_scale = float(scale)
@@ -115,7 +114,7 @@ class Transformer(ShardedParameters):
         return self._stage(
             x, position_T[mine], length_T[mine], lambda layer: [Attend(layer, attend)], **more)
 
-    def advance(self, x: Tensor, cache: KVCache, segments: Sequence[Segment]) -> Tensor:
+    def advance(self, x: Tensor, cache: Any, segments: Sequence[CachedSegment]) -> Tensor:
         """Tokens whose keys and values go into the cache, through this stage, without gradients and not over
         cp: ids_T on the first stage, else hidden_TH, segment by segment; gives hidden_TH."""
         self._check_lengths([segment.longest for segment in segments])
@@ -220,17 +219,10 @@ class Transformer(ShardedParameters):
         trained = self.adapters.of_layer(None) if self.adapters is not None else {}
         return trained.get("score.weight", self.of_layer(None).get("score.weight"))
 
-    def new_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """An empty cache for this stage's layers."""
-        heads, dim, value_dim = self._cache_heads
-        return KVCache(
-            len(self.blocks), (num_blocks, block_size, heads, dim), value_dim=value_dim,
-            dtype=self.flat.dtype, device=self.flat.device)
-
     @property
     def cache_token_bytes(self) -> int:
         """Of one token in the cache, in all layers of the stage that has most: alike on all stages."""
-        heads, dim, value_dim = self._cache_heads
+        heads, dim, value_dim = self.cache_heads
         parts, num_layers = 1 if value_dim else 2, -(-self.config.num_layers // self.groups.layout.pp)
         return num_layers * parts * heads * dim * self.flat.itemsize
 

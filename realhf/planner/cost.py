@@ -19,7 +19,7 @@ from realhf.layout import ParallelStrategy, even_split
 from realhf.planner.memory import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, Span, wide_bytes
-from realhf.planner.shard_sizes import exchanged, held_params
+from realhf.planner.shard import exchanged, held_params
 
 _SPANS = 24  # Into which the steps of a generation are cut.
 

@@ -15,15 +15,7 @@ from functools import cached_property
 from realhf.kv_blocks import tokens_for
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.shard_sizes import (
-    Widths,
-    exchanged,
-    float32_bytes,
-    held_params,
-    in_section,
-    num_params,
-    widths,
-)
+from realhf.planner.shard import Widths, exchanged, float32_bytes, held_params, in_section, num_params, widths
 
 Parts = dict[str, float]
 
@@ -34,7 +26,7 @@ _SLICE_NUMEL = 1 << 18  # nn/vocab_parallel.py. On CUDA as many times more:
 _CUDA_CHUNKS, _CUDA_SLICES = 8, 256
 _PART_NUMEL = 1 << 17  # Elements that norms and activations work on at a time on CPU.
 _GRAPHS = 1.25  # Rows times blocks of a recorded pass, relative to those that there are; decode_graphs.py.
-_BLOCK_NUMEL, _CUDA_BLOCKS = 1 << 22, 64  # Of a product that is added in another dtype; nn/grad_accumulation.py.
+_BLOCK_NUMEL, _CUDA_BLOCKS = 1 << 22, 64  # Products in another dtype (nn/grad_accumulation.py).
 
 
 def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:

@@ -16,7 +16,7 @@ from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.capacity import available_bytes
 from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
 from realhf.planner.problem import Problem
-from realhf.planner.shard_sizes import num_params
+from realhf.planner.shard import num_params
 from realhf.units import format_bytes
 
 

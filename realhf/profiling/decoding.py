@@ -10,6 +10,7 @@ from realhf.dist.group import World
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.forward_batch import Prefill, next_tokens
+from realhf.inference.kv_cache import KVCache
 from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.kv_blocks import block_size, blocks_for, num_blocks
 from realhf.layout import even_split
@@ -53,7 +54,7 @@ class Rows:
             given, num_slots=rows, blocks=BlockManager(count), tables=tables, history=lambda _: [],
             prefill_tokens=rows * prompt_tokens)
         self._model, device = model, model.flat.device
-        self._cache = model.new_cache(count, size)
+        self._cache = KVCache.of(model, count, size)
         for layer in self._cache.layers:
             layer.fill_(1.0)  # (Pages that were never written to would all be one, and near.)
         first = scheduler.plan()

@@ -495,7 +495,8 @@ def test_help(experiment, call):
 
 
 def test_check_leaves_torch_alone(experiment):
-    code = "import sys, realhf.cli.main as cli; sys.exit(cli.main(sys.argv[1:]) or 7 * ('torch' in sys.modules))"
+    code = "import sys; from realhf.cli.main import main"
+    code += "; sys.exit(main(sys.argv[1:]) or 7 * ('torch' in sys.modules))"
     command = [
         sys.executable,
         "-c",

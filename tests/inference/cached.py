@@ -4,6 +4,7 @@ import torch
 
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.forward_batch import Decode, Extend, Prefill
+from realhf.inference.kv_cache import KVCache
 
 BLOCK_SIZE = 64
 _BLOCKS = 3  # Of a row.
@@ -14,7 +15,7 @@ class CachedRows:
 
     def __init__(self, model, lens):
         self.model, self.lens = model, list(lens)
-        self.cache = model.new_cache(len(lens) * _BLOCKS, BLOCK_SIZE)
+        self.cache = KVCache.of(model, len(lens) * _BLOCKS, BLOCK_SIZE)
         self.tables = BlockTables(
             num_slots=len(lens), num_blocks=len(lens) * _BLOCKS, block_size=BLOCK_SIZE,
             blocks_per_row=_BLOCKS, max_sharers=1)

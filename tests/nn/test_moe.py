@@ -7,6 +7,7 @@ import transformers
 from realhf.checkpoint.hf import load_weights
 from realhf.dist.group import World
 from realhf.engine.pipeline import run_pipeline
+from realhf.inference.kv_cache import KVCache
 from realhf.layout import Layout
 from realhf.nn.context_parallel import token_range
 from realhf.nn.grouped_linear import grouped_linear
@@ -221,7 +222,7 @@ def test_a_piece_attends_to_cached_latents():
 
 def test_the_cache_of_latent_attention_holds_latents():
     model = build(hf_config("deepseek-v3"))
-    assert [kv.shape for kv in model.new_cache(3, 16).layers] == [(1, 3, 16, 1, 10 + 4)] * 4
+    assert [kv.shape for kv in KVCache.of(model, 3, 16).layers] == [(1, 3, 16, 1, 10 + 4)] * 4
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 0], [0, 5, 0]])

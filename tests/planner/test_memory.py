@@ -18,7 +18,7 @@ from realhf.planner.capacity import available_bytes
 from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
 from realhf.planner.memory_check import prove
 from realhf.planner.problem import ModelRole, Problem, Workload
-from realhf.planner.shard_sizes import num_params
+from realhf.planner.shard import num_params
 from realhf.realloc.schedule import STAGING_BYTES
 from realhf.region import region_size
 from tests.planner.measured import Case, measure
