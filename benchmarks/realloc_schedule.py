@@ -22,7 +22,7 @@ from realhf.cluster import Cluster
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.realloc.schedule import Schedule, make_schedule
 from realhf.region import region_size
 
@@ -116,7 +116,7 @@ def run(case: Case, config: ModelConfig) -> dict[str, Any]:
         spec, source, target = model_spec(config), Layout.parse(case.source), Layout.parse(case.target)
         started = time.process_time()
         schedule = make_schedule(
-            spec, source=source, target=target, itemsize=_ITEMSIZE, wires=Wires.of_cluster(cluster)
+            spec, source=source, target=target, itemsize=_ITEMSIZE, wires=Links.of_cluster(cluster)
         )
         seconds.append(time.process_time() - started)
     weights = max(_most_held(spec, layout) for layout in (source, target))

@@ -5,10 +5,10 @@
 
 from arithmetic import prepare
 
-from realhf import DatasetConfig, OptimizerConfig, Role, Verifier
+from realhf import DatasetConfig, OptimizerConfig, RewardModel, Role
 
 task = prepare()
-experiment = Verifier(
+experiment = RewardModel(
     reward=Role(
         model="runs/sft/hf/step_700",
         head="score",

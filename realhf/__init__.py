@@ -8,7 +8,7 @@ _PUBLIC = {
     "algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
     "algorithms.sft": ("SFT",),
-    "algorithms.reward_model": ("Verifier",),
+    "algorithms.reward_model": ("RewardModel",),
     "cluster": ("Cluster",),
     "data.dataset": ("DatasetConfig",),
     "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from realhf.algorithms.on_policy import Rollout, graph_of
+from realhf.algorithms.on_policy import OnPolicy, graph_of
 from realhf.algorithms.policy_loss import per_token, rollout_metrics
 from realhf.calls import HostFunction
 from realhf.experiment import Role
@@ -35,7 +35,7 @@ class GroupAdvantages:
 
 
 @dataclass
-class GRPO(Rollout):
+class GRPO(OnPolicy):
     """Group-relative policy optimisation of `actor`; it has a reference when `loss.kl_coef` is above 0."""
 
     scale_by_std: bool = True

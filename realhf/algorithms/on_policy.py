@@ -27,7 +27,7 @@ SEQUENCE = ("sequence_ids", "response_mask")
 
 
 @dataclass
-class Rollout(Experiment):
+class OnPolicy(Experiment):
     """The actor answers, a function or a model scores, the actor trains; subclasses find the advantages."""
 
     actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from realhf.algorithms.on_policy import SEQUENCE, Rollout, graph_of
+from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig, clamped_log_ratio, rollout_metrics
 from realhf.calls import HostFunction, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
@@ -115,7 +115,7 @@ class TokenAdvantages:
 
 
 @dataclass
-class PPO(Rollout):
+class PPO(OnPolicy):
     """PPO of `actor` and `critic` against `ref`, with a reward model or a reward function."""
 
     critic: Role = field(default_factory=lambda: Role(model="", head="score", optimizer=OptimizerConfig()))

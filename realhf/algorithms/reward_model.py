@@ -43,7 +43,7 @@ class BinaryCrossEntropy:
 
 
 @dataclass
-class Verifier(Experiment):
+class RewardModel(Experiment):
     """Trains `reward` on rows of prompt, completion and `label` (1 right, 0 wrong)."""
 
     reward: Role = field(default_factory=lambda: Role(model="", head="score", optimizer=OptimizerConfig()))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from realhf.algorithms.on_policy import Rollout
+from realhf.algorithms.on_policy import OnPolicy
 from realhf.calls import OptimizerConfig, SamplingConfig, TrainStep
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -63,4 +63,4 @@ class SFT(Experiment):
         if self.reward_function is None:
             return None
         dataset = self.eval_dataset or self.dataset
-        return Rollout(dataset, sampling=self.sampling, reward_function=self.reward_function).eval_graph()
+        return OnPolicy(dataset, sampling=self.sampling, reward_function=self.reward_function).eval_graph()

@@ -14,7 +14,7 @@ from realhf.cluster import Cluster
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.runtime.program import Program, compile_program
 
 
@@ -66,7 +66,7 @@ def compile_experiment(
     try:
         program = compile_program(experiment, plan, world_size=num_ranks)
         if cluster is not None and (origin := named or profile) is not None:
-            program = dataclasses.replace(program, wires=Wires.of_cluster(cluster, origin=f"{origin}'s"))
+            program = dataclasses.replace(program, wires=Links.of_cluster(cluster, origin=f"{origin}'s"))
         return program, num_ranks
     except ValueError as error:
         about_plan = options.plan is not None and str(error).startswith("calls.")

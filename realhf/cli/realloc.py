@@ -13,7 +13,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.problem import ITEMSIZE
 from realhf.realloc import explain
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 
 
@@ -47,7 +47,7 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     source, target = (_layout(options, name, config, cluster) for name in ("src", "dst"))
     schedule = make_schedule(
         model_spec(config).without_limbs(), source=source, target=target, itemsize=ITEMSIZE[dtype],
-        wires=Wires.of_cluster(cluster) if cluster else None,
+        wires=Links.of_cluster(cluster) if cluster else None,
     )  # fmt: skip
     if options.json:
         transfers = options.transfers

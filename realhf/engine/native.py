@@ -21,7 +21,7 @@ from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.generate import generate
-from realhf.inference.prompt_queue import WorkQueue
+from realhf.inference.prompt_queue import PromptQueue
 from realhf.layout import Layout, even_split
 from realhf.lora import LoraConfig
 from realhf.nn.lora import Adapters
@@ -74,7 +74,7 @@ class NativeEngine(BaseEngine):
 
     def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
         """Ranks over cp are replicas here, too: each begins with a part of the prompts."""
-        cp, queue = self.groups.cp, WorkQueue(self.groups, stealing=work.work_stealing)
+        cp, queue = self.groups.cp, PromptQueue(self.groups, stealing=work.work_stealing)
         part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():

@@ -105,7 +105,7 @@ def next_tokens(tables: BlockTables, device: torch.device) -> Segment:
 
 
 @dataclass(frozen=True)
-class Extend(Segment):
+class ChunkedPrefill(Segment):
     """The next `num_tokens` of one sequence that will have `longest`; its tokens up to the last of these have
     `places_L` in the cache."""
 

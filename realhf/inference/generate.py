@@ -23,11 +23,11 @@ from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.decode_graphs import DecodeGraphs, recorder
-from realhf.inference.forward_batch import Extend, Prefill, Segment, next_tokens
-from realhf.inference.kv_budget import Room, Terms, check_not_empty, longest_sizes
+from realhf.inference.forward_batch import ChunkedPrefill, Prefill, Segment, next_tokens
+from realhf.inference.kv_budget import CohortCapacity, GenerationLimits, check_not_empty, longest_sizes
 from realhf.inference.kv_cache import KVCache
-from realhf.inference.prompt_queue import WorkQueue
-from realhf.inference.rollout_buffer import Job, Samples, by_prompt, columns
+from realhf.inference.prompt_queue import PromptQueue
+from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, by_prompt, columns
 from realhf.inference.sampling import Draws, for_vocabulary, sample
 from realhf.inference.scheduler import Prompt, Scheduler, Step
 from realhf.layout import even_split
@@ -35,7 +35,7 @@ from realhf.nn.transformer import Transformer
 
 
 def generate(
-    model: Transformer, batch: Batch, work: Generate, queue: WorkQueue, *, prompt_key: str, stream: str,
+    model: Transformer, batch: Batch, work: Generate, queue: PromptQueue, *, prompt_key: str, stream: str,
     limit: CacheLimit | None = None, report: Report = no_report,
 ) -> tuple[list[int], list]:
     """Ids of the samples that this replica has continued, and on one of its ranks (last stage, first of tp)
@@ -51,7 +51,7 @@ def generate(
     terms = _agree(model, by_prompt(prompts, batch.ids), work, queue, cache_bytes=cache_bytes)
     ranges = [slice(*even_split(len(prompts), terms.num_cohorts, i)) for i in range(terms.num_cohorts)]
     parts = [by_prompt(prompts[part], batch.ids[part]) for part in ranges]
-    rooms = [Room(part, terms) if part else None for part in parts]
+    rooms = [CohortCapacity(part, terms) if part else None for part in parts]
     if limit is not None and cache_bytes is not None:
         counts = [(room.num_blocks, room.num_wanted) for room in rooms if room is not None]
         block_bytes = terms.token_bytes * terms.block_size
@@ -71,7 +71,7 @@ def generate(
     return ids, columns(made, wide=model.wide) if has_columns else []
 
 
-def _how_far(parts: Sequence[Samples], num_own: int) -> str:
+def _how_far(parts: Sequence[RolloutBuffer], num_own: int) -> str:
     """Return how many samples of this replica have ended; it may have taken over more than its own."""
     ended = sum(samples.num_ended for samples in parts)
     tokens = sum(samples.num_tokens for samples in parts)
@@ -80,8 +80,8 @@ def _how_far(parts: Sequence[Samples], num_own: int) -> str:
 
 
 def _agree(
-    model: Transformer, jobs: Sequence[Job], work: Generate, queue: WorkQueue, *, cache_bytes: int | None
-) -> Terms:
+    model: Transformer, jobs: Sequence[PromptGroup], work: Generate, queue: PromptQueue, *, cache_bytes: int | None
+) -> GenerationLimits:
     """The same for all replicas among which prompts move. Raises UserError where nobody could take one."""
     empty = [i for job in jobs if not job.tokens for i in job.ids]
     told = queue.gather([sum(len(job.ids) for job in jobs), longest_sizes(jobs), empty])
@@ -89,7 +89,7 @@ def _agree(
     most, sizes = max(count for count, *_ in told), [tuple(size) for _, some, _ in told for size in some]
     pp, in_lockstep = model.groups.layout.pp, model.groups.ep.size > 1
     num_cohorts = pp if in_lockstep else max(1, min(pp, most, work.max_rows))
-    terms = Terms.of(
+    terms = GenerationLimits.of(
         sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts, cache_bytes=cache_bytes)
     if sizes:
         terms.check(model.config.num_positions)
@@ -97,11 +97,11 @@ def _agree(
 
 
 class _Cohort:
-    """Samples that share a cache and slots."""
+    """RolloutBuffer that share a cache and slots."""
 
     def __init__(
-        self, model: Transformer, *, terms: Terms, seed: int, part: Sequence[Job], count: int,
-        waiting: Sequence[Job], queue: WorkQueue,
+        self, model: Transformer, *, terms: GenerationLimits, seed: int, part: Sequence[PromptGroup], count: int,
+        waiting: Sequence[PromptGroup], queue: PromptQueue,
     ) -> None:  # fmt: skip
         """It begins with `count` jobs of its part; those that are `waiting` may come out of the queue."""
         sampling = for_vocabulary(terms.work.sampling, model.config.vocab_size)
@@ -110,7 +110,7 @@ class _Cohort:
         ends = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=self._device)
         ends[[i for i in model.config.eos_token_ids if i < len(ends)]] = True
         capacity = sum(len(job.ids) for job in part)
-        self.samples = Samples(capacity, max_new_tokens=sampling.max_new_tokens, ends=ends)
+        self.samples = RolloutBuffer(capacity, max_new_tokens=sampling.max_new_tokens, ends=ends)
         self._step: Step | None = None
         self._drawn = torch.zeros(0, dtype=torch.long)
         self._has_company = self._groups.ep.size > 1
@@ -120,9 +120,9 @@ class _Cohort:
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
         if reach := [*part[:count], *waiting]:
-            self._reserve(Room(reach, terms), part[:count], terms.work)
+            self._reserve(CohortCapacity(reach, terms), part[:count], terms.work)
 
-    def _reserve(self, room: Room, jobs: Sequence[Job], work: Generate) -> None:
+    def _reserve(self, room: CohortCapacity, jobs: Sequence[PromptGroup], work: Generate) -> None:
         """Memory for as many rows as may run at once, within the budget."""
         record = recorder(self._device) if work.cuda_graphs and self._model.recordable else None
         num_blocks = room.num_blocks + (record is not None)  # The spare one of DecodeGraphs.
@@ -214,7 +214,7 @@ class _Cohort:
         size = self._tables.block_size
         if (piece := step.further) is not None:
             places_L, longest = self._integers(piece.places(size)), len(piece.prompt.tokens)
-            yield Extend(places_L, num_tokens=len(piece.tokens), longest=longest)
+            yield ChunkedPrefill(places_L, num_tokens=len(piece.tokens), longest=longest)
         if fresh := step.fresh:
             places_T = self._integers([place for piece in fresh for place in piece.places(size)])
             lens, whole = [piece.stop for piece in fresh], [len(piece.prompt.tokens) for piece in fresh]

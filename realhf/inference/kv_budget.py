@@ -1,18 +1,18 @@
-"""Room: how many rows run at once in a generation, and the blocks of the cache that they have."""
+"""CohortCapacity: how many rows run at once in a generation, and the blocks of the cache that they have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realhf.calls import Generate
 from realhf.errors import UserError
-from realhf.inference.rollout_buffer import Job, Size
+from realhf.inference.rollout_buffer import PromptGroup, Size
 from realhf.kv_blocks import block_size, blocks_for, num_blocks
 
 _GIB = 1 << 30
 
 
-def longest_sizes(jobs: Sequence[Job]) -> list[Size]:
-    """Of the longest prompt and of the longest one with several samples: all that Terms go by."""
+def longest_sizes(jobs: Sequence[PromptGroup]) -> list[Size]:
+    """Of the longest prompt and of the longest one with several samples: all that GenerationLimits go by."""
     sizes = [job.size for job in jobs]
     return [max(some) for some in (sizes, [size for size in sizes if size[1] > 1]) if some]
 
@@ -32,7 +32,7 @@ def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int
 
 
 @dataclass(frozen=True)
-class Terms:
+class GenerationLimits:
     """What all cohorts of all replicas generate by, so that none refuses a prompt that another would take."""
 
     work: Generate
@@ -46,7 +46,7 @@ class Terms:
     def of(
         cls, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int,
         cache_bytes: int | None = None,
-    ) -> "Terms":  # fmt: skip
+    ) -> "GenerationLimits":  # fmt: skip
         max_new = work.sampling.max_new_tokens
         longest = max((length for length, _ in sizes), default=0) + max_new
         size = block_size(sizes or [(0, 1)], max_new_tokens=max_new)
@@ -80,10 +80,10 @@ class Terms:
                 f"(prompt and sampling.max_new_tokens) needs {least_gib:.3g} GiB")
 
 
-class Room:
+class CohortCapacity:
     """What a cohort's cache and its tables are made for, so that all of these prompts can pass through."""
 
-    def __init__(self, jobs: Sequence[Job], terms: Terms) -> None:
+    def __init__(self, jobs: Sequence[PromptGroup], terms: GenerationLimits) -> None:
         sizes, work, self.block_size = [job.size for job in jobs], terms.work, terms.block_size
         max_new = work.sampling.max_new_tokens
         self.num_slots = min(-(-work.max_rows // terms.num_cohorts), sum(count for _, count in sizes))
@@ -94,7 +94,7 @@ class Room:
         """Blocks with which no row has to wait for memory."""
         self.num_blocks = terms.affordable(self.num_wanted)
 
-    def num_at_once(self, jobs: Sequence[Job]) -> int:
+    def num_at_once(self, jobs: Sequence[PromptGroup]) -> int:
         """How many of them, from the first on, have slots and blocks to begin with."""
         rows = blocks = 0
         for number, (tokens, ids) in enumerate(jobs):

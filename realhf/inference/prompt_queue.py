@@ -1,4 +1,4 @@
-"""WorkQueue: prompts that wait for a slot somewhere, and go to the replica that has one first.
+"""PromptQueue: prompts that wait for a slot somewhere, and go to the replica that has one first.
 
 Each replica has a line of them. It takes from the front of its own, and when that is used up from the back of
 others. How many have been taken is counted in the store, so that each goes to one replica without any of them
@@ -15,7 +15,7 @@ from realhf.data.batch import Batch
 from realhf.dist import tags
 from realhf.dist.group import Pending, naming_store
 from realhf.dist.parallel import ParallelGroups
-from realhf.inference.rollout_buffer import Job, pack_jobs, unpack_jobs
+from realhf.inference.rollout_buffer import PromptGroup, pack_groups, unpack_groups
 
 
 class Lines:
@@ -63,7 +63,7 @@ class Lines:
                 self._store.delete_key(f"{self._index}/{name}")
 
 
-class WorkQueue:
+class PromptQueue:
     """The waiting prompts of one generation, for a rank of one of its replicas: the ranks over dp and cp.
 
     The first rank of a replica takes prompts and tells the others which; all of them ask at the same time.
@@ -79,7 +79,7 @@ class WorkQueue:
         ranks: list[int] = groups.layout.grid[:, at.dp, at.cp, :].ravel().tolist()
         # (In one replica alone everybody decides the same.)
         self._leader, *self._followers = ranks if self._is_shared else [groups.rank]
-        self._waiting: list[list[Job]] = []
+        self._waiting: list[list[PromptGroup]] = []
         self._lines: Lines | None = None
         self._is_over = True
         self._stolen: dict[int, int] = {}  # Sample id -> the data shard that has it.
@@ -89,12 +89,12 @@ class WorkQueue:
         """What the replicas that share the queue say (JSON). All ranks call this."""
         return self._replicas.all_gather_json(document) if self._is_shared else [document]
 
-    def put(self, jobs: Sequence[Job]) -> list[Job]:
+    def put(self, jobs: Sequence[PromptGroup]) -> list[PromptGroup]:
         """Makes `jobs` this replica's line. All ranks call this, once. What waits in all lines, as any of it
         may come out of `take`."""
         self._waiting = [list(jobs)]
         if self._is_shared:
-            self._waiting = [unpack_jobs(line) for line in self._replicas.all_gather_bytes(pack_jobs(jobs))]
+            self._waiting = [unpack_groups(line) for line in self._replicas.all_gather_bytes(pack_groups(jobs))]
         self._is_over = not any(self._waiting)
         if self._leader == self._groups.rank and not self._is_over:
             world, name = self._groups.world, f"waiting/{self._replicas.ranks}"
@@ -102,7 +102,7 @@ class WorkQueue:
             self._lines = Lines([len(line) for line in self._waiting], self._line, store)
         return [job for line in self._waiting for job in line]
 
-    def take(self) -> Job | None:
+    def take(self) -> PromptGroup | None:
         """A prompt for a free slot; None when there are no more. All ranks of a replica call this."""
         place = None if self._is_over else self._take()
         if place is None:

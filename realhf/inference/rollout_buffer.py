@@ -1,4 +1,4 @@
-"""Samples: prompts that are being continued, and what has been drawn for them so far."""
+"""RolloutBuffer: prompts that are being continued, and what has been drawn for them so far."""
 
 from collections.abc import Sequence
 from itertools import chain, groupby
@@ -16,7 +16,7 @@ Size = tuple[int, int]
 """Tokens of a prompt, and samples that continue it."""
 
 
-class Job(NamedTuple):
+class PromptGroup(NamedTuple):
     """A prompt, and the ids of the samples that continue it."""
 
     tokens: list[int]
@@ -27,26 +27,26 @@ class Job(NamedTuple):
         return len(self.tokens), len(self.ids)
 
 
-def by_prompt(prompts: Sequence[list[int]], ids: Sequence[int]) -> list[Job]:
-    """Samples of equal prompts that are neighbours go together."""
+def by_prompt(prompts: Sequence[list[int]], ids: Sequence[int]) -> list[PromptGroup]:
+    """RolloutBuffer of equal prompts that are neighbours go together."""
     runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
-    return [Job(prompts[run[0]], [ids[i] for i in run]) for run in runs]
+    return [PromptGroup(prompts[run[0]], [ids[i] for i in run]) for run in runs]
 
 
-def pack_jobs(jobs: Sequence[Job]) -> torch.Tensor:
+def pack_groups(jobs: Sequence[PromptGroup]) -> torch.Tensor:
     """As bytes."""
     tokens = [torch.tensor(job.tokens, dtype=torch.long) for job in jobs]
     packed = Packed.of(tokens, empty=torch.zeros(0, dtype=torch.long))
     return Batch(list(range(len(jobs))), {"tokens": packed, "ids": [job.ids for job in jobs]}).pack()
 
 
-def unpack_jobs(data: torch.Tensor) -> list[Job]:
+def unpack_groups(data: torch.Tensor) -> list[PromptGroup]:
     batch = Batch.unpack(data)
-    return [Job(t.tolist(), ids) for t, ids in zip(batch["tokens"].split(), batch["ids"], strict=True)]
+    return [PromptGroup(t.tolist(), ids) for t, ids in zip(batch["tokens"].split(), batch["ids"], strict=True)]
 
 
-class Samples:
-    """Samples by number, in the order in which they have come; there may be more than `capacity`."""
+class RolloutBuffer:
+    """RolloutBuffer by number, in the order in which they have come; there may be more than `capacity`."""
 
     def __init__(self, capacity: int, *, max_new_tokens: int, ends: torch.Tensor) -> None:
         """`ends`: for every token of the vocabulary whether a sample ends with it."""
@@ -61,7 +61,7 @@ class Samples:
         self.logprobs = torch.zeros(capacity, max_new_tokens, dtype=torch.float64, device=ends.device)
         self._max_new_tokens, self._ends = max_new_tokens, ends
 
-    def add(self, job: Job) -> Prompt:
+    def add(self, job: PromptGroup) -> Prompt:
         """As the scheduler wants them."""
         first = len(self.prompts)
         self.prompts += [job.tokens] * len(job.ids)
@@ -97,7 +97,7 @@ class Samples:
         return torch.from_numpy(numbers).to(device), torch.from_numpy(lengths).to(device)
 
 
-def columns(parts: Sequence[Samples], *, wide: torch.dtype) -> list:
+def columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
     """Sequences, response mask, log-probs and finished flags of all samples, as `Generate` promises them."""
     device = parts[0].tokens.device
     floats, finished = torch.zeros(0, dtype=wide, device=device), list[torch.Tensor]()

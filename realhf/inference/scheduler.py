@@ -24,7 +24,7 @@ class Prompt:
     samples: list[int]
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
-    waiting: list[int] = field(default_factory=list)  # Samples that have their first token, but no slot.
+    waiting: list[int] = field(default_factory=list)  # RolloutBuffer that have their first token, but no slot.
     num_started: int = 0
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Step:
     rest of one that has been begun before the others."""
 
     copies: list[tuple[int, int]]  # Block to copy from, block to copy to.
-    rows: list[int]  # Samples that decode one token, in order of their slots.
+    rows: list[int]  # RolloutBuffer that decode one token, in order of their slots.
     pieces: list[Piece]
 
     @property

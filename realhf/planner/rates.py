@@ -123,7 +123,7 @@ class Rates:
         """What a call of this kind takes on a rank besides its passes."""
         return self.assume.call_seconds
 
-    # Wires
+    # Links
 
     def all_reduce(self, num_bytes: float, span: Span) -> float:
         return self.all_gather(num_bytes, span) + self.reduce_scatter(num_bytes, span)

@@ -15,7 +15,7 @@ from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
 from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging, shards_of
 from realhf.realloc.host_memory_reads import Neighbours
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.realloc.messages import messages_of
 from realhf.realloc.schedule import STAGING_BYTES, make_schedule
 from realhf.region import region_size
@@ -38,15 +38,15 @@ class ReallocStats:
     senders: tuple[int, ...] = ()
 
 
-def agreed_wires(world: World, known: Wires | None) -> Wires:
+def agreed_wires(world: World, known: Links | None) -> Links:
     """Return the links for which all ranks make their schedules: those that rank 0 knows, else an assumption.
 
     Every rank calls this.
     """
     shown = world.control.all_gather_json(known and asdict(known))[0]
     if shown is None:
-        return Wires.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
-    return replace(Wires(**shown), devices_per_host=world.ranks_per_host)
+        return Links.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
+    return replace(Links(**shown), devices_per_host=world.ranks_per_host)
 
 
 class Reallocator:
@@ -63,9 +63,9 @@ class Reallocator:
     def __init__(
         self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
         sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
-        staging: Staging | None = None, role: str = "a model", wires: Wires | None = None,
+        staging: Staging | None = None, role: str = "a model", wires: Links | None = None,
     ) -> None:  # fmt: skip
-        wires = wires or Wires.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
+        wires = wires or Links.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
         self.schedule = make_schedule(
             spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize, wires=wires,
             forward=eta == 1, staging_bytes=staging_bytes,

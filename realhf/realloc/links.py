@@ -1,4 +1,4 @@
-"""Wires: the bandwidths that limit a movement."""
+"""Links: the bandwidths that limit a movement."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ _UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
-class Wires:
+class Links:
     """What limits a movement, in bytes per second in each direction.
 
     Everything that a device sends or receives passes its `device` port; what goes to or comes from another
@@ -39,7 +39,7 @@ class Wires:
         return f"{self.origin} links: {rates[0]} per rank, {between}"
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster, *, origin: str = "the cluster's") -> "Wires":
+    def of_cluster(cls, cluster: Cluster, *, origin: str = "the cluster's") -> "Links":
         """Return the links of a cluster. Processes on CPUs copy out of each other's memory."""
         links = cluster.intra_host, cluster.outward
         device, nic = (link.bandwidth_bytes_per_second for link in links)
@@ -48,12 +48,12 @@ class Wires:
         return cls(cluster.devices_per_host, device, nic, port, latency, pulled, origin)
 
     @classmethod
-    def on_one_host(cls) -> "Wires":
+    def on_one_host(cls) -> "Links":
         """Equal devices without latency, as fast as NVLink; only what is in seconds depends on that."""
         return cls(_UNLIMITED, 450e9, 450e9, 450e9 * _UNLIMITED, latency_seconds=0.0)
 
     @classmethod
-    def of_hosts(cls, devices_per_host: int, *, cuda: bool) -> "Wires":
+    def of_hosts(cls, devices_per_host: int, *, cuda: bool) -> "Links":
         """Hosts of which no more is known: wired like H100s, or of processes that share one card."""
         if cuda:
             return cls(devices_per_host, 450e9, 50e9, 50e9 * devices_per_host, latency_seconds=1e-5)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from realhf.realloc.balance import Demand, fill, least_seconds, spread
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.realloc.multicast import ONE, Delivery, Leg, Shares
 from realhf.realloc.parcels import Parcel
 
@@ -25,7 +25,7 @@ _SMALL = 1e-3
 class Router:
     """Plans the legs of all parcels over given wires."""
 
-    def __init__(self, parcels: Sequence[Parcel], wires: Wires) -> None:
+    def __init__(self, parcels: Sequence[Parcel], wires: Links) -> None:
         self.parcels, self.wires = parcels, wires
         ranks = sorted({rank for p in parcels for rank in (*p.holders, *p.takers)})
         self._index = {rank: i for i, rank in enumerate(ranks)}

@@ -17,7 +17,7 @@ import numpy as np
 
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec, Placement
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.realloc.multicast import ONE, Leg
 from realhf.realloc.parcels import Cell, Parcel, find_cells, make_parcels
 from realhf.realloc.routes import Routed, Router
@@ -61,7 +61,7 @@ class Schedule:
     """
 
     spec: ModelSpec
-    wires: Wires
+    wires: Links
     itemsize: int
     parcels: Sequence[Parcel]
     cells: Sequence[list[Cell]]
@@ -205,7 +205,7 @@ def make_schedule(
     target: Layout,
     itemsize: int,
     sharded: bool = False,
-    wires: Wires | None = None,
+    wires: Links | None = None,
     forward: bool = True,
     staging_bytes: int = STAGING_BYTES,
 ) -> Schedule:
@@ -217,14 +217,14 @@ def make_schedule(
     """
     return schedule_placements(
         spec, spec.placements(source, sharded=sharded), spec.placements(target), itemsize=itemsize,
-        wires=wires or Wires.on_one_host(), forward=forward,
+        wires=wires or Links.on_one_host(), forward=forward,
         staging_bytes=staging_bytes,
     )  # fmt: skip
 
 
 def schedule_placements(
     spec: ModelSpec, source: Sequence[Placement], target: Sequence[Placement], *, itemsize: int,
-    wires: Wires, forward: bool = True, staging_bytes: int = STAGING_BYTES,
+    wires: Links, forward: bool = True, staging_bytes: int = STAGING_BYTES,
 ) -> Schedule:  # fmt: skip
     """Like `make_schedule`, between any placements of the parameters, given in table order."""
     started = time.perf_counter()

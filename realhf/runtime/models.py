@@ -25,7 +25,7 @@ from realhf.layout import Layout
 from realhf.param_spec import is_sharded
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats, agreed_wires
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.region import Region, region_size
 from realhf.runtime.actions import (
     Action,
@@ -65,7 +65,7 @@ class ModelStore:
 
     def __init__(
         self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Sequence[Action],
-        *, seed: int, offloaded: Collection[str] = (), wires: Wires | None = None,
+        *, seed: int, offloaded: Collection[str] = (), wires: Links | None = None,
     ) -> None:
         self._world, self._roles, self.homes = world, roles, homes
         self._sets, self._specs = parameter_sets(roles), parameter_specs(roles)

@@ -16,7 +16,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
 from realhf.plan import ExecutionPlan
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.runtime.actions import (
     RANK_0,
     Action,
@@ -51,7 +51,7 @@ class Program:
     """Frozen roles whose weights lie in host memory while no call needs them."""
     actions: tuple[Action, ...]
     eval_actions: tuple[Action, ...]
-    wires: Wires | None = None
+    wires: Links | None = None
     """The links that reallocations are scheduled for; None: nobody has named them."""
 
     @property

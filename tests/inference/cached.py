@@ -3,7 +3,7 @@
 import torch
 
 from realhf.inference.block_tables import BlockTables
-from realhf.inference.forward_batch import Decode, Extend, Prefill
+from realhf.inference.forward_batch import ChunkedPrefill, Decode, Prefill
 from realhf.inference.kv_cache import KVCache
 
 BLOCK_SIZE = 64
@@ -39,7 +39,7 @@ class CachedRows:
         """The last tokens of a row that has been prefilled so far."""
         length = self.lens[row]
         places = torch.tensor(self.places(row, length)[1])
-        return self.model.advance(x, self.cache, [Extend(places, num_tokens=len(x), longest=length)])
+        return self.model.advance(x, self.cache, [ChunkedPrefill(places, num_tokens=len(x), longest=length)])
 
     def decode(self, x):
         return self.model.advance(x, self.cache, [Decode(self.tables.advance())])

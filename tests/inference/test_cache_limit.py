@@ -9,8 +9,8 @@ from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.inference import cache_limit
-from realhf.inference.kv_budget import Room, Terms
-from realhf.inference.rollout_buffer import Job
+from realhf.inference.kv_budget import CohortCapacity, GenerationLimits
+from realhf.inference.rollout_buffer import PromptGroup
 from realhf.kv_blocks import SHARE_OF_FREE
 from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
@@ -51,16 +51,16 @@ def test_what_is_free_on_a_host(monkeypatch, tmp_path, version):
 def test_a_7b_model_takes_no_more_than_it_may():
     """Rows of full length would need 124 GB."""
     llama, work = 2 * 32 * 4096 * 2, Generate(SamplingConfig(max_new_tokens=256), max_rows=512)
-    jobs = [Job([1] * 200, [8 * i + j for j in range(8)]) for i in range(64)]
+    jobs = [PromptGroup([1] * 200, [8 * i + j for j in range(8)]) for i in range(64)]
     sizes = [job.size for job in jobs]
-    free = Terms.of(sizes, work, token_bytes=llama, num_cohorts=1)
-    limited = Terms.of(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=20 << 30)
-    assert Room(jobs, free).num_blocks * 64 * llama > 80e9
-    assert 19 << 30 < Room(jobs, limited).num_blocks * 64 * llama <= 20 << 30
-    assert Room(jobs, limited).num_wanted == Room(jobs, free).num_blocks
-    none = Terms.of(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=0)
+    free = GenerationLimits.of(sizes, work, token_bytes=llama, num_cohorts=1)
+    limited = GenerationLimits.of(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=20 << 30)
+    assert CohortCapacity(jobs, free).num_blocks * 64 * llama > 80e9
+    assert 19 << 30 < CohortCapacity(jobs, limited).num_blocks * 64 * llama <= 20 << 30
+    assert CohortCapacity(jobs, limited).num_wanted == CohortCapacity(jobs, free).num_blocks
+    none = GenerationLimits.of(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=0)
     none.check(None)  # One sample can run all the same.
-    assert Room(jobs, none).num_blocks == -(-456 // 64) + 1
+    assert CohortCapacity(jobs, none).num_blocks == -(-456 // 64) + 1
 
 
 def _generated(world, layout, free):

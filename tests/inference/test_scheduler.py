@@ -8,8 +8,8 @@ import pytest
 from realhf.calls import Generate, SamplingConfig
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import BlockTables
-from realhf.inference.kv_budget import Room, Terms
-from realhf.inference.rollout_buffer import Job
+from realhf.inference.kv_budget import CohortCapacity, GenerationLimits
+from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.kv_blocks import block_size, blocks_for, num_blocks
 
@@ -148,10 +148,10 @@ def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
 def test_room_knows_how_many_prompts_begin_at_once(seed):
     rng = random.Random(seed)
     prompts = _prompts(rng, rng.randint(1, 12))
-    jobs, sampling = [Job(p.tokens, p.samples) for p in prompts], SamplingConfig(max_new_tokens=MAX_NEW)
+    jobs, sampling = [PromptGroup(p.tokens, p.samples) for p in prompts], SamplingConfig(max_new_tokens=MAX_NEW)
     max_rows, gib = rng.choice([1, 3, 8, 64]), rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
     work = Generate(sampling, max_rows=max_rows, kv_cache_gib=gib)
-    room = Room(jobs, Terms.of([job.size for job in jobs], work, token_bytes=1, num_cohorts=1))
+    room = CohortCapacity(jobs, GenerationLimits.of([job.size for job in jobs], work, token_bytes=1, num_cohorts=1))
     tables = BlockTables(
         num_slots=room.num_slots, num_blocks=room.num_blocks, block_size=room.block_size,
         blocks_per_row=room.blocks_per_row, max_sharers=room.max_sharers)

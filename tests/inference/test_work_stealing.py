@@ -17,8 +17,8 @@ from realhf.engine.native import NativeEngine
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.generate import generate
-from realhf.inference.prompt_queue import Lines, WorkQueue
-from realhf.inference.rollout_buffer import Job
+from realhf.inference.prompt_queue import Lines, PromptQueue
+from realhf.inference.rollout_buffer import PromptGroup
 from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
@@ -82,7 +82,7 @@ def _generate(world, text, lengths, options, family="qwen2"):
 
 def _generate_counting(engine, call, batch):
     """What the engine makes, and how many samples of others it continues."""
-    cp, queue = engine.groups.cp, WorkQueue(engine.groups, stealing=call.work.work_stealing)
+    cp, queue = engine.groups.cp, PromptQueue(engine.groups, stealing=call.work.work_stealing)
     part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
     ids, columns = generate(engine.model, part, call.work, queue, prompt_key="prompts", stream=call.name)
     made = queue.bring_home(output_batch(call, ids, columns), batch.ids)
@@ -206,8 +206,8 @@ def _after_a_failure(world):
     groups = ParallelGroups.create(world, Layout.parse("d4@0-3"))
     taken = []
     for number in range(2):
-        queue = WorkQueue(groups, stealing=True)
-        queue.put([Job([4] * (1 + i % 3), [100 * world.rank + i]) for i in range(10 * world.rank)])
+        queue = PromptQueue(groups, stealing=True)
+        queue.put([PromptGroup([4] * (1 + i % 3), [100 * world.rank + i]) for i in range(10 * world.rank)])
         world.control.barrier()
         while (job := queue.take()) is not None and (number == 1 or len(taken) < 9):
             taken.append(job)
@@ -218,7 +218,7 @@ def _after_a_failure(world):
 
 def test_a_generation_that_failed_takes_nothing_from_the_next(pool):
     taken = [job for jobs in pool.run(_after_a_failure) for job in jobs]
-    expected = [Job([4] * (1 + i % 3), [100 * rank + i]) for rank in range(4) for i in range(10 * rank)]
+    expected = [PromptGroup([4] * (1 + i % 3), [100 * rank + i]) for rank in range(4) for i in range(10 * rank)]
     assert sorted(taken, key=lambda job: job.ids) == expected
 
 

@@ -9,7 +9,7 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.transfer import Placed, transfer_seconds
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 
 SPEC = model_spec(ModelConfig.load("qwen2.5-7b"))
@@ -37,7 +37,7 @@ def test_cost_is_near_the_schedule(seed):
         cluster, source, target, num_bytes=SPEC.numel * 2, sharded=sharded,
         section_share=SPEC.section_numel / SPEC.numel)
     schedule = make_schedule(
-        SPEC, source=_layout(source), target=_layout(target), itemsize=2, wires=Wires.of_cluster(cluster),
+        SPEC, source=_layout(source), target=_layout(target), itemsize=2, wires=Links.of_cluster(cluster),
         sharded=sharded,
     )  # fmt: skip
     whole = SPEC.numel * 2 / cluster.intra_host.bandwidth_bytes_per_second

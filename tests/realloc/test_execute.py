@@ -13,7 +13,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, agreed_wires
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.region import Region
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -217,7 +217,7 @@ def _move_into_parameters(world):
 
 
 def _agreed(world):
-    known = None if world.rank else Wires.of_cluster(Cluster.load("h100-2x8"), origin="a file's")
+    known = None if world.rank else Links.of_cluster(Cluster.load("h100-2x8"), origin="a file's")
     return agreed_wires(_two_hosts(world), known), agreed_wires(world, None)
 
 
@@ -227,10 +227,10 @@ def test_all_ranks_schedule_for_the_links_that_rank_0_knows(pool):
         assert (known.devices_per_host, known.device, known.nic) == (2, 450e9, 50e9)
         links = "450 GB/s per rank, 50 GB/s per rank and 400 GB/s per host between hosts"
         assert known.about == f"a file's links: {links}"
-        assert assumed == Wires.of_hosts(4, cuda=False)
+        assert assumed == Links.of_hosts(4, cuda=False)
         assert assumed.about.startswith("assumed links: 4 GB/s per rank")
 
 
 def test_the_links_of_a_cluster_of_processes_are_those_of_shared_memory():
-    assert Wires.of_cluster(Cluster.load("cpu-laptop")).pulled
-    assert not Wires.of_cluster(Cluster.load("h100-2x8")).pulled
+    assert Links.of_cluster(Cluster.load("cpu-laptop")).pulled
+    assert not Links.of_cluster(Cluster.load("h100-2x8")).pulled

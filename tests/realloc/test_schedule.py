@@ -7,7 +7,7 @@ from realhf.cluster import Cluster, Link
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import MlaConfig, ModelConfig, MoeConfig
 from realhf.param_spec import ModelSpec, model_spec
-from realhf.realloc.links import Wires
+from realhf.realloc.links import Links
 from realhf.realloc.schedule import Schedule, make_schedule
 from realhf.region import Region, region_size
 
@@ -153,13 +153,13 @@ def _rounds_by_port(schedule: Schedule) -> list[dict[tuple, float]]:
     return list(rounds.values())
 
 
-def _random_wires(rng: np.random.Generator) -> Wires | None:
+def _random_wires(rng: np.random.Generator) -> Links | None:
     if rng.integers(3) == 0:
         return None
     device, nic = (float(10 ** rng.uniform(3, 6)) for _ in range(2))
     links = Link(float(10 ** rng.uniform(-6, -3)), device), Link(1e-4, min(device, nic))
     host = float(min(device, nic) * rng.uniform(0.5, 4)) if rng.integers(2) else None
-    return Wires.of_cluster(
+    return Links.of_cluster(
         Cluster(16, int(rng.choice([1, 2, 3, 4])), 1e9, 1e9, 1e9, {"float32": 1e9}, *links, host)
     )
 
@@ -215,7 +215,7 @@ PORT_CASES = [
 
 @pytest.mark.parametrize("source, target, cluster", PORT_CASES)
 def test_seconds_against_the_bound(source, target, cluster):
-    wires = cluster and Wires.of_cluster(Cluster.load(cluster))
+    wires = cluster and Links.of_cluster(Cluster.load(cluster))
     ends = {"source": Layout.parse(source), "target": Layout.parse(target)}
     schedule = make_schedule(_llama(80), **ends, itemsize=2, wires=wires)
     assert 1 - 1e-9 <= schedule.over_bound <= 1.05
@@ -227,7 +227,7 @@ SMALL_PORT_CASES = [case for case in PORT_CASES if max(Layout.parse(case[1]).ran
 @pytest.mark.parametrize("source, target, cluster", SMALL_PORT_CASES)
 def test_rounds_use_ports_and_memory_as_stated(source, target, cluster):
     """`seconds` is the sum of the busiest ports' times; two rounds fit into the staging memory."""
-    wires = cluster and Wires.of_cluster(Cluster.load(cluster))
+    wires = cluster and Links.of_cluster(Cluster.load(cluster))
     ends = {"source": Layout.parse(source), "target": Layout.parse(target)}
     staging = 256 << 20
     schedule = make_schedule(_llama(8), **ends, itemsize=2, wires=wires, staging_bytes=staging)
@@ -257,7 +257,7 @@ def test_hand_counted_example():
 
 def test_a_lone_holder_on_another_host():
     """Rank 0 gives its model to four hosts of two: every element leaves it once, the hosts hand it on."""
-    wires, spec = Wires(2, device=1e9, nic=1e8, host=2e8, latency_seconds=1e-6), _llama(8)
+    wires, spec = Links(2, device=1e9, nic=1e8, host=2e8, latency_seconds=1e-6), _llama(8)
     schedule = make_schedule(
         spec, source=Layout.parse("d1@0"), target=Layout.parse("d8@2-9"), itemsize=2, wires=wires
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from realhf import DatasetConfig, OptimizerConfig, Role, SamplingConfig, Verifier
+from realhf import DatasetConfig, OptimizerConfig, RewardModel, Role, SamplingConfig
 from realhf.dist.group import World
 from realhf.errors import UserError
 from realhf.nn import narrow
@@ -146,7 +146,7 @@ def test_completions_beyond_the_learned_positions(tmp_path, capsys):
 def test_labels_of_a_verifier_are_shares(task, label):
     rows = [{"prompt": "1", "completion": "2", "label": given} for given in (1, label)]
     reward = Role(str(task), head="score", optimizer=OptimizerConfig(), random_init=True)
-    experiment = Verifier(reward=reward, dataset=_dataset(task, rows), batch_size=1)
+    experiment = RewardModel(reward=reward, dataset=_dataset(task, rows), batch_size=1)
     with pytest.raises(ValueError, match="other.jsonl line 2: label is .*: it must be a number from 0"):
         compile_program(experiment, None, world_size=1)
 
