@@ -46,7 +46,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
     for tokens in _parts(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
         x_tI = x_TI[tokens].float()
-        for outputs in _parts(len(weight_OI), weight_OI.shape[1], _WEIGHT_NUMEL):
+        for outputs in _outputs(weight_OI, len(x_tI)):
             y_to = x_tI @ weight_OI[outputs].float().T
             y_TO[tokens, outputs] = y_to if bias_O is None else y_to.add_(bias_O[outputs])
     return y_TO
@@ -59,7 +59,7 @@ def product(x_TO: Tensor, weight_OI: Tensor, *, out: Tensor | None = None) -> Te
         return torch.mm(x_TO, weight_OI, out=y_TI)
     for tokens in _parts(len(x_TO), weight_OI.shape[1], _TOKENS_NUMEL):
         y_tI = torch.zeros_like(y_TI[tokens], dtype=torch.float32)
-        for outputs in _parts(len(weight_OI), weight_OI.shape[1], _WEIGHT_NUMEL):
+        for outputs in _outputs(weight_OI, len(y_tI)):
             y_tI.addmm_(x_TO[tokens, outputs].float(), weight_OI[outputs].float())
         y_TI[tokens] = y_tI
     return y_TI
@@ -70,8 +70,14 @@ def add_product(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bo
     for tokens in _parts(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
         x_tI = x_TI[tokens].float()
         beta = 0 if is_empty and tokens.start == 0 else 1
-        for outputs in _parts(len(total_OI), total_OI.shape[1], _WEIGHT_NUMEL):
+        for outputs in _outputs(total_OI, len(x_tI)):
             total_OI[outputs].addmm_(grad_TO[tokens, outputs].float().T, x_tI, beta=beta)
+
+
+def _outputs(weight_OI: Tensor, num_tokens: int) -> Iterator[slice]:
+    """Yield parts of a weight's rows of which also the outputs of so many tokens are small."""
+    share = _TOKENS_NUMEL // _WEIGHT_NUMEL
+    yield from _parts(len(weight_OI), max(weight_OI.shape[1], num_tokens // share), _WEIGHT_NUMEL)
 
 
 def _parts(count: int, width: int, numel: int) -> Iterator[slice]:

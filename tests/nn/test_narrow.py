@@ -17,6 +17,7 @@ from realhf.nn import narrow
 from realhf.param_spec import model_spec
 from tests.engine.training import CALL, minibatch
 from tests.families import CASES, MOE_CASES
+from tests.realloc.test_memory import Storages
 
 BF16 = torch.bfloat16
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "linear", "_grouped_mm", "einsum")
@@ -53,6 +54,23 @@ def test_products_in_parts(monkeypatch, without_units, tokens, numel):
     torch.testing.assert_close(total.double(), product, rtol=1e-5, atol=1e-5)
     narrow.add_product(total, grad, x, is_empty=False)
     torch.testing.assert_close(total.double(), 2 * product, rtol=1e-5, atol=1e-5)
+
+
+SHAPES = [(20000, 32, 4000), (500, 5000, 3000), (1, 64, 90000)]
+
+
+@pytest.mark.parametrize(("tokens", "width", "outputs"), SHAPES)
+def test_little_memory_is_taken_beside_the_result(without_units, tokens, width, outputs):
+    """At most 30 MiB, whatever the sizes."""
+    x, weight = torch.zeros(tokens, width, dtype=BF16), torch.zeros(outputs, width, dtype=BF16)
+    grad, total = torch.zeros(tokens, outputs, dtype=BF16), torch.zeros(outputs, width)
+    for run, held in (
+        (lambda: narrow.linear(x, weight), grad.nbytes), (lambda: narrow.product(grad, weight), x.nbytes),
+        (lambda: narrow.add_product(total, grad, x, is_empty=False), 0),
+    ):  # fmt: skip
+        with Storages() as storages:
+            run()
+        assert storages.peak - held < 30 << 20
 
 
 class _Products(TorchDispatchMode):
