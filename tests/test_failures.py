@@ -186,7 +186,10 @@ def test_a_stopped_worker_is_named(tmp_path):
         metrics = out / "metrics.jsonl"
         assert wait_until(lambda: command.ended or (metrics.exists() and metrics.read_text()), seconds=90)
         assert not command.ended, command.finish()
-        os.kill(command.worker(rank=1), signal.SIGSTOP)
+        reporter, stopped = command.worker(rank=0), command.worker(rank=1)
+        os.kill(stopped, signal.SIGSTOP)
+        assert wait_until(lambda: reporter not in command.processes(), seconds=MAX_SECONDS)
+        os.kill(stopped, signal.SIGCONT)  # Else the launcher waits 30 s before it kills it.
         code, _, err = command.finish()
         assert wait_until(lambda: not command.processes(), seconds=MAX_SECONDS)
     assert code == 1

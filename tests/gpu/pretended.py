@@ -31,7 +31,11 @@ def pretended_device() -> Iterator[torch.device]:
     """The device, for as long as it is there."""
     kernels = patch.object(varlen, "varlen_attn", _varlen_attn)
     graphs = patch.object(generation, "recorder", lambda device: Tape if device == CUDA else None)
-    with kernels, graphs, _Dispatched(_MARKS), _Called(_MARKS):
+    memory = patch.multiple(
+        torch.cuda, mem_get_info=lambda device: (1 << 34, 1 << 35), memory_reserved=lambda device: 0,
+        memory_allocated=lambda device: 0,
+    )  # fmt: skip
+    with kernels, graphs, memory, _Dispatched(_MARKS), _Called(_MARKS):
         yield CUDA
 
 
