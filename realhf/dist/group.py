@@ -313,7 +313,7 @@ class World:
         mine = memory.zeros(1, trial.dtype).copy_(trial)
         shown = self.control.all_gather_json(memory.describe(mine))
         failed = ""
-        for rank in self.neighbours(self.rank):
+        for rank in self.ranks_on_host(self.rank):
             try:
                 assert shown[rank] is not None and int(Mapped().tensor(shown[rank])) == rank
             except (OSError, AssertionError) as error:
@@ -351,7 +351,7 @@ class World:
             return self.memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def neighbours(self, rank: int) -> range:
+    def ranks_on_host(self, rank: int) -> range:
         """The ranks on the same host as a rank."""
         first = rank - rank % self.ranks_per_host
         return range(first, min(first + self.ranks_per_host, self.size))

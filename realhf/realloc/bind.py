@@ -14,7 +14,7 @@ from realhf.realloc.messages import Message
 from realhf.region import Region, region_size
 
 if TYPE_CHECKING:
-    from realhf.realloc.host_memory_reads import Neighbours
+    from realhf.realloc.host_memory_reads import HostMemoryReads
 
 Shards = Mapping[str, Tensor]
 """Parameter name -> the region of it that this rank holds."""
@@ -84,13 +84,13 @@ class Ends:
 
 class Binder:
     """Looks up a rank's tensors. What lies end to end in memory becomes one; what neighbours read needs no
-    message, but for the word that it has come where it goes onward."""
+    message, but for the word that it has come where it goes forwarded."""
 
     def __init__(
         self, ends: Ends, source: Shards | None, target: Shards | None, *, group: Group,
-        neighbours: "Neighbours", device: torch.device,
+        host_memory: "HostMemoryReads", device: torch.device,
     ) -> None:  # fmt: skip
-        self._ends, self._group, self._neighbours, self._device = ends, group, neighbours, device
+        self._ends, self._group, self._host_memory, self._device = ends, group, host_memory, device
         self._rank, self._given = group.ranks[group.index], (source, target)
         self._shards = [{n: t.detach() for n, t in (side or {}).items()} for side in (source, target)]
         for name, tensor in self._shards[True].items():
@@ -124,7 +124,7 @@ class Binder:
         return _join_pairs(*copies)
 
     def _is_shared(self, message: Message) -> bool:
-        return self._neighbours.reads(message) or self._neighbours.is_read(message)
+        return self._host_memory.reads(message) or self._host_memory.is_read(message)
 
     def _share(self, messages: Sequence[Message], step: Round, local: Copies) -> None:
         """Copies out of a neighbour's memory: at once, or when its word comes."""
@@ -132,8 +132,8 @@ class Binder:
         for message in messages:
             peer = self._group.ranks.index(message.peer)
             if not message.sending:
-                _extend(step.unpack if message.onward else local, *self._reading(message))
-            if message.onward:
+                _extend(step.unpack if message.forwarded else local, *self._reading(message))
+            if message.forwarded:
                 (step.sends if message.sending else step.recvs).append((peer, word.clone()))
 
     def _wire(self, messages: Sequence[tuple[Message, list[Tensor]]], step: Round, memory: Tensor) -> None:
@@ -157,17 +157,17 @@ class Binder:
 
     def _parts(self, message: Message) -> list[Tensor]:
         """A message in this rank's memory."""
-        of_target = not message.sending or message.onward
+        of_target = not message.sending or message.forwarded
         parts = [self._own(name, region, of_target=of_target) for name, region in message.boxes]
         return _join_pairs(parts, list(parts))[0]
 
     def _reading(self, message: Message) -> Copies:
         """The copies that take a neighbour's message out of its memory."""
         targets, sources = [], []
-        peer, onward = message.peer, message.onward
+        peer, forwarded = message.peer, message.forwarded
         for name, region in message.boxes:
-            theirs = self._neighbours.tensor(peer, name, onward=onward)
-            sources.append(theirs[self._ends.index(peer, name, region, of_target=onward)])
+            theirs = self._host_memory.tensor(peer, name, forwarded=forwarded)
+            sources.append(theirs[self._ends.index(peer, name, region, of_target=forwarded)])
             targets.append(self._own(name, region, of_target=True))
         return _join_pairs(targets, sources)
 

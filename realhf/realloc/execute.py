@@ -14,7 +14,7 @@ from realhf.dist.group import PeerError, Pending, World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
 from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging, shards_of
-from realhf.realloc.host_memory_reads import Neighbours
+from realhf.realloc.host_memory_reads import HostMemoryReads
 from realhf.realloc.links import Links
 from realhf.realloc.messages import messages_of
 from realhf.realloc.schedule import STAGING_BYTES, make_schedule
@@ -38,7 +38,7 @@ class ReallocStats:
     senders: tuple[int, ...] = ()
 
 
-def agreed_wires(world: World, known: Links | None) -> Links:
+def agreed_links(world: World, known: Links | None) -> Links:
     """Return the links for which all ranks make their schedules: those that rank 0 knows, else an assumption.
 
     Every rank calls this.
@@ -56,25 +56,25 @@ class Reallocator:
     groups and its other messages. Writes target = eta * source + (1 - eta) * target. The source may be on
     another device, and with `sharded` it is the optimizer's copy: `spec.held_by(source, rank, sharded=True)`.
     Parameters travel in `dtype`, the dtype of the target's tensors; `staging_bytes` caps the memory for what
-    is on its way. `role` names the model in errors. `wires`, the same on all ranks, are the links that the
+    is on its way. `role` names the model in errors. `links`, the same on all ranks, are the links that the
     schedule is made for; without, they are assumed.
     """
 
     def __init__(
         self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
         sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
-        staging: Staging | None = None, role: str = "a model", wires: Links | None = None,
+        staging: Staging | None = None, role: str = "a model", links: Links | None = None,
     ) -> None:  # fmt: skip
-        wires = wires or Links.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
+        links = links or Links.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
         self.schedule = make_schedule(
-            spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize, wires=wires,
+            spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize, links=links,
             forward=eta == 1, staging_bytes=staging_bytes,
         )  # fmt: skip
         self.eta, self._rank, self._device = eta, world.rank, world.device
         self.messages = messages_of(self.schedule, self._rank)
         ranks = dict.fromkeys((*source.ranks, *target.ranks)) if self.schedule.parcels else {}
         self._group = world.group(tuple(ranks) if self._rank in ranks else (self._rank,), purpose="realloc")
-        self._neighbours = Neighbours(self.messages, self._group, world)
+        self._host_memory = HostMemoryReads(self.messages, self._group, world)
         # What ranks hand on must be the source's values: then an average first comes to memory of its own.
         self._arrives_apart = eta != 1 and self.schedule.num_rounds > self.schedule.num_slices
         in_place = eta == 1 or self._arrives_apart
@@ -116,18 +116,18 @@ class Reallocator:
             write(step.unpack)
             pending = following
         with self._explained("end"):
-            self._neighbours.finish()
+            self._host_memory.finish()
 
     def _bind(self, source: Shards | None, target: Shards | None) -> Binding:
         """The messages on these tensors; looked up again only when something has changed."""
         old = self._binding
         if old is None or old.source is not source or old.target is not target:
             old = None
-            self._neighbours.show(source or {}, target or {})
-        news = self._neighbours.meet()
+            self._host_memory.show(source or {}, target or {})
+        news = self._host_memory.meet()
         if old is None or news or old.staging is not self.staging.bytes:
             binder = Binder(
-                self._ends, source, target, group=self._group, neighbours=self._neighbours,
+                self._ends, source, target, group=self._group, host_memory=self._host_memory,
                 device=self._device,
             )  # fmt: skip
             old = self._binding = binder.bind(

@@ -1,4 +1,4 @@
-"""Neighbours: ranks on this host whose memory is read in place of messages."""
+"""HostMemoryReads: ranks on this host whose memory is read in place of messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from realhf.realloc.messages import Message
 _DONE = torch.zeros(1, dtype=torch.uint8)
 
 
-class Neighbours:
+class HostMemoryReads:
     """Tells the readers where this rank's shards are, learns where the writers' are, and keeps the peace:
     nobody reads before the owner has come to `meet`, and no owner leaves `finish` before all have read.
 
@@ -22,7 +22,7 @@ class Neighbours:
 
     def __init__(self, messages: Sequence[Sequence[Message]], group: Group, world: World) -> None:
         self._group, self._memory = group, world.memory
-        near = set(world.neighbours(world.rank)) if world.memory is not None else set()
+        near = set(world.ranks_on_host(world.rank)) if world.memory is not None else set()
         peers = {(m.sending, m.peer) for some in messages for m in some if m.peer in near}
         self._readers = sorted(peer for sending, peer in peers if sending)
         self._writers = sorted(peer for sending, peer in peers if not sending)
@@ -76,9 +76,9 @@ class Neighbours:
         """and whether the receiver does so with this rank's."""
         return message.sending and message.peer in self._readers and self._shown is not None
 
-    def tensor(self, peer: int, name: str, *, onward: bool) -> torch.Tensor:
+    def tensor(self, peer: int, name: str, *, forwarded: bool) -> torch.Tensor:
         """A neighbour's shard: of the source layout, or of the target's what it got itself."""
-        return self._tensors[peer][onward, name]
+        return self._tensors[peer][forwarded, name]
 
     def finish(self) -> None:
         """Waits until all readers have read."""

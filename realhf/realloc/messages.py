@@ -11,11 +11,11 @@ smaller ones to the same peer share one message per round."""
 
 
 class Message(NamedTuple):
-    """Boxes, in global indices, that travel end to end to or from a peer. `onward`: as in Transfer."""
+    """Boxes, in global indices, that travel end to end to or from a peer. `forwarded`: as in Transfer."""
 
     peer: int
     sending: bool
-    onward: bool
+    forwarded: bool
     boxes: list[tuple[str, Region]]
 
 
@@ -27,15 +27,15 @@ def messages_of(schedule: Schedule, rank: int) -> list[list[Message]]:
     """
     rounds: list[list[Message]] = [[] for _ in range(schedule.num_rounds)]
     shared: dict[tuple[int, int, bool, bool], Message] = {}
-    for number, (source, target, name, region, onward) in schedule.transfers(rank):
+    for number, (source, target, name, region, forwarded) in schedule.transfers(rank):
         sending = source == rank
         peer = target if sending else source
         if region_size(region) * schedule.itemsize >= LARGE_BYTES:
-            rounds[number].append(Message(peer, sending, onward, [(name, region)]))
-        elif (key := (number, peer, sending, onward)) in shared:
+            rounds[number].append(Message(peer, sending, forwarded, [(name, region)]))
+        elif (key := (number, peer, sending, forwarded)) in shared:
             shared[key].boxes.append((name, region))
         else:
-            shared[key] = Message(peer, sending, onward, [(name, region)])
+            shared[key] = Message(peer, sending, forwarded, [(name, region)])
             rounds[number].append(shared[key])
     for messages in rounds:
         messages.sort(key=lambda message: (message.peer <= rank, message.peer))

@@ -1,4 +1,4 @@
-"""Delivery: brings one parcel from its suppliers to some domains, by stripes where domains hand it on."""
+"""Multicast: brings one parcel from its suppliers to some domains, by stripes where domains hand it on."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ class Leg(NamedTuple):
 
 
 @dataclass
-class Delivery:
+class Multicast:
     """Brings a parcel to every domain once; a domain is entered through its ranks, by weight.
 
     Suppliers are (rank, stage from which it can send). They serve groups of domains. Within a team of a group

@@ -13,7 +13,7 @@ import numpy as np
 
 from realhf.realloc.balance import Demand, fill, least_seconds, spread
 from realhf.realloc.links import Links
-from realhf.realloc.multicast import ONE, Delivery, Leg, Shares
+from realhf.realloc.multicast import ONE, Multicast, Leg, Shares
 from realhf.realloc.parcels import Parcel
 
 _TEAM, _MAX_LEGS = (4, 32), 600_000
@@ -23,18 +23,18 @@ _SMALL = 1e-3
 
 
 class Router:
-    """Plans the legs of all parcels over given wires."""
+    """Plans the legs of all parcels over given links."""
 
-    def __init__(self, parcels: Sequence[Parcel], wires: Links) -> None:
-        self.parcels, self.wires = parcels, wires
+    def __init__(self, parcels: Sequence[Parcel], links: Links) -> None:
+        self.parcels, self.links = parcels, links
         ranks = sorted({rank for p in parcels for rank in (*p.holders, *p.takers)})
         self._index = {rank: i for i, rank in enumerate(ranks)}
         self.ranks = np.array(ranks, dtype=int)
-        self.host = self.ranks // wires.devices_per_host
+        self.host = self.ranks // links.devices_per_host
         _, self._host_number, present = np.unique(self.host, return_inverse=True, return_counts=True)
-        self.device = np.full(len(ranks), wires.sending)
-        self.nic = np.minimum(wires.nic, wires.host / present[self._host_number])
-        self._by_host = [_Hosts(parcel, wires.devices_per_host) for parcel in parcels]
+        self.device = np.full(len(ranks), links.sending)
+        self.nic = np.minimum(links.nic, links.host / present[self._host_number])
+        self._by_host = [_Hosts(parcel, links.devices_per_host) for parcel in parcels]
         self._lacking = np.zeros(len(ranks))
         for parcel in parcels:
             self._lacking[self._ids(parcel.takers)] += parcel.size
@@ -49,10 +49,10 @@ class Router:
     def busiest(self, routed: "Routed") -> tuple[float, float]:
         """Seconds per byte of an element on the busiest port; elements in and out of the busiest rank."""
         loads = [
-            (self._lacking, self.wires.device), (routed.sent, self.wires.sending),
-            (routed.crossing_in, self.wires.nic), (routed.crossing_out, self.wires.nic),
-            (np.bincount(self._host_number, weights=routed.crossing_in), self.wires.host),
-            (np.bincount(self._host_number, weights=routed.crossing_out), self.wires.host),
+            (self._lacking, self.links.device), (routed.sent, self.links.sending),
+            (routed.crossing_in, self.links.nic), (routed.crossing_out, self.links.nic),
+            (np.bincount(self._host_number, weights=routed.crossing_in), self.links.host),
+            (np.bincount(self._host_number, weights=routed.crossing_out), self.links.host),
         ]  # fmt: skip
         seconds = max(float(load.max(initial=0.0)) / bandwidth for load, bandwidth in loads)
         return seconds, float((self._lacking + routed.sent).max(initial=0.0))
@@ -70,7 +70,7 @@ class Router:
                 crossing_out.append(Demand(self._ids((*parcel.holders, *near)), parcel.size))
                 crossing_out.append(Demand(everyone, (len(hosts.crossing) - 1) * parcel.size))
                 crossing_in += [Demand(self._ids(takers), parcel.size) for takers in hosts.crossing.values()]
-        w, cards = self.wires, np.full(len(self.ranks), self.wires.nic)
+        w, cards = self.links, np.full(len(self.ranks), self.links.nic)
         cases = [
             (float(lacking.max()) / w.device, np.array([lacking.argmax()]), "receive"),
             self._cut(demands, routed.sent, self.device, np.inf, "send"),
@@ -108,16 +108,16 @@ class Router:
     def _gather(self, crossing: np.ndarray, routed: "Routed") -> np.ndarray:
         """What came over from other hosts goes on to all takers of its host."""
         made = [_table([])]
-        host = crossing[:, 2] // self.wires.devices_per_host
+        host = crossing[:, 2] // self.links.devices_per_host
         keys, group = np.unique(np.stack([crossing[:, 0], host], axis=1), axis=0, return_inverse=True)
         order = np.argsort(group, kind="stable")
         parts = np.split(order, np.cumsum(np.bincount(group, minlength=len(keys)))[:-1]) if len(keys) else []
         for (number, host_number), part in zip(keys.tolist(), parts, strict=True):
             takers, legs = np.array(self._by_host[number].crossing[host_number]), crossing[part]
-            onward = np.repeat(legs, len(takers), axis=0)
-            onward[:, 1], onward[:, 2] = onward[:, 2], np.tile(takers, len(legs))
-            onward[:, 5] += 1
-            made.append(onward[onward[:, 1] != onward[:, 2]])
+            forwarded = np.repeat(legs, len(takers), axis=0)
+            forwarded[:, 1], forwarded[:, 2] = forwarded[:, 2], np.tile(takers, len(legs))
+            forwarded[:, 5] += 1
+            made.append(forwarded[forwarded[:, 1] != forwarded[:, 2]])
             amounts = (legs[:, 4] - legs[:, 3]) * ((len(takers) - 1) * self.parcels[number].size / ONE)
             np.add.at(routed.sent, self._ids(legs[:, 2].tolist()), amounts)
         return np.concatenate(made)
@@ -149,14 +149,14 @@ class Router:
 
     def _job(
         self, number: int, suppliers: list[tuple[int, int]], domains: list[Shares], forward: bool
-    ) -> Delivery:
+    ) -> Multicast:
         """One copy must come from a supplier; the other domains' may also come from domains that have it."""
         size, first = self.parcels[number].size, [rank for rank, _ in suppliers]
-        onward = [rank for domain in domains for rank, _ in domain] if forward else []
-        rest = Demand(self._ids((*first, *onward)), (len(domains) - 1) * size)
-        return Delivery(number, size, suppliers, domains, Demand(self._ids(first), size), rest)
+        forwarded = [rank for domain in domains for rank, _ in domain] if forward else []
+        rest = Demand(self._ids((*first, *forwarded)), (len(domains) - 1) * size)
+        return Multicast(number, size, suppliers, domains, Demand(self._ids(first), size), rest)
 
-    def _run(self, jobs: list[Delivery], *, bandwidth: np.ndarray, load: np.ndarray) -> list[Leg]:
+    def _run(self, jobs: list[Multicast], *, bandwidth: np.ndarray, load: np.ndarray) -> list[Leg]:
         """The legs of all jobs, spread over the ports; `load` grows by what every rank sends."""
         legs: list[Leg] = []
         spread([demand for job in jobs for demand in (job.first, job.rest)], bandwidth=bandwidth, load=load)

@@ -42,14 +42,14 @@ _PORTS = (
 class Transfer(NamedTuple):
     """`region` of parameter `name`, in global indices, goes from rank `source` to rank `target`.
 
-    `onward`: the source did not hold it from the start, it got it in an earlier round.
+    `forwarded`: the source did not hold it from the start, it got it in an earlier round.
     """
 
     source: int
     target: int
     name: str
     region: Region
-    onward: bool
+    forwarded: bool
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Schedule:
     """
 
     spec: ModelSpec
-    wires: Links
+    links: Links
     itemsize: int
     parcels: Sequence[Parcel]
     cells: Sequence[list[Cell]]
@@ -85,7 +85,7 @@ class Schedule:
 
     @property
     def over_bound(self) -> float:
-        """Return scheduled over least seconds, both computed for the same wires; 1.0 when nothing moves."""
+        """Return scheduled over least seconds, both computed for the same links; 1.0 when nothing moves."""
         return self.seconds / self.bound_seconds if self.parcels else 1.0
 
     @cached_property
@@ -108,7 +108,7 @@ class Schedule:
             return "nothing moves"
         last = int(self.legs[:, 1:3].max())
         ports = [(what, rank) for what in _PORTS[:4] for rank in range(last + 1)]
-        num_hosts = last // self.wires.devices_per_host + 1
+        num_hosts = last // self.links.devices_per_host + 1
         ports += [(what, host) for what in _PORTS[4:] for host in range(num_hosts)]
         what, number = ports[int(self._port_seconds.sum(axis=0).argmax())]
         return what.format(number)
@@ -116,7 +116,7 @@ class Schedule:
     @cached_property
     def _port_seconds(self) -> np.ndarray:
         """Time on every port, by stage: shape (stages, ports)."""
-        per_host, wires = self.wires.devices_per_host, self.wires
+        per_host, links = self.links.devices_per_host, self.links
         if not len(self.legs):
             return np.zeros((0, 0))
         parcel, source, target, start, stop, stage = self.legs.T
@@ -127,10 +127,10 @@ class Schedule:
         ranks, hosts = last + 1, last // per_host + 1
         table = np.zeros((int(stage.max()) + 1, 4 * ranks + 2 * hosts))
         ports = [
-            (source, amount / wires.sending), (ranks + target, amount / wires.device),
-            (2 * ranks + source, crossing / wires.nic), (3 * ranks + target, crossing / wires.nic),
-            (4 * ranks + source // per_host, crossing / wires.host),
-            (4 * ranks + hosts + target // per_host, crossing / wires.host),
+            (source, amount / links.sending), (ranks + target, amount / links.device),
+            (2 * ranks + source, crossing / links.nic), (3 * ranks + target, crossing / links.nic),
+            (4 * ranks + source // per_host, crossing / links.host),
+            (4 * ranks + hosts + target // per_host, crossing / links.host),
         ]  # fmt: skip
         for port, seconds in ports:
             np.add.at(table, (stage, port), seconds)
@@ -162,10 +162,10 @@ class Schedule:
             for parcel, source, target, start, stop, stage in legs:
                 cuts = self._cuts(parcel)
                 first, last = int(cuts[start][piece]), int(cuts[stop][piece])
-                onward = stage > 0 and source not in self.parcels[parcel].holders
+                forwarded = stage > 0 and source not in self.parcels[parcel].holders
                 for param, region in self.parcels[parcel].between(first, last):
                     name = self.spec.params[param].name
-                    yield piece + HOP_ROUNDS * stage, Transfer(source, target, name, region, onward)
+                    yield piece + HOP_ROUNDS * stage, Transfer(source, target, name, region, forwarded)
 
     def local_copies(self, rank: int) -> Iterator[tuple[str, Region]]:
         """What the rank holds already of what it wants."""
@@ -205,26 +205,26 @@ def make_schedule(
     target: Layout,
     itemsize: int,
     sharded: bool = False,
-    wires: Links | None = None,
+    links: Links | None = None,
     forward: bool = True,
     staging_bytes: int = STAGING_BYTES,
 ) -> Schedule:
     """The schedule that moves a model from `source` to `target`; the two may share any or no ranks.
 
     Elements have `itemsize` bytes. With `sharded`, the source is the optimizer's copy, one part on each
-    replica. Without `wires`, all devices are alike and on one host; without `forward`, ranks send only what
+    replica. Without `links`, all devices are alike and on one host; without `forward`, ranks send only what
     they held from the start.
     """
     return schedule_placements(
         spec, spec.placements(source, sharded=sharded), spec.placements(target), itemsize=itemsize,
-        wires=wires or Links.on_one_host(), forward=forward,
+        links=links or Links.on_one_host(), forward=forward,
         staging_bytes=staging_bytes,
     )  # fmt: skip
 
 
 def schedule_placements(
     spec: ModelSpec, source: Sequence[Placement], target: Sequence[Placement], *, itemsize: int,
-    wires: Links, forward: bool = True, staging_bytes: int = STAGING_BYTES,
+    links: Links, forward: bool = True, staging_bytes: int = STAGING_BYTES,
 ) -> Schedule:  # fmt: skip
     """Like `make_schedule`, between any placements of the parameters, given in table order."""
     started = time.perf_counter()
@@ -236,18 +236,18 @@ def schedule_placements(
             found[key] = find_cells(*pair)
         cells.append(found[key])
     parcels = make_parcels(cells)
-    router = Router(parcels, wires)
+    router = Router(parcels, links)
     bound, tried = (0.0, "nothing moves"), list[Schedule]()
     for options in _ROUTES[: 1 + forward * (1 + router.can_relay)] if parcels else ():
         routed = router.route(forward=options[0], relay=options[1])
         bound = max(bound, router.bound_seconds(routed, itemsize=itemsize), key=lambda b: b[0])
         slices = _num_slices(routed, router, itemsize, staging_bytes)
-        tried.append(Schedule(spec, wires, itemsize, parcels, cells, routed.legs, slices, *bound, 0.0))
+        tried.append(Schedule(spec, links, itemsize, parcels, cells, routed.legs, slices, *bound, 0.0))
         if tried[-1].seconds <= _GOOD_ENOUGH * bound[0]:
             break
     no_legs = np.zeros((0, 6), dtype=np.int64)
-    nothing = Schedule(spec, wires, itemsize, parcels, cells, no_legs, 0, *bound, 0.0)
-    latency = wires.latency_seconds
+    nothing = Schedule(spec, links, itemsize, parcels, cells, no_legs, 0, *bound, 0.0)
+    latency = links.latency_seconds
     best = min(tried, key=lambda s: s.seconds + s.num_rounds * latency, default=nothing)
     elapsed = time.perf_counter() - started
     return replace(best, bound_seconds=bound[0], limit=bound[1], compute_seconds=elapsed, _known_cuts={})
@@ -270,7 +270,7 @@ def _num_slices(routed: Routed, router: Router, itemsize: int, staging_bytes: in
         return 0
     port_seconds, rank_elements = router.busiest(routed)
     hops = int(routed.legs[:, 5].max())
-    latency = max(router.wires.latency_seconds, port_seconds * itemsize * _LEAST_LATENCY)
+    latency = max(router.links.latency_seconds, port_seconds * itemsize * _LEAST_LATENCY)
     for_hops = math.sqrt(HOP_ROUNDS * hops * port_seconds * itemsize / latency)
     for_staging = math.ceil(rank_elements * itemsize / (_ROUND * staging_bytes))
     return max(1, min(max(parcel.size for parcel in router.parcels), max(for_staging, round(for_hops))))

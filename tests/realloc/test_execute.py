@@ -12,7 +12,7 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
 from realhf.realloc.bind import Staging
-from realhf.realloc.execute import Reallocator, agreed_wires
+from realhf.realloc.execute import Reallocator, agreed_links
 from realhf.realloc.links import Links
 from realhf.region import Region
 
@@ -126,9 +126,9 @@ def _two_hosts(world):
     return World(rank=world.rank, size=world.size, store=store, ranks_per_host=2)
 
 
-def _move(world, case: Case, wires: str):
+def _move(world, case: Case, transport: str):
     """Moves two models with one Reallocator; stats, rounds, messages sent, staging bytes of this rank."""
-    world = _two_hosts(world) if wires == "two hosts" else world
+    world = _two_hosts(world) if transport == "two hosts" else world
     realloc = _reallocator(world, case)
     held = case.spec.held_by(Layout.parse(case.source), world.rank)
     wanted = case.spec.held_by(Layout.parse(case.target), world.rank)
@@ -136,7 +136,7 @@ def _move(world, case: Case, wires: str):
         new = _model(case.spec, seed=seed, dtype=case.dtypes[0])
         old = _model(case.spec, seed=seed + 10, dtype=case.dtypes[1])
         source, target = _shards(new, held), _shards(old, wanted)
-        if wires != "messages":
+        if transport != "messages":
             source, target = (_in_shared_memory(world, shards) for shards in (source, target))
         stats = realloc.run(source, target)
         for name, region in wanted.items():
@@ -148,19 +148,19 @@ def _move(world, case: Case, wires: str):
     return stats, len(realloc.messages), num_messages, len(realloc.staging.bytes)
 
 
-@pytest.mark.parametrize("wires", ["messages", "memory", "two hosts"])
+@pytest.mark.parametrize("transport", ["messages", "memory", "two hosts"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_gets_its_regions(pool, name, wires):
+def test_every_rank_gets_its_regions(pool, name, transport):
     case = CASES[name]
-    stats, num_rounds, num_messages, staging_bytes = zip(*pool.run(_move, case, wires), strict=True)
+    stats, num_rounds, num_messages, staging_bytes = zip(*pool.run(_move, case, transport), strict=True)
     source, target = Layout.parse(case.source), Layout.parse(case.target)
     lacking = [_lacking(case.spec, source, target, rank) * case.dtypes[1].itemsize for rank in range(4)]
     assert [s.bytes_received for s in stats] == lacking
     assert sum(s.bytes_sent for s in stats) == sum(lacking)
     assert all(s.over_bound == stats[0].over_bound >= 1 - 1e-9 for s in stats)
-    if wires == "two hosts":
+    if transport == "two hosts":
         assert max(staging_bytes) <= case.staging_bytes
-    elif wires == "memory":
+    elif transport == "memory":
         assert sum(num_messages) == sum(staging_bytes) == 0, "neighbours read without messages"
     elif case.staging_bytes == 1 << 28:
         assert max(num_rounds) == (1 if sum(lacking) else 0) and max(num_messages) <= 3
@@ -218,7 +218,7 @@ def _move_into_parameters(world):
 
 def _agreed(world):
     known = None if world.rank else Links.of_cluster(Cluster.load("h100-2x8"), origin="a file's")
-    return agreed_wires(_two_hosts(world), known), agreed_wires(world, None)
+    return agreed_links(_two_hosts(world), known), agreed_links(world, None)
 
 
 def test_all_ranks_schedule_for_the_links_that_rank_0_knows(pool):
