@@ -1,7 +1,7 @@
 """Moves a model's parameters between two layouts.
 
 Between hosts and between devices, parameters travel as messages: in place where they are contiguous,
-otherwise through preallocated staging memory. CPU processes on one host copy directly from each other's memory.
+otherwise through preallocated staging memory. CPU processes on one host copy from each other's memory.
 """
 
 from collections.abc import Iterator

@@ -42,7 +42,7 @@ class Multicast:
     A supplier is a rank and the first stage at which it can send. The suppliers serve groups of domains, and
     each group consists of teams. Each domain of a team gets a stripe of the parcel, as wide as it can
     forward, and sends it to the others of the team. The suppliers serve the first team of a group, and each
-    team serves the next.
+    team serves the next. `first` is the demand of the first copy, `rest` that of all others.
     """
 
     parcel: int
@@ -63,6 +63,7 @@ class Multicast:
         num = len(self.suppliers)
         give = self.first.share + self.rest.share[:num]
         forwards = self._forwards(self.rest.share[num:].tolist())
+        # Dealing sorted domains makes every group able to forward about as much as any other.
         order = sorted(range(len(self.domains)), key=lambda i: -sum(forwards[i]))
         copies = float(give.sum()) / self.size
         low = min(len(self.domains), max(1, int(copies + 0.01)))

@@ -67,9 +67,10 @@ class Parcel:
         return sum(self.sizes)
 
     def snap(self, positions: np.ndarray, *, tolerance: int) -> np.ndarray:
-        """Round positions to the nearest start of a row, in boxes with at most `tolerance` elements per row."""
+        """Round positions to the nearest start of a row, in boxes whose rows are at most `tolerance` long."""
         numbers = np.minimum(self._stops.searchsorted(positions, side="right"), len(self.sizes) - 1)
-        starts, rows = self._starts[numbers], self._rows[numbers]
+        starts = self._starts[numbers]
+        rows = self._rows[numbers]
         snapped = starts + (2 * (positions - starts) + rows) // (2 * rows) * rows
         return np.where((rows <= tolerance) & (positions < self.size), snapped, positions)
 

@@ -103,7 +103,7 @@ class Router:
         return *bound, what
 
     def route(self, *, forward: bool, relay: bool) -> "Routed":
-        """Return the legs. With `forward`, takers forward what they receive; with `relay`, also between hosts."""
+        """Return the legs. Takers send on what they receive if `forward`, to other hosts too if `relay`."""
         width = len(self.ranks)
         routed = Routed(_table([]), np.zeros(width), np.zeros(width), np.zeros(width))
         crossing = _table(self._cross_hosts(routed, forward=forward, relay=relay))
