@@ -99,7 +99,7 @@ class Pending:
 
 
 class Outbox:
-    """A store of posted messages, so that a sender continues while the receivers are busy.
+    """A container of posted messages, so that a sender continues while the receivers are busy.
 
     It waits for the messages of all but the last rounds, as gloo reports a message only to one who waits for
     it. A round is a pass over all actions of a step.

@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
 
 def messages_of(schedule: Schedule, rank: int) -> list[list[Message]]:
-    """Return the messages of a rank, by round; both ends of a link list theirs in the same order.
+    """Return the messages of a rank, by round; sender and receiver list them in the same order.
 
     Each rank starts with the peers that follow it, so that not all ranks send to one port first.
     """
@@ -76,7 +76,7 @@ class Staging:
 
     def reserve(self, num_bytes: int) -> None:
         if num_bytes > len(self.bytes):
-            self.bytes = self.bytes.new_zeros(num_bytes)  # Writing makes the system map the pages now.
+            self.bytes = self.bytes.new_zeros(num_bytes)  # Writes, so that the pages are mapped now.
 
 
 @dataclass

@@ -103,7 +103,7 @@ class Router:
         return *bound, what
 
     def route(self, *, forward: bool, relay: bool) -> "Routed":
-        """Return the legs. Takers send on what they receive if `forward`, to other hosts too if `relay`."""
+        """Return the legs. If `forward`, takers forward what they get; if `relay`, also to other hosts."""
         width = len(self.ranks)
         routed = Routed(_table([]), np.zeros(width), np.zeros(width), np.zeros(width))
         crossing = _table(self._cross_hosts(routed, forward=forward, relay=relay))

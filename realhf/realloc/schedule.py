@@ -83,7 +83,7 @@ class Schedule:
 
     @cached_property
     def num_rounds(self) -> int:
-        """Number of rounds; the last hops of the last slice come HOP_ROUNDS per hop after its first."""
+        """Number of rounds: one per slice, and HOP_ROUNDS more for every further hop."""
         if not len(self.legs):
             return 0
         return self.num_slices + HOP_ROUNDS * int(self.legs[:, 5].max())

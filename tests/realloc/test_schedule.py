@@ -1,4 +1,4 @@
-"""Schedules against brute force: one array cell per element of every parameter."""
+"""Compares schedules with brute force, on arrays with one entry per element of every parameter."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def _random_spec(rng: np.random.Generator) -> ModelSpec:
 
 
 def _random_moe(rng: np.random.Generator, num_layers: int, *, shared: bool) -> MoeConfig:
-    """Experts that often cannot be split evenly; with `shared` also what is DeepSeek's."""
+    """Return experts that often cannot be split evenly; with `shared`, with DeepSeek's extra fields."""
     num_experts, width = int(rng.integers(2, 9)), int(rng.integers(4, 7))
     if not shared:
         return MoeConfig(num_experts, 2, width)
@@ -48,7 +48,7 @@ def _random_moe(rng: np.random.Generator, num_layers: int, *, shared: bool) -> M
 
 
 def _random_layout(rng: np.random.Generator, config: ModelConfig, num_ranks: int) -> Layout:
-    """A layout that the model allows, on at most `num_ranks` ranks; pipelines are often uneven."""
+    """Return a layout that the model allows, on at most `num_ranks` ranks; pipelines are often uneven."""
     while True:
         pp, dp, tp = int(rng.integers(1, 7)), int(rng.integers(1, 9)), int(rng.integers(1, 5))
         if pp * dp * tp > num_ranks:
@@ -68,7 +68,7 @@ def _at(region: Region) -> tuple[slice, ...]:
 
 
 def _masks(spec: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
-    """Per parameter, which rank holds which element: bool (MAX_RANKS, *shape)."""
+    """Return a mask by parameter of the elements that each rank holds: bool (MAX_RANKS, *shape)."""
     masks = {p.name: np.zeros((MAX_RANKS, *p.shape), dtype=bool) for p in spec.params}
     for rank in layout.ranks:
         for name, region in spec.held_by(layout, rank).items():
@@ -78,7 +78,7 @@ def _masks(spec: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
 
 
 def _check(spec: ModelSpec, schedule: Schedule, source: Layout, target: Layout) -> None:
-    """Carries the transfers out, round by round, on arrays that hold element ids."""
+    """Execute the transfers, round by round, on arrays that hold element ids."""
     held, wanted = _masks(spec, source), _masks(spec, target)
     ids = {p.name: np.arange(p.numel).reshape(p.shape) for p in spec.params}
     written = {name: np.zeros(mask.shape, dtype=int) for name, mask in wanted.items()}
@@ -117,7 +117,7 @@ def _check(spec: ModelSpec, schedule: Schedule, source: Layout, target: Layout) 
 
 
 def _check_bound(spec: ModelSpec, schedule: Schedule, source: Layout, target: Layout) -> None:
-    """The bound against what any schedule needs: one rank at a time, and all that hosts must exchange."""
+    """Check that the bound is at least what any single rank, or any single host, must send or receive."""
     held, wanted, links = _masks(spec, source), _masks(spec, target), schedule.links
     lacking = {name: wanted[name] & ~held[name] for name in wanted}
     host = np.arange(MAX_RANKS) // links.devices_per_host
@@ -138,7 +138,7 @@ def _check_bound(spec: ModelSpec, schedule: Schedule, source: Layout, target: La
 
 
 def _rounds_by_port(schedule: Schedule) -> list[dict[tuple, float]]:
-    """Seconds on every port, in each round."""
+    """Return the seconds of every port, by round."""
     links = schedule.links
     rounds: dict[int, dict[tuple, float]] = {}
     for number, t in schedule.transfers():
@@ -187,7 +187,7 @@ def test_random_models_layouts_and_clusters(seed):
         hops += len(schedule.legs) > 0 and int(schedule.legs[:, 5].max()) > 0
         with_experts += source.ep > 1 or target.ep > 1
         assert not make_schedule(spec, source=source, target=source, **options).parcels
-    assert hops > 1, "hardly any schedule hands anything on: the cases are too easy"
+    assert hops > 1, "hardly any schedule forwards anything: the cases are too easy"
     assert with_experts > 3
 
 
@@ -201,12 +201,12 @@ PORT_CASES = [
     ("t4@0-3", "d4@0-3", None),
     ("d4@0-3", "t4@4-7", None),
     ("t4p2@0-7", "t8@0-7", None),
-    ("d1@0", "d4@1-4", None),  # takers hand stripes on
+    ("d1@0", "d4@1-4", None),  # takers forward stripes
     ("t2@0-1", "d4@0-3", None),
     ("d2t4p8@0-63", "d16t4@0-63", None),
     ("d2t4p8@0-63", "d16t4@0-63", "h100-8x8"),
     ("t8@0-7", "d16t4@0-63", "h100-8x8"),
-    ("d1@0", "d64@0-63", "h100-8x8"),  # every host gets each element once and hands it on
+    ("d1@0", "d64@0-63", "h100-8x8"),  # every host gets each element once and forwards it
     ("p8@0-7", "d2t4@8-15", "h100-2x8"),
     ("d1@0", "d128@0-127", None),  # teams of takers feed each other
     ("t8@0-7", "d64t8@0-511", "h100-128x8"),
@@ -245,7 +245,7 @@ def test_rounds_use_ports_and_memory_as_stated(source, target, cluster):
 
 
 def test_hand_counted_example():
-    """Two replicas of 8 layers give a third rank the model: each sends half, the receiver is the bound."""
+    """Two replicas of 8 layers send a third rank the model: each sends half; the receiver is the bound."""
     spec = _llama(8)
     schedule = make_schedule(spec, source=Layout.parse("d2@0-1"), target=Layout.parse("d1@2"), itemsize=2)
     sent, received = schedule.port_bytes
@@ -256,7 +256,7 @@ def test_hand_counted_example():
 
 
 def test_a_lone_holder_on_another_host():
-    """Rank 0 gives its model to four hosts of two: every element leaves it once, the hosts hand it on."""
+    """Rank 0 sends its model to four hosts of two ranks: each element leaves it once; hosts forward it."""
     links, spec = Links(2, device=1e9, nic=1e8, host=2e8, latency_seconds=1e-6), _llama(8)
     schedule = make_schedule(
         spec, source=Layout.parse("d1@0"), target=Layout.parse("d8@2-9"), itemsize=2, links=links
