@@ -130,7 +130,7 @@ class Ends:
 
 
 class Binder:
-    """Maps the messages of one rank to its tensors, with as few and as large copies as possible.
+    """A map from the messages of one rank to its tensors, with as few and as large copies as possible.
 
     Ranks on the same host read each other's memory where they can. A forwarded box then still needs a
     message, which says that the box has arrived in the memory that is to be read.
