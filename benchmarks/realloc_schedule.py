@@ -116,7 +116,7 @@ def run(case: Case, config: ModelConfig) -> dict[str, Any]:
         spec, source, target = model_spec(config), Layout.parse(case.source), Layout.parse(case.target)
         started = time.process_time()
         schedule = make_schedule(
-            spec, source=source, target=target, itemsize=_ITEMSIZE, wires=Links.of_cluster(cluster)
+            spec, source=source, target=target, itemsize=_ITEMSIZE, links=Links.of_cluster(cluster)
         )
         seconds.append(time.process_time() - started)
     weights = max(_most_held(spec, layout) for layout in (source, target))

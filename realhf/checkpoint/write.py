@@ -116,7 +116,7 @@ class CheckpointWriter:
         self._spec, self._rank, self._leader, self._dtype = spec, world.rank, leader, dtype
         self._files = plan_files(spec, dtype=dtype, max_shard_bytes=max_shard_bytes, stem=stem)
         self._config = config or ("config.json", {**_model_config(spec, dtype), **fields})
-        host = world.neighbours(leader)
+        host = world.ranks_on_host(leader)
         self._writers = sorted(rank for rank in layout.ranks if rank in host) or [leader]
         self._parts = assign_parts(spec, layout, self._writers)
         self._shapes = {name: tensor_shape(p) for name, p in params_by_tensor(spec.params).items()}

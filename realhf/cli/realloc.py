@@ -47,7 +47,7 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     source, target = (_layout(options, name, config, cluster) for name in ("src", "dst"))
     schedule = make_schedule(
         model_spec(config).without_limbs(), source=source, target=target, itemsize=ITEMSIZE[dtype],
-        wires=Links.of_cluster(cluster) if cluster else None,
+        links=Links.of_cluster(cluster) if cluster else None,
     )  # fmt: skip
     if options.json:
         transfers = options.transfers

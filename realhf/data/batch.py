@@ -1,4 +1,4 @@
-"""Batch: samples with their ids and per key packed sequences, or one number or Python value per sample."""
+"""Batch: samples with ids and columns, which are packed sequences, tensors or lists of Python values."""
 
 import json
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-_JSON = "//json"  # no column is called so
+_JSON = "//json"  # The entry beside the columns, none of which has this name.
 
 
 @dataclass
 class Packed:
-    """Variable-length sequences end to end: `values` of shape (sum(lengths), ...), one length per sample."""
+    """Sequences of different lengths, end to end in `values` of shape (sum(lengths), ...)."""
 
     values: torch.Tensor
     lengths: list[int]
@@ -25,11 +25,11 @@ class Packed:
         return len(self.lengths)
 
     def split(self) -> tuple[torch.Tensor, ...]:
-        """One view per sample."""
+        """Return one view per sample."""
         return self.values.split(self.lengths)
 
     def like(self, values: torch.Tensor) -> "Packed":
-        """Other values with these lengths."""
+        """Return other values with these lengths."""
         return Packed(values, self.lengths)
 
     def select(self, indices: Sequence[int]) -> "Packed":
@@ -41,14 +41,14 @@ class Packed:
 
     @classmethod
     def of(cls, sequences: Sequence[torch.Tensor], *, empty: torch.Tensor | None = None) -> "Packed":
-        """The sequences end to end; `empty` if there may be none."""
+        """Pack sequences end to end. `empty`, needed if there may be none, then becomes the values."""
         values = torch.cat(list(sequences)) if sequences or empty is None else empty
         return cls(values, [len(s) for s in sequences])
 
 
 @dataclass
 class Batch:
-    """Columns over the same samples, whose `ids` are unique over the whole run.
+    """Columns of the same samples, whose `ids` are unique over the whole run.
 
     A column is token-level (Packed), a tensor of shape (num_samples, ...), or a list of Python values.
     """
@@ -68,7 +68,7 @@ class Batch:
         return self.fields[key]
 
     def select(self, indices: Sequence[int]) -> "Batch":
-        """The samples at these positions, in this order."""
+        """Return the samples at these indices, in this order."""
         fields = {key: _select(column, indices) for key, column in self.fields.items()}
         return Batch([self.ids[i] for i in indices], fields)
 
@@ -81,12 +81,12 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence["Batch"]) -> "Batch":
-        """Samples of several batches with the same keys, one batch after the other."""
+        """Concatenate the samples of batches with equal keys."""
         ids = [i for batch in batches for i in batch.ids]
         return cls(ids, {key: _concat([b[key] for b in batches]) for key in batches[0].fields})
 
     def pack(self) -> torch.Tensor:
-        """The batch as bytes in host memory: safetensors; ids, lengths and Python values are JSON inside."""
+        """Return the batch as safetensors bytes in host memory; ids, lengths and lists are JSON inside."""
         packed = {key: column for key, column in self.fields.items() if isinstance(column, Packed)}
         lists = {key: column for key, column in self.fields.items() if isinstance(column, list)}
         tensors = self.fields | {key: column.values for key, column in packed.items()}

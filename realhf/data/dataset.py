@@ -1,4 +1,4 @@
-"""Rows of prompts from JSONL or parquet files, and the order in which a run sees them. Free of torch."""
+"""Reads rows of prompts from JSONL or parquet files, and orders them for a run. Imports no torch."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,33 +11,35 @@ import numpy as np
 
 from realhf.data.json_form import json_form, with_text
 
-LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")  # Any other key is a column.
+LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")
+"""Keys of a graph that the loader makes; every other key is a column of the file."""
 COLUMN = "column/"
-"""Before the name of a column in the keys of a graph that uses this name for something else."""
+"""Prefix of a column's key in a graph that uses the column's name for something else."""
 _CHAT = "a list of chat messages such as [{\"role\": \"user\", \"content\": \"...\"}]"
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A file of rows with at least a prompt: text, or a list of chat messages.
+    """A file of rows, each with at least a prompt, which is text or a list of chat messages.
 
-    Columns have JSON's types; of parquet's others, dates, times and decimal numbers become text.
+    Columns have JSON's types. Parquet's dates, times, decimal numbers and UUIDs become text.
     """
 
     path: str = ""  # A .jsonl or .parquet file.
     prompt_key: str = "prompt"
-    completion_key: str = "completion"  # What supervised fine-tuning learns to write: text or chat messages.
-    max_prompt_tokens: int = 4096  # Rows with longer prompts are left out (their number is logged).
-    max_rows: int = 0  # Only the first so many rows; 0: all.
+    completion_key: str = "completion"  # Text or chat messages that supervised fine-tuning learns.
+    max_prompt_tokens: int = 4096  # Rows with longer prompts are left out, and their number is logged.
+    max_rows: int = 0  # Rows read from the start of the file; 0 reads all.
     shuffle: bool = True
 
 
 def load_rows(config: DatasetConfig, keys: Sequence[str]) -> list[dict[str, Any]]:
     """Read the rows for a graph with these input keys.
 
-    Raises ValueError that names file and line where a row lacks a column or has one that cannot be used.
+    Raises ValueError, which names file and line, if a row lacks a column or has an unusable value.
     """
-    rows, columns = read_rows(config), needed_columns(config, keys)
+    rows = read_rows(config)
+    columns = needed_columns(config, keys)
     require_columns(config, rows, columns)
     if Path(config.path).suffix == ".parquet":
         _to_json_form(config, rows, columns)
@@ -51,7 +53,7 @@ def load_rows(config: DatasetConfig, keys: Sequence[str]) -> list[dict[str, Any]
 
 
 def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
-    """All rows of the file. Raises ValueError that names the file and line if one is missing or malformed."""
+    """Read all rows. Raises ValueError, which names file and line, if the file is missing or malformed."""
     path = _path(config)
     if path.suffix == ".parquet":
         import pyarrow.parquet
@@ -77,7 +79,7 @@ def _path(config: DatasetConfig) -> Path:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a JSONL file that are not blank, with their numbers from 1."""
+    """Yield the lines of a JSONL file that are not blank, with their numbers from 1."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -100,7 +102,7 @@ def _parsed_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def place(config: DatasetConfig, number: int) -> str:
-    """Return where row `number` (from 0) stands, in words: the file, and its line or row."""
+    """Return the file and the line or row of row `number` (from 0), in words."""
     path = Path(config.path)
     if path.suffix == ".parquet":
         return f"dataset {path} row {number}"
@@ -109,7 +111,7 @@ def place(config: DatasetConfig, number: int) -> str:
 
 
 def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
-    """The columns of the file that a graph with these input keys reads."""
+    """Return the columns of the file that a graph with these input keys reads."""
     made = [config.prompt_key, config.completion_key] if "sequence_ids" in keys else [config.prompt_key]
     return [*made, *(column_of(key) for key in keys if key not in LOADER_KEYS)]
 
@@ -120,7 +122,7 @@ def column_of(key: str) -> str:
 
 
 def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Raises ValueError when some row lacks one of the columns."""
+    """Raise ValueError if a row lacks one of the columns."""
     for (number, row), column in product(enumerate(rows), columns):
         if column not in row:
             there = f"its columns are {', '.join(row)}"
@@ -128,7 +130,7 @@ def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], colum
 
 
 def extra_columns(config: DatasetConfig) -> tuple[str, ...]:
-    """The columns of the first row besides the prompt; none where there is no such file."""
+    """Return the columns of the first row other than the prompt; none if the file does not exist."""
     if not Path(config.path).is_file():
         return ()
     if (path := _path(config)).suffix == ".parquet":
@@ -141,7 +143,7 @@ def extra_columns(config: DatasetConfig) -> tuple[str, ...]:
 
 
 def _to_json_form(config: DatasetConfig, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Bring these columns into JSON's form, in place."""
+    """Convert these columns to JSON's types, in place."""
     for (number, row), column in product(enumerate(rows), columns):
         try:
             row[column] = json_form(with_text(row[column]))
@@ -151,7 +153,7 @@ def _to_json_form(config: DatasetConfig, rows: list[dict[str, Any]], columns: Se
 
 
 def _prompt_fault(prompt: Any) -> str | None:
-    """Return what is wrong with a prompt, in words, if anything is."""
+    """Return a prompt's fault in words, or None if there is none."""
     if isinstance(prompt, str):
         return _text_fault(prompt)
     if not isinstance(prompt, list):
@@ -187,10 +189,10 @@ def _chat_fault(messages: list[Any]) -> str | None:
             hint = " (rename `from` to role and `value` to content)" if "from" in message else ""
             found = ", ".join(message) or "nothing"
             return f"has a message with {found}: it must have role and content{hint}"
-        content, calls = message.get("content"), message.get("tool_calls")
+        content = message.get("content")
         if isinstance(content, str) and (fault := _text_fault(content)):
             return fault
-        if not isinstance(content, str | list) and not (content is None and calls):
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             return f"has a message whose content is {_shown(content)}: it must be text"
     return None
 
@@ -201,9 +203,10 @@ def _shown(value: Any) -> str:
 
 
 def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:
-    """Row indices number `start` to `start + count` of an endless run, shuffled anew each epoch."""
+    """Return the row indices from `start` to `start + count` of an endless run, shuffled anew each epoch."""
     if not shuffle:
         return [i % num_rows for i in range(start, start + count)]
-    epochs, offset = range(start // num_rows, (start + count) // num_rows + 1), start % num_rows
+    offset = start % num_rows
+    epochs = range(start // num_rows, (start + count) // num_rows + 1)
     orders = [np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in epochs]
     return np.concatenate(orders)[offset : offset + count].tolist()

@@ -1,4 +1,4 @@
-"""Python values in the form that JSON keeps, so that they are the same on every rank, moved or not."""
+"""Converts Python values to the types that JSON has, so that sending them to another rank changes nothing."""
 
 import json
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import Any
 from uuid import UUID
 
 _AS_TEXT = {datetime: "isoformat", date: "isoformat", time: "isoformat", Decimal: "__str__", UUID: "__str__"}
-"""What parquet files hold beyond JSON, and the method that writes it as text."""
+"""Types of parquet files that JSON lacks, with the method that writes a value as text."""
 
 
 def json_form(value: Any) -> Any:
-    """Return a copy in JSON's form: tuples become lists, numbers of numpy and torch become Python's.
+    """Return a copy in JSON's types: tuples become lists, and numpy's and torch's numbers become Python's.
 
-    Raises TypeError that names the type of a value that JSON cannot hold.
+    Raises TypeError, which names the type, for a value that JSON cannot hold.
     """
     if value is None or type(value) in (str, bool, int, float):
         return value
@@ -24,7 +24,7 @@ def json_form(value: Any) -> Any:
         return {str(key): json_form(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [json_form(part) for part in value]
-    if isinstance(value, str | int | float):  # Subclasses, such as members of an enumeration.
+    if isinstance(value, str | int | float):  # This is a subclass, such as an enumeration's.
         return json.loads(json.dumps(value))
     if hasattr(value, "tolist"):
         return json_form(value.tolist())

@@ -1,4 +1,4 @@
-"""LightTokenizer: a tokenizer.json and its chat template, for checks that are to be quick. Free of torch."""
+"""LightTokenizer: a tokenizer that loads quickly, for checks. Imports no torch."""
 
 import json
 from collections.abc import Sequence
@@ -9,15 +9,18 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 
 class LightTokenizer:
-    """Tokenises as transformers does, which runs use, but for special tokens that it may add or leave out."""
+    """A tokenizer.json with its chat template.
+
+    It tokenises like transformers, which runs use, except that it may add or omit special tokens.
+    """
 
     def __init__(self, directory: str) -> None:
-        from tokenizers import Tokenizer  # Only checks need it.
+        from tokenizers import Tokenizer  # Imported here, as only checks need it.
 
         path = Path(directory)
         try:
             self._tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # (The library has no class of its own for this.)
+        except Exception as error:  # The library has no more specific class.
             raise ValueError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
         settings = _json_of(path / "special_tokens_map.json") | _json_of(path / "tokenizer_config.json")
         self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
@@ -36,7 +39,7 @@ class LightTokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, return_dict: bool = True
     ) -> list[int]:
-        # Only chats need it, and it takes a second.
+        # Imported here, as it is slow and only chats need it.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         settings: dict[str, Any] = {**self._special, "add_generation_prompt": add_generation_prompt}
@@ -58,11 +61,11 @@ def _content(token: Any) -> str:
 
 
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
-    """Return the template for chats: from a file of its own, else from tokenizer_config.json."""
+    """Return the chat template, from its own file if there is one, else from tokenizer_config.json."""
     if (file := directory / "chat_template.jinja").is_file():
         return file.read_text()
     template = _json_of(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
-    if isinstance(template, list):  # Several, by name.
+    if isinstance(template, list):  # There are several templates, each with a name.
         by_name = {entry["name"]: entry["template"] for entry in template}
         return by_name.get("default")
     return template

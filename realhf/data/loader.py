@@ -1,4 +1,4 @@
-"""From dataset rows to the Batch that a step starts with."""
+"""Loader: makes the Batch that a step starts with from rows of a dataset."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from realhf.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_DTYPES = {"prompt_ids": torch.long, "sequence_ids": torch.long, "response_mask": torch.float32}  # by token
+_DTYPES = {"prompt_ids": torch.long, "sequence_ids": torch.long, "response_mask": torch.float32}
+"""Types of the token-level columns."""
 
 
 def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer  # here, as it takes a second and few ranks need it
+    from transformers import AutoTokenizer  # Imported here, as it is slow and few ranks need it.
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -28,19 +29,21 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 
 class Loader(TokenizedRows):
-    """Deals tokenised rows out. The `group_size` samples of a prompt have consecutive ids."""
+    """The tokenised rows of a run, as batches. The `group_size` samples of a prompt have consecutive ids."""
 
     def __init__(
         self, config: DatasetConfig,
         *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int,
     ) -> None:
         super().__init__(config, keys=keys, tokenizer=tokenizer)
-        self._group_size, self._seed = group_size, seed
+        self._group_size = group_size
+        self._seed = seed
 
     def batch(self, *, first_prompt: int, num_prompts: int) -> Batch:
-        """Prompts number `first_prompt` onwards of the run, each `group_size` times."""
-        seed, shuffle = self._seed, self.config.shuffle
-        order = row_order(len(self.rows), start=first_prompt, count=num_prompts, seed=seed, shuffle=shuffle)
+        """Return the prompts of the run from number `first_prompt` on, each `group_size` times."""
+        order = row_order(
+            len(self.rows), start=first_prompt, count=num_prompts, seed=self._seed,
+            shuffle=self.config.shuffle)
         rows = [self.rows[i] for i in order for _ in range(self._group_size)]
         first_id = first_prompt * self._group_size
         fields: dict[str, Any] = {key: [row[key] for row in rows] for key in self.keys}

@@ -1,4 +1,4 @@
-"""Rows of a dataset as token ids. Free of torch, as checks read rows, too, with a tokenizer of their own."""
+"""Tokenises the rows of a dataset. Imports no torch, as checks use it too, with a LightTokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from realhf.errors import UserError
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers have it."""
+    """The methods that realhf calls on a tokenizer, a subset of those of transformers."""
 
     @property
     def chat_template(self) -> Any: ...
@@ -29,18 +29,21 @@ class Tokenizer(Protocol):
 
 
 class TokenizedRows:
-    """The rows that a graph with these input keys reads, prompts and completions as token ids.
+    """The rows that a graph with these input keys reads, with prompts and completions as token ids.
 
-    Rows with a prompt longer than `max_prompt_tokens` are left out. With `sample`, only so many rows, evenly
-    spread over the file, are tokenised.
+    Rows with a prompt longer than `max_prompt_tokens` are left out. With `sample`, at most that many rows,
+    spread evenly over the file, are tokenised.
     """
 
     def __init__(
         self, config: DatasetConfig, *, keys: Sequence[str], tokenizer: Any, sample: int | None = None
     ) -> None:
-        self.config, self.keys, self.tokenizer = config, tuple(keys), tokenizer
+        self.config = config
+        self.keys = tuple(keys)
+        self.tokenizer = tokenizer
         rows = load_rows(config, keys)
-        self.num_in_file, self.num_unlike_prompt = len(rows), 0
+        self.num_in_file = len(rows)
+        self.num_unlike_prompt = 0
         stride = 1 if sample is None else -(-len(rows) // sample)
         numbers = range(0, len(rows), stride)
         tokenized = [self._tokenize(rows[number], number) for number in numbers]
@@ -48,8 +51,10 @@ class TokenizedRows:
         if 0 in lengths and "prompt_ids" in keys:
             raise UserError(f"{place(config, numbers[lengths.index(0)])}: the prompt has no tokens")
         kept = [i for i, length in enumerate(lengths) if length <= config.max_prompt_tokens]
-        self.rows, self._numbers = [tokenized[i] for i in kept], [numbers[i] for i in kept]
-        self.num_tokenized, self.num_too_long = len(tokenized), len(tokenized) - len(kept)
+        self.rows = [tokenized[i] for i in kept]
+        self._numbers = [numbers[i] for i in kept]
+        self.num_tokenized = len(tokenized)
+        self.num_too_long = len(tokenized) - len(kept)
         if not kept:
             limit = f"max_prompt_tokens {config.max_prompt_tokens} (the shortest has {min(lengths)} tokens)"
             raise UserError(f"dataset {config.path}: every prompt is longer than {limit}")
@@ -59,16 +64,16 @@ class TokenizedRows:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt, or of the longest whole sequence where rows are such."""
+        """Number of tokens of the longest prompt, or of the longest sequence if rows have completions."""
         return max(self._lengths())
 
     def place_of_longest(self) -> str:
-        """Return where the longest row stands, in words."""
+        """Return the file and line of the longest row, in words."""
         lengths = self._lengths()
         return place(self.config, self._numbers[lengths.index(max(lengths))])
 
     def place_of(self, index: int) -> str:
-        """Return where a row stands in the file, in words without the file's name."""
+        """Return the line or row of the file at which a row is, in words."""
         return place(self.config, self._numbers[index]).rpartition(f"{Path(self.config.path)} ")[2]
 
     def _lengths(self) -> list[int]:
@@ -76,13 +81,13 @@ class TokenizedRows:
         return [len(row[key]) for row in self.rows]
 
     def _tokenize(self, row: dict[str, Any], number: int) -> dict[str, Any]:
-        """Return the columns by graph key, and `prompt_ids`."""
+        """Return the columns of a row by graph key, and `prompt_ids`."""
         prompt = row[self.config.prompt_key]
         try:
             made = {"prompt": prompt, **self._prompt_and_completion(row, number)}
         except UserError:
             raise
-        except Exception as error:  # (Templates raise what they like.)
+        except Exception as error:  # A chat template may raise any exception.
             how = "text" if isinstance(prompt, str) else "chat"
             what = f"the tokenizer refuses the {how}: {type(error).__name__}: {error}"
             raise UserError(f"{place(self.config, number)}: {what}") from error
@@ -90,7 +95,8 @@ class TokenizedRows:
         return columns | made
 
     def _prompt_and_completion(self, row: dict[str, Any], number: int) -> dict[str, Any]:
-        prompt, tokenizer = row[self.config.prompt_key], self.tokenizer
+        prompt = row[self.config.prompt_key]
+        tokenizer = self.tokenizer
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
         elif tokenizer.chat_template is None:
@@ -105,7 +111,8 @@ class TokenizedRows:
             if tokenizer.eos_token_id is None:
                 raise UserError("the tokenizer has no eos token, in which completions end: set its eos_token")
             learned = [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id]
-            whole, given = [*ids, *learned], len(ids)
+            whole = [*ids, *learned]
+            given = len(ids)
         else:
             whole = self._chat([*prompt, *completion])
             given = next((i for i, pair in enumerate(zip(ids, whole, strict=False)) if pair[0] != pair[1]),

@@ -1,4 +1,4 @@
-"""Compares the vocabularies of two tokenizers. Free of torch."""
+"""Compares the vocabularies of two tokenizers. Imports no torch."""
 
 import json
 from functools import lru_cache
@@ -6,10 +6,9 @@ from pathlib import Path
 
 
 def first_difference(ours: Path, theirs: Path) -> tuple[int, str, str] | None:
-    """Return the first token id that two tokenizer.json files give to different tokens, and those tokens.
+    """Return the first id that two tokenizer.json files assign to different tokens, and both tokens.
 
-    Tokens that were added beside the model's vocabulary, such as one for padding, may differ, and so may the
-    sizes of the vocabularies.
+    Added tokens, such as one for padding, may differ, and so may the sizes of the vocabularies.
     """
     if ours.samefile(theirs) or ours.read_bytes() == theirs.read_bytes():
         return None
@@ -22,14 +21,14 @@ def first_difference(ours: Path, theirs: Path) -> tuple[int, str, str] | None:
 
 @lru_cache(maxsize=8)
 def _vocabulary(path: Path) -> dict[int, str]:
-    """Return the tokens of a tokenizer.json by id, without those that were added.
+    """Return the tokens of a tokenizer.json by id, without added tokens.
 
-    Raises ValueError that names the file where it is malformed.
+    Raises ValueError, which names the file, if it is malformed.
     """
     try:
         content = json.loads(path.read_text())
         vocabulary = content["model"]["vocab"]
-        if isinstance(vocabulary, list):  # Pairs of a token and its score.
+        if isinstance(vocabulary, list):  # It has pairs of a token and its score.
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         added = {token["id"] for token in content.get("added_tokens") or ()}
         return {number: token for token, number in vocabulary.items() if number not in added}

@@ -1,4 +1,4 @@
-"""Activity: what a process does at the moment, for its peers and for a person who watches the run."""
+"""Activity: the present work of a process, shown to its peers and to a person who watches the run."""
 
 import threading
 import time
@@ -6,35 +6,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 Report = Callable[[str], None]
-"""A function that is told, often, how far a call is on this rank, in words for a person."""
+"""A function that a call often tells, in words for a person, how far it is on this rank."""
 
 
 def no_report(_: str) -> None:
-    """Tell nobody."""
+    """Ignore a report."""
 
 
 def prefixed(report: Report, prefix: str) -> Report:
-    """Return a report whose texts all begin so."""
+    """Return a report function that puts `prefix` before every text."""
     return lambda text: report(prefix + text)
 
 
 class Activity:
-    """Written by the main thread, which walks through the steps; other threads may read it at any time."""
+    """The present work of the main thread, which writes it; other threads may read it at any time."""
 
     def __init__(self, step: str = "the start") -> None:
         self.step = step
-        """The part of the run, such as "step 3/60"."""
+        """Part of the run, such as "step 3/60"."""
         self.waits_for: tuple[int, ...] | None = None
-        """The ranks that the main thread waits for; None while it works."""
+        """Ranks that the main thread waits for; None while it works."""
         self.num_waits = 0
         self._now: tuple[str, float] | None = None
-        """What is being done, and since when (seconds of time.monotonic)."""
+        """Name of the present work, and its start in seconds of time.monotonic."""
         self._note = ""
         self._thread = threading.get_ident()
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Say what is being done while the block runs."""
+        """Set the present work while the block runs."""
         self._note = ""
         self._now = (what, time.monotonic())
         try:
@@ -43,12 +43,12 @@ class Activity:
             self._now = None
 
     def note(self, text: str) -> None:
-        """Say how far it is."""
+        """Set how far the present work is."""
         self._note = text
 
     @contextmanager
     def waiting(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Mark that the main thread waits for these ranks. In other threads this does nothing."""
+        """Mark that the main thread waits for these ranks. Do nothing in other threads."""
         if threading.get_ident() != self._thread or self.waits_for is not None:
             yield
             return
@@ -61,13 +61,14 @@ class Activity:
 
     @property
     def place(self) -> str:
-        """Where in the run the main thread is, without how long it has been there."""
+        """Present work and step of the main thread, without its duration."""
         now = self._now
         return self.step if now is None else f"{now[0]} ({self.step})"
 
     def __str__(self) -> str:
-        """Return one line; an empty one while nothing is being done that takes long."""
-        now, note = self._now, self._note
+        """Return one line about the present work, or an empty string if there is none."""
+        now = self._now
+        note = self._note
         if now is None:
             return ""
         what, since = now

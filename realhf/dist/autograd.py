@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through (Megatron-LM's f and g, arXiv:1909.08053 section 3)."""
+"""Differentiable collectives (Megatron-LM's f and g, arXiv:1909.08053 section 3)."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from realhf.dist.group import Group
 
 
 class _GroupSum(torch.autograd.Function):
-    """Sums over the group in one direction, forward or backward, and is the identity in the other."""
+    """A sum over the group in one direction, forward or backward, and the identity in the other."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, is_forward: bool) -> torch.Tensor:
@@ -21,23 +21,25 @@ class _GroupSum(torch.autograd.Function):
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Identity whose gradient is summed over the group: before a split computation."""
+    """Return `x`, with its gradient summed over the group; used before a computation that is split."""
     return x if group.size == 1 else _GroupSum.apply(x, group, False)
 
 
 def sum_over_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum over the group whose gradient passes through: after a split computation."""
+    """Return the sum over the group, whose gradient passes unchanged; used after a split computation."""
     return x if group.size == 1 else _GroupSum.apply(x, group, True)
 
 
 class _ExchangeRows(torch.autograd.Function):
-    """All-to-all of rows, forward one way and backward the other."""
+    """An all-to-all of rows, whose gradient takes the reverse way."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, group: Group, sends: list[int], recvs: list[int]
     ) -> torch.Tensor:
-        ctx.group, ctx.sends, ctx.recvs = group, sends, recvs
+        ctx.group = group
+        ctx.sends = sends
+        ctx.recvs = recvs
         return _exchange_rows(rows, group, sends, recvs)
 
     @staticmethod
@@ -47,13 +49,17 @@ class _ExchangeRows(torch.autograd.Function):
 
 def _exchange_rows(rows: torch.Tensor, group: Group, sends: list[int], recvs: list[int]) -> torch.Tensor:
     out = rows.new_empty(sum(recvs), *rows.shape[1:])
-    parts, places = rows.contiguous().split(sends), out.split(recvs)
-    places[group.index].copy_(parts[group.index])
+    outgoing = rows.contiguous().split(sends)
+    incoming = out.split(recvs)
+    incoming[group.index].copy_(outgoing[group.index])
     peers = [i for i in range(group.size) if i != group.index]
-    group.exchange([(i, parts[i]) for i in peers], [(i, places[i]) for i in peers])
+    group.exchange([(i, outgoing[i]) for i in peers], [(i, incoming[i]) for i in peers])
     return out
 
 
 def exchange_rows(rows: torch.Tensor, group: Group, sends: list[int], recvs: list[int]) -> torch.Tensor:
-    """All-to-all: the first sends[0] rows go to member 0, and so on; recvs[0] rows come from it first."""
+    """Exchange rows all-to-all: send the next sends[i] rows to member i and receive recvs[i] rows from it.
+
+    Rows are sent and returned in the order of the members.
+    """
     return _ExchangeRows.apply(rows, group, sends, recvs)

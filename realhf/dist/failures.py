@@ -1,4 +1,4 @@
-"""Tells every rank of a run why one of them stops, and the user each sentence once."""
+"""Tells all ranks of a run why one of them stops, and prints each reason once per host."""
 
 import json
 import os
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from realhf.dist.group import PeerError
 
 _EQUALS_SECONDS = 1.0
-"""How long the first rank with a sentence waits for others with the same one, to name them all."""
+"""Time that the first rank with a sentence waits for others with the same one, to name them all."""
 _PRINTING_SECONDS = 5.0
-"""How long the other ranks stay, because the launcher ends all workers as soon as one has left."""
+"""Time that the other ranks wait for it to print; the launcher ends all workers as soon as one exits."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank stops. `host` is the number of the host that the rank runs on, `code` its exit code."""
+    """A rank's reason to stop. `host` is the number of the rank's host, `code` its exit code."""
 
     rank: int
     host: int
@@ -33,16 +33,18 @@ class Failure:
 class FailureBoard:
     """The failures of a run, kept in its store, where all ranks can read them.
 
-    A rank that fails posts its sentence before it leaves. Ranks on one host that fail for the same reason
-    print one sentence together; ranks on other hosts repeat it, so that every terminal shows the reason.
+    A failing rank posts its sentence before it exits. Ranks on one host that fail for the same reason print
+    one sentence together; ranks on other hosts repeat it, so that every terminal shows the reason.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, size: int, host: int) -> None:
         self._store = dist.PrefixStore("realhf/failures", store)
-        self._rank, self._size, self._host = rank, size, host
+        self._rank = rank
+        self._size = size
+        self._host = host
 
     def roll_call(self, timeout_seconds: float) -> None:
-        """Wait until every rank has come here. Raises PeerError when one has failed or does not come."""
+        """Wait until every rank has called this. Raises PeerError if one has failed or is too late."""
         self._store.set(f"here/{self._rank}", "")
         if self._store.add("num_here", 1) == self._size:
             self._store.set("roll_call", "complete")
@@ -56,7 +58,7 @@ class FailureBoard:
             raise PeerError(f"rank {failures[0].rank} has failed: {failures[0].sentence}")
 
     def failures(self) -> list[Failure]:
-        """Return what has been posted so far, the earliest first."""
+        """Return the failures posted so far, the earliest first."""
         count = self._store.add("num_failures", 0)
         return [Failure(**json.loads(self._store.get(f"failure/{i}"))) for i in range(1, count + 1)]
 
@@ -65,8 +67,8 @@ class FailureBoard:
     ) -> None:
         """Post why this rank stops, and print it unless another rank of this host does.
 
-        The ranks with this sentence are named behind it, unless `names_rank` or all ranks have it. `text` is
-        printed in place of the sentence, for tracebacks. Returns when the sentence is printed.
+        The ranks with this sentence are named after it, unless `names_rank` or all ranks have it. If given,
+        `text`, such as a traceback, is printed instead. Returns when the sentence has been printed.
         """
         write_error_file(sentence)
         number = self._post(Failure(self._rank, self._host, sentence, code))
@@ -86,7 +88,7 @@ class FailureBoard:
         self._store.set(f"printed/{number}", "")
 
     def repeat(self) -> int | None:
-        """Print what ranks of other hosts have posted; return the exit code of the first failure, if any."""
+        """Print the failures of other hosts; return the exit code of the first failure, if there is any."""
         failures = self.failures()
         if failures:
             write_error_file(failures[0].sentence)
@@ -113,7 +115,7 @@ class FailureBoard:
 
 
 def write_error_file(sentence: str) -> None:
-    """Leave the sentence where torchrun looks for the reason of a failure, to print it in its own report."""
+    """Write the sentence to the file from which torchrun's own report takes the reason of a failure."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Group: the ranks that communicate together, and the collectives that realhf uses.
+"""Group: a set of ranks with the collectives that realhf uses. World: all processes of a run.
 
-On NCCL reductions and gathers are NCCL's own. On gloo they are built from point-to-point messages, several
-times faster there than gloo's collectives; sums run in rank order, so all members get the same bits.
+On NCCL, reductions and gathers are NCCL's own. On gloo they are built from point-to-point messages, which are
+faster than gloo's collectives; sums run in rank order, so that all members get the same bits.
 """
 
 import json
@@ -23,23 +23,26 @@ from realhf.dist.activity import Activity
 from realhf.dist.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
 
-Messages = Sequence[tuple[int, torch.Tensor]]  # Peer and contiguous tensor to send or to receive into.
-_OPEN_ROUNDS = 4  # More than any pipeline of calls needs; it only bounds what an Outbox keeps.
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""Peers, and the contiguous tensors to send to them or to receive from them."""
+_OPEN_ROUNDS = 4  # It bounds what an Outbox keeps; a pipeline of calls needs fewer.
 _ANY_TIME = timedelta(days=365)
-_SMALL_BYTES = 1 << 16  # Up to here an all-reduce sends whole tensors to every peer, above it one chunk each.
+_SMALL_BYTES = 1 << 16
+"""Largest tensor that an all-reduce sends whole to every peer; of larger ones each peer sums a chunk."""
 
 
 class PeerError(RuntimeError):
-    """A peer died or stopped answering in the middle of a communication."""
+    """The error that a peer has died or stopped answering during a communication."""
 
 
 @contextmanager
 def _naming_peers(ranks: Sequence[int]) -> Iterator[None]:
-    """Turns the transport's errors into a PeerError that names the ranks involved."""
+    """Turn the transport's errors into a PeerError that names the ranks."""
     try:
         yield
     except RuntimeError as error:
-        reason, peers = _reason(error), ", ".join(map(str, ranks))
+        reason = _reason(error)
+        peers = ", ".join(map(str, ranks))
         if "imed out" in reason:
             reason += f" (rank {peers} may itself be waiting for another)"
         who = f"rank{'s' * (len(ranks) > 1)} {peers}"
@@ -48,7 +51,7 @@ def _naming_peers(ranks: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def naming_store() -> Iterator[None]:
-    """Turns the store's errors into a PeerError."""
+    """Turn the store's errors into a PeerError."""
     try:
         yield
     except RuntimeError as error:
@@ -57,14 +60,13 @@ def naming_store() -> Iterator[None]:
 
 @contextmanager
 def _batch_threads() -> Iterator[None]:
-    """Threads that start inside never interrupt a running one when they wake up (on Linux).
+    """Start threads under a policy by which they never interrupt a running thread on waking up (on Linux).
 
-    Gloo's thread polls without pause while another thread holds the lock of a connection. If it had
-    interrupted that thread, as happens with more ranks than cores, it would poll in vain for a whole time
-    slice.
+    Gloo's thread polls while another thread holds the lock of a connection. If it interrupted that thread, as
+    happens with more ranks than cores, it would poll for a whole time slice in vain.
     """
     before = None
-    with suppress(OSError, AttributeError):  # Some containers, and other systems, know no such thing.
+    with suppress(OSError, AttributeError):  # Some containers and other systems do not support it.
         before = os.sched_getscheduler(0)
         if before == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -82,7 +84,7 @@ def _reason(error: RuntimeError) -> str:
 
 @dataclass
 class Pending:
-    """Posted messages, each with the ranks at its other end; keeps their tensors alive."""
+    """Posted messages, with the ranks at the other end of each; keeps their tensors alive."""
 
     works: Sequence[tuple[Any, tuple[int, ...]]] = ()
     tensors: Messages = ()
@@ -93,14 +95,14 @@ class Pending:
             marked = nullcontext() if self.activity is None else self.activity.waiting(ranks)
             with marked, _naming_peers(ranks):
                 work.wait()
-        self.works, self.tensors = (), ()
+        self.works = self.tensors = ()
 
 
 class Outbox:
-    """Keeps posted messages alive, so that their sender goes on while the receivers are busy.
+    """A container of posted messages, so that a sender continues while the receivers are busy.
 
-    Messages of the last rounds stay open; older ones are waited for, as gloo tells of a message only to those
-    who wait for it. A round is a pass over all actions of a step.
+    It waits for the messages of all but the last rounds, as gloo reports a message only to one who waits for
+    it. A round is a pass over all actions of a step.
     """
 
     def __init__(self) -> None:
@@ -115,7 +117,7 @@ class Outbox:
             self._wait_for_oldest()
 
     def wait(self) -> None:
-        """Returns when all messages have been taken."""
+        """Wait until all messages have been received."""
         while self._rounds:
             self._wait_for_oldest()
         self._rounds.append([])
@@ -126,32 +128,32 @@ class Outbox:
 
 
 class Group:
-    """An ordered set of global ranks, of which this process is number `index`. Peers go by their index.
+    """An ordered set of global ranks. This process has index `index`, and peers are named by their index.
 
-    Over gloo messages carry a tag: those between two ranks match in order among those of the same tag.
-
-    On NCCL (`native`) tensors are on this rank's device and waiting delays its current stream, not the host.
+    Over gloo, messages between two ranks match in order among those with the same tag. On NCCL (`native`),
+    tensors are on this rank's device, and a wait delays its current stream, not the host.
     """
 
     def __init__(
         self, ranks: Sequence[int], index: int, backend: Any,
         *, native: bool, activity: Activity | None = None,
     ) -> None:  # fmt: skip
-        self.ranks, self.index, self.size = tuple(ranks), index, len(ranks)
+        self.ranks = tuple(ranks)
+        self.index = index
+        self.size = len(ranks)
         self._activity = activity
-        self._backend, self._native = backend, native and backend is not None
+        self._backend = backend
+        self._native = native and backend is not None
 
     def exchange(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> None:
-        """Sends and receives all at once; messages between two ranks match in the order of the lists."""
+        """Send and receive at the same time; messages between two ranks match in the order of the lists."""
         self.post(sends, recvs, tag=tag).wait()
 
     def post(self, sends: Messages, recvs: Messages, *, tag: int = 0) -> Pending:
-        """Like `exchange`, but returns at once; the tensors must stay untouched until `Pending.wait`.
+        """Start an `exchange`; the tensors must stay untouched until `Pending.wait`.
 
-        Tensors without elements are not sent.
-
-        On gloo posts never wait for one another. On NCCL the messages of one post move together, but posts of
-        one group run one after the other: two ranks that send to each other must do it in one post each.
+        Tensors without elements are not sent. On gloo, posts never wait for one another. On NCCL, posts of
+        one group run one after another, so two ranks that send to each other must do so in one post each.
         """
         sends, recvs = ([(i, t) for i, t in side if t.numel()] for side in (sends, recvs))
         if not sends and not recvs:
@@ -163,7 +165,7 @@ class Group:
         for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
             for peer, tensor in messages:
                 ranks = (self.ranks[peer],)
-                with _naming_peers(ranks):  # Of a connection that is closed gloo tells at once.
+                with _naming_peers(ranks):  # Gloo raises at once if the connection is closed.
                     works.append((post([tensor], peer, tag), ranks))
         if self._native:
             with _naming_peers(self.ranks):
@@ -171,7 +173,7 @@ class Group:
         return Pending(works, [*sends, *recvs], self._activity)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums `tensor` (contiguous) in place over the group and returns it."""
+        """Sum `tensor` (contiguous) over the group in place and return it."""
         if self._native:
             self._backend.allreduce([tensor]).wait()
         elif self.size == 2 or tensor.nbytes <= _SMALL_BYTES:
@@ -183,7 +185,7 @@ class Group:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stacks every member's `tensor` (same shape everywhere): shape (size, *tensor.shape)."""
+        """Stack the members' tensors, which have equal shapes, to shape (size, *tensor.shape)."""
         if self.size == 1:
             return tensor[None]
         out = tensor.new_empty((self.size, *tensor.shape))
@@ -195,19 +197,19 @@ class Group:
         return out
 
     def reduce_scatter_chunks(self, chunks: list[torch.Tensor]) -> torch.Tensor:
-        """Sums chunk `index` of all members into this member's chunk, in place; chunks may differ in size."""
+        """Sum chunk `index` of all members into this member's chunk, in place; chunks may differ in size."""
         self.post_reduce_scatter(chunks)()
         return chunks[self.index]
 
     def post_reduce_scatter(self, chunks: list[torch.Tensor]) -> Callable[[], None]:
-        """Like `reduce_scatter_chunks`, but returns at once: what it gives must be called before the sums are
-        used, and the chunks stay untouched until then."""
+        """Start `reduce_scatter_chunks`; chunks must stay untouched until the returned function is called."""
         if self._native:
             pending = Pending([(self._backend.reduce(c, i), self.ranks) for i, c in enumerate(chunks)], [])
             return pending.wait
         if self.size == 1:
-            return _nothing
-        mine, peers = chunks[self.index], self._peers()
+            return Pending().wait
+        mine = chunks[self.index]
+        peers = self._peers()
         parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
         pending = self.post([(p, chunks[p]) for p in peers], [(p, parts[p]) for p in peers])
 
@@ -218,16 +220,16 @@ class Group:
         return finish
 
     def all_gather_chunks(self, chunks: list[torch.Tensor]) -> None:
-        """Fills every chunk from the member of its index, in place; sizes of chunks may differ."""
+        """Fill every chunk, in place, from the member with its index; chunks may differ in size."""
         if self._native:
             for index, chunk in enumerate(chunks):
                 self._backend.broadcast(chunk, index).wait()
             return
-        peers, mine = self._peers(), chunks[self.index]
-        self.exchange([(peer, mine) for peer in peers], [(peer, chunks[peer]) for peer in peers])
+        sends = [(peer, chunks[self.index]) for peer in self._peers()]
+        self.exchange(sends, [(peer, chunks[peer]) for peer, _ in sends])
 
     def send_bytes(self, data: torch.Tensor, peers: Sequence[int], *, tag: int = 0) -> Pending:
-        """Posts any number of bytes (uint8) to some members; for groups over gloo, like what follows."""
+        """Post any number of bytes (uint8) to some members; like the methods below, for gloo only."""
         parts = (torch.tensor([len(data)]), data)
         return self.post([(peer, part) for peer in peers for part in parts], [], tag=tag)
 
@@ -245,27 +247,23 @@ class Group:
         return _to_json(self.recv_bytes(peer, tag=tag))
 
     def all_gather_bytes(self, data: torch.Tensor) -> list[torch.Tensor]:
-        """Every member's bytes, in member order."""
+        """Return the bytes of every member, in member order."""
         pending = self.send_bytes(data, self._peers())
         parts = {peer: self.recv_bytes(peer) for peer in self._peers()} | {self.index: data}
         pending.wait()
         return [parts[i] for i in range(self.size)]
 
     def all_gather_json(self, document: Any) -> list[Any]:
-        """Every member's JSON document, in member order."""
+        """Return the JSON document of every member, in member order."""
         return [_to_json(data) for data in self.all_gather_bytes(_from_json(document))]
 
     def barrier(self) -> None:
-        """Returns when every member has come here; on NCCL, too, the host waits."""
+        """Wait until every member has called this; on NCCL, too, the host waits."""
         self.all_reduce(torch.zeros(1, device="cuda" if self._native else "cpu")).item()
 
     def _peers(self) -> list[int]:
-        """The other members, each member starting behind itself, so that no port is everybody's first."""
+        """Return the other members, from the next one on, so that not all members send to one port first."""
         return [(self.index + i) % self.size for i in range(1, self.size)]
-
-
-def _nothing() -> None:
-    """What is left to do for a group of one."""
 
 
 def _from_json(document: Any) -> torch.Tensor:
@@ -284,38 +282,42 @@ def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
 
 
 class World:
-    """All processes of the run. Hands out Groups, for which all members must ask in the same order."""
+    """All processes of the run, and their Groups, which all members must request in the same order."""
 
     def __init__(
         self, *, rank: int = 0, size: int = 1, device: torch.device | str = "cpu",
         store: dist.Store | None = None, timeout_seconds: float = 600.0, ranks_per_host: int | None = None,
         shared_memory: bool = True, watched: bool = False,
     ) -> None:
-        """`watched`: a Heartbeat finds dead peers, so that messages over gloo may take any time."""
-        self.rank, self.size, self.device = rank, size, torch.device(device)
-        self.activity, self._watched = Activity(), watched
+        """Connect to all ranks. If a Heartbeat detects dead peers (`watched`), messages may take any time."""
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self.activity = Activity()
         self.ranks_per_host = ranks_per_host or size
-        self._store, self._timeout = store, timedelta(seconds=timeout_seconds)
+        self._watched = watched
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
         self._num_stores = Counter[str]()
-        self.control = self.group(tuple(range(size)), purpose="control")  # All ranks over gloo.
+        self.control = self.group(tuple(range(size)), purpose="control")
         if len(sizes := set(self.control.all_gather_json(self.ranks_per_host))) > 1:
             counts = " and ".join(map(str, sorted(sizes)))
             raise UserError(f"hosts run {counts} workers: start the same --nproc-per-node on each")
-        self.memory = self._meet_in_memory() if shared_memory and self.device.type == "cpu" else None
-        """Where the processes of one host see each other's tensors."""
+        self.memory = self._share_memory() if shared_memory and self.device.type == "cpu" else None
+        """Memory in which the processes of one host see each other's tensors."""
 
-    def _meet_in_memory(self) -> SharedMemory | None:
-        """Shared memory, if every rank can read that of all others on its host."""
+    def _share_memory(self) -> SharedMemory | None:
+        """Return shared memory if every rank can read that of all others on its host, else None."""
         if self.ranks_per_host == 1 or self.size == 1:
             return None
-        memory, trial = SharedMemory(), torch.tensor(self.rank)
-        mine = memory.zeros(1, trial.dtype).copy_(trial)
-        shown = self.control.all_gather_json(memory.describe(mine))
+        memory = SharedMemory()
+        trial = memory.zeros(1, torch.int64).fill_(self.rank)
+        described = self.control.all_gather_json(memory.describe(trial))
         failed = ""
-        for rank in self.neighbours(self.rank):
+        for rank in self.ranks_on_host(self.rank):
             try:
-                assert shown[rank] is not None and int(Mapped().tensor(shown[rank])) == rank
+                assert described[rank] is not None and int(Mapped().tensor(described[rank])) == rank
             except (OSError, AssertionError) as error:
                 failed = f"rank {self.rank} cannot read the memory of rank {rank} ({error!r})"
         if faults := [fault for fault in self.control.all_gather_json(failed) if fault]:
@@ -329,7 +331,7 @@ class World:
         cls, *, rank: int, size: int, local_rank: int, ranks_per_host: int | None = None,
         timeout_seconds: float, store: dist.Store | None = None, watched: bool = False,
     ) -> "World":  # fmt: skip
-        """Meet the processes that torchrun's environment names, on CUDA where it is available."""
+        """Connect to the processes that torchrun's environment names, on CUDA if it is available."""
         device = torch.device("cpu")
         if torch.cuda.is_available():
             if local_rank >= (count := torch.cuda.device_count()):
@@ -346,20 +348,20 @@ class World:
         )  # fmt: skip
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor on this rank's device; other ranks of its host can read it where possible."""
+        """Return a flat tensor on this rank's device, which other ranks of its host can read if possible."""
         if self.memory is not None:
             return self.memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def neighbours(self, rank: int) -> range:
-        """The ranks on the same host as a rank."""
+    def ranks_on_host(self, rank: int) -> range:
+        """Return the ranks on the same host as a rank, including it."""
         first = rank - rank % self.ranks_per_host
         return range(first, min(first + self.ranks_per_host, self.size))
 
     def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
-        """The group of these ranks, this one among them; made on first use, which waits for all members.
+        """Return the group of these ranks, which include this one; the first request waits for all members.
 
-        Groups of different purpose never mix their messages; those for `control` and `export` are over gloo.
+        Groups with different purposes never mix their messages. Those for `control` and `export` use gloo.
         """
         key = (tuple(ranks), purpose)
         if key not in self._groups:
@@ -370,20 +372,19 @@ class World:
         return self._groups[key]
 
     def store(self, name: str) -> dist.Store:
-        """Counters and other values by key, the same under this name for all ranks that ask. Keys outlive
-        their users: a name is used once, or its keys are deleted."""
+        """Return the store that all ranks share under a name. Keys remain: use a name once or delete them."""
         assert self._store is not None, "a world of several ranks needs a store"
         return dist.PrefixStore(f"realhf/{name}/", self._store)
 
     def unused_store(self, name: str) -> dist.Store:
-        """One that is empty whatever others have left behind; its users ask for it equally often."""
+        """Return an empty store; all ranks that share it must call this equally often."""
         self._num_stores[name] += 1
         return self.store(f"{name}/{self._num_stores[name]}")
 
     def _connect(self, key: tuple[tuple[int, ...], str], index: int, *, native: bool) -> Any:
-        """A communicator of its own, whose members meet in the store under ranks and purpose.
+        """Return a new communicator, whose members find each other in the store by ranks and purpose.
 
-        (`dist.new_group` would name it by how many groups this rank has made, which differs between ranks.)
+        `dist.new_group` would name it by the number of groups made, which differs between ranks.
         """
         store = self.store(str(key))
         if not native:
@@ -393,6 +394,6 @@ class World:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         backend = dist.ProcessGroupNCCL(store, index, len(key[0]), options)
-        # One communicator of the whole group, also for coalesced messages among some of its members.
+        # This makes one communicator for the whole group, also for coalesced messages among some members.
         backend.eager_connect_single_device(self.device)
         return backend

@@ -1,4 +1,4 @@
-"""Signs of life: tells a rank that is busy from one that is dead, and finds a run in which all wait."""
+"""Signs of life: distinguishes a busy rank from a dead one, and detects a run in which all ranks wait."""
 
 import json
 import os
@@ -16,15 +16,16 @@ from realhf.dist.failures import FailureBoard, name_ranks
 
 _MAX_INTERVAL_SECONDS = 5.0
 _GRACE_SECONDS = 4.0
-"""How long the main thread has, after a failure elsewhere, to end this process in its own words."""
+"""Time for the main thread, after a failure elsewhere, to end this process with a sentence of its own."""
 _MAX_NAMED = 8
-"""Ranks of a standstill that its sentence lists."""
-_FAILED = 1  # The exit code.
+"""Most ranks that the sentence about a standstill lists."""
+_FAILED = 1
+"""Exit code of a rank that stops because of a failure."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of life: its number, and what the main thread does (see Activity)."""
+    """A sign of life: its number and the main thread's Activity."""
 
     number: int
     doing: str
@@ -33,22 +34,23 @@ class Beat:
 
 
 class Watch:
-    """Finds ranks that give no sign of life, and standstills, from the beats that one rank sees.
+    """A detector of silent ranks and of standstills, from the beats that one rank sees.
 
-    Times are monotonic seconds.
+    Times are in seconds of a monotonic clock.
     """
 
     def __init__(self, rank: int, *, timeout_seconds: float) -> None:
-        self._rank, self._timeout = rank, timeout_seconds
+        self._rank = rank
+        self._timeout = timeout_seconds
         self._last: dict[int, Beat] = {}
         self._alive_at: dict[int, float] = {}
         self._moved_at: dict[int, float] = {}
 
     def find_fault(self, beats: Mapping[int, Beat | None], *, now: float) -> str:
-        """Take note of the newest beat by rank, None of ranks that are done.
+        """Record the newest beat of each rank (None if the rank has finished) and look for a fault.
 
-        Returns why the run cannot go on, or an empty string. Only who sees all ranks, which is rank 0, can
-        find a standstill.
+        Returns why the run cannot continue, or an empty string. Only rank 0, which sees all ranks, detects
+        standstills.
         """
         for rank, beat in beats.items():
             self._note(rank, beat, now)
@@ -82,21 +84,23 @@ class Watch:
 
 
 class Heartbeat:
-    """A thread that tells the others that this process lives, and ends it when the run cannot go on.
+    """A thread that tells the other ranks that this process lives, and ends it when the run cannot continue.
 
-    Rank 0 looks at all ranks, the others look at rank 0. A rank that gives no sign for `timeout_seconds` is
-    dead, however long it may compute or wait for a reward between two signs. A run in which every rank has
-    waited for others for as long is stuck. Either is posted on the failure board, which all ranks look at.
+    Rank 0 watches all ranks, and the others watch rank 0. A rank that gives no sign for `timeout_seconds` is
+    dead; a rank that computes or waits for a reward still gives signs. A run is stuck if every rank has
+    waited for others for that long. Either fault is posted on the failure board, which all ranks read.
     """
 
     def __init__(
         self, store: dist.Store, board: FailureBoard, activity: Activity,
         *, rank: int, size: int, timeout_seconds: float,
     ) -> None:  # fmt: skip
-        """`store` and `board` need connections of their own: the main thread may block on its connection."""
+        """Take `store` and `board` with connections of their own, as the main thread may block on its own."""
         self._store = dist.PrefixStore("realhf/heartbeat", store)
-        self._board, self._activity = board, activity
-        self._rank, self._timeout = rank, timeout_seconds
+        self._board = board
+        self._activity = activity
+        self._rank = rank
+        self._timeout = timeout_seconds
         self._watched = range(size) if rank == 0 else range(1)
         self._watch = Watch(rank, timeout_seconds=timeout_seconds)
         self._ended = threading.Event()
@@ -104,12 +108,12 @@ class Heartbeat:
         self._number = 0
 
     def start(self) -> None:
-        """Begin to give signs of life."""
+        """Start to give signs of life."""
         self._give_sign()
         self._thread.start()
 
     def stop(self) -> None:
-        """Say that this rank has done its part."""
+        """Stop, and tell the others that this rank has finished."""
         self._ended.set()
         self._thread.join()
         with suppress(RuntimeError):  # The store may have ended with the process that kept it.
@@ -148,7 +152,7 @@ class Heartbeat:
         return beats
 
     def _leave(self) -> None:
-        """End this process because of a failure, unless the main thread does so first."""
+        """End this process because of a failure, unless the main thread ends it first."""
         if not self._ended.wait(_GRACE_SECONDS):
             code = self._board.repeat()
             os._exit(_FAILED if code is None else code)

@@ -9,11 +9,12 @@ from realhf.layout import Coordinate, Layout
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """What a model shard needs to know of its surroundings: its coordinate and one group per axis.
+    """The coordinate of a rank in a layout, and its groups.
 
-    `all` is every rank of the layout, `ends` the first and the last stage (None between them or if there is
-    but one), `ep` the dp neighbours that share out one set of experts. `pp_back` has the ranks of `pp` for
-    what flows backward; `dp_control`, `ep_control` and `replicas_control` (dp and cp) are over gloo.
+    `all` has every rank of the layout. `ends` joins the first and the last pipeline stage; it is None on the
+    stages between them and without pipelining. `ep` has the consecutive dp ranks that share one set of
+    experts. `pp_back` has the ranks of `pp`, for gradients. `dp_control`, `ep_control` and `replicas_control`
+    (dp and cp) communicate over gloo.
     """
 
     layout: Layout
@@ -33,8 +34,12 @@ class ParallelGroups:
 
     @classmethod
     def create(cls, world: World, layout: Layout) -> "ParallelGroups":
-        """Every rank of the layout must call this, in the same order as its other group requests."""
-        rank, at = world.rank, layout.coordinate(world.rank)
+        """Create the groups of this rank.
+
+        Every rank of the layout must call this, in the same order relative to its other group requests.
+        """
+        rank = world.rank
+        at = layout.coordinate(rank)
         line = {axis: next(g for g in layout.groups(axis) if rank in g) for axis in ("tp", "cp", "dp", "pp")}
         first = at.dp - at.dp % layout.ep
         line["ep"] = line["dp"][first : first + layout.ep]
@@ -51,7 +56,7 @@ class ParallelGroups:
         )
 
     def tp_subgroup(self, indices: Sequence[int]) -> Group:
-        """The group of some members of the tp group, this rank among them."""
+        """Return the group of some members of the tp group, which must include this rank."""
         return self.world.group(tuple(self.tp.ranks[i] for i in indices))
 
     @property

@@ -1,4 +1,4 @@
-"""Tensors in memory that the other processes of this host can map and read without a message."""
+"""Tensors in memory that other processes on this host can map and read without messages."""
 
 import math
 import mmap
@@ -14,20 +14,20 @@ _ENABLED = hasattr(os, "memfd_create")
 
 
 class SharedMemory:
-    """Hands out tensors of one process, and describes them so that others find them."""
+    """An allocator of shared tensors, which describes them so that other processes can map them."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, tuple[int, str]] = {}  # address -> length in bytes, path
+        self._blocks: dict[int, tuple[int, str]] = {}  # Length in bytes and path, by address.
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor; its memory goes back when nobody here and nowhere else uses it any more."""
+        """Return a flat tensor of zeros; its memory is freed when no process uses it any more."""
         num_bytes = numel * dtype.itemsize
         if not num_bytes or not _ENABLED:
             return torch.zeros(numel, dtype=dtype)
         file = os.memfd_create("realhf")
         os.ftruncate(file, num_bytes)
         block = mmap.mmap(file, num_bytes)
-        # Its pages are zeros when they are first touched. The tensor's storage keeps the block.
+        # The system fills its pages with zeros on first access. The tensor's storage keeps the block alive.
         tensor = torch.frombuffer(block, dtype=dtype)
         address = tensor.data_ptr()
         self._blocks[address] = num_bytes, f"/proc/{os.getpid()}/fd/{file}"
@@ -39,7 +39,7 @@ class SharedMemory:
         os.close(file)
 
     def describe(self, tensor: torch.Tensor) -> dict[str, Any] | None:
-        """Where others find the tensor, as JSON; None when it is not in this memory."""
+        """Return a JSON description by which others map the tensor, or None if it is not in this memory."""
         starts = sorted(self._blocks)
         number = bisect_right(starts, tensor.data_ptr()) - 1
         if tensor.device.type != "cpu" or number < 0:
@@ -56,21 +56,23 @@ class SharedMemory:
 
 
 class Mapped:
-    """Another process's tensors, by their descriptions."""
+    """The shared tensors of other processes, mapped from their descriptions."""
 
     def __init__(self) -> None:
         self._blocks: dict[str, torch.Tensor] = {}
 
     def tensor(self, description: Mapping[str, Any]) -> torch.Tensor:
-        """The tensor itself, not a copy. Raises OSError where this process may not see the other's memory."""
-        path, length = description["path"], description["length"]
+        """Return the tensor itself, not a copy. Raises OSError if this process may not read that memory."""
+        path = description["path"]
         if path not in self._blocks:
             file = os.open(path, os.O_RDWR)
             try:
-                self._blocks[path] = torch.frombuffer(mmap.mmap(file, length), dtype=torch.uint8)
+                block = mmap.mmap(file, description["length"])
+                self._blocks[path] = torch.frombuffer(block, dtype=torch.uint8)
             finally:
                 os.close(file)
-        dtype, shape = getattr(torch, description["dtype"]), description["shape"]
+        dtype = getattr(torch, description["dtype"])
+        shape = description["shape"]
         extent = 1 + sum((n - 1) * s for n, s in zip(shape, description["stride"], strict=True))
         size = extent * dtype.itemsize if math.prod(shape) else 0
         flat = self._blocks[path][description["offset"] :][:size].view(dtype)

@@ -1,13 +1,13 @@
-"""Tags: what tells kinds of messages apart that two ranks may exchange over a control group at the same time.
+"""Tags: separate the kinds of messages that two ranks may exchange over a control group at the same time.
 
-Messages without a tag (0) are those that all ranks exchange together.
+Messages that all ranks exchange together have tag 0.
 """
 
 RECORD = 1
-"""Records of steps, on their way to rank 0."""
+"""Records of steps, sent to rank 0."""
 FIRST_INPUT = 2
-"""Inputs of calls: each action of a program has its own tag, from here on."""
+"""Inputs of calls. Each action of a program has its own tag, numbered from here."""
 PROFILED = 1 << 20
-"""Samples whose way the profile times."""
+"""Samples that the profile sends to measure how long they take."""
 PROMPT = 1 << 21
-"""Prompts that a replica has taken, told to its ranks."""
+"""Prompts that a replica has taken, sent to its ranks."""

@@ -32,7 +32,7 @@ class CacheLimit:
         """Return the limit of each rank. All ranks of the layout call this."""
         if self._num_bytes is None:
             ranks, world = self._groups.layout.ranks, self._groups.world
-            neighbours = world.neighbours(world.rank)
+            neighbours = world.ranks_on_host(world.rank)
             free = free_bytes(world.device, num_users=sum(rank in neighbours for rank in ranks))
             mine = int(SHARE_OF_FREE * free)
             control = world.group(ranks, purpose="control")

@@ -1,10 +1,10 @@
-"""Spreads demands over ports as evenly as their bandwidths allow, and proves how even that can be.
+"""Balances demands over ports as evenly as their bandwidths allow, and bounds how even any solution can be.
 
-A demand of some elements may leave (or enter) by any of its own ports. Filling every demand to one level over
-its ports, again and again, minimises the sum of squares of the ports' loads; of all solutions that one also
-has the least maximum (it is the least majorised base of the flow polymatroid, Fujishige 1980). The ports at
-the top then are a minimum cut of the flow network demands -> ports: what can only go through them must take
-that long, which is the certificate.
+Each demand is a number of elements that may leave (or enter) through any of its own ports. Repeatedly
+filling every demand to one level over its ports minimises the sum of squares of the loads. Among all
+solutions that one also has the smallest maximum (it is the least majorised base of the flow polymatroid,
+Fujishige 1980). The most loaded ports then form a minimum cut of the flow network demands -> ports, which
+proves the bound: the demands inside the cut can use no other port.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _MAX_THRESHOLDS = 200
 
 @dataclass
 class Demand:
-    """`amount` elements for any of `ports`; `share` is what each of them takes, aligned with `ports`."""
+    """A number of elements that may use any of `ports`; `share` is the part of each port, in their order."""
 
     ports: np.ndarray
     amount: float
@@ -27,7 +27,7 @@ class Demand:
 
 
 def spread(demands: Sequence[Demand], *, bandwidth: np.ndarray, load: np.ndarray) -> None:
-    """Sets every demand's `share` and adds it to `load`, elements per port."""
+    """Set the `share` of every demand and add it to `load`, in elements per port."""
     order = sorted(range(len(demands)), key=lambda i: (len(demands[i].ports), -demands[i].amount))
     for sweep in range(_MAX_SWEEPS):
         moved = 0.0
@@ -44,13 +44,14 @@ def spread(demands: Sequence[Demand], *, bandwidth: np.ndarray, load: np.ndarray
 
 
 def fill(load: np.ndarray, bandwidth: np.ndarray, amount: float) -> np.ndarray:
-    """What each port takes of `amount` so that those that take any end at the same time."""
+    """Split `amount` over ports so that all ports that get a part finish at the same time."""
     seconds = load / bandwidth
     order = np.argsort(seconds, kind="stable")
-    level, width = seconds[order], np.cumsum(bandwidth[order])
-    # Filling the first i ports up to where port i stands takes room[i] elements.
-    room = level * width - np.cumsum(level * bandwidth[order])
-    used = int(np.searchsorted(room, amount, side="right"))
+    level = seconds[order]
+    width = np.cumsum(bandwidth[order])
+    # Raising the first i ports to the level of port i takes needed[i] elements.
+    needed = level * width - np.cumsum(level * bandwidth[order])
+    used = int(np.searchsorted(needed, amount, side="right"))
     top = (amount + float((level * bandwidth[order])[:used].sum())) / width[used - 1]
     return np.maximum(0.0, top - seconds) * bandwidth
 
@@ -59,10 +60,11 @@ def least_seconds(
     demands: Sequence[Demand], *, load: np.ndarray, bandwidth: np.ndarray, host: np.ndarray,
     host_bandwidth: float,
 ) -> tuple[float, np.ndarray]:  # fmt: skip
-    """A lower bound under any spreading, and the ports that prove it: the cut with the largest quotient.
+    """Return a lower bound in seconds for any way to spread the demands, and the ports that prove it.
 
-    Ports of one `host` together carry at most `host_bandwidth`. Any set of ports gives a valid bound; tried
-    are the ports of each host, and those whose loads, as found by `spread`, stand above a threshold.
+    The ports of one `host` together carry at most `host_bandwidth`. Every set of ports yields a valid bound.
+    The sets tried are the ports of each host and the ports whose load, as found by `spread`, exceeds a
+    threshold; the largest bound wins.
     """
     if not demands:
         return 0.0, np.zeros(0, dtype=int)

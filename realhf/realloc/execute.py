@@ -1,7 +1,7 @@
 """Moves a model's parameters between two layouts.
 
-Between hosts, and between devices, they travel as messages through preallocated staging memory, or in place
-where they lie end to end. Processes of one host without devices copy straight out of each other's memory.
+Between hosts and between devices, parameters travel as messages: in place where they are contiguous,
+otherwise through preallocated staging memory. CPU processes on one host copy from each other's memory.
 """
 
 from collections.abc import Iterator
@@ -13,23 +13,22 @@ import torch
 from realhf.dist.group import PeerError, Pending, World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
-from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging, shards_of
-from realhf.realloc.host_memory_reads import Neighbours
+from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging, messages_of, shards_of
+from realhf.realloc.host_memory_reads import HostMemoryReads
 from realhf.realloc.links import Links
-from realhf.realloc.messages import messages_of
 from realhf.realloc.schedule import STAGING_BYTES, make_schedule
 from realhf.region import region_size
 
 _AVERAGED = 1 << 18
-"""So many elements of a moving average are computed at a time, which bounds the memory for the products."""
+"""Number of elements of a moving average computed at a time, which bounds the memory for the products."""
 
 
 @dataclass(frozen=True)
 class ReallocStats:
-    """What one run brings to a rank.
+    """The traffic of one rank in one run.
 
-    `senders` are the ranks that it receives from. `over_bound` is a property of the schedule, computed and
-    not measured: its time under the links that it was made for, over the lower bound under the same links.
+    `senders` are the ranks that it receives from. `over_bound` is computed from the schedule, not measured:
+    its time divided by the lower bound, both for the links that it was made for.
     """
 
     bytes_sent: int
@@ -38,44 +37,49 @@ class ReallocStats:
     senders: tuple[int, ...] = ()
 
 
-def agreed_wires(world: World, known: Links | None) -> Links:
-    """Return the links for which all ranks make their schedules: those that rank 0 knows, else an assumption.
+def agreed_links(world: World, known: Links | None) -> Links:
+    """Return the links that all ranks schedule for: those that rank 0 knows, or assumed ones.
 
-    Every rank calls this.
+    Every rank must call this.
     """
-    shown = world.control.all_gather_json(known and asdict(known))[0]
-    if shown is None:
-        return Links.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
-    return replace(Links(**shown), devices_per_host=world.ranks_per_host)
+    fields = world.control.all_gather_json(known and asdict(known))[0]
+    if fields is None:
+        return _assumed_links(world)
+    return replace(Links(**fields), devices_per_host=world.ranks_per_host)
+
+
+def _assumed_links(world: World) -> Links:
+    return Links.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
 
 
 class Reallocator:
-    """Carries one model from layout `source` to layout `target`, any number of times.
+    """A mover of one model from layout `source` to layout `target`, which may run any number of times.
 
-    Every rank of either layout constructs it and calls `run`, in the same order among its other requests for
-    groups and its other messages. Writes target = eta * source + (1 - eta) * target. The source may be on
-    another device, and with `sharded` it is the optimizer's copy: `spec.held_by(source, rank, sharded=True)`.
-    Parameters travel in `dtype`, the dtype of the target's tensors; `staging_bytes` caps the memory for what
-    is on its way. `role` names the model in errors. `wires`, the same on all ranks, are the links that the
-    schedule is made for; without, they are assumed.
+    Every rank of either layout must construct it and call `run`, in the same order relative to its other
+    group requests and messages. A run writes target = eta * source + (1 - eta) * target. The source may be on
+    another device. With `sharded` it is the optimizer's copy: `spec.held_by(source, rank, sharded=True)`.
+    Parameters travel in `dtype`, the dtype of the target's tensors. `staging_bytes` caps the memory for
+    messages in flight. `role` names the model in errors. `links`, which must be the same on all ranks, are
+    the links that the schedule is made for; by default they are assumed.
     """
 
     def __init__(
         self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
         sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
-        staging: Staging | None = None, role: str = "a model", wires: Links | None = None,
+        staging: Staging | None = None, role: str = "a model", links: Links | None = None,
     ) -> None:  # fmt: skip
-        wires = wires or Links.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
         self.schedule = make_schedule(
-            spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize, wires=wires,
-            forward=eta == 1, staging_bytes=staging_bytes,
+            spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize,
+            links=links or _assumed_links(world), forward=eta == 1, staging_bytes=staging_bytes,
         )  # fmt: skip
-        self.eta, self._rank, self._device = eta, world.rank, world.device
+        self.eta = eta
+        self._rank = world.rank
+        self._device = world.device
         self.messages = messages_of(self.schedule, self._rank)
         ranks = dict.fromkeys((*source.ranks, *target.ranks)) if self.schedule.parcels else {}
         self._group = world.group(tuple(ranks) if self._rank in ranks else (self._rank,), purpose="realloc")
-        self._neighbours = Neighbours(self.messages, self._group, world)
-        # What ranks hand on must be the source's values: then an average first comes to memory of its own.
+        self._host_memory = HostMemoryReads(self.messages, self._group, world)
+        # Ranks must forward the source's values, not the average, so these first arrive in separate memory.
         self._arrives_apart = eta != 1 and self.schedule.num_rounds > self.schedule.num_slices
         in_place = eta == 1 or self._arrives_apart
         self._ends = Ends(spec, source, target, dtype, sharded=sharded, in_place=in_place)
@@ -90,11 +94,11 @@ class Reallocator:
 
     @torch.no_grad()
     def run(self, source: Shards | None, target: Shards | None) -> ReallocStats:
-        """Moves the parameters.
+        """Move the parameters and return this rank's traffic.
 
-        Ranks of either layout give their shards; to give the same mappings again saves time. A target may be
-        a view of its source's memory where both mean the same elements; these are left as they are. Raises
-        PeerError when another rank fails.
+        Each rank passes its shards; passing the same mappings again saves time. A target may be a view of its
+        source's memory where both are the same elements, which then stay as they are. Raises PeerError when
+        another rank fails.
         """
         self._move(source, self._apart if self._arrives_apart and target else target)
         if self._arrives_apart and target:
@@ -116,27 +120,26 @@ class Reallocator:
             write(step.unpack)
             pending = following
         with self._explained("end"):
-            self._neighbours.finish()
+            self._host_memory.finish()
 
     def _bind(self, source: Shards | None, target: Shards | None) -> Binding:
-        """The messages on these tensors; looked up again only when something has changed."""
-        old = self._binding
-        if old is None or old.source is not source or old.target is not target:
-            old = None
-            self._neighbours.show(source or {}, target or {})
-        news = self._neighbours.meet()
-        if old is None or news or old.staging is not self.staging.bytes:
+        """Return the binding to these tensors; make a new one only if they or other ranks' have changed."""
+        binding = self._binding
+        if binding is None or binding.source is not source or binding.target is not target:
+            binding = None
+            self._host_memory.publish(source or {}, target or {})
+        others_changed = self._host_memory.start()
+        if binding is None or others_changed or binding.staging is not self.staging.bytes:
             binder = Binder(
-                self._ends, source, target, group=self._group, neighbours=self._neighbours,
+                self._ends, source, target, group=self._group, host_memory=self._host_memory,
                 device=self._device,
             )  # fmt: skip
-            old = self._binding = binder.bind(
-                self.messages, self.schedule.local_copies(self._rank), self.staging
-            )
-        return old
+            copies = self.schedule.local_copies(self._rank)
+            binding = self._binding = binder.bind(self.messages, copies, self.staging)
+        return binding
 
     def _post(self, binding: Binding, number: int) -> Pending:
-        """Packs round `number` and sends it off; nothing when there is no such round."""
+        """Pack round `number` and post its messages; do nothing if there is no such round."""
         if number >= len(binding.rounds):
             return Pending()
         step = binding.rounds[number]
@@ -149,11 +152,11 @@ class Reallocator:
             torch._foreach_copy_(*copies)
 
     def _mix(self, copies: Copies) -> None:
-        """Averages, part by part."""
+        """Average sources into targets, some rows at a time."""
         for pair in zip(*copies, strict=True):
             rows = max(1, _AVERAGED * len(pair[0]) // max(1, pair[0].numel()))
             for target, source in zip(*(part.split(rows) for part in pair), strict=True):
-                # Product and sum are rounded one by one: local and received elements get the same bits.
+                # Rounding product and sum separately yields equal bits for local and received elements.
                 target.mul_(1 - self.eta).add_(source.to(device=target.device, dtype=target.dtype) * self.eta)
 
     @contextmanager

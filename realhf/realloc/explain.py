@@ -1,4 +1,4 @@
-"""Explains one reallocation, to programs and to people: what moves, how long it takes and what limits it."""
+"""Describes one reallocation as JSON or as a table: what moves, how long it takes and what limits it."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +18,10 @@ _TOLERATED = 1.05
 
 
 def document(schedule: Schedule, *, source: Layout, target: Layout, transfers: bool) -> dict[str, Any]:
-    """The answer of `realhf realloc --json`, in bytes and seconds; `sent_bytes` and the like go by rank."""
+    """Return the answer of `realhf realloc --json`, in bytes and seconds.
+
+    `sent_bytes` and `received_bytes` map a rank to its total.
+    """
     sent, received = schedule.port_bytes
     ranks = sorted({*source.ranks, *target.ranks})
     answer: dict[str, Any] = {
@@ -45,13 +48,13 @@ def document(schedule: Schedule, *, source: Layout, target: Layout, transfers: b
 
 
 def _held(schedule: Schedule, layout: Layout) -> dict[str, dict[str, list[Any]]]:
-    """rank -> parameter -> regions."""
+    """Return the regions that each rank holds under a layout, by rank and parameter name."""
     spec = schedule.spec
     return {str(r): {n: [box] for n, box in spec.held_by(layout, r).items()} for r in layout.ranks}
 
 
 def table(schedule: Schedule, *, source: Layout, target: Layout, title: str) -> Group:
-    """The same for people."""
+    """Return the reallocation as a table for the terminal."""
     rounds = schedule.num_rounds
     busy = f"{format_seconds(schedule.seconds)} in {rounds} round{'s' * (rounds != 1)}"
     if schedule.parcels:
@@ -73,7 +76,7 @@ def table(schedule: Schedule, *, source: Layout, target: Layout, title: str) -> 
 
 
 def _by_rank(schedule: Schedule, source: Layout, target: Layout) -> Table:
-    """One line for neighbouring ranks with the same figures."""
+    """Return a table with one row per run of consecutive ranks that have equal figures."""
     columns = ("ranks", "holds before", "holds after", "sends", "receives")
     rows = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     for name in columns[1:]:

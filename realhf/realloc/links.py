@@ -1,4 +1,4 @@
-"""Links: the bandwidths that limit a movement."""
+"""Links: the bandwidths that limit a reallocation."""
 
 from dataclasses import dataclass, field
 
@@ -10,12 +10,12 @@ _UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class Links:
-    """What limits a movement, in bytes per second in each direction.
+    """The bandwidths of ports and hosts, in bytes per second in each direction.
 
-    Everything that a device sends or receives passes its `device` port; what goes to or comes from another
-    host also passes the device's `nic` and the port of its `host`. Ranks fill hosts of `devices_per_host` in
-    order. With `pulled`, receivers copy out of the senders' memory, so that to send costs nothing inside a
-    host. `origin` says who knows them.
+    Everything that a device sends or receives passes its `device` port. Traffic between hosts also passes the
+    device's `nic` and the port of its `host`. Ranks fill hosts of `devices_per_host` in order. With `pulled`,
+    receivers copy from the senders' memory, so that sending inside a host costs nothing. `origin` says in
+    reports where the figures come from.
     """
 
     devices_per_host: int
@@ -28,33 +28,40 @@ class Links:
 
     @property
     def sending(self) -> float:
-        """What a device can send."""
+        """Bytes per second that a device can send."""
         return self.device * (_UNLIMITED if self.pulled else 1)
 
     @property
     def about(self) -> str:
-        """Say in words how fast they are taken to be, and who says so."""
+        """Describe the bandwidths and their origin in words."""
         rates = [f"{format_bytes(rate)}/s" for rate in (self.device, self.nic, self.host)]
         between = f"{rates[1]} per rank and {rates[2]} per host between hosts"
         return f"{self.origin} links: {rates[0]} per rank, {between}"
 
     @classmethod
     def of_cluster(cls, cluster: Cluster, *, origin: str = "the cluster's") -> "Links":
-        """Return the links of a cluster. Processes on CPUs copy out of each other's memory."""
-        links = cluster.intra_host, cluster.outward
-        device, nic = (link.bandwidth_bytes_per_second for link in links)
-        latency = max(link.latency_seconds for link in links)
-        port, pulled = cluster.host_port_bytes_per_second, cluster.device_type == "cpu"
-        return cls(cluster.devices_per_host, device, nic, port, latency, pulled, origin)
+        """Return the links of a cluster. Processes on CPUs copy from each other's memory."""
+        return cls(
+            devices_per_host=cluster.devices_per_host,
+            device=cluster.intra_host.bandwidth_bytes_per_second,
+            nic=cluster.outward.bandwidth_bytes_per_second,
+            host=cluster.host_port_bytes_per_second,
+            latency_seconds=max(cluster.intra_host.latency_seconds, cluster.outward.latency_seconds),
+            pulled=cluster.device_type == "cpu",
+            origin=origin,
+        )
 
     @classmethod
     def on_one_host(cls) -> "Links":
-        """Equal devices without latency, as fast as NVLink; only what is in seconds depends on that."""
+        """Return links of equal devices on one host, as fast as NVLink and without latency.
+
+        A schedule's transfers do not depend on these figures; its seconds do.
+        """
         return cls(_UNLIMITED, 450e9, 450e9, 450e9 * _UNLIMITED, latency_seconds=0.0)
 
     @classmethod
     def of_hosts(cls, devices_per_host: int, *, cuda: bool) -> "Links":
-        """Hosts of which no more is known: wired like H100s, or of processes that share one card."""
+        """Return assumed links for hosts of unknown bandwidth: H100s, or CPU processes that share one NIC."""
         if cuda:
             return cls(devices_per_host, 450e9, 50e9, 50e9 * devices_per_host, latency_seconds=1e-5)
         return cls(devices_per_host, 4e9, 1e9, 1e9, latency_seconds=3e-4, pulled=True)

@@ -1,6 +1,6 @@
-"""Parcels: everything that the same ranks hold and the same ranks lack, as one line of elements.
+"""Parcels: all elements that the same ranks hold and the same ranks lack, numbered end to end.
 
-Overlaps of source and target are computed once per pair of placements, that is once for all layers alike.
+Overlaps of source and target are computed once per pair of placements, so once for all layers alike.
 """
 
 import itertools
@@ -17,7 +17,10 @@ from realhf.region import Region, region_size
 
 
 class Cell(NamedTuple):
-    """A box that every rank holds whole or not at all; of those that want it, `local` ranks hold it."""
+    """A box of a parameter that every rank either holds as a whole or not at all.
+
+    `takers` want it and lack it; `local` ranks want it and hold it already.
+    """
 
     region: Region
     size: int
@@ -35,7 +38,10 @@ class Piece(NamedTuple):
 
 @dataclass
 class Parcel:
-    """Boxes in table order, laid end to end: what `takers` lack and each of `holders` could send."""
+    """Boxes that all `takers` lack and each of `holders` can send, laid end to end in the table's order.
+
+    `sizes` are the elements of each box. A position is the index of an element in the whole parcel.
+    """
 
     holders: tuple[int, ...]
     takers: tuple[int, ...]
@@ -52,7 +58,7 @@ class Parcel:
 
     @cached_property
     def _rows(self) -> np.ndarray:
-        """Per box, the elements of one row."""
+        """Number of elements in one row of each box."""
         return np.array([math.prod(b - a for a, b in piece.region[1:]) for piece in self.pieces])
 
     @cached_property
@@ -61,14 +67,15 @@ class Parcel:
         return sum(self.sizes)
 
     def snap(self, positions: np.ndarray, *, tolerance: int) -> np.ndarray:
-        """Positions moved to the nearest start of a row of their box, if rows are as short as `tolerance`."""
+        """Round positions to the nearest start of a row, in boxes whose rows are at most `tolerance` long."""
         numbers = np.minimum(self._stops.searchsorted(positions, side="right"), len(self.sizes) - 1)
-        starts, rows = self._starts[numbers], self._rows[numbers]
+        starts = self._starts[numbers]
+        rows = self._rows[numbers]
         snapped = starts + (2 * (positions - starts) + rows) // (2 * rows) * rows
         return np.where((rows <= tolerance) & (positions < self.size), snapped, positions)
 
     def between(self, start: int, stop: int) -> Iterator[Piece]:
-        """The elements [start, stop) of the line as boxes."""
+        """Yield the elements at positions [start, stop) as boxes."""
         number = int(self._stops.searchsorted(start, side="right"))
         while start < stop:
             param, region = self.pieces[number]
@@ -80,11 +87,11 @@ class Parcel:
 
 
 def find_cells(source: Placement, target: Placement) -> list[Cell]:
-    """A parameter, cut along every border of a held or wanted region; what nobody wants is left out."""
+    """Split a parameter at every border of a held or wanted region; omit the boxes that no rank wants."""
     borders = zip(*(region for region, _ in (*source, *target)), strict=True)
-    cuts = [sorted({edge for span in spans for edge in span}) for spans in borders]
+    edges = [sorted({edge for span in spans for edge in span}) for spans in borders]
     cells = []
-    for region in itertools.product(*(list(itertools.pairwise(c)) for c in cuts)):
+    for region in itertools.product(*(list(itertools.pairwise(e)) for e in edges)):
         wanting = _owners(region, target)
         if wanting:
             having = _owners(region, source)
@@ -96,7 +103,7 @@ def find_cells(source: Placement, target: Placement) -> list[Cell]:
 
 
 def make_parcels(pairs: Sequence[list[Cell]]) -> list[Parcel]:
-    """Groups the cells of all parameters, given in table order, by who holds and who lacks them."""
+    """Group the cells of all parameters, given in table order, by the ranks that hold and lack them."""
     parcels: dict[tuple[tuple[int, ...], tuple[int, ...]], Parcel] = {}
     moving: dict[int, list[tuple[Parcel, Region, int]]] = {}
     for param, cells in enumerate(pairs):
@@ -120,16 +127,17 @@ def _owners(cell: Region, placement: Placement) -> tuple[int, ...]:
 
 
 def _boxes(region: Region, start: int, stop: int) -> Iterator[Region]:
-    """Elements [start, stop) of a box, in row-major order, as at most 2 * dims - 1 boxes."""
+    """Yield elements [start, stop) of a box, in row-major order, as at most 2 * dims - 1 boxes."""
     if start >= stop:
         return
-    (low, _), rest = region[0], region[1:]
+    low = region[0][0]
+    rest = region[1:]
     row = math.prod(b - a for a, b in rest)
     if not rest:
         yield ((low + start, low + stop),)
         return
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # inside one row
+    first, last = -(-start // row), stop // row  # The whole rows.
+    if first > last:  # All elements lie inside one row.
         for box in _boxes(rest, start - last * row, stop - last * row):
             yield ((low + last, low + last + 1), *box)
         return

@@ -1,9 +1,9 @@
-"""Schedule: what every rank sends to whom in which round, when a model moves from one Layout to another.
+"""Schedule: what each rank sends to which rank in which round, to move a model from one Layout to another.
 
-All ranks compute the same Schedule from the same arguments, without torch. Every parcel is cut into the same
-number of slices; slice i makes its first hop in round i, its next ones later, so that in every round all
-ports carry the same mixture and none idles. A slice is handed on two rounds after it was sent: while one
-round is on the wire, the next can be packed.
+All ranks compute the same Schedule from the same arguments, without torch. Every parcel is split into the
+same number of slices. Slice i makes its first hop in round i and its next hops in later rounds, so that every
+round loads the ports alike and none is idle. A rank forwards a slice two rounds after it was sent, so that
+the next round can be packed while one is in flight.
 """
 
 import math
@@ -24,13 +24,17 @@ from realhf.realloc.routes import Routed, Router
 from realhf.region import Region
 
 HOP_ROUNDS = 2
-"""A rank hands on in round r + HOP_ROUNDS what it got in round r."""
+"""A rank forwards in round r + HOP_ROUNDS what was sent to it in round r."""
 STAGING_BYTES = 256 << 20
-"""Default cap on a rank's memory for what is on its way."""
-_ROUND = 0.48  # of the staging memory: two rounds are on their way, cuts are rounded to whole rows
-_LEAST_LATENCY = 1e-5  # as a part of the whole movement: keeps slices from becoming dust
-_ROUTES = ((False, False), (True, False), (True, True))  # (forward, relay), from few hops to many
-_GOOD_ENOUGH = 1.04  # times the bound: then simpler routes are preferred to those with more hops
+"""Default cap on a rank's memory for messages in flight."""
+_ROUND = 0.48
+"""Share of the staging memory for one round: two are in flight, and rounding to whole rows enlarges some."""
+_MIN_LATENCY = 1e-5
+"""Assumed least latency of a round, as a share of the whole reallocation; it limits the number of slices."""
+_ROUTES = ((False, False), (True, False), (True, True))
+"""Settings of (forward, relay) in the order tried, from few hops to many."""
+_GOOD_ENOUGH = 1.04
+"""A schedule within this factor of the bound is taken, and routes with more hops are not tried."""
 
 
 _PORTS = (
@@ -40,28 +44,28 @@ _PORTS = (
 
 
 class Transfer(NamedTuple):
-    """`region` of parameter `name`, in global indices, goes from rank `source` to rank `target`.
+    """One box of parameter `name`, in global indices, that rank `source` sends to rank `target`.
 
-    `onward`: the source did not hold it from the start, it got it in an earlier round.
+    `forwarded` means that the source received the box in an earlier round.
     """
 
     source: int
     target: int
     name: str
     region: Region
-    onward: bool
+    forwarded: bool
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every element that a target rank wants comes once: by a transfer or from itself (`local_copies`).
+    """A plan that brings each target rank every element that it wants, by one transfer or one local copy.
 
-    `bound_seconds` is what the busiest port needs at least, under any schedule in which ranks receive only
-    what they want; `limit` says what proves it. `compute_seconds` is the time that it took to find all this.
+    `bound_seconds` is a lower bound for any schedule in which ranks receive only what they want; `limit`
+    names the ports that prove it. `compute_seconds` is the time that `make_schedule` took.
     """
 
     spec: ModelSpec
-    wires: Links
+    links: Links
     itemsize: int
     parcels: Sequence[Parcel]
     cells: Sequence[list[Cell]]
@@ -70,29 +74,31 @@ class Schedule:
     bound_seconds: float
     limit: str
     compute_seconds: float = field(compare=False)
-    _known_cuts: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, compare=False, repr=False)
+    _known_offsets: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that each rank of the target lacks, summed over ranks: all that is ever received."""
+        """Bytes that the ranks of the target lack, summed over ranks; no rank receives more."""
         return self.itemsize * sum(parcel.size * len(parcel.takers) for parcel in self.parcels)
 
     @cached_property
     def num_rounds(self) -> int:
+        """Number of rounds: one per slice, and HOP_ROUNDS more for every further hop."""
         if not len(self.legs):
             return 0
         return self.num_slices + HOP_ROUNDS * int(self.legs[:, 5].max())
 
     @property
     def over_bound(self) -> float:
-        """Return scheduled over least seconds, both computed for the same wires; 1.0 when nothing moves."""
+        """Ratio of `seconds` to `bound_seconds`, both computed for the same links; 1.0 when nothing moves."""
         return self.seconds / self.bound_seconds if self.parcels else 1.0
 
     @cached_property
     def seconds(self) -> float:
         """Sum over rounds of the time that the busiest port of the round needs; latencies overlap."""
         by_stage = self._port_seconds / max(1, self.num_slices)
-        total, busiest = 0.0, dict[int, float]()
+        total = 0.0
+        busiest: dict[int, float] = {}
         for number in range(self.num_rounds):
             active = [0 <= number - HOP_ROUNDS * stage < self.num_slices for stage in range(len(by_stage))]
             key = sum(on << stage for stage, on in enumerate(active))
@@ -103,20 +109,21 @@ class Schedule:
 
     @property
     def busiest(self) -> str:
-        """What the schedule keeps busy longest."""
+        """Name the port that the schedule keeps busy longest."""
         if not len(self.legs):
             return "nothing moves"
         last = int(self.legs[:, 1:3].max())
         ports = [(what, rank) for what in _PORTS[:4] for rank in range(last + 1)]
-        num_hosts = last // self.wires.devices_per_host + 1
+        num_hosts = last // self.links.devices_per_host + 1
         ports += [(what, host) for what in _PORTS[4:] for host in range(num_hosts)]
         what, number = ports[int(self._port_seconds.sum(axis=0).argmax())]
         return what.format(number)
 
     @cached_property
     def _port_seconds(self) -> np.ndarray:
-        """Time on every port, by stage: shape (stages, ports)."""
-        per_host, wires = self.wires.devices_per_host, self.wires
+        """Return the seconds that each port is busy, by stage, with shape (stages, ports)."""
+        links = self.links
+        per_host = links.devices_per_host
         if not len(self.legs):
             return np.zeros((0, 0))
         parcel, source, target, start, stop, stage = self.legs.T
@@ -127,48 +134,48 @@ class Schedule:
         ranks, hosts = last + 1, last // per_host + 1
         table = np.zeros((int(stage.max()) + 1, 4 * ranks + 2 * hosts))
         ports = [
-            (source, amount / wires.sending), (ranks + target, amount / wires.device),
-            (2 * ranks + source, crossing / wires.nic), (3 * ranks + target, crossing / wires.nic),
-            (4 * ranks + source // per_host, crossing / wires.host),
-            (4 * ranks + hosts + target // per_host, crossing / wires.host),
+            (source, amount / links.sending), (ranks + target, amount / links.device),
+            (2 * ranks + source, crossing / links.nic), (3 * ranks + target, crossing / links.nic),
+            (4 * ranks + source // per_host, crossing / links.host),
+            (4 * ranks + hosts + target // per_host, crossing / links.host),
         ]  # fmt: skip
         for port, seconds in ports:
             np.add.at(table, (stage, port), seconds)
         return table
 
-    def _cuts(self, parcel: int) -> dict[int, np.ndarray]:
-        """By position (of ONE) of a leg's end: where it lies on the parcel's line in each slice.
+    def _offsets(self, number: int) -> dict[int, np.ndarray]:
+        """Return where the legs of a parcel start and stop in each slice, in elements of the parcel.
 
-        At the start of a row, where rows are small against a slice.
+        The keys are the legs' own starts and stops, in units of 1 / ONE of a slice. Where rows are short
+        against a slice, the offsets are rounded to starts of rows.
         """
-        if parcel not in self._known_cuts:
-            line, legs = self.parcels[parcel], self.legs[self.legs[:, 0] == parcel]
-            positions = np.unique(legs[:, 3:5])
-            edges = line.size * np.arange(self.num_slices + 1, dtype=np.int64) // max(1, self.num_slices)
-            starts, lengths = edges[:-1], np.diff(edges)
-            at = starts + lengths * positions[:, None] // ONE
-            table = line.snap(at, tolerance=line.size // self.num_slices >> 7)
-            self._known_cuts[parcel] = dict(zip(positions.tolist(), table, strict=True))
-        return self._known_cuts[parcel]
+        if number not in self._known_offsets:
+            parcel = self.parcels[number]
+            fractions = np.unique(self.legs[self.legs[:, 0] == number, 3:5])
+            edges = parcel.size * np.arange(self.num_slices + 1, dtype=np.int64) // max(1, self.num_slices)
+            exact = edges[:-1] + np.diff(edges) * fractions[:, None] // ONE
+            table = parcel.snap(exact, tolerance=parcel.size // self.num_slices >> 7)
+            self._known_offsets[number] = dict(zip(fractions.tolist(), table, strict=True))
+        return self._known_offsets[number]
 
     def legs_of(self, rank: int) -> np.ndarray:
-        """The legs that start or end at a rank."""
+        """Return the legs that start or end at a rank."""
         return self.legs[(self.legs[:, 1] == rank) | (self.legs[:, 2] == rank)]
 
     def transfers(self, rank: int | None = None) -> Iterator[tuple[int, Transfer]]:
-        """(round, transfer) of one rank or of all, slice by slice and in the same order everywhere."""
+        """Yield (round, transfer) of one rank or of all, slice by slice, in the same order on every rank."""
         legs = (self.legs if rank is None else self.legs_of(rank)).tolist()
         for piece in range(self.num_slices):
-            for parcel, source, target, start, stop, stage in legs:
-                cuts = self._cuts(parcel)
-                first, last = int(cuts[start][piece]), int(cuts[stop][piece])
-                onward = stage > 0 and source not in self.parcels[parcel].holders
-                for param, region in self.parcels[parcel].between(first, last):
+            for number, source, target, start, stop, stage in legs:
+                parcel = self.parcels[number]
+                offsets = self._offsets(number)
+                forwarded = stage > 0 and source not in parcel.holders
+                for param, region in parcel.between(int(offsets[start][piece]), int(offsets[stop][piece])):
                     name = self.spec.params[param].name
-                    yield piece + HOP_ROUNDS * stage, Transfer(source, target, name, region, onward)
+                    yield piece + HOP_ROUNDS * stage, Transfer(source, target, name, region, forwarded)
 
     def local_copies(self, rank: int) -> Iterator[tuple[str, Region]]:
-        """What the rank holds already of what it wants."""
+        """Yield the regions that a rank wants and holds already, with their parameters' names."""
         mine: dict[int, list[Region]] = {}
         for param, cells in zip(self.spec.params, self.cells, strict=True):
             if id(cells) not in mine:
@@ -178,21 +185,22 @@ class Schedule:
 
     @cached_property
     def port_bytes(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Bytes that each rank sends and receives in all."""
-        sent, received = dict[int, int](), dict[int, int]()
-        lengths: dict[int, dict[int, int]] = {}
+        """Return the bytes that each rank sends in all, and those that it receives."""
+        sent: dict[int, int] = {}
+        received: dict[int, int] = {}
+        sums: dict[int, dict[int, int]] = {}
         for leg in map(Leg._make, self.legs.tolist()):
-            if leg.parcel not in lengths:
-                lengths[leg.parcel] = {at: int(cuts.sum()) for at, cuts in self._cuts(leg.parcel).items()}
-            ends = lengths[leg.parcel]
-            amount = self.itemsize * (ends[leg.stop] - ends[leg.start])
+            if leg.parcel not in sums:
+                offsets = self._offsets(leg.parcel).items()
+                sums[leg.parcel] = {end: int(by_slice.sum()) for end, by_slice in offsets}
+            amount = self.itemsize * (sums[leg.parcel][leg.stop] - sums[leg.parcel][leg.start])
             sent[leg.source] = sent.get(leg.source, 0) + amount
             received[leg.target] = received.get(leg.target, 0) + amount
         return sent, received
 
     @property
     def staging_bytes(self) -> int:
-        """What a rank needs at most for two rounds on their way."""
+        """Largest staging memory that a rank needs for two rounds in flight."""
         sent, received = self.port_bytes
         busiest = max((sent.get(r, 0) + received.get(r, 0) for r in (*sent, *received)), default=0)
         return -(-2 * busiest // self.num_slices) if busiest else 0
@@ -205,28 +213,28 @@ def make_schedule(
     target: Layout,
     itemsize: int,
     sharded: bool = False,
-    wires: Links | None = None,
+    links: Links | None = None,
     forward: bool = True,
     staging_bytes: int = STAGING_BYTES,
 ) -> Schedule:
-    """The schedule that moves a model from `source` to `target`; the two may share any or no ranks.
+    """Return the schedule that moves a model from `source` to `target`, which may share any or no ranks.
 
     Elements have `itemsize` bytes. With `sharded`, the source is the optimizer's copy, one part on each
-    replica. Without `wires`, all devices are alike and on one host; without `forward`, ranks send only what
+    replica. Without `links`, all devices are alike and on one host. Without `forward`, ranks send only what
     they held from the start.
     """
     return schedule_placements(
         spec, spec.placements(source, sharded=sharded), spec.placements(target), itemsize=itemsize,
-        wires=wires or Links.on_one_host(), forward=forward,
+        links=links or Links.on_one_host(), forward=forward,
         staging_bytes=staging_bytes,
     )  # fmt: skip
 
 
 def schedule_placements(
     spec: ModelSpec, source: Sequence[Placement], target: Sequence[Placement], *, itemsize: int,
-    wires: Links, forward: bool = True, staging_bytes: int = STAGING_BYTES,
+    links: Links, forward: bool = True, staging_bytes: int = STAGING_BYTES,
 ) -> Schedule:  # fmt: skip
-    """Like `make_schedule`, between any placements of the parameters, given in table order."""
+    """Return the schedule between any placements of the parameters, given in the order of `spec.params`."""
     started = time.perf_counter()
     found: dict[tuple[int, int], list[Cell]] = {}
     cells = []
@@ -236,41 +244,42 @@ def schedule_placements(
             found[key] = find_cells(*pair)
         cells.append(found[key])
     parcels = make_parcels(cells)
-    router = Router(parcels, wires)
-    bound, tried = (0.0, "nothing moves"), list[Schedule]()
+    router = Router(parcels, links)
+    bound = (0.0, "nothing moves")
+    tried: list[Schedule] = []
     for options in _ROUTES[: 1 + forward * (1 + router.can_relay)] if parcels else ():
         routed = router.route(forward=options[0], relay=options[1])
         bound = max(bound, router.bound_seconds(routed, itemsize=itemsize), key=lambda b: b[0])
         slices = _num_slices(routed, router, itemsize, staging_bytes)
-        tried.append(Schedule(spec, wires, itemsize, parcels, cells, routed.legs, slices, *bound, 0.0))
+        tried.append(Schedule(spec, links, itemsize, parcels, cells, routed.legs, slices, *bound, 0.0))
         if tried[-1].seconds <= _GOOD_ENOUGH * bound[0]:
             break
     no_legs = np.zeros((0, 6), dtype=np.int64)
-    nothing = Schedule(spec, wires, itemsize, parcels, cells, no_legs, 0, *bound, 0.0)
-    latency = wires.latency_seconds
+    nothing = Schedule(spec, links, itemsize, parcels, cells, no_legs, 0, *bound, 0.0)
+    latency = links.latency_seconds
     best = min(tried, key=lambda s: s.seconds + s.num_rounds * latency, default=nothing)
     elapsed = time.perf_counter() - started
-    return replace(best, bound_seconds=bound[0], limit=bound[1], compute_seconds=elapsed, _known_cuts={})
+    return replace(best, bound_seconds=bound[0], limit=bound[1], compute_seconds=elapsed, _known_offsets={})
 
 
 def moves_nothing(spec: ModelSpec, *, source: Layout, target: Layout) -> bool:
-    """Whether every rank of `target` holds all that it wants under `source`."""
+    """Return whether every rank of `target` already holds all that it wants under `source`."""
     placements = zip(spec.placements(source), spec.placements(target), strict=True)
     pairs = {(id(held), id(wanted)): (held, wanted) for held, wanted in placements}
     return not any(cell.takers for pair in pairs.values() for cell in find_cells(*pair))
 
 
 def _num_slices(routed: Routed, router: Router, itemsize: int, staging_bytes: int) -> int:
-    """Enough for the staging cap; more when parcels are handed on, as many as pay for their latency.
+    """Return the number of slices: enough for the cap on staging, and more where parcels are forwarded.
 
-    With s slices and h more hops, s + 2h rounds take (s + 2h) * (load / s + latency): least at the square
-    root.
+    With s slices and h extra hops, the s + 2h rounds take (s + 2h) * (load / s + latency) seconds, which is
+    smallest at s = sqrt(2h * load / latency).
     """
     if not len(routed.legs):
         return 0
     port_seconds, rank_elements = router.busiest(routed)
     hops = int(routed.legs[:, 5].max())
-    latency = max(router.wires.latency_seconds, port_seconds * itemsize * _LEAST_LATENCY)
+    latency = max(router.links.latency_seconds, port_seconds * itemsize * _MIN_LATENCY)
     for_hops = math.sqrt(HOP_ROUNDS * hops * port_seconds * itemsize / latency)
     for_staging = math.ceil(rank_elements * itemsize / (_ROUND * staging_bytes))
     return max(1, min(max(parcel.size for parcel in router.parcels), max(for_staging, round(for_hops))))

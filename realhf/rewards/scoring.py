@@ -1,4 +1,4 @@
-"""RewardCall: runs a reward function over a batch and refuses what is not one finite number per sample."""
+"""RewardCall: runs a reward function on a batch and checks that it returns one finite number per sample."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
 RewardFunction = Callable[..., Any]
-"""Returns a list of numbers for (prompts, completions, completion_ids, **columns), as in TRL; it may be
-`async`. None in the list means that the reward does not apply to the sample, which counts as 0, as in TRL."""
-_SEARCH_SECONDS = 5.0  # For the one sample on which a failing function fails.
-_MAX_SHOWN = 200  # Characters of a prompt.
+"""A function of (prompts, completions, completion_ids, **columns) that returns a list of numbers, as in TRL.
+It may be `async`. None in the list means that the reward does not apply to the sample, and counts as 0."""
+_SEARCH_SECONDS = 5.0
+"""Time to search for the one sample on which a function raises."""
+_MAX_SHOWN = 200
+"""Most characters of a prompt in a message."""
 _STANDARD = ("prompts", "completions", "completion_ids")
-_NOT_EXTRA = ("prompt", "completion")  # TRL gives them to no **columns: they would repeat the standard ones.
+_NOT_EXTRA = ("prompt", "completion")
+"""Columns that **columns do not receive, as in TRL: they would repeat the standard ones."""
 _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "finished", "advantages",
           "values", "returns")  # fmt: skip
-"""Keys that algorithms use for what calls write: a dataset's columns with these names get other keys."""
+"""Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
 _FORM = "its form is f(prompts, completions, completion_ids, **columns)"
 
 
 def reward_columns(function: RewardFunction, available: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the columns to pass: those named; of those with a default, and for **columns, what there is.
+    """Return the columns to pass to a reward function.
 
-    Raises UserError for what is no reward function.
+    Parameters without a default are required; parameters with a default and **columns get `available`
+    columns. Raises UserError if `function` is not a reward function.
     """
     parameters = _parameters(function)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -43,7 +47,7 @@ def reward_columns(function: RewardFunction, available: Sequence[str] = ()) -> t
 
 
 def column_key(column: str) -> str:
-    """Return the key in a graph under which a reward function's call reads a column of the dataset."""
+    """Return the key of a graph under which a reward function's call reads a column of the dataset."""
     return COLUMN + column if column in _TAKEN else column
 
 
@@ -73,10 +77,11 @@ def _name(function: RewardFunction) -> str:
 
 
 class RewardCall:
-    """A host function: decodes responses, calls the reward function, writes `score` and `completion`."""
+    """A host function that decodes responses and returns them as `completion`, with the reward as `score`."""
 
     def __init__(self, function: RewardFunction, columns: Sequence[str]) -> None:
-        self.function, self.columns = function, tuple(columns)
+        self.function = function
+        self.columns = tuple(columns)
         self.name = _name(function)
         parameters = _parameters(function)
         names = [p.name for p in parameters]
@@ -96,9 +101,9 @@ class RewardCall:
         self, ids: Sequence[int], prompts: list[Any], completions: list[str], completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> list[float]:  # fmt: skip
-        """Return a score for each sample. Raises UserError where the function fails or returns anything else.
+        """Return a score for each sample. Raises UserError if the function fails or returns anything else.
 
-        As in TRL, completions of chats are messages.
+        The function gets completions of chats as messages, as in TRL.
         """
         if not ids:
             return []
@@ -128,7 +133,7 @@ class RewardCall:
         answer = self.function(**given)
         if not inspect.isawaitable(answer):
             return answer
-        if self._runner is None:  # One event loop for all calls: what a function keeps open belongs to it.
+        if self._runner is None:  # All calls share an event loop, as open connections belong to one.
             self._runner = asyncio.Runner()
         return self._runner.run(_awaited(answer))
 
@@ -142,15 +147,17 @@ class RewardCall:
     def _explain(
         self, error: BaseException, given: dict[str, list[Any]], ids: Sequence[int], prompts: list[Any]
     ) -> UserError:
-        """Names the sample that the function fails on alone, if there is one."""
-        which, deadline = f"samples {ids[0]} to {ids[-1]}", time.monotonic() + _SEARCH_SECONDS
+        """Return the error for the user. If the function fails on one sample alone, the error names it."""
+        which = f"samples {ids[0]} to {ids[-1]}"
+        deadline = time.monotonic() + _SEARCH_SECONDS
         for i, sample_id in enumerate(ids):
             if time.monotonic() > deadline:
                 break
             try:
                 self._call({name: values[i : i + 1] for name, values in given.items()})
             except (Exception, SystemExit) as alone:
-                error, which = alone, f"sample {sample_id} with the prompt {_short(prompts[i])}"
+                error = alone
+                which = f"sample {sample_id} with the prompt {_short(prompts[i])}"
                 break
         where = user_line(error)
         message = " ".join(str(error).split())

@@ -24,7 +24,7 @@ from realhf.experiment import Role
 from realhf.layout import Layout
 from realhf.param_spec import is_sharded
 from realhf.realloc.bind import Staging
-from realhf.realloc.execute import Reallocator, ReallocStats, agreed_wires
+from realhf.realloc.execute import Reallocator, ReallocStats, agreed_links
 from realhf.realloc.links import Links
 from realhf.region import Region, region_size
 from realhf.runtime.actions import (
@@ -65,7 +65,7 @@ class ModelStore:
 
     def __init__(
         self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Sequence[Action],
-        *, seed: int, offloaded: Collection[str] = (), wires: Links | None = None,
+        *, seed: int, offloaded: Collection[str] = (), links: Links | None = None,
     ) -> None:
         self._world, self._roles, self.homes = world, roles, homes
         self._sets, self._specs = parameter_sets(roles), parameter_specs(roles)
@@ -76,7 +76,7 @@ class ModelStore:
         self._offloaded: dict[tuple[str, Layout], OffloadedWeights] = {}
         self._reallocators: dict[Reallocate, Reallocator] = {}
         self._staging = Staging(world.device)
-        self.wires = agreed_wires(world, wires)
+        self.links = agreed_links(world, links)
         self._on_cuda = world.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "realloc", initializer=self._start_thread)
         self._running: dict[tuple[str, Layout], Future[Moved]] = {}
@@ -205,7 +205,7 @@ class ModelStore:
             self._reallocators[key] = Reallocator(
                 spec, source=action.source, target=action.target, world=self._world, role=role,
                 dtype=DTYPES[self._roles[role].dtype], sharded=action.sharded, staging=self._staging,
-                eta=1.0 if action.rate is None else action.rate, wires=self.wires,
+                eta=1.0 if action.rate is None else action.rate, links=self.links,
             )  # fmt: skip
         return self._reallocators[key]
 

@@ -51,7 +51,7 @@ class Program:
     """Frozen roles whose weights lie in host memory while no call needs them."""
     actions: tuple[Action, ...]
     eval_actions: tuple[Action, ...]
-    wires: Links | None = None
+    links: Links | None = None
     """The links that reallocations are scheduled for; None: nobody has named them."""
 
     @property

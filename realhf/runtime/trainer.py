@@ -61,7 +61,7 @@ class Trainer:
         actions = (*program.actions, *program.eval_actions)
         self._store = ModelStore(
             world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded,
-            wires=program.wires,
+            links=program.links,
         )  # fmt: skip
         self._outbox = Outbox()
         self._activity = world.activity
@@ -162,7 +162,7 @@ class Trainer:
                 summary["realloc"][role] = {
                     "bytes_per_step": max(moved[1:] or moved),
                     "gbytes_per_s": statistics.median(rates[1:] or rates) if rates else None,
-                    "over_bound": max(over), "links": self._store.wires.about,
+                    "over_bound": max(over), "links": self._store.links.about,
                 }  # fmt: skip
         if self._recorder is not None:
             self._recorder.finish(summary)

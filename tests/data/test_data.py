@@ -1,4 +1,4 @@
-"""Batches against plain lists, the loader against the tokenizer, and the sentences about broken files."""
+"""Compares batches with plain lists, and the loader with the tokenizer; tests errors about broken files."""
 
 import json
 import random
@@ -26,7 +26,7 @@ from tests.runtime.tiny import write_task
 
 
 def _rows_of(batch):
-    """Per sample, (id, {key: plain Python value})."""
+    """Return (id, {key: plain Python value}) of each sample."""
     columns = {}
     for key, column in batch.fields.items():
         if isinstance(column, Packed):
@@ -36,7 +36,7 @@ def _rows_of(batch):
 
 
 def _batch(rows):
-    """From rows of (id, {"tokens", "pairs", "score", "text"})."""
+    """Make a batch from rows of (id, {"tokens", "pairs", "score", "text"})."""
     tokens = [torch.tensor(row["tokens"], dtype=torch.long) for _, row in rows]
     pairs = [torch.tensor(row["pairs"], dtype=torch.float64).view(-1, 2) for _, row in rows]
     score = torch.tensor([row["score"] for _, row in rows], dtype=torch.float64)
@@ -311,7 +311,7 @@ def test_chat_completions_go_through_the_template_and_are_masked_in(tmp_path, to
 
 
 def test_a_template_whose_generation_prompt_is_no_beginning(tmp_path, tokenizer):
-    """The loss begins where the whole differs from the prompt with its generation prompt."""
+    """The loss begins at the first token that differs from the prompt with its generation prompt."""
     path = _write(
         tmp_path / "chat.jsonl", [{"prompt": CHAT, "completion": [{"role": "assistant", "content": "2"}]}])
     template = TEMPLATE.replace("%}c{%", "%}ca{%")

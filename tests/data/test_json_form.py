@@ -1,4 +1,4 @@
-"""json_form against what a trip through JSON gives."""
+"""Compares json_form with encoding to JSON and back."""
 
 import enum
 import json

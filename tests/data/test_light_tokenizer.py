@@ -1,4 +1,4 @@
-"""LightTokenizer against transformers' own, which runs use."""
+"""Compares LightTokenizer with transformers' tokenizer, which runs use."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2
 
 @pytest.fixture(params=["chat_template.jinja", "tokenizer_config.json", "by name"])
 def directory(request, tmp_path):
-    """A tokenizer whose template lies in one of the places where there may be one."""
+    """Write a tokenizer whose chat template is in one of the files that may have it."""
     task = write_task(tmp_path)
     if request.param == "chat_template.jinja":
         (task / request.param).write_text(TEMPLATE)

@@ -1,4 +1,4 @@
-"""first_difference on tokenizer.json files of both forms."""
+"""Tests first_difference on tokenizer.json files of both forms."""
 
 import json
 

@@ -1,11 +1,11 @@
-"""Groups: the threads that carry their messages."""
+"""Tests of the threads that carry the messages of groups."""
 
 import os
 from pathlib import Path
 
 
 def _policies(world):
-    """Scheduling policies of gloo's threads and of this one."""
+    """Return the scheduling policies of gloo's threads and of this one."""
     world.control.barrier()
     tasks = [int(task.name) for task in Path("/proc/self/task").iterdir()]
     names = {task: Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks}

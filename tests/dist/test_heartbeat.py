@@ -1,4 +1,4 @@
-"""Who is dead, who is only busy, and when a run stands still."""
+"""Tests that Watch distinguishes dead ranks from busy ones and detects a standstill."""
 
 from realhf.dist.activity import Activity
 from realhf.dist.heartbeat import Beat, Watch

@@ -37,7 +37,7 @@ def test_cost_is_near_the_schedule(seed):
         cluster, source, target, num_bytes=SPEC.numel * 2, sharded=sharded,
         section_share=SPEC.section_numel / SPEC.numel)
     schedule = make_schedule(
-        SPEC, source=_layout(source), target=_layout(target), itemsize=2, wires=Links.of_cluster(cluster),
+        SPEC, source=_layout(source), target=_layout(target), itemsize=2, links=Links.of_cluster(cluster),
         sharded=sharded,
     )  # fmt: skip
     whole = SPEC.numel * 2 / cluster.intra_host.bandwidth_bytes_per_second

@@ -1,4 +1,4 @@
-"""Reallocation on four real processes against slicing the global tensors."""
+"""Compares a reallocation on four real processes with slices of the global tensors."""
 
 import functools
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
 from realhf.realloc.bind import Staging
-from realhf.realloc.execute import Reallocator, agreed_wires
+from realhf.realloc.execute import Reallocator, agreed_links
 from realhf.realloc.links import Links
 from realhf.region import Region
 
@@ -36,12 +36,12 @@ def _model(spec: ModelSpec, *, seed: int, dtype: torch.dtype) -> dict[str, torch
 
 
 def _shards(model, regions):
-    """Contiguous copies of regions; None on a rank that holds nothing."""
+    """Return contiguous copies of regions, or None on a rank that holds nothing."""
     return {name: model[name][_at(region)].clone() for name, region in regions.items()} or None
 
 
 def _lacking(spec: ModelSpec, source: Layout, target: Layout, rank: int) -> int:
-    """Elements that a rank wants and does not hold, counted on masks."""
+    """Count the elements that a rank wants and does not hold, on masks."""
     held, wanted = spec.held_by(source, rank), spec.held_by(target, rank)
     total = 0
     for param in spec.params:
@@ -108,27 +108,27 @@ def _reallocator(world, case: Case, staging: Staging | None = None) -> Reallocat
 
 
 def _in_shared_memory(world, shards):
-    """The same tensors where the neighbours can read them, end to end as a model's shards are."""
+    """Return the tensors in shared memory, end to end as a model's shards are."""
     if not shards:
         return shards
     dtype = next(iter(shards.values())).dtype
     flat = world.zeros(sum(tensor.numel() for tensor in shards.values()), dtype)
-    places = flat.split([tensor.numel() for tensor in shards.values()])
-    for place, tensor in zip(places, shards.values(), strict=True):
-        place.copy_(tensor.view(-1))
-    return {n: place.view_as(t) for (n, t), place in zip(shards.items(), places, strict=True)}
+    parts = flat.split([tensor.numel() for tensor in shards.values()])
+    for part, tensor in zip(parts, shards.values(), strict=True):
+        part.copy_(tensor.view(-1))
+    return {n: part.view_as(t) for (n, t), part in zip(shards.items(), parts, strict=True)}
 
 
 @functools.cache
 def _two_hosts(world):
-    """The same four ranks as if they were two on each of two hosts."""
+    """Return a World of the same four ranks as if they were two on each of two hosts."""
     store = torch.distributed.PrefixStore("two hosts", world._store)
     return World(rank=world.rank, size=world.size, store=store, ranks_per_host=2)
 
 
-def _move(world, case: Case, wires: str):
-    """Moves two models with one Reallocator; stats, rounds, messages sent, staging bytes of this rank."""
-    world = _two_hosts(world) if wires == "two hosts" else world
+def _move(world, case: Case, transport: str):
+    """Move two models with one Reallocator; return stats, rounds, messages sent and staging bytes."""
+    world = _two_hosts(world) if transport == "two hosts" else world
     realloc = _reallocator(world, case)
     held = case.spec.held_by(Layout.parse(case.source), world.rank)
     wanted = case.spec.held_by(Layout.parse(case.target), world.rank)
@@ -136,7 +136,7 @@ def _move(world, case: Case, wires: str):
         new = _model(case.spec, seed=seed, dtype=case.dtypes[0])
         old = _model(case.spec, seed=seed + 10, dtype=case.dtypes[1])
         source, target = _shards(new, held), _shards(old, wanted)
-        if wires != "messages":
+        if transport != "messages":
             source, target = (_in_shared_memory(world, shards) for shards in (source, target))
         stats = realloc.run(source, target)
         for name, region in wanted.items():
@@ -148,20 +148,20 @@ def _move(world, case: Case, wires: str):
     return stats, len(realloc.messages), num_messages, len(realloc.staging.bytes)
 
 
-@pytest.mark.parametrize("wires", ["messages", "memory", "two hosts"])
+@pytest.mark.parametrize("transport", ["messages", "memory", "two hosts"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_gets_its_regions(pool, name, wires):
+def test_every_rank_gets_its_regions(pool, name, transport):
     case = CASES[name]
-    stats, num_rounds, num_messages, staging_bytes = zip(*pool.run(_move, case, wires), strict=True)
+    stats, num_rounds, num_messages, staging_bytes = zip(*pool.run(_move, case, transport), strict=True)
     source, target = Layout.parse(case.source), Layout.parse(case.target)
     lacking = [_lacking(case.spec, source, target, rank) * case.dtypes[1].itemsize for rank in range(4)]
     assert [s.bytes_received for s in stats] == lacking
     assert sum(s.bytes_sent for s in stats) == sum(lacking)
     assert all(s.over_bound == stats[0].over_bound >= 1 - 1e-9 for s in stats)
-    if wires == "two hosts":
+    if transport == "two hosts":
         assert max(staging_bytes) <= case.staging_bytes
-    elif wires == "memory":
-        assert sum(num_messages) == sum(staging_bytes) == 0, "neighbours read without messages"
+    elif transport == "memory":
+        assert sum(num_messages) == sum(staging_bytes) == 0, "ranks on one host read without messages"
     elif case.staging_bytes == 1 << 28:
         assert max(num_rounds) == (1 if sum(lacking) else 0) and max(num_messages) <= 3
     else:
@@ -171,7 +171,7 @@ def test_every_rank_gets_its_regions(pool, name, wires):
 
 
 def _move_in_place(world, eta):
-    """p2 -> t2 -> p2 in the memory of the first layout where it can be, through one staging buffer."""
+    """Move p2 -> t2 -> p2 in the memory of the first layout where possible, through one staging buffer."""
     staging = Staging(world.device)
     there, back = Case("p2@0-1", "t2@0-1"), Case("t2@0-1", "p2@0-1")
     spec = there.spec
@@ -218,11 +218,11 @@ def _move_into_parameters(world):
 
 def _agreed(world):
     known = None if world.rank else Links.of_cluster(Cluster.load("h100-2x8"), origin="a file's")
-    return agreed_wires(_two_hosts(world), known), agreed_wires(world, None)
+    return agreed_links(_two_hosts(world), known), agreed_links(world, None)
 
 
 def test_all_ranks_schedule_for_the_links_that_rank_0_knows(pool):
-    """On as many ranks per host as there are; without any, for what is assumed, and said so."""
+    """The links have the run's ranks per host. If rank 0 knows none, links are assumed, and say so."""
     for known, assumed in pool.run(_agreed):
         assert (known.devices_per_host, known.device, known.nic) == (2, 450e9, 50e9)
         links = "450 GB/s per rank, 50 GB/s per rank and 400 GB/s per host between hosts"

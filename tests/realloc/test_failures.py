@@ -1,4 +1,4 @@
-"""A rank that dies or falls silent in the middle of a reallocation: the others stop and say who and when."""
+"""Tests that ranks stop and name a peer that dies or falls silent during a reallocation, and the moment."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Memory during a reallocation: new tensor storage, counted operator by operator."""
+"""Counts the memory of a reallocation, as new tensor storage, operator by operator."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ from realhf.realloc.execute import Reallocator
 from tests.realloc.test_execute import _model, _shards
 
 STAGING_BYTES = 150_000
-SLACK_BYTES = 4096  # Words between ranks and other tensors of a few elements.
+SLACK_BYTES = 4096  # Notices between ranks and other small tensors.
 AVERAGE_BYTES = 4 << 18  # Products of a moving average are computed in parts of this size.
 
 
@@ -25,8 +25,10 @@ SPEC = model_spec(ModelConfig("llama", 2000, 64, 256, 8, 4, 4, 16))
 
 
 class Storages(TorchDispatchMode):
-    """Counts the bytes of storage that came to life under it, and their peak; memory of numpy's from when a
-    tensor of it is first computed with."""
+    """A counter of the bytes of storage created while it is active, and of their peak.
+
+    Memory of numpy's counts from the first operator on a tensor in it.
+    """
 
     def __init__(self):
         super().__init__()

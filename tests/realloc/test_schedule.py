@@ -1,4 +1,4 @@
-"""Schedules against brute force: one array cell per element of every parameter."""
+"""Compares schedules with brute force, on arrays with one entry per element of every parameter."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def _random_spec(rng: np.random.Generator) -> ModelSpec:
 
 
 def _random_moe(rng: np.random.Generator, num_layers: int, *, shared: bool) -> MoeConfig:
-    """Experts that often cannot be split evenly; with `shared` also what is DeepSeek's."""
+    """Return experts that often cannot be split evenly; with `shared`, with DeepSeek's extra fields."""
     num_experts, width = int(rng.integers(2, 9)), int(rng.integers(4, 7))
     if not shared:
         return MoeConfig(num_experts, 2, width)
@@ -48,7 +48,7 @@ def _random_moe(rng: np.random.Generator, num_layers: int, *, shared: bool) -> M
 
 
 def _random_layout(rng: np.random.Generator, config: ModelConfig, num_ranks: int) -> Layout:
-    """A layout that the model allows, on at most `num_ranks` ranks; pipelines are often uneven."""
+    """Return a layout that the model allows, on at most `num_ranks` ranks; pipelines are often uneven."""
     while True:
         pp, dp, tp = int(rng.integers(1, 7)), int(rng.integers(1, 9)), int(rng.integers(1, 5))
         if pp * dp * tp > num_ranks:
@@ -68,7 +68,7 @@ def _at(region: Region) -> tuple[slice, ...]:
 
 
 def _masks(spec: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
-    """Per parameter, which rank holds which element: bool (MAX_RANKS, *shape)."""
+    """Return a mask by parameter of the elements that each rank holds: bool (MAX_RANKS, *shape)."""
     masks = {p.name: np.zeros((MAX_RANKS, *p.shape), dtype=bool) for p in spec.params}
     for rank in layout.ranks:
         for name, region in spec.held_by(layout, rank).items():
@@ -78,7 +78,7 @@ def _masks(spec: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
 
 
 def _check(spec: ModelSpec, schedule: Schedule, source: Layout, target: Layout) -> None:
-    """Carries the transfers out, round by round, on arrays that hold element ids."""
+    """Execute the transfers, round by round, on arrays that hold element ids."""
     held, wanted = _masks(spec, source), _masks(spec, target)
     ids = {p.name: np.arange(p.numel).reshape(p.shape) for p in spec.params}
     written = {name: np.zeros(mask.shape, dtype=int) for name, mask in wanted.items()}
@@ -117,43 +117,43 @@ def _check(spec: ModelSpec, schedule: Schedule, source: Layout, target: Layout) 
 
 
 def _check_bound(spec: ModelSpec, schedule: Schedule, source: Layout, target: Layout) -> None:
-    """The bound against what any schedule needs: one rank at a time, and all that hosts must exchange."""
-    held, wanted, wires = _masks(spec, source), _masks(spec, target), schedule.wires
+    """Check that the bound is at least what any single rank, or any single host, must send or receive."""
+    held, wanted, links = _masks(spec, source), _masks(spec, target), schedule.links
     lacking = {name: wanted[name] & ~held[name] for name in wanted}
-    host = np.arange(MAX_RANKS) // wires.devices_per_host
+    host = np.arange(MAX_RANKS) // links.devices_per_host
     least = [0.0]
     for rank in range(MAX_RANKS):
         comes = sum(int(mask[rank].sum()) for mask in lacking.values())
         alone = sum(
             int((held[n][rank] & (held[n].sum(axis=0) == 1) & lacking[n].any(axis=0)).sum()) for n in held
         )
-        least += [comes / wires.device, alone / wires.device]
+        least += [comes / links.device, alone / links.device]
     for number in set(host):
         here = host == number
         absent = {n: ~held[n][here].any(axis=0) & wanted[n][here].any(axis=0) for n in held}
-        least.append(sum(int(mask.sum()) for mask in absent.values()) / wires.host)
+        least.append(sum(int(mask.sum()) for mask in absent.values()) / links.host)
     assert schedule.bound_seconds >= max(least) * schedule.itemsize * (1 - 1e-9)
     assert schedule.seconds >= schedule.bound_seconds * (1 - 1e-9)
     assert schedule.bound_seconds > 0 or not schedule.parcels
 
 
 def _rounds_by_port(schedule: Schedule) -> list[dict[tuple, float]]:
-    """Seconds on every port, in each round."""
-    wires = schedule.wires
+    """Return the seconds of every port, by round."""
+    links = schedule.links
     rounds: dict[int, dict[tuple, float]] = {}
     for number, t in schedule.transfers():
         size, ports = region_size(t.region) * schedule.itemsize, rounds.setdefault(number, {})
-        hosts = [rank // wires.devices_per_host for rank in (t.source, t.target)]
-        used = [(("out", t.source), wires.device), (("in", t.target), wires.device)]
+        hosts = [rank // links.devices_per_host for rank in (t.source, t.target)]
+        used = [(("out", t.source), links.device), (("in", t.target), links.device)]
         if hosts[0] != hosts[1]:
-            used += [(("card out", t.source), wires.nic), (("card in", t.target), wires.nic)]
-            used += [(("host out", hosts[0]), wires.host), (("host in", hosts[1]), wires.host)]
+            used += [(("card out", t.source), links.nic), (("card in", t.target), links.nic)]
+            used += [(("host out", hosts[0]), links.host), (("host in", hosts[1]), links.host)]
         for port, bandwidth in used:
             ports[port] = ports.get(port, 0.0) + size / bandwidth
     return list(rounds.values())
 
 
-def _random_wires(rng: np.random.Generator) -> Links | None:
+def _random_links(rng: np.random.Generator) -> Links | None:
     if rng.integers(3) == 0:
         return None
     device, nic = (float(10 ** rng.uniform(3, 6)) for _ in range(2))
@@ -172,7 +172,7 @@ def test_random_models_layouts_and_clusters(seed):
         spec, num_ranks = _random_spec(rng), int(rng.choice([4, 8, MAX_RANKS]))
         source, target = (_random_layout(rng, spec.config, num_ranks) for _ in range(2))
         options = {
-            "itemsize": int(rng.choice([2, 4])), "wires": _random_wires(rng),
+            "itemsize": int(rng.choice([2, 4])), "links": _random_links(rng),
             "staging_bytes": int(rng.integers(100, 4000)), "forward": bool(rng.integers(4)),
         }  # fmt: skip
         schedule = make_schedule(spec, source=source, target=target, **options)
@@ -187,7 +187,7 @@ def test_random_models_layouts_and_clusters(seed):
         hops += len(schedule.legs) > 0 and int(schedule.legs[:, 5].max()) > 0
         with_experts += source.ep > 1 or target.ep > 1
         assert not make_schedule(spec, source=source, target=source, **options).parcels
-    assert hops > 1, "hardly any schedule hands anything on: the cases are too easy"
+    assert hops > 1, "hardly any schedule forwards anything: the cases are too easy"
     assert with_experts > 3
 
 
@@ -201,12 +201,12 @@ PORT_CASES = [
     ("t4@0-3", "d4@0-3", None),
     ("d4@0-3", "t4@4-7", None),
     ("t4p2@0-7", "t8@0-7", None),
-    ("d1@0", "d4@1-4", None),  # takers hand stripes on
+    ("d1@0", "d4@1-4", None),  # takers forward stripes
     ("t2@0-1", "d4@0-3", None),
     ("d2t4p8@0-63", "d16t4@0-63", None),
     ("d2t4p8@0-63", "d16t4@0-63", "h100-8x8"),
     ("t8@0-7", "d16t4@0-63", "h100-8x8"),
-    ("d1@0", "d64@0-63", "h100-8x8"),  # every host gets each element once and hands it on
+    ("d1@0", "d64@0-63", "h100-8x8"),  # every host gets each element once and forwards it
     ("p8@0-7", "d2t4@8-15", "h100-2x8"),
     ("d1@0", "d128@0-127", None),  # teams of takers feed each other
     ("t8@0-7", "d64t8@0-511", "h100-128x8"),
@@ -215,9 +215,9 @@ PORT_CASES = [
 
 @pytest.mark.parametrize("source, target, cluster", PORT_CASES)
 def test_seconds_against_the_bound(source, target, cluster):
-    wires = cluster and Links.of_cluster(Cluster.load(cluster))
+    links = cluster and Links.of_cluster(Cluster.load(cluster))
     ends = {"source": Layout.parse(source), "target": Layout.parse(target)}
-    schedule = make_schedule(_llama(80), **ends, itemsize=2, wires=wires)
+    schedule = make_schedule(_llama(80), **ends, itemsize=2, links=links)
     assert 1 - 1e-9 <= schedule.over_bound <= 1.05
 
 
@@ -227,10 +227,10 @@ SMALL_PORT_CASES = [case for case in PORT_CASES if max(Layout.parse(case[1]).ran
 @pytest.mark.parametrize("source, target, cluster", SMALL_PORT_CASES)
 def test_rounds_use_ports_and_memory_as_stated(source, target, cluster):
     """`seconds` is the sum of the busiest ports' times; two rounds fit into the staging memory."""
-    wires = cluster and Links.of_cluster(Cluster.load(cluster))
+    links = cluster and Links.of_cluster(Cluster.load(cluster))
     ends = {"source": Layout.parse(source), "target": Layout.parse(target)}
     staging = 256 << 20
-    schedule = make_schedule(_llama(8), **ends, itemsize=2, wires=wires, staging_bytes=staging)
+    schedule = make_schedule(_llama(8), **ends, itemsize=2, links=links, staging_bytes=staging)
     rounds = _rounds_by_port(schedule)
     assert sum(max(ports.values()) for ports in rounds) == pytest.approx(schedule.seconds, rel=0.02)
     in_flight: dict[int, dict[int, int]] = {}
@@ -245,21 +245,21 @@ def test_rounds_use_ports_and_memory_as_stated(source, target, cluster):
 
 
 def test_hand_counted_example():
-    """Two replicas of 8 layers give a third rank the model: each sends half, the receiver is the bound."""
+    """Two replicas of 8 layers send a third rank the model: each sends half; the receiver is the bound."""
     spec = _llama(8)
     schedule = make_schedule(spec, source=Layout.parse("d2@0-1"), target=Layout.parse("d1@2"), itemsize=2)
     sent, received = schedule.port_bytes
     assert received == {2: 2 * spec.numel}
-    assert schedule.bound_seconds == pytest.approx(2 * spec.numel / schedule.wires.device)
+    assert schedule.bound_seconds == pytest.approx(2 * spec.numel / schedule.links.device)
     assert schedule.over_bound == pytest.approx(1, abs=1e-6)
     assert sent[0] == pytest.approx(sent[1], rel=0.01)
 
 
 def test_a_lone_holder_on_another_host():
-    """Rank 0 gives its model to four hosts of two: every element leaves it once, the hosts hand it on."""
-    wires, spec = Links(2, device=1e9, nic=1e8, host=2e8, latency_seconds=1e-6), _llama(8)
+    """Rank 0 sends its model to four hosts of two ranks: each element leaves it once; hosts forward it."""
+    links, spec = Links(2, device=1e9, nic=1e8, host=2e8, latency_seconds=1e-6), _llama(8)
     schedule = make_schedule(
-        spec, source=Layout.parse("d1@0"), target=Layout.parse("d8@2-9"), itemsize=2, wires=wires
+        spec, source=Layout.parse("d1@0"), target=Layout.parse("d8@2-9"), itemsize=2, links=links
     )
     assert schedule.bound_seconds == pytest.approx(2 * spec.numel / 1e8)  # once over the card of rank 0
     assert schedule.over_bound < 1.05

@@ -1,4 +1,4 @@
-"""Reallocation out of the optimizer's copy, of which every replica holds a part of the rows."""
+"""Tests reallocation from the optimizer's copy, of which every replica holds a part of the rows."""
 
 import itertools
 from dataclasses import replace
@@ -19,7 +19,7 @@ CASES = [
     ("d4@0-3", "t4@0-3", {}),
     ("d2t2@0-3", "d4@0-3", {}),
     ("d2p2@0-3", "d2t2@3,1,0,2", {"tied": True}),
-    ("d2t2@0-3", "p2@2-3", {"num_kv_heads": 1}),  # kv heads on both tp ranks, cut at different rows
+    ("d2t2@0-3", "p2@2-3", {"num_kv_heads": 1}),  # kv heads on both tp ranks, split at different rows
     ("d3@0-2", "d1@3", {}),
     ("c4@0-3", "t4@0-3", {}),
     ("d2c2@0-3", "d4@0-3", {}),

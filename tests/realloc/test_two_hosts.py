@@ -1,4 +1,4 @@
-"""Reallocation between two hosts: every byte crosses the wire once, as the kernel counts them."""
+"""Tests, by the kernel's counters, that every byte crosses the link between two hosts once."""
 
 import json
 import sys
