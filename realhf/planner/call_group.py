@@ -44,7 +44,7 @@ class Candidate:
         return Placed(self.strategy, self.mesh.first)
 
 
-class Unit:
+class CallGroup:
     """Calls that share a layout, and their candidates as arrays.
 
     `homes` are the roles that it owns: their parameters, gradients and optimizer rest here; of the others
@@ -73,7 +73,7 @@ class Unit:
         ]
 
     @cached_property
-    def area(self) -> np.ndarray:
+    def device_seconds(self) -> np.ndarray:
         """Device seconds of each candidate."""
         return self.seconds.sum(axis=1) * (self.stop - self.first)
 
@@ -90,7 +90,8 @@ class Unit:
         picks = []
         for group in self.by_mesh:
             memory = self.resting[group] + self.running[group] + sum(array[group] for array in self.copied)
-            leaner, least = [], np.inf
+            leaner = []
+            least = np.inf
             for i in np.lexsort((memory, self.seconds[group].sum(axis=1))):
                 if memory[i] < least * 0.95:
                     leaner.append(group[i])
@@ -113,11 +114,12 @@ class Unit:
         needs = np.stack([np.pad(m, (0, most - len(m)), constant_values=np.inf) for m, _ in steps])
         return needs, np.stack([np.pad(x, ((0, most - len(x)), (0, 0)), mode="edge") for _, x in steps])
 
-    def with_meshes(self) -> "Unit":
+    def with_meshes(self) -> "CallGroup":
         """This unit with one more, wishful candidate per mesh behind the others, in the order of `by_mesh`:
         the least time of each call and the least memory on that mesh."""
-        more, groups = copy.copy(self), self.by_mesh
-        more.__dict__.pop("area", None)
+        more = copy.copy(self)
+        groups = self.by_mesh
+        more.__dict__.pop("device_seconds", None)
 
         def extended(array: np.ndarray) -> np.ndarray:
             return np.concatenate([array, [array[group].min(axis=0) for group in groups]])
@@ -128,7 +130,7 @@ class Unit:
         return more
 
 
-def find_units(problem: Problem, rates: Rates) -> list[Unit]:
+def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
     """Calls joined by what must share a layout, in graph order."""
     calls = problem.graph.order
     groups = [{i} for i, call in enumerate(calls) if call.role is not None]
@@ -155,7 +157,7 @@ def find_units(problem: Problem, rates: Rates) -> list[Unit]:
         mine = calls[group[0]].role
         if len(group) == 1 and mine not in moved and sum(call.role == mine for call in calls) == 1:
             candidates = _undominated(candidates)
-        units.append(Unit({i: calls[i] for i in group}, candidates, homes=homes))
+        units.append(CallGroup({i: calls[i] for i in group}, candidates, homes=homes))
     return units
 
 
@@ -203,10 +205,12 @@ def _candidates(
     known: dict[tuple[object, ...], list[Variant]],
 ) -> list[Candidate]:  # fmt: skip
     """On all meshes of the cluster; where nothing can be split that far, inside the first host."""
-    meshes, only = find_meshes(problem.cluster), None
+    meshes = find_meshes(problem.cluster)
+    only = None
     one_host = find_meshes(replace(problem.cluster, num_hosts=1))
     if (layout := _pinned(problem, calls)) is not None:
-        meshes, only = [Mesh(layout.ranks[0], len(layout.ranks))], layout.strategy
+        meshes = [Mesh(layout.ranks[0], len(layout.ranks))]
+        only = layout.strategy
     return _on_meshes(problem, rates, calls, meshes, only, known) or (
         [] if only is not None else _on_meshes(problem, rates, calls, one_host, only, known)
     )

@@ -10,9 +10,10 @@ from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
-from realhf.planner.capacity import available_bytes
 from realhf.planner.cost import CallCost, Options, call_cost
-from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
+from realhf.planner.memory import call_bytes
+from realhf.planner.memory_check import available_bytes
+from realhf.planner.model_states import training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 
@@ -37,7 +38,8 @@ class Mesh(NamedTuple):
 def find_meshes(cluster: Cluster) -> list[Mesh]:
     """Sub-meshes, largest first: inside a host every divisor of its devices at multiples of itself; ranges of
     whole hosts."""
-    per_host, hosts = cluster.devices_per_host, cluster.num_hosts
+    per_host = cluster.devices_per_host
+    hosts = cluster.num_hosts
     unit = 1 << max(0, math.ceil(math.log2(hosts / _RANGE_ENDS)))
     sizes = [n for n in range(1, per_host) if per_host % n == 0] if unit == 1 else []
     found = [Mesh(first, n) for n in sizes for first in range(0, cluster.num_devices, n)]
@@ -96,7 +98,8 @@ def find_variants(
 ) -> list[Variant]:  # fmt: skip
     """All on meshes of so many ranks, `in_host` of them on one host, that fit a device by themselves; of
     those with equal strategies, which none of the others beats."""
-    role, work = problem.role_of(call), problem.workloads[call.name]
+    role = problem.role_of(call)
+    work = problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
     per_host = problem.cluster.devices_per_host
     found: list[Variant] = []
@@ -144,7 +147,8 @@ def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -
 
 def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> bool:
     """Whether the role's weights never change, it has no other call, and hosts have room for all of those."""
-    cluster, role = problem.cluster, problem.role_of(call)
+    cluster = problem.cluster
+    role = problem.role_of(call)
     if cluster.host_memory is None or role.trainable or role.follows is not None:
         return False
     num_frozen = sum(not other.trainable and other.follows is None for other in problem.roles.values())

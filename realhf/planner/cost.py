@@ -16,9 +16,9 @@ import numpy as np
 from realhf.graph import FunctionCall
 from realhf.kv_blocks import shared_tokens
 from realhf.layout import ParallelStrategy, even_split
-from realhf.planner.memory import trained_params, weights_bytes
+from realhf.planner.model_states import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.rates import Cost, Rates, SharedPrompts, Span, wide_bytes
+from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
 from realhf.planner.shard import exchanged, held_params
 
 _SPANS = 24  # Into which the steps of a generation are cut.
@@ -54,7 +54,8 @@ class Spans(NamedTuple):
 def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
     s = strategy
     near = max(1, per_host // s.tp)  # Neighbours over dp and cp on one host.
-    replicas, experts = s.num_replicas, s.num_expert_replicas
+    replicas = s.num_replicas
+    experts = s.num_expert_replicas
     return Spans(
         tp=Span(s.tp, min(s.tp, per_host)),
         replicas=Span(replicas, min(replicas, near)),
@@ -156,7 +157,8 @@ def _exchanges(rates: Rates, role: ModelRole, groups: Spans, tokens: float) -> f
     """Seconds of the two all-to-alls over cp in a block, in either direction: there and back (`nn`)."""
     if groups.cp.size == 1:
         return 0.0
-    config, tp = role.config, groups.tp.size
+    config = role.config
+    tp = groups.tp.size
     there = exchanged(config, tp, groups.cp.size)
     back = config.num_heads // tp * (config.head_dim if config.mla is None else config.mla.v_head_dim)
     return sum(rates.all_to_all(tokens * width * role.itemsize, groups.cp) for width in (there, back))
@@ -183,7 +185,8 @@ def _train(
     rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans,
     options: Options,
 ) -> CallCost:  # fmt: skip
-    cut, tp = _cut(work, strategy, options), groups.tp
+    cut = _cut(work, strategy, options)
+    tp = groups.tp
     block = _block(rates, role, groups, cut).times(2 if options.recompute else 1)
     block = block.plus(_block(rates, role, groups, cut, backward=True))
     head = rates.head(role, tp, tokens=cut.chosen, output=work.output)
@@ -204,7 +207,7 @@ def _train(
     data = owned = 0.0
     for part, span in zip(held, (groups.replicas, groups.expert_replicas), strict=True):
         if part:
-            data += rates.reduce_scatter(part * wide_bytes(role), span)
+            data += rates.reduce_scatter(part * role.wide_itemsize, span)
             data += gathers * rates.all_gather(part * role.itemsize, span)
             owned += part / span.size
     data = max(0.0, data - rates.assume.overlap * one.seconds)
@@ -225,15 +228,18 @@ def _generate(
     waves = samples / rows  # Times that all slots are filled.
     rows = rows / cohorts
     distinct = max(1.0, rows / work.samples_per_prompt)
-    tokens, squared = distinct * work.prompt_tokens, distinct * work.prompt_tokens**2
+    tokens = distinct * work.prompt_tokens
+    squared = distinct * work.prompt_tokens**2
     layers = _stages(role, strategy)
-    deepest, pp = max(layers), strategy.pp
+    deepest = max(layers)
+    pp = strategy.pp
     hop = rates.send(_hidden_bytes(role, tokens), within_host=groups.stages_meet_in_host) if pp > 1 else 0.0
     block = rates.block(role, groups.tp, groups.ep, tokens=tokens, squared=squared)
     stages = [block.times(count) for count in layers]
     prefill = _pipelined(stages, cohorts, groups, hop=hop, hops_per_slot=1)
     # Decode, in spans of steps that grow: what changes from step to step is averaged over each.
-    alive, steps = work.survival, np.arange(1, len(work.survival) + 1)
+    alive = work.survival
+    steps = np.arange(1, len(work.survival) + 1)
     starts = np.unique(np.geomspace(1, len(alive) + 1, _SPANS + 1).astype(int))[:-1] - 1
     somebody = 1 - (1 - alive) ** rows  # Share of steps in which anybody is still writing.
     weights = np.maximum(np.add.reduceat(somebody, starts), 1e-30)
@@ -246,7 +252,8 @@ def _generate(
     weights = np.append(weights, (waves - 1) * mean)
     running = np.append(running, rows)
     context = np.append(context, work.prompt_tokens + float((alive * steps).sum()) / mean)
-    shared, saved = None, shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
+    shared = None
+    saved = shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
     if saved:
         ended = np.maximum(0.0, 1 - running / rows)
         prompts = distinct * (1 - ended ** (rows / distinct))  # That somebody still continues.

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from realhf.kv_blocks import tokens_for
 from realhf.layout import ParallelStrategy
+from realhf.planner.model_states import trained_params
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.shard import Widths, exchanged, float32_bytes, held_params, in_section, num_params, widths
 
@@ -23,36 +24,12 @@ _SAMPLE_BYTES = 64  # Of a token in the inputs of a call: ids, mask and columns 
 _INDEX_BYTES = 40  # Of a token of a micro-batch: row, position and other integers.
 _CHUNK_NUMEL = 1 << 24  # Logits that exist at a time on CPU, and those that are looked at at once; see
 _SLICE_NUMEL = 1 << 18  # nn/vocab_parallel.py. On CUDA as many times more:
-_CUDA_CHUNKS, _CUDA_SLICES = 8, 256
+_CUDA_CHUNKS = 8
+_CUDA_SLICES = 256
 _PART_NUMEL = 1 << 17  # Elements that norms and activations work on at a time on CPU.
 _GRAPHS = 1.25  # Rows times blocks of a recorded pass, relative to those that there are; decode_graphs.py.
-_BLOCK_NUMEL, _CUDA_BLOCKS = 1 << 22, 64  # Products in another dtype (nn/grad_accumulation.py).
-
-
-def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """One copy of the weights on the fullest rank of a stage, adapters included."""
-    adapters = 0 if role.lora is None else trained_params(role, strategy, stage)
-    return (num_params(role.spec, strategy, stage) + adapters) * role.itemsize
-
-
-def trained_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """Parameters on the fullest rank of a stage that training changes."""
-    return sum(held_params(role.config, strategy, stage, role.lora))
-
-
-def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """What training holds all the time besides the weights: gradients, and a replica's share of moments and,
-    where the weights are not that themselves, of a master copy.
-
-    ZeRO stage 1 (Rajbhandari et al. 2020) with all of it in float32. Shards end at whole rows of a parameter,
-    hence one row on top (in each section, up or down). Of experts 1/ep as many replicas share the optimizer.
-    """
-    shared, experts = held_params(role.config, strategy, stage, role.lora)
-    replicas, expert_replicas = strategy.num_replicas, strategy.num_expert_replicas
-    row = max(role.config.hidden_size, role.config.intermediate_size // strategy.tp) if replicas > 1 else 0
-    sharded = -(-shared // replicas) + -(-experts // expert_replicas) + row
-    num_copies = 2 + (role.itemsize < _wide(role))
-    return (shared + experts + num_copies * sharded) * _wide(role)
+_BLOCK_NUMEL = 1 << 22
+_CUDA_BLOCKS = 64  # Products in another dtype (nn/grad_accumulation.py).
 
 
 def call_bytes(
@@ -70,10 +47,6 @@ def call_bytes(
     moments = {"generate": call.generate, "forward": call.forward, "train_step": call.train}[kind]()
     peak = max(moments, key=lambda parts: sum(parts.values()))
     return {name: part for name, part in peak.items() if part}
-
-
-def _wide(role: ModelRole) -> int:
-    return max(4, role.itemsize)
 
 
 @dataclass(frozen=True)
@@ -122,7 +95,9 @@ class _Call:
     @cached_property
     def _whole_micro_batches(self) -> tuple[int, float, float]:
         """Their number, tokens of the largest, and response tokens in that; see engine/micro_batch.py."""
-        w, limit, samples = self.workload, self.micro_batch_tokens, self._samples
+        w = self.workload
+        limit = self.micro_batch_tokens
+        samples = self._samples
         length = max(w.tokens, 1.0)
         number = max(-(-int(samples * length) // limit), min(self.strategy.pp, samples), 1)
         if w.response_tokens >= w.max_new_tokens:  # All sequences are alike.
@@ -144,11 +119,12 @@ class _Call:
 
     def _norm_saved(self, hidden: float) -> float:
         """What a norm of `hidden` elements per token keeps of a token besides its output: its input."""
-        return self.role.itemsize * hidden + _wide(self.role) * (2 if self.role.config.norm == "layer" else 1)
+        return self.role.itemsize * hidden + self.role.wide_itemsize * (2 if self.role.config.norm == "layer" else 1)
 
     def _norm_temporaries(self, numel: float, *, backward: bool) -> float:
         """Of a norm's pass: what it gives, and copies of the part that it works on."""
-        e, w = self.role.itemsize, _wide(self.role)
+        e = self.role.itemsize
+        w = self.role.wide_itemsize
         if self.fused or self.role.config.norm == "layer":
             return e * numel
         copies = 2 * (e < w) + (2 if backward else 0)
@@ -166,7 +142,7 @@ class _Call:
 
     def _product(self, numel: float) -> float:
         """A gradient of a weight on its way to the gradient buffer: none is made where dtypes agree."""
-        if self.role.itemsize == _wide(self.role) or self.role.lora is not None:
+        if self.role.itemsize == self.role.wide_itemsize or self.role.lora is not None:
             return 0.0
         return self.role.itemsize * min(numel, _BLOCK_NUMEL * (_CUDA_BLOCKS if self.fused else 1))
 
@@ -187,13 +163,16 @@ class _Call:
         stream are the norms' inputs. Where families have norms behind attention and MLP, they keep what these
         give; norms of queries and keys keep qkv as it was.
         """
-        a, e = self._at, self.role.itemsize
+        a = self._at
+        e = self.role.itemsize
         norms = a.norms * self._norm_saved(a.hidden) + 2 * e * a.hidden
         if self.role.config.qk_norm:
-            norms += e * a.qkv + _wide(self.role) * a.heads
-        outputs, inputs = 1, self._attended
+            norms += e * a.qkv + self.role.wide_itemsize * a.heads
+        outputs = 1
+        inputs = self._attended
         if self.strategy.cp > 1:  # What came from other ranks; the output as it goes and as it comes back.
-            outputs, inputs = 2, self._exchanged
+            outputs = 2
+            inputs = self._exchanged
         attention = e * (a.latents + inputs + outputs * a.attention) + 4 * a.heads
         return tokens * (norms + attention + e * (self._mlp_kept * a.mlp + a.routed + self._ranks))
 
@@ -226,14 +205,18 @@ class _Call:
 
         Another dtype is copied to w, too, and the slice before goes when the next one has come.
         """
-        limit, chunk = _SLICE_NUMEL * (_CUDA_SLICES if self.fused else 1), self._chunk(numel)
-        e, w = self.role.itemsize, _wide(self.role)
+        limit = _SLICE_NUMEL * (_CUDA_SLICES if self.fused else 1)
+        chunk = self._chunk(numel)
+        e = self.role.itemsize
+        w = self.role.wide_itemsize
         copies += (1 + (chunk > limit)) * (e < w)
         return e * chunk + w * copies * min(chunk, limit)
 
     def _forward_temporaries(self, tokens: float) -> float:
         """One layer without autograd at its widest: in a norm, in attention or in the MLP."""
-        a, e, hidden = self._at, self.role.itemsize, self._hidden(tokens)
+        a = self._at
+        e = self.role.itemsize
+        hidden = self._hidden(tokens)
         norm = hidden + self._norm_temporaries(a.hidden * tokens, backward=False)
         outputs = 1 if self.fused else 2
         projected = e * tokens * (a.latents + self._attended)
@@ -243,7 +226,8 @@ class _Call:
             attending = e * tokens * (self._exchanged + max(self._exchanged, (outputs + 1) * a.attention))
         attention = 2 * hidden + projected + max(turned, attending + hidden, hidden + self._reduced(hidden))
         routed = e * tokens * a.routed * (2 if self.strategy.ep > 1 else 1)  # Both ways.
-        width, up = e * tokens * a.mlp, 2 if self.role.config.gated else 1
+        width = e * tokens * a.mlp
+        up = 2 if self.role.config.gated else 1
         part = e * self._part(tokens * a.mlp)  # On its way to what is made of several.
         activating = width + max(hidden, part * (part < width))
         mlp = 3 * hidden + routed + up * width + max(activating, hidden + self._reduced(hidden))
@@ -273,11 +257,14 @@ class _Call:
         """Forward and backward pass of a micro-batch while others are in flight (1F1B); the optimizer."""
         number, tokens, responses = self._micro_batches
         in_flight = min(number, self.strategy.pp - self.stage)
-        e, w, hidden = self.role.itemsize, _wide(self.role), self._hidden(tokens)
+        e = self.role.itemsize
+        w = self.role.wide_itemsize
+        hidden = self._hidden(tokens)
         block = self._block_saved(tokens)
         kept = self._layers * (hidden if self.recompute else block)
         kept += e * self._at.head_dim * tokens + _INDEX_BYTES * tokens
-        base, messages = self._inputs(tokens), 0.0
+        base = self._inputs(tokens)
+        messages = 0.0
         if self.strategy.pp > 1:
             # Hidden states received (a layer keeps them anyway, if its norm does not copy) and sent, ...
             copied = e < w and not self.fused and not self.recompute
@@ -289,7 +276,8 @@ class _Call:
         if self.recompute:  # One layer at a time has all of its activations.
             base["activations"] += block
         # The backward pass of the last layer: its MLP with activations as they are, then without; attention.
-        mlp, product = e * tokens * self._at.mlp, self._product(self._at.widest_weight)
+        mlp = e * tokens * self._at.mlp
+        product = self._product(self._at.widest_weight)
         freed = self._mlp_kept * mlp
         up = (2 if self.role.config.gated else 1) * mlp
         qkv = e * tokens * self._at.qkv
@@ -314,7 +302,10 @@ class _Call:
 
     def _ends_of_training(self, base: Parts, kept: float, tokens: float, responses: float) -> list[Parts]:
         """What is before the first layer and behind the last, at its peaks."""
-        a, e, w, hidden = self._at, self.role.itemsize, _wide(self.role), self._hidden(tokens)
+        a = self._at
+        e = self.role.itemsize
+        w = self.role.wide_itemsize
+        hidden = self._hidden(tokens)
         moments = []
         if self._is_first:  # The other micro-batches in flight, and rows for the embedding's gradient.
             others = base | {"activations": base["activations"] - kept}
@@ -325,7 +316,8 @@ class _Call:
             norm = hidden + self._norm_temporaries(a.hidden * tokens, backward=True)
             moments.append(base | {"gradients": norm})
         if self._has_logits:
-            numel, states = responses * a.vocabulary, self._hidden(responses)
+            numel = responses * a.vocabulary
+            states = self._hidden(responses)
             logits = self._logits(numel, copies=int(self.workload.entropy))
             moments.append(base | {"logits": logits, "gradients": states})
             chunk = e * self._chunk(numel)
@@ -337,8 +329,11 @@ class _Call:
     def _optimizer_temporaries(self) -> float:
         """Of sums of gradients: those that tp ranks share (key-value heads, adapters), put together, and over
         gloo the others' parts of them, of a tied embedding on its two stages, of this replica's slices."""
-        s, w, config = self.strategy, _wide(self.role), self.role.config
-        shared, sharers = 0.0, s.tp // config.num_kv_heads
+        s = self.strategy
+        w = self.role.wide_itemsize
+        config = self.role.config
+        shared = 0.0
+        sharers = s.tp // config.num_kv_heads
         if sharers > 1:
             weights = self._layers * 2 * config.head_dim * (config.hidden_size + config.qkv_bias)
             shared = w * weights * self._reduced_copies(sharers)
@@ -355,10 +350,11 @@ class _Call:
         """Over gloo, what other replicas send of two sections of the gradients (ModelSpec.sections)."""
         if self.fused:
             return 0.0
-        s, where = self.strategy, (self.role.config, self.strategy, self.stage, self.role.lora)
+        s = self.strategy
+        where = (self.role.config, self.strategy, self.stage, self.role.lora)
         sections = in_section(*where, self.role.trained_spec.section_numel)
         parts = zip(held_params(*where), sections, (s.num_replicas, s.num_expert_replicas), strict=True)
-        return max(_wide(self.role) * min(part, 2 * most) * (1 - 1 / n) for part, most, n in parts)
+        return max(self.role.wide_itemsize * min(part, 2 * most) * (1 - 1 / n) for part, most, n in parts)
 
     @property
     def _section_share(self) -> float:
@@ -368,7 +364,9 @@ class _Call:
 
     def generate(self) -> list[Parts]:
         """The cache, and the passes: of prompts, and of rows that decode and are sampled from."""
-        a, e, w = self._at, self.role.itemsize, self.workload
+        a = self._at
+        e = self.role.itemsize
+        w = self.workload
         samples = -(-w.most_samples("generate", self.strategy.dp) // self.strategy.cp)
         cohorts = max(1, min(self.strategy.pp, samples, w.max_rows))
         share = max(1, -(-samples // cohorts))  # Samples of a cohort, and so many of them decode at once.
@@ -393,7 +391,7 @@ class _Call:
         copied = (1 + _GRAPHS) * cohort * (math.ceil(w.prompt_tokens) + w.max_new_tokens) * self.fused
         moments = [base | {"activations": self._forward_temporaries(most) + copied * a.cached * e}]
         if self._is_last:  # Logits in w; in float64: divided, exponentials, their sums.
-            logits = float(cohort * a.vocabulary * (_wide(self.role) + 24))
+            logits = float(cohort * a.vocabulary * (self.role.wide_itemsize + 24))
             logits = max(logits, self._widened([(a.hidden, a.vocabulary)], cohort))  # Those come before.
             moments.append(base | {"logits": logits, "activations": self._hidden(cohort)})
         return moments

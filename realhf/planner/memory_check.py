@@ -1,4 +1,4 @@
-"""Proof: what a plan needs in memory, rank by rank, and what to change where it does not fit.
+"""MemoryCheck: what a plan needs in memory, rank by rank, and what to change where it does not fit.
 
 A rank always holds what rests on it: the parameters of the roles that it owns, for trained ones gradients and
 optimizer, and the copies of roles that it runs in other layouts. As its calls exclude each other, the largest
@@ -9,15 +9,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.kv_blocks import SHARE_OF_FREE
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.capacity import available_bytes
-from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
+from realhf.planner.memory import call_bytes
+from realhf.planner.model_states import training_bytes, weights_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.shard import num_params
+from realhf.realloc.schedule import STAGING_BYTES
 from realhf.units import format_bytes
+
+_FRAGMENTATION = 0.05  # Share of a device's memory that the allocator cannot use.
+_CONTEXT_BYTES = 1 << 30  # Of libraries and of communication buffers; a Python process on CPU takes no less.
+
+
+def available_bytes(cluster: Cluster) -> float:
+    """Of a device's memory, what plans may use.
+
+    The rest is for fragmentation (5 %), libraries and communication buffers (1 GiB) and what is on its way
+    in a reallocation.
+    """
+    usable = (1 - _FRAGMENTATION) * cluster.device_memory_bytes - _CONTEXT_BYTES - STAGING_BYTES
+    return max(0.0, usable)
 
 
 class Peak(NamedTuple):
@@ -33,7 +48,7 @@ class Peak(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Proof:
+class MemoryCheck:
     """The peak of every rank, the most that a rank needs while each call runs, and what a device has."""
 
     peaks: Mapping[int, Peak]
@@ -49,11 +64,12 @@ class Proof:
         return self.fullest.num_bytes <= self.available
 
 
-def prove(problem: Problem, plan: ExecutionPlan) -> Proof:
+def check_memory(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
     """Memory of every rank under a plan."""
     homes = _homes(problem, plan)
     known: dict[tuple[str, int], dict[str, float]] = {}
-    peaks, calls = dict[int, Peak](), dict[str, float]()
+    peaks = dict[int, Peak]()
+    calls = dict[str, float]()
     for rank in sorted({rank for call in problem.model_calls for rank in plan[call.name].layout.ranks}):
         resting = _resting(problem, plan, homes, rank)
         here = []
@@ -63,12 +79,12 @@ def prove(problem: Problem, plan: ExecutionPlan) -> Proof:
         peaks[rank] = max(here, key=lambda peak: peak.num_bytes)
         for peak in here:
             calls[peak.call] = max(calls.get(peak.call, 0.0), peak.num_bytes)
-    return Proof(peaks, calls, available_bytes(problem.cluster))
+    return MemoryCheck(peaks, calls, available_bytes(problem.cluster))
 
 
-def require_fit(problem: Problem, plan: ExecutionPlan) -> Proof:
+def require_fit(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
     """The proof of a plan that fits. Raises ValueError that names call, rank, need and the nearest remedy."""
-    proof = prove(problem, plan)
+    proof = check_memory(problem, plan)
     if proof.fits:
         return proof
     peak = proof.fullest
@@ -101,7 +117,8 @@ def _resting(
         if role.source is not None and rank in homes[name] and name not in offloads:
             holders.setdefault((role.source, *_shard(homes[name], rank)), name)
     for name, role in problem.roles.items():
-        home, offloaded = homes[name], name in offloads
+        home = homes[name]
+        offloaded = name in offloads
         layouts = dict.fromkeys([home, *(plan[call.name].layout for call in problem.graph.of_role(name))])
         for layout in layouts if not offloaded else ():
             if rank not in layout:
@@ -131,7 +148,8 @@ def _running(
     known: dict[tuple[str, int], dict[str, float]],
 ) -> dict[str, float]:  # fmt: skip
     """What a call adds on a rank, by part."""
-    how, role = plan[call.name], problem.role_of(call)
+    how = plan[call.name]
+    role = problem.role_of(call)
     stage = how.layout.coordinate(rank).pp
     if (call.name, stage) not in known:
         work = problem.workloads[call.name]
@@ -153,7 +171,8 @@ def _together(
 ) -> dict[str, float]:  # fmt: skip
     """Return all that a rank holds while a call runs. A cache whose size nobody has set takes no more than a
     share of what is free, as in inference/cache_limit.py; its rows wait."""
-    parts, work = {**resting, **running}, problem.workloads[call.name]
+    parts = {**resting, **running}
+    work = problem.workloads[call.name]
     if "kv_cache" not in running or work.kv_cache_gib is not None:
         return parts
     resting_bytes = sum(resting.values()) + running.get("loaded weights", 0.0)
@@ -166,13 +185,14 @@ def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
     """The nearest changes of the plan under which every rank has enough."""
     made: list[str] = []
     for _ in range(2 * len(problem.model_calls)):
-        proof = prove(problem, plan)
+        proof = check_memory(problem, plan)
         if proof.fits:
             return f"it fits with {' and '.join(made)}"
         peak = proof.fullest
         for what, changed in _changes(problem, plan, peak):
-            if prove(problem, changed).peaks[peak.rank].num_bytes <= proof.available:
-                made, plan = [*made, what], changed
+            if check_memory(problem, changed).peaks[peak.rank].num_bytes <= proof.available:
+                made = [*made, what]
+                plan = changed
                 break
         else:
             break
@@ -180,7 +200,8 @@ def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
 
 
 def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tuple[str, ExecutionPlan]]:
-    call, how = problem.graph[peak.call], plan[peak.call]
+    call = problem.graph[peak.call]
+    how = plan[peak.call]
 
     def change(name: str, **fields: object) -> tuple[str, ExecutionPlan]:
         new: CallPlan = replace(plan[name], **fields)  # type: ignore[arg-type]

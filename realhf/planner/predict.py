@@ -40,7 +40,8 @@ def step_seconds(
     runs on rank 0, as in a run."""
     left_out = {call.name: CallPlan(_RANK_0) for call in problem.graph.calls if call.role is None}
     plan = ExecutionPlan({**left_out, **plan.calls})
-    calls, needs = problem.graph.order, dependencies(problem, rates)
+    calls = problem.graph.order
+    needs = dependencies(problem, rates)
     ranks = [set(plan[call.name].layout.ranks) for call in calls]
     shares = np.array([[bool(here & there) for there in ranks] for here in ranks])
     placed = [Placed((at := plan[call.name].layout).strategy, at.ranks[0]) for call in calls]

@@ -81,7 +81,9 @@ def _survival(mean: float, limit: int) -> np.ndarray:
         return np.ones(limit)
     if mean <= 1:
         return np.array([max(mean, 0.0)])
-    steps, low, high = np.arange(limit), 0.0, 1.0  # Bisection on the share that goes on after a token.
+    steps = np.arange(limit)
+    low = 0.0
+    high = 1.0  # Bisection on the share that goes on after a token.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if (middle**steps).sum() < mean else (low, middle)
@@ -103,6 +105,11 @@ class ModelRole:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def wide_itemsize(self) -> int:
+        """Bytes of a gradient or optimizer value: float32, or float64 in a float64 model."""
+        return max(4, self.itemsize)
 
     @cached_property
     def spec(self) -> ModelSpec:

@@ -64,7 +64,8 @@ class Table:
         *across, last = self.axes.values()
         if not across:
             return _line(last, self.seconds, point[0])
-        (first,), rows = across, self.seconds
+        (first,) = across
+        rows = self.seconds
         lines = [_line(last, row, point[1]) for row in rows]
         if len(first) == 1:
             return lines[0]
@@ -185,7 +186,8 @@ class ProfiledRates(Rates):
 
     def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
         super().__init__(cluster or profile.cluster)
-        self._wires, self._calls = profile.wires, profile.calls
+        self._wires = profile.wires
+        self._calls = profile.calls
         self._models = {tables.key: tables.tables for tables in profile.models}
 
     def call_seconds(self, kind: str, *, samples: float) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from realhf.cluster import Cluster, Link
 from realhf.model_config import ModelConfig
-from realhf.planner.problem import ITEMSIZE, ModelRole
+from realhf.planner.problem import ModelRole
 
 _WIDE = 4  # bytes of float32: logits, gradients, the optimizer's copies
 
@@ -53,7 +53,10 @@ class BlockShape(NamedTuple):
 
 @lru_cache(maxsize=256)
 def block_shape(config: ModelConfig) -> BlockShape:
-    c, h, moe, mla = config, config.hidden_size, config.moe, config.mla
+    c = config
+    h = config.hidden_size
+    moe = config.moe
+    mla = config.mla
     if mla is not None:
         q = h * c.num_heads * c.head_dim
         if mla.q_lora_rank is not None:
@@ -115,7 +118,8 @@ class Rates:
     lengths of its sequences, `rows` sequences of a decode step."""
 
     def __init__(self, cluster: Cluster, assumptions: Assumptions | None = None) -> None:
-        self.cluster, self.assume = cluster, assumptions or Assumptions.of(cluster)
+        self.cluster = cluster
+        self.assume = assumptions or Assumptions.of(cluster)
         self._memory = cluster.memory_bandwidth_bytes_per_second * self.assume.memory
         self.known_blocks: dict[tuple[object, ...], Cost] = {}
 
@@ -137,10 +141,13 @@ class Rates:
         Over several hosts the members of a host share their ports: what comes from outside comes once per
         host, (hosts - 1) / hosts of it, over all of its members' ports (rings over all NICs, as NCCL's).
         """
-        n, k, hosts = span.size, min(span.per_host, span.size), span.hosts
+        n = span.size
+        k = min(span.per_host, span.size)
+        hosts = span.hosts
         if n == 1:
             return 0.0
-        inside, outside = self.cluster.intra_host, self.cluster.outward
+        inside = self.cluster.intra_host
+        outside = self.cluster.outward
         seconds = (n - 1) / n * num_bytes / self._bandwidth(inside) if k > 1 else 0.0
         latency = math.ceil(math.log2(n)) * (outside if hosts > 1 else inside).latency_seconds
         if hosts > 1:
@@ -204,7 +211,9 @@ class Rates:
         """One block forward, or backward alone: twice the matrix products (once where weights are frozen
         under adapters), 2.5 times the attention (flash attention computes its scores again, Dao et al. 2022).
         """
-        c, shape, n = role.config, block_shape(role.config), tp.size
+        c = role.config
+        shape = block_shape(role.config)
+        n = tp.size
         dense = (shape.attention + shape.mlp) / n
         compute = self.matmul(role, tokens=tokens, params=dense)
         wires = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
@@ -231,7 +240,8 @@ class Rates:
         self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False
     ) -> Cost:
         """Embedding of a pass and its head at `tokens` positions: float32 logits that softmax goes over."""
-        c, n = role.config, tp.size
+        c = role.config
+        n = tp.size
         embedding = self.traffic(3 * tokens * c.hidden_size * role.itemsize)
         embedding += 0.0 if backward else self.assume.pass_seconds
         if output != "logprobs" or c.head != "lm":
@@ -255,7 +265,9 @@ class Rates:
         shared: SharedPrompts | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """One block of decode steps: it reads its weights and the keys and values once."""
-        c, shape, n = role.config, block_shape(role.config), tp.size
+        c = role.config
+        shape = block_shape(role.config)
+        n = tp.size
         params = (shape.attention + shape.mlp) / n
         touched = np.zeros_like(rows)
         if shape.num_experts:
@@ -279,7 +291,8 @@ class Rates:
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
         """Logits and sampling of one token per row."""
-        c, n = role.config, tp.size
+        c = role.config
+        n = tp.size
         params = c.vocab_size * c.hidden_size / n
         flops = 2 * rows * params / (self.peak(role) * self.assume.matmul)
         compute = np.maximum(flops, params * role.itemsize / self._memory)
@@ -290,14 +303,14 @@ class Rates:
     def accumulate(self, role: ModelRole, params: float) -> float:
         """Adds one micro-batch's gradients to the float32 buffer: products read and write it, and where they
         have another dtype, they are written and read first."""
-        wide = wide_bytes(role)
+        wide = role.wide_itemsize
         product = role.itemsize if role.itemsize < wide else 0
         return self.traffic(params * 2 * (product + wide))
 
     def update(self, role: ModelRole, *, owned: float) -> float:
         """AdamW on the owned part: gradient, master copy and two moments read; all but the first written, and
         the parameters where they are narrower than that copy."""
-        wide = wide_bytes(role)
+        wide = role.wide_itemsize
         return self.traffic(owned * (7 * wide + (role.itemsize if role.itemsize < wide else 0)))
 
 
@@ -306,8 +319,3 @@ def cache_width(config: ModelConfig, tp: int) -> float:
     if config.mla is not None:
         return config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     return 2 * config.head_dim * max(1, config.num_kv_heads // tp)
-
-
-def wide_bytes(role: ModelRole) -> int:
-    """Of one gradient or optimizer number: float32, or float64 in a float64 model."""
-    return max(_WIDE, ITEMSIZE[role.dtype])

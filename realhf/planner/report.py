@@ -9,11 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.planner.make import Planned
-from realhf.planner.memory_check import Proof
+from realhf.planner.memory_check import MemoryCheck
 from realhf.planner.simulate import Activity
 from realhf.units import format_bytes, format_seconds
 
-_NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
+_NARROWEST = 24
+_WIDEST = 96  # Columns of the timeline's bars.
 _MOST_ROWS = 16
 _IDLE = "."
 
@@ -48,7 +49,7 @@ def document(planned: Planned) -> dict[str, Any]:
     }
 
 
-def memory(proof: Proof) -> dict[str, Any]:
+def memory(proof: MemoryCheck) -> dict[str, Any]:
     """What every rank needs at its peak, in bytes."""
     peaks = {
         str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
@@ -79,7 +80,8 @@ def render(planned: Planned, *, columns: int) -> Group:
 
 
 def _summary(planned: Planned) -> list[Text]:
-    found, proof = planned.found, planned.proof
+    found = planned.found
+    proof = planned.proof
     near = f"at most {found.gap:.2%} above" if found.gap > 1e-6 else "equal to"
     enumerated = "the lower bound over the plans enumerated"
     if planned.problem.pins or planned.problem.together:

@@ -58,7 +58,8 @@ def exchanged(config: ModelConfig, tp: int, cp: int) -> int:
 
     See nn/context_parallel.py: key-value heads go to every rank that has one of their query heads.
     """
-    queries, per_kv = config.num_heads // tp, 1
+    queries = config.num_heads // tp
+    per_kv = 1
     if config.mla is None:
         per_kv = queries // max(1, config.num_kv_heads // tp)
     kv_heads = queries // math.gcd(queries // cp, per_kv)
@@ -100,7 +101,8 @@ def _on_stage(
 ) -> np.ndarray:
     """Elements on the fullest tp rank of a stage, (shared or experts, layer), in the order of layers."""
     layers = _table(config).stage_layers(strategy, stage)
-    by_layer, is_last = _by_layer(config, strategy.tp, strategy.ep, lora), stage == strategy.pp - 1
+    by_layer = _by_layer(config, strategy.tp, strategy.ep, lora)
+    is_last = stage == strategy.pp - 1
     here = [number + 1 for number in layers] + [config.num_layers + 1] * is_last
     if stage == 0 or (is_last and config.tied):
         here = [0, *here]
@@ -148,7 +150,9 @@ def _by_layer(config: ModelConfig, tp: int, ep: int, lora: LoraConfig | None) ->
 @lru_cache(maxsize=1 << 12)
 def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     """Of the last layer, on the fullest of `tp` ranks."""
-    c, table, last = config, _table(config).params, config.num_layers - 1
+    c = config
+    table = _table(config).params
+    last = config.num_layers - 1
     rows: dict[str, int] = {}
     for param in table:
         if param.layer == last and param.split_dim == 0 and not param.expert:
@@ -156,18 +160,28 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
             rows[param.part.removesuffix(".weight")] = max(stop - start for start, stop in spans)
     heads = c.num_heads // tp
     if c.mla is None:
-        q, k = rows["q"], rows["k"]
-        qkv, latents, rotated, attention, cached = q + 2 * k, 0, q + k, q, 2 * k
+        q = rows["q"]
+        k = rows["k"]
+        qkv = q + 2 * k
+        latents = 0
+        rotated = q + k
+        attention = q
+        cached = 2 * k
         rotated = 0 if c.positions == "learned" else rotated
     else:
         mla = c.mla
         q = rows["q" if mla.q_lora_rank is None else "q_b"]
-        qkv, rotated = q + rows["kv_b"], 2 * q
+        qkv = q + rows["kv_b"]
+        rotated = 2 * q
         cached = mla.kv_lora_rank + mla.qk_rope_head_dim  # The latent is cached, on every tp rank.
-        latents, attention = 2 * ((mla.q_lora_rank or 0) + cached), heads * mla.v_head_dim
-    mlp, routed, widest = rows.get("up", 0), 0, (2 if c.gated else 1) * rows.get("up", 0)
+        latents = 2 * ((mla.q_lora_rank or 0) + cached)
+        attention = heads * mla.v_head_dim
+    mlp = rows.get("up", 0)
+    routed = 0
+    widest = (2 if c.gated else 1) * rows.get("up", 0)
     if c.moe:
-        shared, expert = rows.get("shared_up", 0), rows["expert_up"]
+        shared = rows.get("shared_up", 0)
+        expert = rows["expert_up"]
         mlp = shared + c.moe.num_experts_per_token * expert
         routed = 2 * c.moe.num_experts_per_token * c.hidden_size + 2 * c.moe.num_experts
         widest = 2 * max(shared, expert * -(-c.moe.num_experts // ep))  # Taken to be one grouped weight.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.planner.evaluate import Space
+from realhf.planner.evaluate import SearchSpace
 from realhf.planner.throughput import first_starts
 
 
@@ -32,11 +32,12 @@ class Simulation:
     idle: np.ndarray
 
 
-def simulate(space: Space, chosen: np.ndarray) -> Simulation:
-    """The plan (one candidate per unit) after so many steps that nothing is left of how it began."""
+def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
+    """The plan (one candidate per group) after so many steps that nothing is left of how it began."""
     plans = np.asarray(chosen)[None]
-    period, moving = float(space.exact_periods(plans)[0]), space.moving(plans)[0]
-    seconds, first, stop = (array[0] for array in space.timed(space.units, plans))
+    period = float(space.exact_periods(plans)[0])
+    moving = space.moving(plans)[0]
+    seconds, first, stop = (array[0] for array in space.timed(space.groups, plans))
     shares = (first[:, None] < stop) & (first < stop[:, None])
     num_steps = 4 * len(space.calls) + 4
     last = first_starts(space.needs, seconds, shares, moving, num_steps=num_steps)[-1]

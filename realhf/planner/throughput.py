@@ -58,7 +58,8 @@ def first_starts(
 ) -> np.ndarray:
     """When each call of each step starts, from rest: shape (num_steps, N), of one plan."""
     same, before = _waits(needs, seconds[None], shares[None], moving[None])
-    step, closure = _one_step(same, before)[..., 0], _closure(same)[..., 0]
+    step = _one_step(same, before)[..., 0]
+    closure = _closure(same)[..., 0]
     starts = [np.maximum(closure.max(axis=1), 0.0)]
     for _ in range(num_steps - 1):
         starts.append((step + starts[-1]).max(axis=1))
@@ -69,7 +70,8 @@ def _waits(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Constraints between calls of one step, and from the step before; shape (N, N, K) each."""
-    num, taken = needs.num_calls, np.ascontiguousarray(seconds.T)
+    num = needs.num_calls
+    taken = np.ascontiguousarray(seconds.T)
     same, before = (np.full((num, num, len(seconds)), NEVER) for _ in range(2))
     shared = np.ascontiguousarray(shares.transpose(1, 2, 0))
     for i in range(num):

@@ -35,7 +35,8 @@ def transfer_seconds(
 ) -> float:  # fmt: skip
     """Seconds to move a model of `num_bytes`; with `sharded` from the optimizer's copy, of which replicas
     have a part each, in every section of a rank's layers. `section_share`: of the model, in a section."""
-    held, wanted = _rectangles(source, sharded=sharded, section_share=section_share), _rectangles(target)
+    held = _rectangles(source, sharded=sharded, section_share=section_share)
+    wanted = _rectangles(target)
     at = np.arange(len(wanted)) + target.first_rank - source.first_rank
     here = np.zeros_like(wanted)  # What the ranks of the target have of it.
     inside = (at >= 0) & (at < len(held))
@@ -43,7 +44,8 @@ def transfer_seconds(
     missing = _area(wanted) - _overlap(here, wanted)
     if missing.max() <= 1e-9:
         return 0.0
-    device, outside = cluster.intra_host.bandwidth_bytes_per_second, cluster.outward
+    device = cluster.intra_host.bandwidth_bytes_per_second
+    outside = cluster.outward
     grid = _Grid(np.concatenate([held, wanted]))
     lacked = np.zeros_like(grid.areas, dtype=bool)  # By some rank.
     for pair in np.unique(np.concatenate([wanted, here], axis=1), axis=0):
@@ -97,11 +99,16 @@ def _rectangles(placed: Placed, *, sharded: bool = False, section_share: float =
     """
     s = placed.strategy
     pp, replica, tp = np.indices((s.pp, s.num_replicas, s.tp)).reshape(3, -1)
-    low, height, left, width = pp / s.pp, 1 / s.pp, tp / s.tp, 1 / s.tp
+    low = pp / s.pp
+    height = 1 / s.pp
+    left = tp / s.tp
+    width = 1 / s.tp
     if sharded and height * width > section_share:
-        left, width = left + replica / (s.tp * s.num_replicas), width / s.num_replicas
+        left = left + replica / (s.tp * s.num_replicas)
+        width = width / s.num_replicas
     elif sharded:
-        low, height = low + replica / (s.pp * s.num_replicas), height / s.num_replicas
+        low = low + replica / (s.pp * s.num_replicas)
+        height = height / s.num_replicas
     return np.round(np.stack([low, low + height, left, left + width], axis=1), 9)
 
 
@@ -119,7 +126,8 @@ def _between_hosts(
     cluster: Cluster, source: Placed, target: Placed, held: np.ndarray, wanted: np.ndarray, grid: _Grid
 ) -> float:
     """Seconds per byte of the model on the busiest port between hosts; 0 when nothing crosses."""
-    per_host, nic = cluster.devices_per_host, cluster.outward.bandwidth_bytes_per_second
+    per_host = cluster.devices_per_host
+    nic = cluster.outward.bandwidth_bytes_per_second
     port = cluster.host_port_bytes_per_second
 
     def on_host(placed: Placed, rectangles: np.ndarray, host: int) -> np.ndarray:
@@ -127,10 +135,12 @@ def _between_hosts(
         start = max(0, host * per_host - placed.first_rank)
         return rectangles[start : max(0, (host + 1) * per_host - placed.first_rank)]
 
-    seconds, leaving = 0.0, np.zeros(grid.areas.shape, dtype=bool)
+    seconds = 0.0
+    leaving = np.zeros(grid.areas.shape, dtype=bool)
     seen: set[tuple[bytes, bytes]] = set()
     for host in sorted({cluster.host_of(rank) for rank in target.ranks}):
-        want, have = on_host(target, wanted, host), on_host(source, held, host)
+        want = on_host(target, wanted, host)
+        have = on_host(source, held, host)
         if (key := (want.tobytes(), have.tobytes())) in seen:
             continue
         seen.add(key)
@@ -151,7 +161,8 @@ def _between_hosts(
             leaves = grid.area(piece, leaving)
             # Those who hold it can send it, and those beside them who want it, too.
             also = sum(int((_overlap(w, np.broadcast_to(piece, w.shape)) > 1e-9).sum()) for w in near)
-            total, alone = total + leaves, alone + (0.0 if also else leaves)
+            total = total + leaves
+            alone = alone + (0.0 if also else leaves)
             most = max(most, sum(holding) + also)
         most = min(most, per_host * len(near))
         seconds = max(seconds, alone / sum(holding) / nic, total / most / nic)

@@ -12,7 +12,8 @@ from realhf.dist.group import World
 Key = TypeVar("Key", bound=Hashable)
 
 _ROUNDS = (3, 12)  # At least and at most.
-_SHORT_SECONDS, _MOST_PER_ROUND = 0.02, 3  # What is over sooner is done several times in a round.
+_SHORT_SECONDS = 0.02
+_MOST_PER_ROUND = 3  # What is over sooner is done several times in a round.
 
 
 class Clock:

@@ -53,7 +53,8 @@ class Rows:
         scheduler = Scheduler(
             given, num_slots=rows, blocks=BlockManager(count), tables=tables, history=lambda _: [],
             prefill_tokens=rows * prompt_tokens)
-        self._model, device = model, model.flat.device
+        self._model = model
+        device = model.flat.device
         self._cache = KVCache.of(model, count, size)
         for layer in self._cache.layers:
             layer.fill_(1.0)  # (Pages that were never written to would all be one, and near.)
@@ -68,7 +69,8 @@ class Rows:
 
     def reading(self) -> Callable[[], object]:
         """The pass of all prompts."""
-        lens, device = list(map(len, self._places)), self._ids_B.device
+        lens = list(map(len, self._places))
+        device = self._ids_B.device
         given = prompts(len(lens), lens[0], vocab_size=self._model.config.vocab_size)
         ids_T = given["prompt_ids"].values.to(device)
         places_T = torch.tensor([place for places in self._places for place in places], device=device)

@@ -26,7 +26,8 @@ from realhf.runtime.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _FLOATS_PER_TOKEN = 8  # Beside ids: with these, what samples carry is `space._SAMPLE_BYTES` per token.
-_GEMM, _COPY_BYTES = 1024, 1 << 27
+_GEMM = 1024
+_COPY_BYTES = 1 << 27
 _NARROW = ModelConfig("llama", 256, 64, 256, 1, 1, 1, 64)
 _WIDE = ModelConfig("llama", 1000, 1024, 8192, 1, 8, 8, 128)
 """Models of equally many tensors: to move the first takes latency, the second (30M parameters) bandwidth."""
@@ -74,7 +75,8 @@ def _collectives(clock: Clock, group: Group, num_bytes: int) -> list[float]:
 def _ping_pong(group: Group, world: World, num_bytes: int) -> None:
     """Send a message there and back between the neighbours of each pair inside a host."""
     inside = world.rank % world.ranks_per_host
-    peer, tensor = world.rank - inside + (inside ^ 1), torch.zeros(num_bytes // 4, device=world.device)
+    peer = world.rank - inside + (inside ^ 1)
+    tensor = torch.zeros(num_bytes // 4, device=world.device)
     if inside ^ 1 >= world.ranks_per_host:
         return
     for sends in (world.rank < peer, world.rank > peer):
@@ -84,10 +86,12 @@ def _ping_pong(group: Group, world: World, num_bytes: int) -> None:
 def _samples(clock: Clock, sizes: Sizes) -> Table:
     """From the first rank to the second."""
     world = clock.world
-    source, target = Layout.parse("d1@0"), Layout.parse("d1@1")
+    source = Layout.parse("d1@0")
+    target = Layout.parse("d1@1")
     moves: dict[float, Callable[[], object]] = {}
     for samples in sorted({1, max(2, sizes.samples)}):
-        tokens, lengths = samples * sizes.tokens, [sizes.tokens] * samples
+        tokens = samples * sizes.tokens
+        lengths = [sizes.tokens] * samples
         columns = {
             "ids": Packed(torch.zeros(tokens, dtype=torch.long), lengths),
             "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
@@ -156,7 +160,8 @@ def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 
     world = clock.world
     busy = [*range(num_pairs), *range(peer, peer + num_pairs)]
     first = world.rank - peer if world.rank >= peer else world.rank
-    source, target = Layout.parse(f"d1@{first}"), Layout.parse(f"d1@{first + peer}")
+    source = Layout.parse(f"d1@{first}")
+    target = Layout.parse(f"d1@{first + peer}")
     runs: dict[int, Callable[[], object]] = {}
     for config in (_NARROW, _WIDE):
         spec = model_spec(config)

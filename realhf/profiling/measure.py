@@ -22,8 +22,11 @@ from realhf.runtime.program import Program
 
 def measure(world: World, program: Program) -> Profile:
     """The profile; every rank must call this and gets the same."""
-    sizes, clock, shapes = _sizes(program, world), Clock(world), _models(program)
-    wires, calls = measure_wires(clock, sizes), dict[str, Table]()
+    sizes = _sizes(program, world)
+    clock = Clock(world)
+    shapes = _models(program)
+    wires = measure_wires(clock, sizes)
+    calls = dict[str, Table]()
     models: list[ModelTables] = []
     for number, model in enumerate(shapes, start=1):
         for tp in _tensor_parallel_sizes(model.config, world):
@@ -51,7 +54,8 @@ def _plain(tables: dict[str, Table]) -> dict[str, Any]:
 
 def _sizes(program: Program, world: World) -> Sizes:
     """From the first step's batch of the dataset."""
-    experiment, answer = program.experiment, None
+    experiment = program.experiment
+    answer = None
     samples = experiment.batch_size * experiment.group_size
     if world.rank == 0:
         loader = Loader(

@@ -36,13 +36,15 @@ from realhf.planner.profile import CALLS, OF_MODEL, Table
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, most_rows, prompts
 
-_FEW, _MANY = 1, 3  # Blocks of the two models whose difference is measured.
+_FEW = 1
+_MANY = 3  # Blocks of the two models whose difference is measured.
 _LONG_ENOUGH = 0.4  # Seconds of a pass beyond which no larger one is measured: it goes on in proportion.
 _BUDGET = 15.0  # Seconds for all timings of a bench, if that is enough for the least number of rounds.
 _LARGEST_PASS = 1 << 14  # Tokens.
 _NUM_SIZES = 4
 _SHORT_PROMPT = 16  # Tokens at most of the prompts that are read.
-_DECODE_STEPS, _BLOCK_STEPS = 16, 4  # Of a generation, and of a model's blocks alone.
+_DECODE_STEPS = 16
+_BLOCK_STEPS = 4  # Of a generation, and of a model's blocks alone.
 _ANY_SIZE = 1 << 30
 _TINY = 1e-7  # Seconds: differences of noisy measurements are never less.
 
@@ -57,7 +59,8 @@ class Model:
 
     def with_blocks(self, count: int, head: str) -> ModelConfig:
         """So many blocks, those with experts where the model has any. It never ends a response by itself."""
-        c, moe = self.config, self.config.moe
+        c = self.config
+        moe = self.config.moe
         hf = {name: value for name, value in c.hf.items() if name != "eos_token_id"}
         return dataclasses.replace(
             c, num_layers=count, head=head, hf=hf, generation={},
@@ -72,7 +75,8 @@ class Model:
         found: dict[str, bool] = {}
         for call in self.calls:
             if call.kind != "generate":
-                output, trains = _output(call.work), call.kind == "train_step"
+                output = _output(call.work)
+                trains = call.kind == "train_step"
                 found[output] = found.get(output, False) or trains
         return found or {"logprobs": False}
 
@@ -135,10 +139,13 @@ class Bench:
     """One model shape under one tensor-parallel size, in turns on all ranks."""
 
     def __init__(self, clock: Clock, model: Model, tp: int, sizes: Sizes) -> None:
-        self._clock, self._model, self._sizes = clock, model, sizes
+        self._clock = clock
+        self._model = model
+        self._sizes = sizes
         first = clock.world.rank - clock.world.rank % tp
         self._layout = Layout.parse(f"t{tp}@{first}-{first + tp - 1}" if tp > 1 else f"d1@{first}")
-        self._outputs, self._works = model.outputs, [call.work for call in model.calls]
+        self._outputs = model.outputs
+        self._works = [call.work for call in model.calls]
         self._trains = any(self._outputs.values())
         is_lm = "logprobs" in self._outputs or model.generates
         self._main = "logprobs" if is_lm else next(iter(self._outputs))
@@ -257,7 +264,8 @@ class Bench:
         return tables
 
     def _pass_tables(self) -> dict[str, Table]:
-        lengths, tokens = self._sizes.sequence_tokens, tuple(map(float, self._tokens))
+        lengths = self._sizes.sequence_tokens
+        tokens = tuple(map(float, self._tokens))
         axes = {"sequence_tokens": tuple(map(float, lengths)), "tokens": tokens}
         blocks = [[self._block(number, length) for number in self._tokens] for length in lengths]
         ways = ("forward", "backward") if self._trains else ("forward",)
@@ -289,7 +297,8 @@ class Bench:
 
     def _head(self, output: str, tokens: int, block: tuple[float, float]) -> tuple[float, float]:
         """Forward, and the rest of forward and backward, of a micro-batch without its blocks."""
-        is_main, long = output == self._main, self._sizes.sequence_tokens[-1]
+        is_main = output == self._main
+        long = self._sizes.sequence_tokens[-1]
         keys: list[Any] = [("forward", _FEW, tokens, long), ("train", _FEW, tokens, long)]
         if not is_main:
             keys = [(output, "forward", tokens), (output, "train", tokens)]
@@ -317,7 +326,8 @@ class Bench:
 
     def _decoding_head(self, rows: int) -> float:
         """Seconds of a step without its blocks: as short prompts have it, and what long ones have beyond."""
-        short, times = self._prompts[0], self._seconds
+        short = self._prompts[0]
+        times = self._seconds
         step = (times["generate", rows, 1 + _DECODE_STEPS] - times["generate", rows, 1]) / _DECODE_STEPS
         rests = [
             times["decode", _FEW, rows, prompt] / _BLOCK_STEPS

@@ -14,9 +14,9 @@ from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.capacity import available_bytes
-from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
-from realhf.planner.memory_check import prove
+from realhf.planner.memory import call_bytes
+from realhf.planner.memory_check import available_bytes, check_memory
+from realhf.planner.model_states import training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.shard import num_params
 from realhf.realloc.schedule import STAGING_BYTES
@@ -286,7 +286,7 @@ def test_a_proof_counts_the_cache_that_a_run_takes():
 
     def cache(**changes):
         work = replace(Workload(512, 24, 1000.0, max_new_tokens=1000), **changes)
-        proof = prove(Problem(graph, {"actor": role}, {"gen": work}, cluster), plan)
+        proof = check_memory(Problem(graph, {"actor": role}, {"gen": work}, cluster), plan)
         return proof.peaks[0].parts["kv_cache"], proof.fits
 
     needed = 512 * 1024 * 2**19
