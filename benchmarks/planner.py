@@ -170,7 +170,9 @@ def symmetric_seconds(space: SearchSpace) -> float | None:
     return best if np.isfinite(best) else None
 
 
-def _best_options(space: SearchSpace, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float) -> float:
+def _best_options(
+    space: SearchSpace, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float
+) -> float:
     """The shortest step in these layouts, all of them on all devices; infinity if none fits, or none that
     takes less than `below`."""
     picks = [

@@ -1,7 +1,9 @@
-"""SearchSpace: all plans of a problem, as arrays that many plans can be evaluated with at once.
+"""The search space: times and memory of many plans at once, computed on arrays.
 
-Calls that must share a layout (training of one role, what the user wants together) form a group; a plan gives
-every group one of its candidates. Shapes: K plans, U groups, N calls.
+Calls that must share a layout form a call group, and a plan picks one candidate for each group. Shapes: K
+plans, U call groups, N calls in graph order. Plans are an integer array `chosen` of shape (K, U). It holds
+the index of each group's candidate, or -1 where the choice is still open. Where only the mesh of a group is
+chosen, it holds the index of one of the candidates that `CallGroup.with_meshes` appends.
 """
 
 from collections.abc import Sequence
@@ -18,13 +20,14 @@ from realhf.planner.rates import Rates
 from realhf.planner.throughput import NEVER, Dependencies, periods
 from realhf.planner.transfer import Placed, transfer_seconds
 
-Doubtful = tuple[int, str, np.ndarray, np.ndarray]
-"""A group, a role of which it has a copy, the copy's bytes by candidate, and in which plans it is doubtful."""
-_SAMPLE_BYTES = 40  # Per token of what calls hand on: ids and a few float columns.
+PossibleAlias = tuple[int, str, np.ndarray, np.ndarray]
+"""A group, a role of which it has a copy, the copy's bytes by candidate, and the plans (a mask over K) in
+which the copy might share memory with another one."""
+_SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
 
 
 class SearchSpace:
-    """The groups of a problem and how plans of them are timed and checked."""
+    """The call groups of a problem, with the methods that compute the times and memory of plans."""
 
     def __init__(self, problem: Problem, rates: Rates) -> None:
         self.problem = problem
@@ -39,7 +42,7 @@ class SearchSpace:
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
 
     def call_plans(self, chosen: Sequence[int]) -> dict[str, CallPlan]:
-        """What a plan means for every call; plain Python runs as `host_anchor` says."""
+        """Return the CallPlan of every call; `host_anchor` decides where calls in plain Python run."""
         plans: dict[str, CallPlan] = {}
         for group, pick in zip(self.groups, chosen, strict=True):
             candidate = group.candidates[pick]
@@ -61,50 +64,56 @@ class SearchSpace:
     def timed(
         self, groups: Sequence[CallGroup], chosen: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds and ranks (first, stop) of every call of plans `chosen` (K, U). -1 stands for a group whose
-        choice is open: its calls take their least time on ranks of their own."""
+        """Return the seconds, the first rank and the stop rank of every call, each of shape (K, N).
+
+        The calls of a group whose choice is open take their least time, on ranks of their own.
+        """
         seconds, first, stop = (np.zeros((len(chosen), len(self.calls))) for _ in range(3))
         for u, group in enumerate(groups):
-            open_ = chosen[:, u] < 0
             pick = chosen[:, u]
+            is_open = pick < 0
             for i, call in enumerate(group.calls):
-                seconds[:, call] = np.where(open_, group.seconds[:, i].min(), group.seconds[pick, i])
-                first[:, call] = np.where(open_, -2 * u - 2, group.first[pick])
-                stop[:, call] = np.where(open_, -2 * u - 1, group.stop[pick])
+                seconds[:, call] = np.where(is_open, group.seconds[:, i].min(), group.seconds[pick, i])
+                first[:, call] = np.where(is_open, -2 * u - 2, group.first[pick])
+                stop[:, call] = np.where(is_open, -2 * u - 1, group.stop[pick])
         for number, (call, anchor, split, amount) in enumerate(self._on_host, start=len(groups)):
             if anchor is None:
                 seconds[:, call] = amount
-                stop[:, call] = 1  # (on rank 0)
+                stop[:, call] = 1  # It runs on rank 0.
                 continue
             group = groups[anchor]
             pick = chosen[:, anchor]
-            open_ = (pick < 0) | (pick >= len(group.candidates))
-            decided = np.where(open_, 0, pick)
+            is_open = (pick < 0) | (pick >= len(group.candidates))
+            decided = np.where(is_open, 0, pick)
             head = group.heads[decided]
             shared = amount / group.replicas[decided] if split else amount
-            seconds[:, call] = np.where(open_, 0.0 if split else amount, shared)
-            first[:, call] = np.where(open_, -2 * number - 2, head)
-            stop[:, call] = np.where(open_, -2 * number - 1, group.stop[decided] if split else head + 1)
+            seconds[:, call] = np.where(is_open, 0.0 if split else amount, shared)
+            first[:, call] = np.where(is_open, -2 * number - 2, head)
+            stop[:, call] = np.where(is_open, -2 * number - 1, group.stop[decided] if split else head + 1)
         return seconds, first, stop
 
     def periods(
         self, groups: Sequence[CallGroup], chosen: np.ndarray, *, moving: np.ndarray | None = None,
         least: np.ndarray | float = 0.0, exact: bool = True,
     ) -> np.ndarray:  # fmt: skip
-        """Seconds per step of plans whose calls take `least` or longer; a lower bound where not `exact` or
-        where choices are open."""
+        """Return the seconds per step of plans whose calls take at least `least` seconds.
+
+        The result is a lower bound without `exact`, or where choices are open.
+        """
         seconds, first, stop = self.timed(groups, chosen)
         seconds = np.maximum(seconds, least)
         shares = (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
         return periods(self.needs, seconds, shares, moving=moving, exact=exact)
 
     def moving(self, chosen: np.ndarray) -> np.ndarray:
-        """Seconds of the reallocations of plans (K, number of `needs.weights`); 0 where an end is open."""
+        """Return the seconds of each reallocation, shape (K, number of `needs.weights`).
+
+        Reallocations with an end whose choice is open take 0 seconds.
+        """
         sizes = [len(group.candidates) for group in self.groups]
         out = np.zeros((len(chosen), len(self.needs.weights)))
         for number, (i, j, _) in enumerate(self.needs.weights):
-            here = self._group_of[i]
-            there = self._group_of[j]
+            here, there = self._group_of[i], self._group_of[j]
             for k, (target, source) in enumerate(chosen[:, [here, there]].tolist()):
                 if 0 <= target < sizes[here] and 0 <= source < sizes[there]:
                     out[k, number] = self._seconds(j, here, target, there, source)
@@ -127,15 +136,15 @@ class SearchSpace:
         return self.periods(self.groups, chosen, moving=self.moving(chosen))
 
     def overflow(self, groups: Sequence[CallGroup], chosen: np.ndarray) -> np.ndarray:
-        """Bytes by which the fullest rank of each plan exceeds its memory, at most 0 where all fits.
+        """Return the bytes by which the fullest rank of each plan exceeds its memory; at most 0 if all fits.
 
-        A lower bound where choices are open: copies count as soon as it is sure that they are not the same
-        memory as their role's home.
+        The result is a lower bound where choices are open: a copy counts only once it is certain that it does
+        not share the memory of its role's home.
         """
-        first, stop, resting, running, doubtful = self._loads(groups, chosen)
+        first, stop, resting, running, aliases = self._loads(groups, chosen)
         most = _fullest(first, stop, resting, running)
         if len(tight := np.flatnonzero(most > self.capacity)):
-            for u, role, values, might in doubtful:
+            for u, role, values, might in aliases:
                 rows = tight[might[tight]]
                 same = self._aliases(u, role, chosen[rows])
                 resting[rows, u] -= np.where(same, values[chosen[rows, u]], 0.0)
@@ -143,10 +152,13 @@ class SearchSpace:
         return most - self.capacity
 
     def least_seconds(self, groups: Sequence[CallGroup], chosen: np.ndarray) -> np.ndarray:
-        """Seconds (K, N) that calls take at least in plans where only their mesh is chosen, in the memory
-        that is left beside what others rest there; 0 for the other calls."""
-        first, stop, resting, _, doubtful = self._loads(groups, chosen)
-        for u, _, values, might in doubtful:
+        """Return lower bounds of the seconds of calls, shape (K, N), where only a group's mesh is chosen.
+
+        The bounds follow from the memory that the resting parts of other groups leave free. They are 0 for
+        all other calls.
+        """
+        first, stop, resting, _, aliases = self._loads(groups, chosen)
+        for u, _, values, might in aliases:
             resting[:, u] -= np.where(might, values[chosen[:, u]], 0.0)
         least = np.zeros((len(chosen), len(self.calls)))
         for u, group in enumerate(groups):
@@ -158,7 +170,7 @@ class SearchSpace:
             others, starts, stops = (array[rows].T.copy() for array in (resting, first, stop))  # (U, rows)
             others[u] = 0.0
             beside = np.zeros(len(rows))
-            for v in range(len(groups)):  # The fullest of the group's ranks is its first, or another's first.
+            for v in range(len(groups)):  # A group's fullest rank is its own first rank, or another's.
                 at = np.maximum(starts[v], starts[u])
                 at = np.where(at < stops[u], at, starts[u])
                 covers = (starts <= at) & (at < stops)
@@ -172,9 +184,12 @@ class SearchSpace:
 
     def _loads(
         self, groups: Sequence[CallGroup], chosen: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[Doubtful]]:
-        """First rank and stop of every group, bytes that rest and that run there, shape (K, U) each; and which
-        copies are counted that might be the same memory as their role's home."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[PossibleAlias]]:
+        """Return first rank, stop rank, resting bytes and running bytes of every group, shape (K, U) each.
+
+        The last result lists the copies that are counted although they might share the memory of their role's
+        home.
+        """
         first, stop, resting, running = (np.zeros(chosen.shape) for _ in range(4))
         for u, group in enumerate(groups):
             here = chosen[:, u] >= 0
@@ -183,7 +198,7 @@ class SearchSpace:
                 array[:, u] = np.where(here, values[pick], -1)
             for array, values in ((resting, group.resting), (running, group.running)):
                 array[:, u] = np.where(here, values[pick], 0.0)
-        doubtful = []
+        aliases = []
         for u, group in enumerate(groups):
             for role, values in zip(group.copies, group.copied, strict=True):
                 home = self._home_of[role]
@@ -197,16 +212,18 @@ class SearchSpace:
                 decided &= chosen[:, u] < len(group.candidates)
                 known &= decided | ~equal
                 resting[:, u] += np.where(known, values[chosen[:, u]], 0.0)
-                doubtful.append((u, role, values, known & equal))
-        return first, stop, resting, running, doubtful
+                aliases.append((u, role, values, known & equal))
+        return first, stop, resting, running, aliases
 
     def _aliases(self, group: int, role: str, chosen: np.ndarray) -> np.ndarray:
-        """Whether a copy is the same memory as its role's home (every rank holds the same shard in both) or
-        as the copy of a group before it, in the same layout."""
+        """Return for each plan whether a group's copy of a role shares the memory of another one.
+
+        It does if every rank holds the same shard in the role's home, or if an earlier group has a copy of
+        the role in the same layout.
+        """
         home = self._home_of[role]
         twins = self._twins(group, role)
-        here = self.groups[group].candidates
-        there = self.groups[home].candidates
+        here, there = self.groups[group].candidates, self.groups[home].candidates
         same = np.zeros(len(chosen), dtype=bool)
         for k, row in enumerate(chosen.tolist()):
             mine = here[row[group]]
@@ -216,35 +233,40 @@ class SearchSpace:
         return same
 
     def _twins(self, group: int, role: str) -> list[int]:
-        """Units before this one with copies of the same role."""
+        """Return the earlier groups that have copies of the same role."""
         return [v for v, other in enumerate(self.groups[:group]) if role in other.copies]
 
 
 def _fullest(first: np.ndarray, stop: np.ndarray, resting: np.ndarray, running: np.ndarray) -> np.ndarray:
-    """Bytes on the fullest rank of each plan: all that rests there, and the largest call that runs there.
+    """Return the bytes on the fullest rank of each plan: all that rests there, and the largest call on it.
 
-    The fullest rank is the first of some mesh.
+    The first rank of some mesh is always among the fullest ranks.
     """
     most = np.zeros(len(first))
     first, stop, resting, running = (array.T.copy() for array in (first, stop, resting, running))
-    for at in first:  # (U, K): sums over the first axis are quick.
+    for at in first:  # The arrays are transposed to (U, K), since sums over the first axis are fast.
         covers = (first <= at) & (at < stop)
         most = np.maximum(most, (resting * covers).sum(axis=0) + (running * covers).max(axis=0))
     return most
 
 
 def _same_shards(here: Candidate, home: Candidate) -> bool:
-    if (here.mesh, here.strategy) == (home.mesh, home.strategy):
+    if here.layout_key == home.layout_key:
         return True
-    (a, b) = (here.mesh, home.mesh)
-    (mine, other) = (here.strategy, home.strategy)
-    inside = b.first <= a.first and a.stop <= b.stop and (a.first - b.first) % mine.tp == 0
+    mine = here.strategy
+    other = home.strategy
+    offset = here.mesh.first - home.mesh.first
+    inside = offset >= 0 and here.mesh.stop <= home.mesh.stop and offset % mine.tp == 0
     return inside and mine.tp == other.tp and mine.pp == other.pp == mine.ep == other.ep == 1
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:
-    """Where a call in plain Python is put: the model call on whose heads it runs, and whether it is split
-    over all of them. Split it runs where its data is; else where a call waits for it; else on rank 0."""
+    """Return the model call on whose result ranks a plain Python call runs, and whether it is split over
+    them.
+
+    A call that can be split runs where its inputs are. Any other runs where a call waits for its outputs.
+    Without such a model call it runs on rank 0.
+    """
     graph = problem.graph
     before = [p.name for key in call.inputs if (p := graph.producer(key)) is not None and p.role is not None]
     after = [c.name for c in graph.order if c.role is not None and set(c.inputs) & set(call.outputs)]
@@ -254,8 +276,8 @@ def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]
 
 
 def _host_calls(problem: Problem, groups: Sequence[CallGroup]) -> list[tuple[int, int | None, bool, float]]:
-    """Of each call in plain Python: its number, the group on whose heads it runs (None: on rank 0), whether it
-    is split over them, and its seconds in one piece."""
+    """Return, for each call in plain Python: its number, the call group on whose result ranks it runs
+    (None for rank 0), whether it is split over them, and its seconds when it is not split."""
     order = problem.graph.order
     group_of = {order[i].name: u for u, group in enumerate(groups) for i in group.calls}
     found = []
@@ -267,7 +289,7 @@ def _host_calls(problem: Problem, groups: Sequence[CallGroup]) -> list[tuple[int
 
 
 def dependencies(problem: Problem, rates: Rates) -> Dependencies:
-    """Of the calls in graph order."""
+    """Return the dependencies among the calls, in graph order."""
     graph = problem.graph
     calls = problem.graph.order
     index = {call.name: i for i, call in enumerate(calls)}

@@ -1,4 +1,4 @@
-"""Makes plans: searches, completes what was found, and says why it is so."""
+"""Make a plan: search for it, describe it, and explain why there is none."""
 
 import math
 import time
@@ -19,11 +19,11 @@ from realhf.planner.search import LocalSearch, Progress, SearchResult, leanest, 
 from realhf.planner.simulate import Simulation, simulate
 from realhf.units import format_bytes
 
-_SEARCHING = 0.8  # Of the time limit; the rest is for describing what was found.
+_SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
 
 
 class Heuristic(NamedTuple):
-    """What people set up by hand, one candidate per group; whether it `fits` in memory."""
+    """The plan that people set up by hand, as one candidate per call group; `fits` is about memory."""
 
     chosen: list[int]
     seconds: float
@@ -32,7 +32,7 @@ class Heuristic(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and all that is to be said about it."""
+    """A plan with all that is reported about it."""
 
     problem: Problem
     space: SearchSpace
@@ -40,7 +40,7 @@ class Planned:
     costs: Mapping[str, CallCost]
     found: SearchResult
     simulation: Simulation
-    proof: MemoryCheck
+    memory: MemoryCheck
     reasons: Mapping[str, str]
     heuristic: Heuristic | None
     search_seconds: float
@@ -74,34 +74,35 @@ def make_plan(
         variants = group.candidates[pick].variants
         costs |= {space.calls[i].name: v.cost for i, v in zip(group.calls, variants, strict=True)}
     plan = _execution_plan(space, found)
-    proof = check_memory(problem, plan)
-    assert proof.fits, f"the search counts less memory than the proof: {proof.fullest}"
+    memory = check_memory(problem, plan)
+    assert memory.fits, f"the search counts less memory than the check: {memory.fullest}"
     reasons = _reasons(space, chosen, found)
     spent = time.monotonic() - began
-    return Planned(problem, space, plan, costs, found, simulation, proof, reasons, rule, spent)
+    return Planned(problem, space, plan, costs, found, simulation, memory, reasons, rule, spent)
 
 
 def heuristic(space: SearchSpace) -> Heuristic | None:
-    """Every call on all devices, tensor parallelism inside hosts, a pipeline across them as deep as the model
-    allows (the baseline of ReaL, Mei et al. 2024), with the best options that fit together, else the fastest.
+    """Return the baseline plan of ReaL (Mei et al. 2024).
 
-    None where a call fits in no layout on all devices.
+    Every call runs on all devices, with tensor parallelism inside hosts and a pipeline across them that is as
+    deep as the model allows. Among its options it takes the fastest that fit together, or the fastest of all
+    if none do. The result is None where a call fits in no layout on all devices.
     """
     everywhere = Mesh(0, space.problem.cluster.num_devices)
-    ways = []
+    choices = []
     for group in space.groups:
         here = [i for i, candidate in enumerate(group.candidates) if candidate.mesh == everywhere]
         if not here:
             return None
         strategies = {group.candidates[i].strategy for i in here}
         chosen = max(strategies, key=lambda s: (min(s.tp, 8), -s.dp, -s.tp, -s.ep))
-        ways.append(np.array([i for i in here if group.candidates[i].strategy == chosen]))
-    local = LocalSearch(space, ways)
-    pairs = zip(space.groups, ways, strict=True)
+        choices.append(np.array([i for i in here if group.candidates[i].strategy == chosen]))
+    local = LocalSearch(space, choices)
+    pairs = zip(space.groups, choices, strict=True)
     local.improve(np.array([way[np.argmin((group.resting + group.running)[way])] for group, way in pairs]))
     if local.best is not None:
         return Heuristic(local.best.tolist(), local.best_score, True)
-    fastest = [int(way[0]) for way in ways]  # Candidates are in order of time.
+    fastest = [int(way[0]) for way in choices]  # Candidates are in order of time.
     return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
 
 
@@ -115,7 +116,7 @@ def _execution_plan(space: SearchSpace, found: SearchResult) -> ExecutionPlan:
 
 
 def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dict[str, str]:
-    """For each call: what limits it, and what its next best layout would cost."""
+    """Return for each call what limits it, and what its next best layout would cost."""
     reasons = {}
     for u, group in enumerate(space.groups):
         mine = group.candidates[chosen[u]]
@@ -144,20 +145,20 @@ def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dic
 
 
 def _require_supported(problem: Problem, rates: Rates) -> None:
-    """Raises ValueError about a dtype that the cluster does not know, or a batch that cannot be cut as a call
-    says."""
+    """Raise ValueError for a dtype that the cluster does not list, or a batch with too few prompts to
+    split."""
     for role in problem.roles.values():
         rates.peak(role)
     for call in problem.model_calls:
         work = problem.workloads[call.name]
         if work.minibatches > work.prompts:
-            cut = f"cuts a batch of {work.prompts} prompts into {work.minibatches} mini-batches"
+            split = f"cuts a batch of {work.prompts} prompts into {work.minibatches} mini-batches"
             hint = "give at least one prompt to each (minibatches, batch_size)"
-            raise ValueError(f"call {call.name} {cut}: {hint}")
+            raise ValueError(f"call {call.name} {split}: {hint}")
 
 
 def _require_candidates(space: SearchSpace) -> None:
-    """Raises ValueError about the first calls that can be run nowhere, even alone on all devices."""
+    """Raise ValueError about the first calls that fit nowhere, even alone on all devices."""
     problem = space.problem
     for group in space.groups:
         if group.candidates:
@@ -173,7 +174,7 @@ def _require_candidates(space: SearchSpace) -> None:
 
 
 def _nothing_fits(space: SearchSpace) -> str:
-    """The plan that needs least on its fullest rank, and what it lacks there."""
+    """Return the sentence about a problem without a plan, with the remedy for the plan that lacks least."""
     plan = ExecutionPlan(space.call_plans(leanest(space).tolist()))
     try:
         require_fit(space.problem, plan)
@@ -183,7 +184,7 @@ def _nothing_fits(space: SearchSpace) -> str:
 
 
 def _devices(space: SearchSpace) -> str:
-    """What there is, against the weights, gradients and optimizers of all roles."""
+    """Return a sentence that compares the devices with the weights, gradients and optimizers of all roles."""
     problem = space.problem
     total = 0.0
     num_devices = problem.cluster.num_devices

@@ -1,8 +1,8 @@
-"""MemoryCheck: what a plan needs in memory, rank by rank, and what to change where it does not fit.
+"""Check of the memory that a plan needs on every rank, with remedies where it does not fit.
 
-A rank always holds what rests on it: the parameters of the roles that it owns, for trained ones gradients and
-optimizer, and the copies of roles that it runs in other layouts. As its calls exclude each other, the largest
-of them comes on top.
+A rank always holds the parameters of the roles whose home it is part of, with gradients and optimizer for
+trained ones, and copies of the roles that it runs in other layouts. A rank runs one call at a time, so only
+the largest call is added.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,22 +21,22 @@ from realhf.planner.shard import num_params
 from realhf.realloc.schedule import STAGING_BYTES
 from realhf.units import format_bytes
 
-_FRAGMENTATION = 0.05  # Share of a device's memory that the allocator cannot use.
-_CONTEXT_BYTES = 1 << 30  # Of libraries and of communication buffers; a Python process on CPU takes no less.
+_FRAGMENTATION = 0.05  # The fraction of a device's memory that the allocator cannot use.
+_CONTEXT_BYTES = 1 << 30  # For libraries and communication buffers; a Python process on CPU needs as much.
 
 
 def available_bytes(cluster: Cluster) -> float:
-    """Of a device's memory, what plans may use.
+    """Return the bytes of a device's memory that plans may use.
 
-    The rest is for fragmentation (5 %), libraries and communication buffers (1 GiB) and what is on its way
-    in a reallocation.
+    The rest is for fragmentation (5 %), libraries and communication buffers (1 GiB) and reallocations in
+    flight.
     """
     usable = (1 - _FRAGMENTATION) * cluster.device_memory_bytes - _CONTEXT_BYTES - STAGING_BYTES
     return max(0.0, usable)
 
 
 class Peak(NamedTuple):
-    """The most that one rank needs: while `call` runs. `parts` in bytes, what rests first."""
+    """The largest need of one rank, and the call during which it occurs. `parts` are in bytes."""
 
     rank: int
     call: str
@@ -49,7 +49,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """The peak of every rank, the most that a rank needs while each call runs, and what a device has."""
+    """The peak of every rank, the largest need of a rank during each call, and a device's available bytes."""
 
     peaks: Mapping[int, Peak]
     calls: Mapping[str, float]
@@ -65,7 +65,7 @@ class MemoryCheck:
 
 
 def check_memory(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
-    """Memory of every rank under a plan."""
+    """Return the memory that a plan needs on every rank."""
     homes = _homes(problem, plan)
     known: dict[tuple[str, int], dict[str, float]] = {}
     peaks = dict[int, Peak]()
@@ -83,21 +83,25 @@ def check_memory(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
 
 
 def require_fit(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
-    """The proof of a plan that fits. Raises ValueError that names call, rank, need and the nearest remedy."""
-    proof = check_memory(problem, plan)
-    if proof.fits:
-        return proof
-    peak = proof.fullest
+    """Return the check of a plan that fits.
+
+    Raises ValueError if it does not; the message names the call, the rank, its need and the nearest remedy.
+    """
+    check = check_memory(problem, plan)
+    if check.fits:
+        return check
+    peak = check.fullest
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     raise ValueError(
         f"calls.{peak.call} needs {format_bytes(peak.num_bytes)} on rank {peak.rank} ({shown}), but "
-        f"{format_bytes(proof.available)} of a device's {format_bytes(problem.cluster.device_memory_bytes)} "
+        f"{format_bytes(check.available)} of a device's {format_bytes(problem.cluster.device_memory_bytes)} "
         f"are available; {_remedy(problem, plan)}"
     )
 
 
 def _homes(problem: Problem, plan: ExecutionPlan) -> dict[str, Layout]:
+    """Return the layout in which each role rests: that of its training, else that of its first call."""
     homes: dict[str, Layout] = {}
     for call in problem.model_calls:
         assert call.role is not None
@@ -109,10 +113,10 @@ def _homes(problem: Problem, plan: ExecutionPlan) -> dict[str, Layout]:
 def _resting(
     problem: Problem, plan: ExecutionPlan, homes: Mapping[str, Layout], rank: int
 ) -> dict[str, float]:
-    """What is on a rank all the time, by what it is."""
+    """Return the bytes that a rank always holds, by part."""
     parts: dict[str, float] = {}
     offloads = {call.role for call in problem.model_calls if plan[call.name].offload}
-    holders: dict[tuple[object, ...], str] = {}  # Of frozen weights that several roles may share.
+    holders: dict[tuple[object, ...], str] = {}  # The first role that holds each shard of a source.
     for name, role in problem.roles.items():
         if role.source is not None and rank in homes[name] and name not in offloads:
             holders.setdefault((role.source, *_shard(homes[name], rank)), name)
@@ -124,7 +128,7 @@ def _resting(
             if rank not in layout:
                 continue
             if layout != home and rank in home and _shard(layout, rank) == _shard(home, rank):
-                continue  # The same memory.
+                continue  # Both are the same memory.
             what = f"{name} weights" if layout == home else f"{name} copy"
             stage = layout.coordinate(rank).pp
             size = weights_bytes(role, layout.strategy, stage)
@@ -138,7 +142,7 @@ def _resting(
 
 
 def _shard(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Ranks with equal shards have equal ones of these."""
+    """Return a key that is equal for equal shards."""
     at = layout.coordinate(rank)
     return (layout.pp, at.pp, layout.tp, at.tp, layout.ep, at.dp % layout.ep)
 
@@ -147,7 +151,7 @@ def _running(
     problem: Problem, plan: ExecutionPlan, call: FunctionCall, rank: int,
     known: dict[tuple[str, int], dict[str, float]],
 ) -> dict[str, float]:  # fmt: skip
-    """What a call adds on a rank, by part."""
+    """Return the bytes that a call adds on a rank, by part."""
     how = plan[call.name]
     role = problem.role_of(call)
     stage = how.layout.coordinate(rank).pp
@@ -169,8 +173,11 @@ def _together(
     problem: Problem, plan: ExecutionPlan, call: FunctionCall, resting: Mapping[str, float],
     running: Mapping[str, float],
 ) -> dict[str, float]:  # fmt: skip
-    """Return all that a rank holds while a call runs. A cache whose size nobody has set takes no more than a
-    share of what is free, as in inference/cache_limit.py; its rows wait."""
+    """Return all that a rank holds while a call runs, by part.
+
+    A cache without a limit set by the user takes no more than a share of the free memory, as in
+    inference/cache_limit.py; rows that it has no blocks for wait.
+    """
     parts = {**resting, **running}
     work = problem.workloads[call.name]
     if "kv_cache" not in running or work.kv_cache_gib is not None:
@@ -182,15 +189,15 @@ def _together(
 
 
 def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
-    """The nearest changes of the plan under which every rank has enough."""
+    """Return a sentence with the nearest changes of the plan that make it fit on every rank."""
     made: list[str] = []
     for _ in range(2 * len(problem.model_calls)):
-        proof = check_memory(problem, plan)
-        if proof.fits:
+        check = check_memory(problem, plan)
+        if check.fits:
             return f"it fits with {' and '.join(made)}"
-        peak = proof.fullest
+        peak = check.fullest
         for what, changed in _changes(problem, plan, peak):
-            if check_memory(problem, changed).peaks[peak.rank].num_bytes <= proof.available:
+            if check_memory(problem, changed).peaks[peak.rank].num_bytes <= check.available:
                 made = [*made, what]
                 plan = changed
                 break
@@ -200,6 +207,7 @@ def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
 
 
 def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tuple[str, ExecutionPlan]]:
+    """Yield changes that reduce the memory of the peak's call, or of what rests on its rank."""
     call = problem.graph[peak.call]
     how = plan[peak.call]
 

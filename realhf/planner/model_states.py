@@ -6,22 +6,23 @@ from realhf.planner.shard import held_params, num_params
 
 
 def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """One copy of the weights on the fullest rank of a stage, adapters included."""
+    """Return the bytes of one copy of the weights on the fullest rank of a stage, adapters included."""
     adapters = 0 if role.lora is None else trained_params(role, strategy, stage)
     return (num_params(role.spec, strategy, stage) + adapters) * role.itemsize
 
 
 def trained_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """Parameters on the fullest rank of a stage that training changes."""
+    """Return the number of parameters on the fullest rank of a stage that training changes."""
     return sum(held_params(role.config, strategy, stage, role.lora))
 
 
 def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """What training holds all the time besides the weights: gradients, and a replica's share of moments and,
-    where the weights are not that themselves, of a master copy.
+    """Return the bytes of gradients and optimizer, which training always holds besides the weights.
 
-    ZeRO stage 1 (Rajbhandari et al. 2020) with all of it in float32. Shards end at whole rows of a parameter,
-    hence one row on top (in each section, up or down). Of experts 1/ep as many replicas share the optimizer.
+    All of it is in float32 with ZeRO stage 1 (Rajbhandari et al. 2020): a replica has its share of the
+    moments and, where the weights have a narrower dtype, of a master copy. Shards end at whole rows of a
+    parameter, hence one extra row (in each section rounding may go either way). The optimizer of experts is
+    shared by 1/ep as many replicas.
     """
     shared, experts = held_params(role.config, strategy, stage, role.lora)
     replicas, expert_replicas = strategy.num_replicas, strategy.num_expert_replicas

@@ -1,9 +1,10 @@
-"""Search: the plan with the shortest step of those enumerated, and a lower bound over them.
+"""Search for the plan with the shortest step among those enumerated, and a lower bound over them.
 
-A good plan comes from local search. Branch and bound then raises the bound, or finds a better one: groups get
-their meshes first, largest work first, then one of the candidates on them. The bound of an unfinished plan
-lets what is open take its least time on devices of its own, and counts that all device seconds must find
-room. It is anytime: the least bound of what has not been looked at holds for every plan.
+Local search finds a good plan. Branch and bound then raises the lower bound or finds a better plan: it
+chooses a mesh for every call group, those with the most work first, and then a candidate on each mesh. The
+bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of their
+own, and that the step is no shorter than the sum of all device seconds over the number of devices. The search
+is anytime: the least bound among the plans that are not explored yet holds for every plan.
 """
 
 import time
@@ -15,11 +16,11 @@ import numpy as np
 from realhf.planner.evaluate import SearchSpace
 
 _OPEN = -1
-_CHILDREN = 12_000  # Plans that are looked at at once.
-_DIVE_EVERY = 2  # Rounds of expansion between two attempts to complete what looks best,
-_BEAM = 24  # each with so many unfinished plans side by side.
-_MOST_NODES = 1_000_000  # Beyond, the least promising are given up; their bound is kept.
-_EXACT = 24  # In local search, how many promising changes are looked at with reallocations.
+_CHILDREN = 12_000  # The number of plans to evaluate at once.
+_DIVE_EVERY = 2  # The number of rounds of expansion from one beam search to the next.
+_BEAM = 24  # The width of a beam search.
+_MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
+_EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
 _SAME = 1e-9  # Relative difference below which two times are equal.
 
 Progress = Callable[[float, float, float], None]
@@ -28,7 +29,7 @@ Progress = Callable[[float, float, float], None]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best plan found, one candidate per group. `lower_bound_seconds` holds over the plans enumerated."""
+    """The best plan found, as one candidate per call group, and the lower bound over the plans enumerated."""
 
     chosen: tuple[int, ...]
     step_seconds: float
@@ -45,11 +46,11 @@ def search(
     space: SearchSpace, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
     max_rounds: int | None = None, progress: Progress | None = None,
 ) -> SearchResult | None:  # fmt: skip
-    """Return the best plan found within `time_limit` seconds, sooner when its gap is at most `gap`.
+    """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`.
 
-    The gap is to the lower bound over the plans enumerated, those of the space; it says nothing of others.
-    None when no plan fits the devices' memory, as far as was looked. The same every time unless `time_limit`
-    ends it.
+    The gap is the distance to the lower bound over the plans enumerated, which are those of the space; it
+    says nothing about others. The result is None when no plan that fits the devices' memory was found. It is
+    the same every time unless `time_limit` ends the search.
     """
     began = time.monotonic()
     local = LocalSearch(space)
@@ -77,24 +78,25 @@ def search(
 
 
 def leanest(space: SearchSpace) -> np.ndarray:
-    """The plan that exceeds the devices' memory least, as far as local search finds."""
+    """Return the plan that exceeds the devices' memory least, as far as local search finds it."""
     local = LocalSearch(space)
     return min((local.improve(np.array(start)) for start in local.starts()), key=lambda found: found[1])[0]
 
 
 class LocalSearch:
-    """Improves plans by changing the candidate of one group at a time, as long as that helps."""
+    """Improves plans by changing the candidate of one call group at a time, as long as that helps."""
 
-    def __init__(self, space: SearchSpace, ways: Sequence[np.ndarray] | None = None) -> None:
-        """`ways`: of each group, the candidates that may be tried."""
+    def __init__(self, space: SearchSpace, choices: Sequence[np.ndarray] | None = None) -> None:
+        """Set up the search; `choices` restricts the candidates of each group."""
         self._space = space
         self._num = len(space.groups)
         self.best: np.ndarray | None = None
         self.best_score = np.inf
-        self._ways = ways or [group.varied() for group in space.groups]
+        self._choices = choices or [group.varied() for group in space.groups]
 
     def starts(self) -> list[list[int]]:
-        """Everything everywhere in its fastest way; in the leanest way; each call on a part of its own."""
+        """Return three plans to start from: the fastest candidates, the smallest ones, and those with the
+        least device seconds."""
         groups = self._space.groups
         fastest = [0] * self._num
         leanest = [int(np.lexsort((u.seconds.sum(axis=1), u.resting + u.running))[0]) for u in groups]
@@ -102,13 +104,12 @@ class LocalSearch:
         return [fastest, leanest, frugal]
 
     def offer(self, chosen: np.ndarray, score: float) -> None:
-        """A plan that fits: kept if it is the best so far."""
+        """Keep a plan that fits if it is the best so far."""
         if score < self.best_score * (1 - _SAME):
-            self.best = chosen.copy()
-            self.best_score = score
+            self.best, self.best_score = chosen.copy(), score
 
     def improve(self, chosen: np.ndarray) -> tuple[np.ndarray, float]:
-        """Where this plan leads to, and its score."""
+        """Return the plan in which local search from this one ends, and its score."""
         score = self._exact(chosen[None])[0]
         while True:
             before = score
@@ -121,8 +122,8 @@ class LocalSearch:
         return chosen, score
 
     def _best_of(self, chosen: np.ndarray, score: float, group: int) -> tuple[np.ndarray, float]:
-        """The best plan in which one group has another candidate, if it is better than `chosen`."""
-        plans = self._changed(chosen, group, self._ways[group])
+        """Return the best plan in which one group has another candidate, or `chosen` if none is better."""
+        plans = self._changed(chosen, group, self._choices[group])
         rough = self._rough(plans)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < score * (1 - _SAME)]
@@ -132,21 +133,21 @@ class LocalSearch:
         best = int(np.argmin(exact))
         return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
 
-    def _changed(self, chosen: np.ndarray, group: int, ways: np.ndarray) -> np.ndarray:
-        """The plan with each of these candidates of a group."""
-        plans = np.repeat(chosen[None], len(ways), axis=0)
-        plans[:, group] = ways
+    def _changed(self, chosen: np.ndarray, group: int, choices: np.ndarray) -> np.ndarray:
+        """Return copies of the plan, each with one of these candidates for a group."""
+        plans = np.repeat(chosen[None], len(choices), axis=0)
+        plans[:, group] = choices
         return plans
 
     def polish(self) -> None:
-        """Improves the best plan once more, with all candidates to choose from."""
+        """Improve the best plan once more, with all candidates to choose from."""
         assert self.best is not None
-        self._ways = [np.arange(len(group.candidates)) for group in self._space.groups]
+        self._choices = [np.arange(len(group.candidates)) for group in self._space.groups]
         self.improve(self.best)
 
     def tidy(self) -> None:
-        """Gives every group of the best plan the candidate with the least device time, of those that keep the
-        step as short."""
+        """Change every group of the best plan to the candidate with the least device seconds that keeps
+        the step as short."""
         if self.best is None:
             return
         for u, group in enumerate(self._space.groups):
@@ -160,20 +161,20 @@ class LocalSearch:
                 self.best = plans[good[0]]
 
     def _rough(self, plans: np.ndarray) -> np.ndarray:
-        """Scores without reallocations, and without cycles of many steps: never more than the exact ones."""
+        """Return scores that leave out reallocations and long cycles, and so never exceed the exact ones."""
         return self._scores(plans, self._space.periods(self._space.groups, plans, exact=False))
 
     def _exact(self, plans: np.ndarray) -> np.ndarray:
         return self._scores(plans, self._space.exact_periods(plans))
 
     def _scores(self, plans: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Period, plus a penalty that makes every plan that fits better than all that do not."""
+        """Return step times, with a penalty that ranks all plans that fit above all that do not."""
         over = np.maximum(0.0, self._space.overflow(self._space.groups, plans)) / self._space.capacity
         return seconds + np.where(over > 0, 1e6 * (1 + over), 0.0)
 
 
 class _Tree:
-    """Unfinished plans, best bound first. A group's choice is open, one of its meshes, or a candidate."""
+    """The unfinished plans of branch and bound. Each group has an open choice, a mesh or a candidate."""
 
     def __init__(self, space: SearchSpace, local: LocalSearch) -> None:
         self._space = space
@@ -191,7 +192,7 @@ class _Tree:
 
     @property
     def bound(self) -> float:
-        """No plan of the space takes less."""
+        """Lower bound of the seconds per step over all plans of the space."""
         return min(float(self._bounds.min(initial=np.inf)), self._given_up, self._local.best_score)
 
     def is_finished(self, gap: float) -> bool:
@@ -199,13 +200,12 @@ class _Tree:
         return not len(self._plans) or self.bound >= goal
 
     def expand(self) -> None:
-        """Takes the most promising plans, all at one depth, a choice further."""
+        """Replace the most promising plans, all at one depth, with their children."""
         first = np.lexsort((-self._depths, self._bounds))[0] if len(self._plans) else 0
         depth = self._depths[first]
         level = np.flatnonzero(self._depths == depth)
         taken = level[np.argsort(self._bounds[level], kind="stable")[: self._width(int(depth))]]
-        plans = self._plans[taken]
-        bounds = self._bounds[taken]
+        plans, bounds = self._plans[taken], self._bounds[taken]
         left = np.ones(len(self._plans), dtype=bool)
         left[taken] = False
         self._keep(left)
@@ -225,25 +225,24 @@ class _Tree:
             self._keep(order[: _MOST_NODES // 2])
 
     def _width(self, depth: int) -> int:
-        """How many plans are expanded at once."""
+        """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
         group = self._space.groups[int(self._order[depth % len(self._groups)])]
-        ways = len(group.by_mesh) if depth < len(self._groups) else len(group.candidates) / len(group.by_mesh)
-        return max(1, int(_CHILDREN / ways))
+        num_meshes = len(group.by_mesh)
+        choices = num_meshes if depth < len(self._groups) else len(group.candidates) / num_meshes
+        return max(1, int(_CHILDREN / choices))
 
     def dive(self) -> None:
-        """Completes the most promising plans by a beam search, and improves what comes out."""
+        """Complete the most promising plan by a beam search, and improve the outcome by local search."""
         if not len(self._plans):
             return
         at = np.lexsort((-self._depths, self._bounds))[0]
-        plans = self._plans[[at]]
-        bounds = self._bounds[[at]]
+        plans, bounds = self._plans[[at]], self._bounds[[at]]
         for depth in range(int(self._depths[at]), self._leaf_depth):
             if not len(plans):
                 return
             plans, bounds = self._children(plans, bounds, depth)
             best = np.argsort(bounds, kind="stable")[:_BEAM]
-            plans = plans[best]
-            bounds = bounds[best]
+            plans, bounds = plans[best], bounds[best]
         self._offer(plans, bounds)
         if len(plans):
             self._local.improve(plans[0])
@@ -261,19 +260,19 @@ class _Tree:
         return self._local.best_score * (1 - _SAME)
 
     def _keep(self, chosen: np.ndarray) -> None:
-        self._plans = self._plans[chosen]
-        self._bounds = self._bounds[chosen]
+        self._plans, self._bounds = self._plans[chosen], self._bounds[chosen]
         self._depths = self._depths[chosen]
 
     def _children(
         self, plans: np.ndarray, bounds: np.ndarray, depth: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Every plan with every choice for the group of this depth, if it can still be the best."""
+        """Return every plan with every choice for the group at this depth, if it may still become the
+        best."""
         group = int(self._order[depth % len(self._groups)])
         if depth < len(self._groups):
-            ways = self._sizes[group] + np.arange(len(self._space.groups[group].by_mesh))
-            counts = np.full(len(plans), len(ways))
-            picks = np.tile(ways, len(plans))
+            choices = self._sizes[group] + np.arange(len(self._space.groups[group].by_mesh))
+            counts = np.full(len(plans), len(choices))
+            picks = np.tile(choices, len(plans))
         else:
             on_mesh = [self._space.groups[group].by_mesh[i] for i in plans[:, group] - self._sizes[group]]
             counts = np.array([len(found) for found in on_mesh])
@@ -282,8 +281,7 @@ class _Tree:
         children[:, group] = picks
         bounds = self._bound(children, np.repeat(bounds, counts), decided=group)
         alive = bounds < self._goal
-        children = children[alive]
-        bounds = bounds[alive]
+        children, bounds = children[alive], bounds[alive]
         if depth >= len(self._groups) and len(children):
             last = depth + 1 == self._leaf_depth
             moving = self._space.moving(children)
@@ -292,12 +290,12 @@ class _Tree:
             alive = bounds < self._goal
             if last:
                 alive &= self._space.overflow(self._groups, children) <= 0
-            children = children[alive]
-            bounds = bounds[alive]
+            children, bounds = children[alive], bounds[alive]
         return children, bounds
 
     def _bound(self, plans: np.ndarray, bounds: np.ndarray, *, decided: int | None = None) -> np.ndarray:
-        """Lower bounds of everything that unfinished plans can become; infinity where they cannot fit."""
+        """Return lower bounds over all completions of unfinished plans; infinity for those that cannot
+        fit."""
         none = np.zeros((len(plans), len(self._space.calls)))
         bounds = np.maximum(bounds, self._device_seconds(plans, none) / self._devices)
         rest = np.flatnonzero(bounds < self._goal)
@@ -313,7 +311,7 @@ class _Tree:
         return bounds
 
     def _device_seconds(self, plans: np.ndarray, least: np.ndarray) -> np.ndarray:
-        """Device seconds of unfinished plans."""
+        """Return lower bounds of the device seconds of unfinished plans."""
         area = np.zeros(len(plans))
         for u, group in enumerate(self._groups):
             pick = plans[:, u]

@@ -1,4 +1,4 @@
-"""Simulate: the steady state of a plan - who does what when in one step, and who idles."""
+"""A simulated step of a plan in the steady state: when each call runs where, and which devices idle."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step of the steady state. `idle` is the share of the step in which each device runs no call."""
+    """One step of the steady state. `idle` is the fraction of the step in which each device runs no call."""
 
     step_seconds: float
     activities: tuple[Activity, ...]
@@ -33,7 +33,7 @@ class Simulation:
 
 
 def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
-    """The plan (one candidate per group) after so many steps that nothing is left of how it began."""
+    """Return the step of a plan, one candidate per call group, after its start no longer has an effect."""
     plans = np.asarray(chosen)[None]
     period = float(space.exact_periods(plans)[0])
     moving = space.moving(plans)[0]
