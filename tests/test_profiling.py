@@ -1,5 +1,4 @@
-"""What is measured of a model: a few of its blocks, for every kind of model, and rows that decode; and of the
-machine: its links."""
+"""Measurements of models (a few blocks of every kind, and decoding rows) and of a machine's links."""
 
 import functools
 import time

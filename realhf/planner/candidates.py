@@ -43,12 +43,12 @@ def find_meshes(cluster: Cluster) -> list[Mesh]:
     """
     per_host = cluster.devices_per_host
     hosts = cluster.num_hosts
-    unit = 1 << max(0, math.ceil(math.log2(hosts / _RANGE_ENDS)))
-    sizes = [n for n in range(1, per_host) if per_host % n == 0] if unit == 1 else []
+    spacing = 1 << max(0, math.ceil(math.log2(hosts / _RANGE_ENDS)))
+    sizes = [n for n in range(1, per_host) if per_host % n == 0] if spacing == 1 else []
     found = [Mesh(first, n) for n in sizes for first in range(0, cluster.num_devices, n)]
-    ends = sorted({*range(0, hosts, unit), hosts})
+    ends = sorted({*range(0, hosts, spacing), hosts})
     ranges = {(a, b) for a in ends for b in ends if a < b}
-    for n in (unit >> i for i in range(1, unit.bit_length()) if 1 << i <= _SMALLEST_PART):
+    for n in (spacing >> i for i in range(1, spacing.bit_length()) if 1 << i <= _SMALLEST_PART):
         ranges |= {(a, a + n) for a in range(0, hosts - n + 1, n)}
     found += [Mesh(a * per_host, (b - a) * per_host) for a, b in ranges]
     return sorted(found, key=lambda mesh: (-mesh.size, mesh.first))

@@ -99,10 +99,11 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
         choices.append(np.array([i for i in here if group.candidates[i].strategy == chosen]))
     local = LocalSearch(space, choices)
     pairs = zip(space.groups, choices, strict=True)
-    local.improve(np.array([way[np.argmin((group.resting + group.running)[way])] for group, way in pairs]))
+    leanest_of_each = [indices[np.argmin((g.resting + g.running)[indices])] for g, indices in pairs]
+    local.improve(np.array(leanest_of_each))
     if local.best is not None:
         return Heuristic(local.best.tolist(), local.best_score, True)
-    fastest = [int(way[0]) for way in choices]  # Candidates are in order of time.
+    fastest = [int(indices[0]) for indices in choices]  # Candidates are in order of time.
     return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
 
 

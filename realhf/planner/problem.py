@@ -29,7 +29,7 @@ class Workload:
 
     num_samples: int = 1
     prompt_tokens: float = 0.0
-    response_tokens: float = 0.0  # All tokens of a sequence without a prompt.
+    response_tokens: float = 0.0  # All tokens if the sequence is not split into prompt and response.
     max_new_tokens: int = 0
     samples_per_prompt: int = 1  # Consecutive samples of one prompt, which always stay together.
     max_rows: int = 512  # Generation: the rows that a rank decodes at once.

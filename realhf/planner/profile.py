@@ -233,11 +233,11 @@ class ProfiledRates(Rates):
         if role.lora is not None:  # The table was measured without adapters.
             block = partial(super().block, tokens=tokens, squared=squared, backward=backward)
             seconds *= block(role, tp, ep).compute / block(replace(role, lora=None), tp, ep).compute
-        wires = 0.0
+        communication = 0.0
         if tp.size > 1:
-            wires = 2 * self.all_reduce(tokens * role.config.hidden_size * role.itemsize, tp)
-        wires = min(wires, seconds / 2)
-        return Cost(seconds - wires, wires)
+            communication = 2 * self.all_reduce(tokens * role.config.hidden_size * role.itemsize, tp)
+        communication = min(communication, seconds / 2)
+        return Cost(seconds - communication, communication)
 
     def head(
         self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False
@@ -260,11 +260,11 @@ class ProfiledRates(Rates):
             prompt = np.full_like(context, shared.tokens)
             most = np.maximum(0.0, own.at(prompt, rows) - alike.at(prompt, rows))
             seconds -= most * (rows - shared.prompts) / np.maximum(1.0, rows - 1)
-        wires = np.zeros_like(seconds)
+        communication = np.zeros_like(seconds)
         if tp.size > 1:
             least = 2 * self.all_reduce(0.0, tp)
-            wires = np.minimum(least, seconds / 2)
-        return seconds - wires, wires
+            communication = np.minimum(least, seconds / 2)
+        return seconds - communication, communication
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
         table = self._of(role, tp, "decode_head")

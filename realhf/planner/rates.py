@@ -109,7 +109,7 @@ class Cost(NamedTuple):
 
 
 class SharedPrompts(NamedTuple):
-    """Prompts that several decoding rows share, so that `tokens` of each are read once for all its rows."""
+    """Numbers of distinct prompts among decoding rows; `tokens` of each are read once for all its rows."""
 
     prompts: np.ndarray
     tokens: float
@@ -267,8 +267,10 @@ class Rates:
         return Cost(embedding + compute, communication)
 
     def _launched(self, compute: Any) -> Any:
-        """Return the seconds of a block with host time; GPU kernels are launched while earlier ones run,
-        CPU operators are not."""
+        """Return the seconds of a block with its host time.
+
+        On a GPU kernels are launched while earlier ones run; on CPU the host time is added.
+        """
         if self.cluster.device_type == "cpu":
             return compute + self.assume.block_seconds
         return np.maximum(compute, self.assume.block_seconds)

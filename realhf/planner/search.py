@@ -29,7 +29,7 @@ Progress = Callable[[float, float, float], None]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best plan found, as one candidate per call group, and the lower bound over the plans enumerated."""
+    """The best plan found (one candidate per call group) and the lower bound over the plans enumerated."""
 
     chosen: tuple[int, ...]
     step_seconds: float

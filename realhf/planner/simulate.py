@@ -33,7 +33,7 @@ class Simulation:
 
 
 def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
-    """Return the step of a plan, one candidate per call group, after its start no longer has an effect."""
+    """Return a step of a plan (one candidate per call group), late enough that the start has no effect."""
     plans = np.asarray(chosen)[None]
     period = float(space.exact_periods(plans)[0])
     moving = space.moving(plans)[0]

@@ -12,14 +12,14 @@ from realhf.dist.group import World
 Key = TypeVar("Key", bound=Hashable)
 
 _ROUNDS = (3, 12)  # The smallest and the largest number of rounds.
-_SHORT_SECONDS = 0.02
-_MOST_PER_ROUND = 3  # What is over sooner is done several times in a round.
+_SHORT_SECONDS = 0.02  # Shorter work is repeated within a round, up to `_MOST_PER_ROUND` times.
+_MOST_PER_ROUND = 3
 
 
 class Clock:
-    """Times work on all ranks. A rank's time is the lower quartile over repetitions, as other processes can
-    only slow some of them down.
+    """A clock for work on all ranks at once.
 
+    A rank's time is the lower quartile over repetitions, as other processes can only slow some of them down.
     Work of one thread on a CPU that does not communicate is timed by its CPU seconds.
     """
 

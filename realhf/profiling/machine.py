@@ -135,8 +135,8 @@ def measure_cluster(clock: Clock, dtypes: list[str]) -> dict[str, Any]:
 def _links(clock: Clock, dtype: str, *, copied: float) -> dict[str, Any]:
     """Time the links inside a host and between hosts, as far as there are ranks at both ends.
 
-    A rank that is alone on its host has no neighbour: its link is a copy in its own memory, of so many bytes
-    per second (`copied`).
+    A rank that is alone on its host has no neighbour: its link is a copy in its own memory, at `copied` bytes
+    per second.
     """
     world = clock.world
     per_host = world.ranks_per_host

@@ -1,4 +1,4 @@
-"""What the planner makes of a role with adapters, against counts of parameters."""
+"""Plans for roles with adapters, compared with counts of parameters."""
 
 from dataclasses import replace
 
@@ -23,7 +23,8 @@ ADAPTED = replace(LLAMA, lora=LoraConfig(rank=16))
 
 
 def test_sizes_are_those_of_weights_and_adapters():
-    """4 attention matrices of 4096 x 4096 and 3 of 4096 x 11008 a layer, each with rank * (in + out)."""
+    """A layer has 4 attention matrices of 4096 x 4096 and 3 of 4096 x 11008; adapters have rank * (in +
+    out) each."""
     adapters = 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert ADAPTED.trained_spec.numel == adapters
     one = ParallelStrategy()
@@ -33,7 +34,7 @@ def test_sizes_are_those_of_weights_and_adapters():
 
 
 def test_training_goes_forward_and_once_back():
-    """Without gradients of weights: two thirds of the matrix products, and no large optimizer."""
+    """Without gradients of weights there are two thirds of the matrix products and no large optimizer."""
     rates, work = Rates(Cluster.load("h100-8x8")), Workload(64, response_tokens=2048.0, output="values")
     call = FunctionCall("actor_train", "train_step", ("x",), role="actor", work=None)
 

@@ -1,4 +1,4 @@
-"""The period of a plan, against ranks that really walk through many steps, one call after the other."""
+"""The period of a plan is compared with ranks that walk through many steps, one call after the other."""
 
 import random
 
@@ -12,11 +12,12 @@ from realhf.planner.throughput import first_starts
 from tests.planner.problems import random_problem
 
 NUM_STEPS = 140
-ALL_CYCLES = 60  # Steps that hold a whole number of repetitions of any pattern of up to six steps.
+ALL_CYCLES = 60  # A multiple of the length of any pattern of up to six steps.
 
 
 def walk(space, chosen):
-    """End of every step: each rank takes its calls in graph order and waits for inputs and weights."""
+    """Return the end of every step when each rank runs its calls in graph order and waits for inputs and
+    weights."""
     by_call, plans = {}, space.call_plans(chosen)
     for group, pick in zip(space.groups, chosen, strict=True):
         candidate = group.candidates[pick]
@@ -27,7 +28,7 @@ def walk(space, chosen):
         name, split = host_anchor(space.problem, call) if call.role is None else (None, False)
         if call.role is None and not split:
             by_call[i] = (layout.ranks, space.problem.workloads[call.name].seconds)
-        elif call.role is None:  # It is taken to occupy the whole last stage.
+        elif call.role is None:  # It is assumed to occupy the whole last stage.
             anchor = plans[name].layout
             seconds = space.problem.workloads[call.name].seconds / len(layout.ranks)
             by_call[i] = (anchor.grid[-1].ravel().tolist(), seconds)
