@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.planner.evaluate import Space
+from realhf.planner.evaluate import SearchSpace
 
 _COLDEST, _HOTTEST = 3000.0, 10.0  # beta, in one over the seconds of the first plan.
 _PENALTY = 10.0  # Of a plan that does not fit, in seconds of the first plan.
@@ -27,10 +27,10 @@ class Walked(NamedTuple):
     num_plans: int
 
 
-def metropolis(space: Space, *, cpu_seconds: float, num_chains: int = 64, seed: int = 0) -> Walked:
+def metropolis(space: SearchSpace, *, cpu_seconds: float, num_chains: int = 64, seed: int = 0) -> Walked:
     """Walks for so many seconds of this process's CPU time, with the costs that our own search uses."""
     began, random = time.process_time(), np.random.default_rng(seed)
-    sizes = np.array([len(unit.candidates) for unit in space.units])
+    sizes = np.array([len(unit.candidates) for unit in space.groups])
     now_KU = np.zeros((num_chains, len(sizes)), dtype=int)  # Candidates are in order of time: 0 is fastest.
     scale = float(space.exact_periods(now_KU[:1])[0])
     beta_K = np.geomspace(_HOTTEST, _COLDEST, num_chains) / scale
@@ -40,9 +40,9 @@ def metropolis(space: Space, *, cpu_seconds: float, num_chains: int = 64, seed: 
         # The random number comes first: reallocations, the dearest part of the costs, need not be timed for
         # plans that cost too much without them.
         most_K = cost_K - np.log(1 - random.random(num_chains)) / beta_K
-        over_K = space.overflow(space.units, next_KU)
+        over_K = space.overflow(space.groups, next_KU)
         fine_K = np.where(over_K > 0, _PENALTY * scale * (1 + over_K / space.capacity), 0.0)
-        after_K = space.periods(space.units, next_KU) + fine_K
+        after_K = space.periods(space.groups, next_KU) + fine_K
         maybe = np.flatnonzero(after_K <= most_K)
         if len(maybe):
             after_K[maybe] = space.exact_periods(next_KU[maybe]) + fine_K[maybe]

@@ -35,7 +35,7 @@ from realhf.cluster import Cluster  # noqa: E402
 from realhf.experiment import Experiment  # noqa: E402
 from realhf.layout import ParallelStrategy  # noqa: E402
 from realhf.planner.candidates import Mesh  # noqa: E402
-from realhf.planner.evaluate import Space  # noqa: E402
+from realhf.planner.evaluate import SearchSpace  # noqa: E402
 from realhf.planner.make import Planned, make_plan  # noqa: E402
 from realhf.planner.rates import Rates  # noqa: E402
 
@@ -158,39 +158,41 @@ def _layouts(planned: Planned) -> dict[str, str]:
     return {call.name: str(planned.plan[call.name].layout) for call in calls}
 
 
-def symmetric_seconds(space: Space) -> float | None:
+def symmetric_seconds(space: SearchSpace) -> float | None:
     """The step's seconds if all calls run in one layout on all devices, the best one and each call with the
     options that are best for the whole; None where no such plan fits."""
     everywhere, best = Mesh(0, space.problem.cluster.num_devices), np.inf
     common = set.intersection(
-        *({c.strategy for c in unit.candidates if c.mesh == everywhere} for unit in space.units)
+        *({c.strategy for c in unit.candidates if c.mesh == everywhere} for unit in space.groups)
     )
     for strategy in sorted(common, key=str):
-        best = min(best, _best_options(space, [(everywhere, strategy)] * len(space.units), below=best))
+        best = min(best, _best_options(space, [(everywhere, strategy)] * len(space.groups), below=best))
     return best if np.isfinite(best) else None
 
 
-def _best_options(space: Space, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float) -> float:
+def _best_options(
+    space: SearchSpace, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float
+) -> float:
     """The shortest step in these layouts, all of them on all devices; infinity if none fits, or none that
     takes less than `below`."""
     picks = [
         np.array([i for i, c in enumerate(unit.candidates) if c.layout_key == key])
-        for unit, key in zip(space.units, keys, strict=True)
+        for unit, key in zip(space.groups, keys, strict=True)
     ]
-    columns = list(zip(space.units, picks, strict=True))
+    columns = list(zip(space.groups, picks, strict=True))
     resting = sum(unit.resting[pick].min() for unit, pick in columns)
     if resting + max(unit.running[pick].min() for unit, pick in columns) > space.capacity:
         return np.inf
     plans = np.stack(np.meshgrid(*picks, indexing="ij"), axis=-1).reshape(-1, len(picks))
     # All share their devices: a step takes no less than its calls one after the other.
-    columns, best = list(zip(space.units, plans.T, strict=True)), np.inf
+    columns, best = list(zip(space.groups, plans.T, strict=True)), np.inf
     least = np.sum([unit.seconds[pick].sum(axis=1) for unit, pick in columns], axis=0)
     order = np.argsort(least, kind="stable")
     for part in np.array_split(order, len(order) // 2048 + 1):
         part = part[least[part] < below]
         if not len(part):
             break
-        fitting = part[space.overflow(space.units, plans[part]) <= 0]
+        fitting = part[space.overflow(space.groups, plans[part]) <= 0]
         if len(fitting):
             best = min(best, float(space.exact_periods(plans[fitting]).min()))
             below = min(below, best)

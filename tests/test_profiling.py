@@ -1,5 +1,4 @@
-"""What is measured of a model: a few of its blocks, for every kind of model, and rows that decode; and of the
-machine: its links."""
+"""Measurements of models (a few blocks of every kind, and decoding rows) and of a machine's links."""
 
 import functools
 import time
@@ -14,7 +13,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, prompts
-from realhf.profiling.machine import measure_cluster, measure_wires
+from realhf.profiling.machine import measure_cluster, measure_links
 from realhf.profiling.models import Model, Sizes
 from tests.nn.tiny import build, hf_config
 from tests.test_shipped_models import NUM_PARAMS
@@ -69,7 +68,7 @@ def _measured(world, per_host):
     """The machine as a Cluster's fields."""
     clock = Clock(_apart(world, per_host))
     if per_host == 1:
-        assert measure_wires(clock, Sizes(8, 16, 4, 1)) == {}  # Such tables are of what happens in a host.
+        assert measure_links(clock, Sizes(8, 16, 4, 1)) == {}  # Such tables are of what happens in a host.
     return measure_cluster(clock, ["float32"])
 
 

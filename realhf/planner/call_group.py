@@ -1,4 +1,4 @@
-"""Units: calls that share a layout, and all their candidates as arrays. U units, C candidates of a unit."""
+"""Call groups: calls that must share a layout, with all their candidate layouts as arrays."""
 
 import copy
 import itertools
@@ -20,7 +20,7 @@ from realhf.planner.transfer import Placed
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout of a unit, and one variant per call of it."""
+    """A layout that a call group can take, with one variant for each call of the group."""
 
     mesh: Mesh
     strategy: ParallelStrategy
@@ -35,20 +35,18 @@ class Candidate:
         return self.mesh, self.strategy
 
     @property
-    def layout_heads(self) -> range:
-        """The ranks of the last stage, the first of which owns results."""
-        return range(self.mesh.stop - self.mesh.size // self.strategy.pp, self.mesh.stop)
-
-    @property
     def placed(self) -> Placed:
         return Placed(self.strategy, self.mesh.first)
 
 
-class Unit:
-    """Calls that share a layout, and their candidates as arrays.
+class CallGroup:
+    """Calls that share a layout, and the candidates for it as arrays with one entry per candidate.
 
-    `homes` are the roles that it owns: their parameters, gradients and optimizer rest here; of the others
-    (`copies`) it holds a copy.
+    A role in `homes` keeps its parameters, gradients and optimizer in this group's layout. A role in `copies`
+    lives in another group's layout, and this group holds a copy of its weights.
+
+    `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
+    roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
     """
 
     def __init__(
@@ -63,7 +61,8 @@ class Unit:
         self.stop = np.array([c.mesh.stop for c in self.candidates])
         self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])
         self.running = np.array([max(v.call_bytes for v in c.variants) for c in self.candidates])
-        self.heads = np.array([c.layout_heads.start for c in self.candidates])  # The last stage's first rank.
+        # The first rank of the last pipeline stage, which owns the results.
+        self.heads = self.stop - [c.mesh.size // c.strategy.pp for c in self.candidates]
         self.replicas = np.array([c.strategy.dp for c in self.candidates])
         self.resting = np.zeros(len(self.candidates))
         for role in self.homes:
@@ -73,54 +72,61 @@ class Unit:
         ]
 
     @cached_property
-    def area(self) -> np.ndarray:
-        """Device seconds of each candidate."""
+    def device_seconds(self) -> np.ndarray:
+        """Device seconds of each candidate: its time multiplied by its number of ranks."""
         return self.seconds.sum(axis=1) * (self.stop - self.first)
 
     @cached_property
     def by_mesh(self) -> list[np.ndarray]:
-        """Candidates of each mesh that has any; meshes in the order of their fastest candidate."""
-        groups: dict[Mesh, list[int]] = {}
+        """Indices of the candidates on each mesh; the meshes are in the order of their fastest candidate."""
+        found: dict[Mesh, list[int]] = {}
         for i, candidate in enumerate(self.candidates):
-            groups.setdefault(candidate.mesh, []).append(i)
-        return [np.array(group) for group in groups.values()]
+            found.setdefault(candidate.mesh, []).append(i)
+        return [np.array(indices) for indices in found.values()]
 
     def varied(self) -> np.ndarray:
-        """A few candidates of each mesh: the fastest, and those that are slower but need less memory."""
+        """Return a few candidates of each mesh: the fastest, and slower ones that need less memory."""
         picks = []
-        for group in self.by_mesh:
-            memory = self.resting[group] + self.running[group] + sum(array[group] for array in self.copied)
-            leaner, least = [], np.inf
-            for i in np.lexsort((memory, self.seconds[group].sum(axis=1))):
+        for here in self.by_mesh:
+            memory = self.resting[here] + self.running[here] + sum(array[here] for array in self.copied)
+            leaner = []
+            least = np.inf
+            for i in np.lexsort((memory, self.seconds[here].sum(axis=1))):
                 if memory[i] < least * 0.95:
-                    leaner.append(group[i])
+                    leaner.append(here[i])
                     least = memory[i]
             picks += leaner
         return np.array(picks)
 
     @cached_property
     def tiers(self) -> tuple[np.ndarray, np.ndarray]:
-        """By mesh: rising amounts of memory (resting and running) and the least seconds of each call that
-        candidates reach which need no more; shapes (meshes, tiers) and (meshes, tiers, calls)."""
+        """Return, for each mesh, how fast the calls can be in a given amount of memory.
+
+        The first array holds rising amounts of memory (resting and running), shape (meshes, tiers). The
+        second holds the least seconds of each call among the candidates that need no more, shape (meshes,
+        tiers, calls).
+        """
         steps = []
-        for group in self.by_mesh:
-            memory = self.resting[group] + self.running[group]
+        for here in self.by_mesh:
+            memory = self.resting[here] + self.running[here]
             order = np.argsort(memory, kind="stable")
-            least = np.minimum.accumulate(self.seconds[group[order]], axis=0)
+            least = np.minimum.accumulate(self.seconds[here[order]], axis=0)
             better = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
             steps.append((memory[order][better], least[better]))
         most = max(len(memory) for memory, _ in steps)
         needs = np.stack([np.pad(m, (0, most - len(m)), constant_values=np.inf) for m, _ in steps])
         return needs, np.stack([np.pad(x, ((0, most - len(x)), (0, 0)), mode="edge") for _, x in steps])
 
-    def with_meshes(self) -> "Unit":
-        """This unit with one more, wishful candidate per mesh behind the others, in the order of `by_mesh`:
-        the least time of each call and the least memory on that mesh."""
-        more, groups = copy.copy(self), self.by_mesh
-        more.__dict__.pop("area", None)
+    def with_meshes(self) -> "CallGroup":
+        """Return a copy with one more, optimistic candidate for each mesh, in the order of `by_mesh`.
+
+        It stands for all candidates on its mesh: it takes the least time of each call and the least memory.
+        """
+        more = copy.copy(self)
+        more.__dict__.pop("device_seconds", None)
 
         def extended(array: np.ndarray) -> np.ndarray:
-            return np.concatenate([array, [array[group].min(axis=0) for group in groups]])
+            return np.concatenate([array, [array[here].min(axis=0) for here in self.by_mesh]])
 
         for name in ("first", "stop", "seconds", "resting", "running"):
             setattr(more, name, extended(getattr(self, name)))
@@ -128,40 +134,42 @@ class Unit:
         return more
 
 
-def find_units(problem: Problem, rates: Rates) -> list[Unit]:
-    """Calls joined by what must share a layout, in graph order."""
+def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
+    """Return the calls joined into groups that must share a layout, in graph order."""
     calls = problem.graph.order
-    groups = [{i} for i, call in enumerate(calls) if call.role is not None]
+    joined = [{i} for i, call in enumerate(calls) if call.role is not None]
     ties = [
         {i for i, call in enumerate(calls) if call.role == role and call.kind == "train_step"}
         for role in problem.roles
     ]
     ties += [{i for i, call in enumerate(calls) if call.name in names} for names in problem.together]
     for tie in ties:
-        if touched := [group for group in groups if group & tie]:
-            groups = [group for group in groups if group not in touched] + [set().union(*touched)]
+        if touched := [group for group in joined if group & tie]:
+            joined = [group for group in joined if group not in touched] + [set().union(*touched)]
     owners = {}
     for role in problem.roles:
         of_role = [i for i, call in enumerate(calls) if call.role == role]
         training = [i for i in of_role if calls[i].kind == "train_step"]
         owners[role] = (training or of_role)[0]
     known: dict[tuple[object, ...], list[Variant]] = {}
-    units = []
+    groups = []
     moved = {call.role for call in calls if call.kind == "train_step"}
     moved |= {name for name, role in problem.roles.items() if role.follows in moved}
-    for group in sorted(map(sorted, groups)):
+    for group in sorted(map(sorted, joined)):
         candidates = _candidates(problem, rates, [calls[i] for i in group], known)
         homes = [role for role, owner in owners.items() if owner in group]
         mine = calls[group[0]].role
         if len(group) == 1 and mine not in moved and sum(call.role == mine for call in calls) == 1:
             candidates = _undominated(candidates)
-        units.append(Unit({i: calls[i] for i in group}, candidates, homes=homes))
-    return units
+        groups.append(CallGroup({i: calls[i] for i in group}, candidates, homes=homes))
+    return groups
 
 
 def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates of a call whose parameters never move: of equal meshes, those that none beats in time and
-    memory."""
+    """Return the candidates that no other on the same mesh beats in both time and memory.
+
+    This is for a call whose parameters never move, so that nothing else tells its candidates apart.
+    """
     kept: dict[Mesh, list[Candidate]] = {}
     for candidate in sorted(candidates, key=lambda c: c.variants[0].cost.seconds):
         (mine,) = candidate.variants
@@ -172,7 +180,10 @@ def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
-    """The layout that the user has fixed for these calls. Raises ValueError if they cannot all have it."""
+    """Return the layout that the user has fixed for these calls, if any.
+
+    Raises ValueError if the calls cannot all have it.
+    """
     pins = {name: problem.pins[name] for call in calls if (name := call.name) in problem.pins}
     if not pins:
         return None
@@ -194,7 +205,7 @@ def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
 
 
 def _in_host(cluster: Cluster, mesh: Mesh) -> int:
-    """Ranks of the mesh on the host that has fewest of them."""
+    """Return the smallest number of ranks that the mesh has on any of its hosts."""
     return min(Counter(map(cluster.host_of, range(mesh.first, mesh.stop))).values())
 
 
@@ -202,11 +213,16 @@ def _candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
     known: dict[tuple[object, ...], list[Variant]],
 ) -> list[Candidate]:  # fmt: skip
-    """On all meshes of the cluster; where nothing can be split that far, inside the first host."""
-    meshes, only = find_meshes(problem.cluster), None
+    """Return the candidates on all meshes of the cluster, or on the pinned one.
+
+    If no call can be split over such meshes, it returns candidates inside the first host.
+    """
+    meshes = find_meshes(problem.cluster)
+    only = None
     one_host = find_meshes(replace(problem.cluster, num_hosts=1))
     if (layout := _pinned(problem, calls)) is not None:
-        meshes, only = [Mesh(layout.ranks[0], len(layout.ranks))], layout.strategy
+        meshes = [Mesh(layout.ranks[0], len(layout.ranks))]
+        only = layout.strategy
     return _on_meshes(problem, rates, calls, meshes, only, known) or (
         [] if only is not None else _on_meshes(problem, rates, calls, one_host, only, known)
     )

@@ -1,4 +1,4 @@
-"""Candidates: every way to run one call that the search looks at (mesh, strategy, options), and its cost."""
+"""Candidates: every way to run one call that the search considers (mesh, strategy, options), and its cost."""
 
 import math
 from collections.abc import Iterator
@@ -10,21 +10,22 @@ from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
-from realhf.planner.capacity import available_bytes
 from realhf.planner.cost import CallCost, Options, call_cost
-from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
+from realhf.planner.memory import call_bytes
+from realhf.planner.memory_check import available_bytes
+from realhf.planner.model_states import training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 
-_RANGE_ENDS = 8  # Ranges of hosts begin and end at so many places; smaller ones are aligned powers of two,
-_SMALLEST_PART = 4  # down to this part of the distance between those places.
-_HALVINGS = 5  # Of the rows that are generated at once.
+_RANGE_ENDS = 8  # Ranges of hosts begin and end at this many positions, evenly spaced.
+_SMALLEST_PART = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
+_HALVINGS = 5  # The number of values tried for the rows generated at once, each half of the one before.
 _LARGEST_MICRO_BATCH = 1 << 17
-_HOST_SHARE = 0.8  # Of a host's memory that offloaded weights may take.
+_HOST_SHARE = 0.8  # The fraction of host memory that offloaded weights may take.
 
 
 class Mesh(NamedTuple):
-    """Contiguous ranks."""
+    """A range of contiguous ranks."""
 
     first: int
     size: int
@@ -35,15 +36,19 @@ class Mesh(NamedTuple):
 
 
 def find_meshes(cluster: Cluster) -> list[Mesh]:
-    """Sub-meshes, largest first: inside a host every divisor of its devices at multiples of itself; ranges of
-    whole hosts."""
-    per_host, hosts = cluster.devices_per_host, cluster.num_hosts
-    unit = 1 << max(0, math.ceil(math.log2(hosts / _RANGE_ENDS)))
-    sizes = [n for n in range(1, per_host) if per_host % n == 0] if unit == 1 else []
+    """Return the meshes that plans may use, largest first.
+
+    Inside a host these are all divisors of its number of devices, each at multiples of its own size; beyond a
+    host they are ranges of whole hosts.
+    """
+    per_host = cluster.devices_per_host
+    hosts = cluster.num_hosts
+    spacing = 1 << max(0, math.ceil(math.log2(hosts / _RANGE_ENDS)))
+    sizes = [n for n in range(1, per_host) if per_host % n == 0] if spacing == 1 else []
     found = [Mesh(first, n) for n in sizes for first in range(0, cluster.num_devices, n)]
-    ends = sorted({*range(0, hosts, unit), hosts})
+    ends = sorted({*range(0, hosts, spacing), hosts})
     ranges = {(a, b) for a in ends for b in ends if a < b}
-    for n in (unit >> i for i in range(1, unit.bit_length()) if 1 << i <= _SMALLEST_PART):
+    for n in (spacing >> i for i in range(1, spacing.bit_length()) if 1 << i <= _SMALLEST_PART):
         ranges |= {(a, a + n) for a in range(0, hosts - n + 1, n)}
     found += [Mesh(a * per_host, (b - a) * per_host) for a, b in ranges]
     return sorted(found, key=lambda mesh: (-mesh.size, mesh.first))
@@ -61,7 +66,7 @@ def _is_legal(config: ModelConfig, strategy: ParallelStrategy) -> bool:
 def find_strategies(
     config: ModelConfig, size: int, *, per_host: int, max_dp: int
 ) -> Iterator[ParallelStrategy]:
-    """Legal strategies on so many ranks; tensor parallelism stays inside a host."""
+    """Yield the legal strategies on `size` ranks; tensor parallelism stays inside a host."""
     for tp in (n for n in range(1, min(size, per_host) + 1) if size % n == 0 and per_host % n == 0):
         for pp in (n for n in range(1, config.num_layers + 1) if (size // tp) % n == 0):
             dp = size // tp // pp
@@ -76,10 +81,11 @@ def find_strategies(
 
 @dataclass(frozen=True)
 class Variant:
-    """One call under one strategy on a mesh of one shape. Bytes are those of the fullest rank.
+    """The cost of one call under one strategy on a mesh of a given shape. Bytes are those of the fullest
+    rank.
 
-    `home_bytes` always rest on every rank if this layout owns the role, `copy_bytes` if it holds a copy;
-    `call_bytes` come on top while the call runs.
+    Every rank always holds `home_bytes` if this layout is the home of the role, or `copy_bytes` if it holds a
+    copy. While the call runs, `call_bytes` are added.
     """
 
     strategy: ParallelStrategy
@@ -94,16 +100,19 @@ def find_variants(
     problem: Problem, rates: Rates, call: FunctionCall, *, size: int, in_host: int,
     only: ParallelStrategy | None = None,
 ) -> list[Variant]:  # fmt: skip
-    """All on meshes of so many ranks, `in_host` of them on one host, that fit a device by themselves; of
-    those with equal strategies, which none of the others beats."""
-    role, work = problem.role_of(call), problem.workloads[call.name]
+    """Return the variants of a call on meshes of `size` ranks, `in_host` of them on one host.
+
+    Each fits a device by itself, and no other variant with the same strategy beats it.
+    """
+    role = problem.role_of(call)
+    work = problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
     per_host = problem.cluster.devices_per_host
     found: list[Variant] = []
     most = work.most_replicas(call.kind)
     strategies = find_strategies(role.config, size, per_host=per_host, max_dp=most)
     for strategy in [only] if only is not None else strategies:
-        stages = _telling_stages(role, strategy)
+        stages = _candidate_stages(role, strategy)
         weights = max(weights_bytes(role, strategy, stage) for stage in stages)
         home = weights
         if role.trainable:
@@ -138,23 +147,30 @@ def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -
             continue
         ordered = sorted({min(max(size, longest), largest) for size in sizes})
         yield from (Options(tokens, None, False, offload) for tokens in ordered)
-        if call.kind == "train_step":  # To save memory; large micro-batches would spend it again.
+        if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
             yield from (Options(tokens, None, True, offload) for tokens in ordered[:3])
 
 
 def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> bool:
-    """Whether the role's weights never change, it has no other call, and hosts have room for all of those."""
-    cluster, role = problem.cluster, problem.role_of(call)
+    """Return whether the weights may wait in host memory while other calls run.
+
+    They must never change and serve no other call, and hosts must have enough memory for all such roles.
+    """
+    cluster = problem.cluster
+    role = problem.role_of(call)
     if cluster.host_memory is None or role.trainable or role.follows is not None:
         return False
     num_frozen = sum(not other.trainable and other.follows is None for other in problem.roles.values())
     in_host = weights_bytes(role, strategy, 0) * min(cluster.devices_per_host, strategy.num_ranks)
-    has_room = num_frozen * in_host <= _HOST_SHARE * cluster.host_memory_bytes
-    return has_room and sum(other.role == call.role for other in problem.graph.calls) == 1
+    fits_host = num_frozen * in_host <= _HOST_SHARE * cluster.host_memory_bytes
+    return fits_host and sum(other.role == call.role for other in problem.graph.calls) == 1
 
 
-def _telling_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
-    """Among which the fullest is: the first stage of every number of blocks, and the last of all."""
+def _candidate_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
+    """Return the stages among which the fullest one must be.
+
+    These are the first stage for each number of blocks, and the last stage.
+    """
     first: dict[int, int] = {}
     for stage in range(strategy.pp):
         first.setdefault(len(role.spec.stage_layers(strategy, stage)), stage)
@@ -175,14 +191,14 @@ def _call_bytes(
 
 
 def _beats(a: Variant, b: Variant) -> bool:
-    """Whether a is nowhere worse, and better or named first."""
+    """Return whether `a` is nowhere worse than `b`, and is better somewhere or has simpler options."""
     mine = (a.cost.seconds, a.home_bytes, a.copy_bytes, a.call_bytes)
     theirs = (b.cost.seconds, b.home_bytes, b.copy_bytes, b.call_bytes)
     return all(x <= y for x, y in zip(mine, theirs, strict=True)) and (
-        mine != theirs or _rank(a.options) < _rank(b.options)
+        mine != theirs or _complexity(a.options) < _complexity(b.options)
     )
 
 
-def _rank(options: Options) -> tuple[int, ...]:
-    """Orders options that cost the same: the plainest first."""
+def _complexity(options: Options) -> tuple[int, ...]:
+    """Return a sort key for options that cost the same: the simplest come first."""
     return (options.offload, options.recompute, options.max_rows or 0, options.micro_batch_tokens)

@@ -1,7 +1,9 @@
-"""Space: all plans of a problem, as arrays that many plans can be evaluated with at once.
+"""The search space: times and memory of many plans at once, computed on arrays.
 
-Calls that must share a layout (training of one role, what the user wants together) form a unit; a plan gives
-every unit one of its candidates. Shapes: K plans, U units, N calls.
+Calls that must share a layout form a call group, and a plan picks one candidate for each group. Shapes: K
+plans, U call groups, N calls in graph order. Plans are an integer array `chosen` of shape (K, U). It holds
+the index of each group's candidate, or -1 where the choice is still open. Where only the mesh of a group is
+chosen, it holds the index of one of the candidates that `CallGroup.with_meshes` appends.
 """
 
 from collections.abc import Sequence
@@ -11,39 +13,42 @@ import numpy as np
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.call_group import Candidate, Unit, find_units
-from realhf.planner.capacity import available_bytes
+from realhf.planner.call_group import CallGroup, Candidate, find_call_groups
+from realhf.planner.memory_check import available_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import NEVER, Dependencies, periods
 from realhf.planner.transfer import Placed, transfer_seconds
 
-Doubtful = tuple[int, str, np.ndarray, np.ndarray]
-"""A unit, a role of which it has a copy, the copy's bytes by candidate, and in which plans it is doubtful."""
-_SAMPLE_BYTES = 40  # Per token of what calls hand on: ids and a few float columns.
+PossibleAlias = tuple[int, str, np.ndarray, np.ndarray]
+"""A group, a role of which it has a copy, the copy's bytes by candidate, and the plans (a mask over K) in
+which the copy might share memory with another one."""
+_SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
 
 
-class Space:
-    """The units of a problem and how plans of them are timed and checked."""
+class SearchSpace:
+    """The call groups of a problem, with the methods that compute the times and memory of plans."""
 
     def __init__(self, problem: Problem, rates: Rates) -> None:
-        self.problem, self.rates = problem, rates
+        self.problem = problem
+        self.rates = rates
         self.calls = problem.graph.order
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
-        self.units = find_units(problem, rates)
-        self._on_host = _host_calls(problem, self.units)
-        self._home_of = {role: u for u, unit in enumerate(self.units) for role in unit.homes}
+        self.groups = find_call_groups(problem, rates)
+        self._on_host = _host_calls(problem, self.groups)
+        self._home_of = {role: u for u, group in enumerate(self.groups) for role in group.homes}
         self._moved: dict[tuple[int, Placed, Placed], float] = {}
-        self._unit_of = {call: u for u, unit in enumerate(self.units) for call in unit.calls}
+        self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
 
     def call_plans(self, chosen: Sequence[int]) -> dict[str, CallPlan]:
-        """What a plan means for every call; plain Python runs as `host_anchor` says."""
+        """Return the CallPlan of every call; `host_anchor` decides where calls in plain Python run."""
         plans: dict[str, CallPlan] = {}
-        for unit, pick in zip(self.units, chosen, strict=True):
-            candidate = unit.candidates[pick]
-            for i, variant in zip(unit.calls, candidate.variants, strict=True):
-                options, seconds = variant.options, float(f"{variant.cost.seconds:.6g}")
+        for group, pick in zip(self.groups, chosen, strict=True):
+            candidate = group.candidates[pick]
+            for i, variant in zip(group.calls, candidate.variants, strict=True):
+                options = variant.options
+                seconds = float(f"{variant.cost.seconds:.6g}")
                 plans[self.calls[i].name] = CallPlan(
                     candidate.layout, options.micro_batch_tokens, options.max_rows, options.recompute,
                     options.offload, {"seconds": seconds},
@@ -57,56 +62,67 @@ class Space:
         return {call.name: plans[call.name] for call in self.calls}
 
     def timed(
-        self, units: Sequence[Unit], chosen: np.ndarray
+        self, groups: Sequence[CallGroup], chosen: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds and ranks (first, stop) of every call of plans `chosen` (K, U). -1 stands for a unit whose
-        choice is open: its calls take their least time on ranks of their own."""
+        """Return the seconds, the first rank and the stop rank of every call, each of shape (K, N).
+
+        The calls of a group whose choice is open take their least time, on ranks of their own.
+        """
         seconds, first, stop = (np.zeros((len(chosen), len(self.calls))) for _ in range(3))
-        for u, unit in enumerate(units):
-            open_, pick = chosen[:, u] < 0, chosen[:, u]
-            for i, call in enumerate(unit.calls):
-                seconds[:, call] = np.where(open_, unit.seconds[:, i].min(), unit.seconds[pick, i])
-                first[:, call] = np.where(open_, -2 * u - 2, unit.first[pick])
-                stop[:, call] = np.where(open_, -2 * u - 1, unit.stop[pick])
-        for number, (call, anchor, split, amount) in enumerate(self._on_host, start=len(units)):
+        for u, group in enumerate(groups):
+            pick = chosen[:, u]
+            is_open = pick < 0
+            for i, call in enumerate(group.calls):
+                seconds[:, call] = np.where(is_open, group.seconds[:, i].min(), group.seconds[pick, i])
+                first[:, call] = np.where(is_open, -2 * u - 2, group.first[pick])
+                stop[:, call] = np.where(is_open, -2 * u - 1, group.stop[pick])
+        for number, (call, anchor, split, amount) in enumerate(self._on_host, start=len(groups)):
             if anchor is None:
-                seconds[:, call], stop[:, call] = amount, 1  # (on rank 0)
+                seconds[:, call] = amount
+                stop[:, call] = 1  # It runs on rank 0.
                 continue
-            unit, pick = units[anchor], chosen[:, anchor]
-            open_ = (pick < 0) | (pick >= len(unit.candidates))
-            decided = np.where(open_, 0, pick)
-            head = unit.heads[decided]
-            shared = amount / unit.replicas[decided] if split else amount
-            seconds[:, call] = np.where(open_, 0.0 if split else amount, shared)
-            first[:, call] = np.where(open_, -2 * number - 2, head)
-            stop[:, call] = np.where(open_, -2 * number - 1, unit.stop[decided] if split else head + 1)
+            group = groups[anchor]
+            pick = chosen[:, anchor]
+            is_open = (pick < 0) | (pick >= len(group.candidates))
+            decided = np.where(is_open, 0, pick)
+            head = group.heads[decided]
+            shared = amount / group.replicas[decided] if split else amount
+            seconds[:, call] = np.where(is_open, 0.0 if split else amount, shared)
+            first[:, call] = np.where(is_open, -2 * number - 2, head)
+            stop[:, call] = np.where(is_open, -2 * number - 1, group.stop[decided] if split else head + 1)
         return seconds, first, stop
 
     def periods(
-        self, units: Sequence[Unit], chosen: np.ndarray, *, moving: np.ndarray | None = None,
+        self, groups: Sequence[CallGroup], chosen: np.ndarray, *, moving: np.ndarray | None = None,
         least: np.ndarray | float = 0.0, exact: bool = True,
     ) -> np.ndarray:  # fmt: skip
-        """Seconds per step of plans whose calls take `least` or longer; a lower bound where not `exact` or
-        where choices are open."""
-        seconds, first, stop = self.timed(units, chosen)
+        """Return the seconds per step of plans whose calls take at least `least` seconds.
+
+        The result is a lower bound without `exact`, or where choices are open.
+        """
+        seconds, first, stop = self.timed(groups, chosen)
         seconds = np.maximum(seconds, least)
         shares = (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
         return periods(self.needs, seconds, shares, moving=moving, exact=exact)
 
     def moving(self, chosen: np.ndarray) -> np.ndarray:
-        """Seconds of the reallocations of plans (K, number of `needs.weights`); 0 where an end is open."""
-        sizes = [len(unit.candidates) for unit in self.units]
+        """Return the seconds of each reallocation, shape (K, number of `needs.weights`).
+
+        Reallocations with an end whose choice is open take 0 seconds.
+        """
+        sizes = [len(group.candidates) for group in self.groups]
         out = np.zeros((len(chosen), len(self.needs.weights)))
         for number, (i, j, _) in enumerate(self.needs.weights):
-            here, there = self._unit_of[i], self._unit_of[j]
+            here, there = self._group_of[i], self._group_of[j]
             for k, (target, source) in enumerate(chosen[:, [here, there]].tolist()):
                 if 0 <= target < sizes[here] and 0 <= source < sizes[there]:
                     out[k, number] = self._seconds(j, here, target, there, source)
         return out
 
     def _seconds(self, trained: int, here: int, target: int, there: int, source: int) -> float:
-        call, role = self.calls[trained], self.problem.role_of(self.calls[trained])
-        ends = (self.units[there].candidates[source].placed, self.units[here].candidates[target].placed)
+        call = self.calls[trained]
+        role = self.problem.role_of(self.calls[trained])
+        ends = (self.groups[there].candidates[source].placed, self.groups[here].candidates[target].placed)
         assert call.role is not None
         key = (trained, *ends)
         if key not in self._moved:
@@ -117,122 +133,140 @@ class Space:
         return self._moved[key]
 
     def exact_periods(self, chosen: np.ndarray) -> np.ndarray:
-        return self.periods(self.units, chosen, moving=self.moving(chosen))
+        return self.periods(self.groups, chosen, moving=self.moving(chosen))
 
-    def overflow(self, units: Sequence[Unit], chosen: np.ndarray) -> np.ndarray:
-        """Bytes by which the fullest rank of each plan exceeds its memory, at most 0 where all fits.
+    def overflow(self, groups: Sequence[CallGroup], chosen: np.ndarray) -> np.ndarray:
+        """Return the bytes by which the fullest rank of each plan exceeds its memory; at most 0 if all fits.
 
-        A lower bound where choices are open: copies count as soon as it is sure that they are not the same
-        memory as their role's home.
+        The result is a lower bound where choices are open: a copy counts only once it is certain that it does
+        not share the memory of its role's home.
         """
-        first, stop, resting, running, doubtful = self._loads(units, chosen)
+        first, stop, resting, running, aliases = self._loads(groups, chosen)
         most = _fullest(first, stop, resting, running)
         if len(tight := np.flatnonzero(most > self.capacity)):
-            for u, role, values, might in doubtful:
+            for u, role, values, might in aliases:
                 rows = tight[might[tight]]
                 same = self._aliases(u, role, chosen[rows])
                 resting[rows, u] -= np.where(same, values[chosen[rows, u]], 0.0)
             most[tight] = _fullest(first[tight], stop[tight], resting[tight], running[tight])
         return most - self.capacity
 
-    def least_seconds(self, units: Sequence[Unit], chosen: np.ndarray) -> np.ndarray:
-        """Seconds (K, N) that calls take at least in plans where only their mesh is chosen, in the memory
-        that is left beside what others rest there; 0 for the other calls."""
-        first, stop, resting, _, doubtful = self._loads(units, chosen)
-        for u, _, values, might in doubtful:
+    def least_seconds(self, groups: Sequence[CallGroup], chosen: np.ndarray) -> np.ndarray:
+        """Return lower bounds of the seconds of calls, shape (K, N), where only a group's mesh is chosen.
+
+        The bounds follow from the memory that the resting parts of other groups leave free. They are 0 for
+        all other calls.
+        """
+        first, stop, resting, _, aliases = self._loads(groups, chosen)
+        for u, _, values, might in aliases:
             resting[:, u] -= np.where(might, values[chosen[:, u]], 0.0)
         least = np.zeros((len(chosen), len(self.calls)))
-        for u, unit in enumerate(units):
-            rows = np.flatnonzero(chosen[:, u] >= len(unit.candidates))
+        for u, group in enumerate(groups):
+            rows = np.flatnonzero(chosen[:, u] >= len(group.candidates))
             if not len(rows):
                 continue
             pick = chosen[rows, u]
-            copies = resting[rows, u] - unit.resting[pick]
+            copies = resting[rows, u] - group.resting[pick]
             others, starts, stops = (array[rows].T.copy() for array in (resting, first, stop))  # (U, rows)
             others[u] = 0.0
             beside = np.zeros(len(rows))
-            for v in range(len(units)):  # The fullest of the unit's ranks is its first, or another's first.
+            for v in range(len(groups)):  # A group's fullest rank is its own first rank, or another's.
                 at = np.maximum(starts[v], starts[u])
                 at = np.where(at < stops[u], at, starts[u])
                 covers = (starts <= at) & (at < stops)
                 beside = np.maximum(beside, (others * covers).sum(axis=0))
-            needs, seconds = unit.tiers
-            mesh = pick - len(unit.candidates)
+            needs, seconds = group.tiers
+            mesh = pick - len(group.candidates)
             left = self.capacity - copies - beside
             tier = np.maximum((needs[mesh] <= left[:, None]).sum(axis=1) - 1, 0)
-            least[rows[:, None], list(unit.calls)] = seconds[mesh, tier]
+            least[rows[:, None], list(group.calls)] = seconds[mesh, tier]
         return least
 
     def _loads(
-        self, units: Sequence[Unit], chosen: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[Doubtful]]:
-        """First rank and stop of every unit, bytes that rest and that run there, shape (K, U) each; and which
-        copies are counted that might be the same memory as their role's home."""
+        self, groups: Sequence[CallGroup], chosen: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[PossibleAlias]]:
+        """Return first rank, stop rank, resting bytes and running bytes of every group, shape (K, U) each.
+
+        The last result lists the copies that are counted although they might share the memory of their role's
+        home.
+        """
         first, stop, resting, running = (np.zeros(chosen.shape) for _ in range(4))
-        for u, unit in enumerate(units):
-            here, pick = chosen[:, u] >= 0, chosen[:, u]
-            for array, values in ((first, unit.first), (stop, unit.stop)):
+        for u, group in enumerate(groups):
+            here = chosen[:, u] >= 0
+            pick = chosen[:, u]
+            for array, values in ((first, group.first), (stop, group.stop)):
                 array[:, u] = np.where(here, values[pick], -1)
-            for array, values in ((resting, unit.resting), (running, unit.running)):
+            for array, values in ((resting, group.resting), (running, group.running)):
                 array[:, u] = np.where(here, values[pick], 0.0)
-        doubtful = []
-        for u, unit in enumerate(units):
-            for role, values in zip(unit.copies, unit.copied, strict=True):
+        aliases = []
+        for u, group in enumerate(groups):
+            for role, values in zip(group.copies, group.copied, strict=True):
                 home = self._home_of[role]
                 equal = (first[:, home] <= first[:, u]) & (stop[:, u] <= stop[:, home])
-                known, decided = (chosen[:, [u, home]] >= 0).all(axis=1), np.ones(len(chosen), dtype=bool)
+                known = (chosen[:, [u, home]] >= 0).all(axis=1)
+                decided = np.ones(len(chosen), dtype=bool)
                 for v in (home, *self._twins(u, role)):
                     if v != home:
                         equal |= (first[:, v] == first[:, u]) & (stop[:, v] == stop[:, u])
-                    decided &= (chosen[:, v] < len(units[v].candidates)) & (chosen[:, v] >= 0)
-                decided &= chosen[:, u] < len(unit.candidates)
+                    decided &= (chosen[:, v] < len(groups[v].candidates)) & (chosen[:, v] >= 0)
+                decided &= chosen[:, u] < len(group.candidates)
                 known &= decided | ~equal
                 resting[:, u] += np.where(known, values[chosen[:, u]], 0.0)
-                doubtful.append((u, role, values, known & equal))
-        return first, stop, resting, running, doubtful
+                aliases.append((u, role, values, known & equal))
+        return first, stop, resting, running, aliases
 
-    def _aliases(self, unit: int, role: str, chosen: np.ndarray) -> np.ndarray:
-        """Whether a copy is the same memory as its role's home (every rank holds the same shard in both) or
-        as the copy of a unit before it, in the same layout."""
-        home, twins = self._home_of[role], self._twins(unit, role)
-        here, there = self.units[unit].candidates, self.units[home].candidates
+    def _aliases(self, group: int, role: str, chosen: np.ndarray) -> np.ndarray:
+        """Return for each plan whether a group's copy of a role shares the memory of another one.
+
+        It does if every rank holds the same shard in the role's home, or if an earlier group has a copy of
+        the role in the same layout.
+        """
+        home = self._home_of[role]
+        twins = self._twins(group, role)
+        here, there = self.groups[group].candidates, self.groups[home].candidates
         same = np.zeros(len(chosen), dtype=bool)
         for k, row in enumerate(chosen.tolist()):
-            mine = here[row[unit]]
+            mine = here[row[group]]
             same[k] = _same_shards(mine, there[row[home]]) or any(
-                self.units[v].candidates[row[v]].layout_key == mine.layout_key for v in twins
+                self.groups[v].candidates[row[v]].layout_key == mine.layout_key for v in twins
             )
         return same
 
-    def _twins(self, unit: int, role: str) -> list[int]:
-        """Units before this one with copies of the same role."""
-        return [v for v, other in enumerate(self.units[:unit]) if role in other.copies]
+    def _twins(self, group: int, role: str) -> list[int]:
+        """Return the earlier groups that have copies of the same role."""
+        return [v for v, other in enumerate(self.groups[:group]) if role in other.copies]
 
 
 def _fullest(first: np.ndarray, stop: np.ndarray, resting: np.ndarray, running: np.ndarray) -> np.ndarray:
-    """Bytes on the fullest rank of each plan: all that rests there, and the largest call that runs there.
+    """Return the bytes on the fullest rank of each plan: all that rests there, and the largest call on it.
 
-    The fullest rank is the first of some mesh.
+    The first rank of some mesh is always among the fullest ranks.
     """
     most = np.zeros(len(first))
     first, stop, resting, running = (array.T.copy() for array in (first, stop, resting, running))
-    for at in first:  # (U, K): sums over the first axis are quick.
+    for at in first:  # The arrays are transposed to (U, K), since sums over the first axis are fast.
         covers = (first <= at) & (at < stop)
         most = np.maximum(most, (resting * covers).sum(axis=0) + (running * covers).max(axis=0))
     return most
 
 
 def _same_shards(here: Candidate, home: Candidate) -> bool:
-    if (here.mesh, here.strategy) == (home.mesh, home.strategy):
+    if here.layout_key == home.layout_key:
         return True
-    (a, b), (mine, other) = (here.mesh, home.mesh), (here.strategy, home.strategy)
-    inside = b.first <= a.first and a.stop <= b.stop and (a.first - b.first) % mine.tp == 0
+    mine = here.strategy
+    other = home.strategy
+    offset = here.mesh.first - home.mesh.first
+    inside = offset >= 0 and here.mesh.stop <= home.mesh.stop and offset % mine.tp == 0
     return inside and mine.tp == other.tp and mine.pp == other.pp == mine.ep == other.ep == 1
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:
-    """Where a call in plain Python is put: the model call on whose heads it runs, and whether it is split
-    over all of them. Split it runs where its data is; else where a call waits for it; else on rank 0."""
+    """Return the model call on whose result ranks a plain Python call runs, and whether it is split over
+    them.
+
+    A call that can be split runs where its inputs are. Any other runs where a call waits for its outputs.
+    Without such a model call it runs on rank 0.
+    """
     graph = problem.graph
     before = [p.name for key in call.inputs if (p := graph.producer(key)) is not None and p.role is not None]
     after = [c.name for c in graph.order if c.role is not None and set(c.inputs) & set(call.outputs)]
@@ -241,22 +275,23 @@ def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]
     return next(iter([*after, *before]), None), False
 
 
-def _host_calls(problem: Problem, units: Sequence[Unit]) -> list[tuple[int, int | None, bool, float]]:
-    """Of each call in plain Python: its number, the unit on whose heads it runs (None: on rank 0), whether it
-    is split over them, and its seconds in one piece."""
+def _host_calls(problem: Problem, groups: Sequence[CallGroup]) -> list[tuple[int, int | None, bool, float]]:
+    """Return, for each call in plain Python: its number, the call group on whose result ranks it runs
+    (None for rank 0), whether it is split over them, and its seconds when it is not split."""
     order = problem.graph.order
-    unit_of = {order[i].name: u for u, unit in enumerate(units) for i in unit.calls}
+    group_of = {order[i].name: u for u, group in enumerate(groups) for i in group.calls}
     found = []
     for number, call in enumerate(order):
         if call.role is None:
             name, split = host_anchor(problem, call)
-            found.append((number, unit_of.get(name or ""), split, problem.workloads[call.name].seconds))
+            found.append((number, group_of.get(name or ""), split, problem.workloads[call.name].seconds))
     return found
 
 
 def dependencies(problem: Problem, rates: Rates) -> Dependencies:
-    """Of the calls in graph order."""
-    graph, calls = problem.graph, problem.graph.order
+    """Return the dependencies among the calls, in graph order."""
+    graph = problem.graph
+    calls = problem.graph.order
     index = {call.name: i for i, call in enumerate(calls)}
     data = np.full((len(calls), len(calls)), NEVER)
     for i, call in enumerate(calls):

@@ -1,5 +1,6 @@
-"""Makes plans: searches, completes what was found, and says why it is so."""
+"""Make a plan: search for it, describe it, and explain why there is none."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,19 +11,19 @@ import numpy as np
 from realhf.plan import ExecutionPlan
 from realhf.planner.candidates import Mesh
 from realhf.planner.cost import CallCost
-from realhf.planner.evaluate import Space
-from realhf.planner.memory_check import Proof, prove
+from realhf.planner.evaluate import SearchSpace
+from realhf.planner.memory_check import MemoryCheck, check_memory, require_fit
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.refusals import nothing_fits, require_candidates, require_known
-from realhf.planner.search import Found, LocalSearch, Progress, search
+from realhf.planner.search import LocalSearch, Progress, SearchResult, leanest, search
 from realhf.planner.simulate import Simulation, simulate
+from realhf.units import format_bytes
 
-_SEARCHING = 0.8  # Of the time limit; the rest is for describing what was found.
+_SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
 
 
 class Heuristic(NamedTuple):
-    """What people set up by hand, one candidate per unit; whether it `fits` in memory."""
+    """The plan that people set up by hand, as one candidate per call group; `fits` is about memory."""
 
     chosen: list[int]
     seconds: float
@@ -31,15 +32,15 @@ class Heuristic(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and all that is to be said about it."""
+    """A plan with all that is reported about it."""
 
     problem: Problem
-    space: Space
+    space: SearchSpace
     plan: ExecutionPlan
     costs: Mapping[str, CallCost]
-    found: Found
+    found: SearchResult
     simulation: Simulation
-    proof: Proof
+    memory: MemoryCheck
     reasons: Mapping[str, str]
     heuristic: Heuristic | None
     search_seconds: float
@@ -55,9 +56,9 @@ def make_plan(
     Raises ValueError when nothing fits.
     """
     began = time.monotonic()
-    require_known(problem, rates)
-    space = Space(problem, rates)
-    require_candidates(space)
+    _require_supported(problem, rates)
+    space = SearchSpace(problem, rates)
+    _require_candidates(space)
     rule = heuristic(space)
     left = _SEARCHING * time_limit - (time.monotonic() - began)
     found = search(
@@ -65,45 +66,48 @@ def make_plan(
         max_rounds=max_rounds, progress=progress,
     )  # fmt: skip
     if found is None:
-        raise ValueError(nothing_fits(space))
+        raise ValueError(_nothing_fits(space))
     chosen = np.array(found.chosen)
     simulation = simulate(space, chosen)
     costs: dict[str, CallCost] = {}
-    for unit, pick in zip(space.units, found.chosen, strict=True):
-        variants = unit.candidates[pick].variants
-        costs |= {space.calls[i].name: v.cost for i, v in zip(unit.calls, variants, strict=True)}
+    for group, pick in zip(space.groups, found.chosen, strict=True):
+        variants = group.candidates[pick].variants
+        costs |= {space.calls[i].name: v.cost for i, v in zip(group.calls, variants, strict=True)}
     plan = _execution_plan(space, found)
-    proof = prove(problem, plan)
-    assert proof.fits, f"the search counts less memory than the proof: {proof.fullest}"
+    memory = check_memory(problem, plan)
+    assert memory.fits, f"the search counts less memory than the check: {memory.fullest}"
     reasons = _reasons(space, chosen, found)
     spent = time.monotonic() - began
-    return Planned(problem, space, plan, costs, found, simulation, proof, reasons, rule, spent)
+    return Planned(problem, space, plan, costs, found, simulation, memory, reasons, rule, spent)
 
 
-def heuristic(space: Space) -> Heuristic | None:
-    """Every call on all devices, tensor parallelism inside hosts, a pipeline across them as deep as the model
-    allows (the baseline of ReaL, Mei et al. 2024), with the best options that fit together, else the fastest.
+def heuristic(space: SearchSpace) -> Heuristic | None:
+    """Return the baseline plan of ReaL (Mei et al. 2024).
 
-    None where a call fits in no layout on all devices.
+    Every call runs on all devices, with tensor parallelism inside hosts and a pipeline across them that is as
+    deep as the model allows. Among its options it takes the fastest that fit together, or the fastest of all
+    if none do. The result is None where a call fits in no layout on all devices.
     """
-    everywhere, ways = Mesh(0, space.problem.cluster.num_devices), []
-    for unit in space.units:
-        here = [i for i, candidate in enumerate(unit.candidates) if candidate.mesh == everywhere]
+    everywhere = Mesh(0, space.problem.cluster.num_devices)
+    choices = []
+    for group in space.groups:
+        here = [i for i, candidate in enumerate(group.candidates) if candidate.mesh == everywhere]
         if not here:
             return None
-        strategies = {unit.candidates[i].strategy for i in here}
+        strategies = {group.candidates[i].strategy for i in here}
         chosen = max(strategies, key=lambda s: (min(s.tp, 8), -s.dp, -s.tp, -s.ep))
-        ways.append(np.array([i for i in here if unit.candidates[i].strategy == chosen]))
-    local = LocalSearch(space, ways)
-    pairs = zip(space.units, ways, strict=True)
-    local.improve(np.array([way[np.argmin((unit.resting + unit.running)[way])] for unit, way in pairs]))
+        choices.append(np.array([i for i in here if group.candidates[i].strategy == chosen]))
+    local = LocalSearch(space, choices)
+    pairs = zip(space.groups, choices, strict=True)
+    leanest_of_each = [indices[np.argmin((g.resting + g.running)[indices])] for g, indices in pairs]
+    local.improve(np.array(leanest_of_each))
     if local.best is not None:
         return Heuristic(local.best.tolist(), local.best_score, True)
-    fastest = [int(way[0]) for way in ways]  # Candidates are in order of time.
+    fastest = [int(indices[0]) for indices in choices]  # Candidates are in order of time.
     return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
 
 
-def _execution_plan(space: Space, found: Found) -> ExecutionPlan:
+def _execution_plan(space: SearchSpace, found: SearchResult) -> ExecutionPlan:
     figures = {
         "step_seconds": found.step_seconds, "lower_bound_seconds": found.lower_bound_seconds,
         "gap": found.gap,
@@ -112,30 +116,92 @@ def _execution_plan(space: Space, found: Found) -> ExecutionPlan:
     return ExecutionPlan(space.call_plans(found.chosen), predicted)
 
 
-def _reasons(space: Space, chosen: np.ndarray, found: Found) -> dict[str, str]:
-    """For each call: what limits it, and what its next best layout would cost."""
+def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dict[str, str]:
+    """Return for each call what limits it, and what its next best layout would cost."""
     reasons = {}
-    for u, unit in enumerate(space.units):
-        mine = unit.candidates[chosen[u]]
-        others = np.array([i for i, c in enumerate(unit.candidates) if c.layout_key != mine.layout_key])
-        if any(space.calls[i].name in space.problem.pins for i in unit.calls):
+    for u, group in enumerate(space.groups):
+        mine = group.candidates[chosen[u]]
+        others = np.array([i for i, c in enumerate(group.candidates) if c.layout_key != mine.layout_key])
+        if any(space.calls[i].name in space.problem.pins for i in group.calls):
             second = "pinned"
         else:
             second = "no other layout fits beside the rest of this plan" if len(others) else "the only layout"
         if len(others):
             plans = np.repeat(chosen[None], len(others), axis=0)
             plans[:, u] = others
-            seconds = space.periods(space.units, plans, exact=False)
-            seconds[space.overflow(space.units, plans) > 0] = np.inf
+            seconds = space.periods(space.groups, plans, exact=False)
+            seconds[space.overflow(space.groups, plans) > 0] = np.inf
             order = np.argsort(seconds, kind="stable")[:16]
             exact = np.where(np.isinf(seconds[order]), np.inf, space.exact_periods(plans[order]))
             best = int(np.argmin(exact))
             if np.isfinite(exact[best]):
                 more = exact[best] / found.step_seconds - 1
-                layout = unit.candidates[others[order[best]]].layout
+                layout = group.candidates[others[order[best]]].layout
                 second = f"{layout} would make the step {more:.1%} longer"
                 if more < 1e-3:
                     second = f"{layout} would do as well, with more device time"
-        for i, variant in zip(unit.calls, mine.variants, strict=True):
+        for i, variant in zip(group.calls, mine.variants, strict=True):
             reasons[space.calls[i].name] = f"limited by {variant.cost.limit}; {second}"
     return reasons
+
+
+def _require_supported(problem: Problem, rates: Rates) -> None:
+    """Raise ValueError for a dtype that the cluster does not list, or a batch with too few prompts to
+    split."""
+    for role in problem.roles.values():
+        rates.peak(role)
+    for call in problem.model_calls:
+        work = problem.workloads[call.name]
+        if work.minibatches > work.prompts:
+            split = f"cuts a batch of {work.prompts} prompts into {work.minibatches} mini-batches"
+            hint = "give at least one prompt to each (minibatches, batch_size)"
+            raise ValueError(f"call {call.name} {split}: {hint}")
+
+
+def _require_candidates(space: SearchSpace) -> None:
+    """Raise ValueError about the first calls that fit nowhere, even alone on all devices."""
+    problem = space.problem
+    for group in space.groups:
+        if group.candidates:
+            continue
+        calls = [space.calls[i].name for i in group.calls]
+        names = " and ".join(calls)
+        for name in calls:
+            if (layout := problem.pins.get(name)) is not None:
+                has = f"a device has {format_bytes(space.capacity)} available"
+                why = f"{has}: pin it to more ranks, or leave the pin out"
+                raise ValueError(f"--pin {name}={layout}: call {names} does not fit there, {why}")
+        raise ValueError(f"call {names} does not fit in any layout, even alone: {_devices(space)}")
+
+
+def _nothing_fits(space: SearchSpace) -> str:
+    """Return the sentence about a problem without a plan, with the remedy for the plan that lacks least."""
+    plan = ExecutionPlan(space.call_plans(leanest(space).tolist()))
+    try:
+        require_fit(space.problem, plan)
+    except ValueError as error:
+        return f"no plan fits: {_devices(space)}; in the leanest one {error}"
+    return f"no plan that fits was found in the time limit: {_devices(space)}"
+
+
+def _devices(space: SearchSpace) -> str:
+    """Return a sentence that compares the devices with the weights, gradients and optimizers of all roles."""
+    problem = space.problem
+    total = 0.0
+    num_devices = problem.cluster.num_devices
+    for role in problem.roles.values():
+        total += role.spec.numel * role.itemsize
+        total += 4 * role.wide_itemsize * role.trained_spec.numel if role.trainable else 0
+    has = format_bytes(space.capacity)
+    per_host = problem.cluster.devices_per_host
+    there_are = f"the cluster has {num_devices} device{'s' * (num_devices > 1)} with {has} available on each"
+    if space.capacity <= 0:
+        whole = format_bytes(problem.cluster.device_memory_bytes)
+        return f"{there_are} (of {whole}, less what is set aside): is a unit missing in device_memory_bytes?"
+    takes = f"parameters, gradients and optimizers of all roles take {format_bytes(total)}"
+    need = math.ceil(total / space.capacity)
+    if need > num_devices:
+        need = need if need <= per_host else math.ceil(need / per_host) * per_host
+        return f"{there_are}; {takes}: use at least {need} devices"
+    what = "activations and KV cache do not fit beside"
+    return f"{there_are}; {takes}, {what}: use more devices, smaller models or shorter sequences"

@@ -1,27 +1,42 @@
-"""Proof: what a plan needs in memory, rank by rank, and what to change where it does not fit.
+"""Check of the memory that a plan needs on every rank, with remedies where it does not fit.
 
-A rank always holds what rests on it: the parameters of the roles that it owns, for trained ones gradients and
-optimizer, and the copies of roles that it runs in other layouts. As its calls exclude each other, the largest
-of them comes on top.
+A rank always holds the parameters of the roles whose home it is part of, with gradients and optimizer for
+trained ones, and copies of the roles that it runs in other layouts. A rank runs one call at a time, so only
+the largest call is added.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.kv_blocks import SHARE_OF_FREE
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.capacity import available_bytes
-from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
+from realhf.planner.memory import call_bytes
+from realhf.planner.model_states import training_bytes, weights_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.shard import num_params
+from realhf.realloc.schedule import STAGING_BYTES
 from realhf.units import format_bytes
+
+_FRAGMENTATION = 0.05  # The fraction of a device's memory that the allocator cannot use.
+_CONTEXT_BYTES = 1 << 30  # For libraries and communication buffers; a Python process on CPU needs as much.
+
+
+def available_bytes(cluster: Cluster) -> float:
+    """Return the bytes of a device's memory that plans may use.
+
+    The rest is for fragmentation (5 %), libraries and communication buffers (1 GiB) and reallocations in
+    flight.
+    """
+    usable = (1 - _FRAGMENTATION) * cluster.device_memory_bytes - _CONTEXT_BYTES - STAGING_BYTES
+    return max(0.0, usable)
 
 
 class Peak(NamedTuple):
-    """The most that one rank needs: while `call` runs. `parts` in bytes, what rests first."""
+    """The largest need of one rank, and the call during which it occurs. `parts` are in bytes."""
 
     rank: int
     call: str
@@ -33,8 +48,8 @@ class Peak(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Proof:
-    """The peak of every rank, the most that a rank needs while each call runs, and what a device has."""
+class MemoryCheck:
+    """The peak of every rank, the largest need of a rank during each call, and a device's available bytes."""
 
     peaks: Mapping[int, Peak]
     calls: Mapping[str, float]
@@ -49,11 +64,12 @@ class Proof:
         return self.fullest.num_bytes <= self.available
 
 
-def prove(problem: Problem, plan: ExecutionPlan) -> Proof:
-    """Memory of every rank under a plan."""
+def check_memory(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
+    """Return the memory that a plan needs on every rank."""
     homes = _homes(problem, plan)
     known: dict[tuple[str, int], dict[str, float]] = {}
-    peaks, calls = dict[int, Peak](), dict[str, float]()
+    peaks = dict[int, Peak]()
+    calls = dict[str, float]()
     for rank in sorted({rank for call in problem.model_calls for rank in plan[call.name].layout.ranks}):
         resting = _resting(problem, plan, homes, rank)
         here = []
@@ -63,25 +79,29 @@ def prove(problem: Problem, plan: ExecutionPlan) -> Proof:
         peaks[rank] = max(here, key=lambda peak: peak.num_bytes)
         for peak in here:
             calls[peak.call] = max(calls.get(peak.call, 0.0), peak.num_bytes)
-    return Proof(peaks, calls, available_bytes(problem.cluster))
+    return MemoryCheck(peaks, calls, available_bytes(problem.cluster))
 
 
-def require_fit(problem: Problem, plan: ExecutionPlan) -> Proof:
-    """The proof of a plan that fits. Raises ValueError that names call, rank, need and the nearest remedy."""
-    proof = prove(problem, plan)
-    if proof.fits:
-        return proof
-    peak = proof.fullest
+def require_fit(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
+    """Return the check of a plan that fits.
+
+    Raises ValueError if it does not; the message names the call, the rank, its need and the nearest remedy.
+    """
+    check = check_memory(problem, plan)
+    if check.fits:
+        return check
+    peak = check.fullest
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     raise ValueError(
         f"calls.{peak.call} needs {format_bytes(peak.num_bytes)} on rank {peak.rank} ({shown}), but "
-        f"{format_bytes(proof.available)} of a device's {format_bytes(problem.cluster.device_memory_bytes)} "
+        f"{format_bytes(check.available)} of a device's {format_bytes(problem.cluster.device_memory_bytes)} "
         f"are available; {_remedy(problem, plan)}"
     )
 
 
 def _homes(problem: Problem, plan: ExecutionPlan) -> dict[str, Layout]:
+    """Return the layout in which each role rests: that of its training, else that of its first call."""
     homes: dict[str, Layout] = {}
     for call in problem.model_calls:
         assert call.role is not None
@@ -93,21 +113,22 @@ def _homes(problem: Problem, plan: ExecutionPlan) -> dict[str, Layout]:
 def _resting(
     problem: Problem, plan: ExecutionPlan, homes: Mapping[str, Layout], rank: int
 ) -> dict[str, float]:
-    """What is on a rank all the time, by what it is."""
+    """Return the bytes that a rank always holds, by part."""
     parts: dict[str, float] = {}
     offloads = {call.role for call in problem.model_calls if plan[call.name].offload}
-    holders: dict[tuple[object, ...], str] = {}  # Of frozen weights that several roles may share.
+    holders: dict[tuple[object, ...], str] = {}  # The first role that holds each shard of a source.
     for name, role in problem.roles.items():
         if role.source is not None and rank in homes[name] and name not in offloads:
             holders.setdefault((role.source, *_shard(homes[name], rank)), name)
     for name, role in problem.roles.items():
-        home, offloaded = homes[name], name in offloads
+        home = homes[name]
+        offloaded = name in offloads
         layouts = dict.fromkeys([home, *(plan[call.name].layout for call in problem.graph.of_role(name))])
         for layout in layouts if not offloaded else ():
             if rank not in layout:
                 continue
             if layout != home and rank in home and _shard(layout, rank) == _shard(home, rank):
-                continue  # The same memory.
+                continue  # Both are the same memory.
             what = f"{name} weights" if layout == home else f"{name} copy"
             stage = layout.coordinate(rank).pp
             size = weights_bytes(role, layout.strategy, stage)
@@ -121,7 +142,7 @@ def _resting(
 
 
 def _shard(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Ranks with equal shards have equal ones of these."""
+    """Return a key that is equal for equal shards."""
     at = layout.coordinate(rank)
     return (layout.pp, at.pp, layout.tp, at.tp, layout.ep, at.dp % layout.ep)
 
@@ -130,8 +151,9 @@ def _running(
     problem: Problem, plan: ExecutionPlan, call: FunctionCall, rank: int,
     known: dict[tuple[str, int], dict[str, float]],
 ) -> dict[str, float]:  # fmt: skip
-    """What a call adds on a rank, by part."""
-    how, role = plan[call.name], problem.role_of(call)
+    """Return the bytes that a call adds on a rank, by part."""
+    how = plan[call.name]
+    role = problem.role_of(call)
     stage = how.layout.coordinate(rank).pp
     if (call.name, stage) not in known:
         work = problem.workloads[call.name]
@@ -151,9 +173,13 @@ def _together(
     problem: Problem, plan: ExecutionPlan, call: FunctionCall, resting: Mapping[str, float],
     running: Mapping[str, float],
 ) -> dict[str, float]:  # fmt: skip
-    """Return all that a rank holds while a call runs. A cache whose size nobody has set takes no more than a
-    share of what is free, as in inference/cache_limit.py; its rows wait."""
-    parts, work = {**resting, **running}, problem.workloads[call.name]
+    """Return all that a rank holds while a call runs, by part.
+
+    A cache without a limit set by the user takes no more than a share of the free memory, as in
+    inference/cache_limit.py; rows that it has no blocks for wait.
+    """
+    parts = {**resting, **running}
+    work = problem.workloads[call.name]
     if "kv_cache" not in running or work.kv_cache_gib is not None:
         return parts
     resting_bytes = sum(resting.values()) + running.get("loaded weights", 0.0)
@@ -163,16 +189,17 @@ def _together(
 
 
 def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
-    """The nearest changes of the plan under which every rank has enough."""
+    """Return a sentence with the nearest changes of the plan that make it fit on every rank."""
     made: list[str] = []
     for _ in range(2 * len(problem.model_calls)):
-        proof = prove(problem, plan)
-        if proof.fits:
+        check = check_memory(problem, plan)
+        if check.fits:
             return f"it fits with {' and '.join(made)}"
-        peak = proof.fullest
+        peak = check.fullest
         for what, changed in _changes(problem, plan, peak):
-            if prove(problem, changed).peaks[peak.rank].num_bytes <= proof.available:
-                made, plan = [*made, what], changed
+            if check_memory(problem, changed).peaks[peak.rank].num_bytes <= check.available:
+                made = [*made, what]
+                plan = changed
                 break
         else:
             break
@@ -180,7 +207,9 @@ def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
 
 
 def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tuple[str, ExecutionPlan]]:
-    call, how = problem.graph[peak.call], plan[peak.call]
+    """Yield changes that reduce the memory of the peak's call, or of what rests on its rank."""
+    call = problem.graph[peak.call]
+    how = plan[peak.call]
 
     def change(name: str, **fields: object) -> tuple[str, ExecutionPlan]:
         new: CallPlan = replace(plan[name], **fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Predict: seconds of a given plan - of each call, of moving parameters, of a step in the steady state."""
+"""Predicted seconds of a given plan: of each call, of reallocations, and of a step in the steady state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ _RANK_0 = Layout.parse("d1@0")
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step in the steady state, and what it costs to run each call alone."""
+    """Seconds of a step in the steady state, and the cost of each call alone."""
 
     step_seconds: float
     calls: Mapping[str, CallCost]
 
 
 def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
-    """Of a plan whose layouts are on contiguous ranks."""
+    """Return the prediction for a plan whose layouts are on contiguous ranks."""
     costs = {call.name: _cost(problem, rates, plan, call) for call in problem.model_calls}
     seconds = {name: cost.seconds for name, cost in costs.items()}
     return Prediction(step_seconds(problem, rates, plan, seconds), costs)
@@ -36,11 +36,14 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
 def step_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> float:
-    """Of the plan's step in the steady state, when calls take so long. Plain Python that the plan leaves out
-    runs on rank 0, as in a run."""
+    """Return the seconds of a step in the steady state if calls take `call_seconds`.
+
+    Calls in plain Python that the plan leaves out run on rank 0, as in a run.
+    """
     left_out = {call.name: CallPlan(_RANK_0) for call in problem.graph.calls if call.role is None}
     plan = ExecutionPlan({**left_out, **plan.calls})
-    calls, needs = problem.graph.order, dependencies(problem, rates)
+    calls = problem.graph.order
+    needs = dependencies(problem, rates)
     ranks = [set(plan[call.name].layout.ranks) for call in calls]
     shares = np.array([[bool(here & there) for there in ranks] for here in ranks])
     placed = [Placed((at := plan[call.name].layout).strategy, at.ranks[0]) for call in calls]

@@ -1,4 +1,4 @@
-"""Problem: what is to be planned - the calls of a graph with their workloads, the roles, the cluster."""
+"""The planning problem: the calls of a graph with their workloads, the roles and the cluster."""
 
 import math
 import sys
@@ -21,29 +21,29 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Workload:
-    """What one call does in one step. Numbers of tokens are those of one sequence, means where they vary.
+    """The work of one call in one step. Numbers of tokens are per sequence, and means where they vary.
 
-    Responses have the given mean and at most `max_new_tokens`; their lengths are taken to be geometric, cut
-    off at that limit. Where the mean is the limit all are alike.
+    Responses have the given mean and at most `max_new_tokens`. Their lengths are assumed to be geometric,
+    truncated at that limit; if the mean equals the limit, all lengths are equal.
     """
 
     num_samples: int = 1
     prompt_tokens: float = 0.0
-    response_tokens: float = 0.0  # Of the whole sequence when it is not split into prompt and response.
+    response_tokens: float = 0.0  # All tokens if the sequence is not split into prompt and response.
     max_new_tokens: int = 0
-    samples_per_prompt: int = 1  # Neighbours with one prompt; neither mini-batches nor generation cut them.
-    max_rows: int = 512  # Generation: rows that a rank decodes at once.
-    kv_cache_gib: float | None = None  # Of a rank; None: what the rows need, at most a share of what is free.
-    prefill_tokens: int = 8192  # Of prompts in one pass.
+    samples_per_prompt: int = 1  # Consecutive samples of one prompt, which always stay together.
+    max_rows: int = 512  # Generation: the rows that a rank decodes at once.
+    kv_cache_gib: float | None = None  # Per rank; None: as needed, up to a share of free memory.
+    prefill_tokens: int = 8192  # Prompt tokens in one pass.
     minibatches: int = 1
     epochs: int = 1
-    output: str = "logprobs"  # What a forward or train step computes: `logprobs`, `values` or `scores`.
+    output: str = "logprobs"  # Result of a forward or train step: `logprobs`, `values` or `scores`.
     entropy: bool = False
-    seconds: float = 0.0  # Of a host call.
+    seconds: float = 0.0  # Duration of a call in plain Python.
 
     @property
     def tokens(self) -> float:
-        """Of one sequence."""
+        """Tokens of a whole sequence."""
         return self.prompt_tokens + self.response_tokens
 
     @property
@@ -51,25 +51,25 @@ class Workload:
         return self.num_samples // self.samples_per_prompt
 
     def most_samples(self, kind: str, dp: int) -> int:
-        """Of the data-parallel rank that has most, in one mini-batch of a call of this kind."""
+        """Return the most samples of any data-parallel rank in one mini-batch of a call of this kind."""
         if kind == "generate":
             return math.ceil(self.prompts / dp) * self.samples_per_prompt
         return math.ceil(math.ceil(self.prompts / self.minibatches) * self.samples_per_prompt / dp)
 
     def most_replicas(self, kind: str) -> int:
-        """Data-parallel ranks that all have something to do."""
+        """Return the largest number of data-parallel ranks that all have something to do."""
         if kind == "generate":
             return max(1, self.prompts)
         return max(1, self.prompts // self.minibatches * self.samples_per_prompt)
 
     @property
     def survival(self) -> np.ndarray:
-        """Share of responses that have at least t tokens, for t = 1 to the limit."""
+        """Fraction of responses that have at least t tokens, for t from 1 to the limit."""
         return _survival(self.response_tokens, max(1, self.max_new_tokens, round(self.response_tokens)))
 
     @cached_property
     def squared_tokens(self) -> float:
-        """Mean of the squared length of a sequence: what causal attention's work grows with."""
+        """Mean of the squared length of a sequence; the work of causal attention is proportional to it."""
         odd = 2 * np.arange(1, len(self.survival) + 1) - 1
         squared_response = float((odd * self.survival).sum())
         return self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + squared_response
@@ -81,7 +81,8 @@ def _survival(mean: float, limit: int) -> np.ndarray:
         return np.ones(limit)
     if mean <= 1:
         return np.array([max(mean, 0.0)])
-    steps, low, high = np.arange(limit), 0.0, 1.0  # Bisection on the share that goes on after a token.
+    steps = np.arange(limit)
+    low, high = 0.0, 1.0  # Bisection on the probability that a response continues.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if (middle**steps).sum() < mean else (low, middle)
@@ -90,7 +91,7 @@ def _survival(mean: float, limit: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ModelRole:
-    """A role as the planner sees it. With `lora`, its adapters are trained and moved, the weights rest."""
+    """A role as the planner sees it. With `lora`, only its adapters are trained and moved."""
 
     config: ModelConfig
     dtype: str = "bfloat16"
@@ -98,33 +99,40 @@ class ModelRole:
     follows: str | None = None
     lora: LoraConfig | None = None
     source: Hashable = None
-    """Frozen weights of equal sources are one memory where both have the same part; None: they share none."""
+    """Roles with equal sources share the memory of frozen weights where their shards are equal; None shares
+    nothing."""
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
+    @property
+    def wide_itemsize(self) -> int:
+        """Bytes of a gradient or optimizer value: float32, or float64 in a float64 model."""
+        return max(4, self.itemsize)
+
     @cached_property
     def spec(self) -> ModelSpec:
         spec = model_spec(self.config)
-        if isinstance(self.config, TransformersConfig):  # Nobody knows its layers.
+        if isinstance(self.config, TransformersConfig):  # The layers of such a model are unknown.
             spec = replace(spec, section_numel=sys.maxsize)
         return spec
 
     @cached_property
     def trained_spec(self) -> ModelSpec:
-        """The parameters that training changes, and that move in every step."""
+        """The parameters that training changes and that are reallocated in every step."""
         return self.spec if self.lora is None else adapter_spec(self.config, self.lora)
 
     @property
     def section_share(self) -> float:
-        """Of the parameters that training changes, those of a section (ModelSpec.sections)."""
+        """Fraction of the trained parameters that is in one section (ModelSpec.sections)."""
         return self.trained_spec.section_numel / self.trained_spec.numel
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`pins` fix layouts of calls; the calls of each tuple in `together` get one common layout."""
+    """A graph to plan. `pins` fix the layouts of calls; the calls of each tuple in `together` share a
+    layout."""
 
     graph: DataflowGraph
     roles: Mapping[str, ModelRole]

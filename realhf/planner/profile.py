@@ -1,8 +1,8 @@
-"""Profile: what `realhf profile` measured on a machine, and the rates that answer from it.
+"""The profile of a machine that `realhf profile` measured, and the rates that look times up in it.
 
-A profile is a YAML file: the machine as a cluster, tables of its wires and calls, and tables per model shape,
-dtype and tensor-parallel size. A table gives seconds at points of one or two quantities; what it is a table
-of, and by what, is in `WIRES`, `CALLS` and `OF_MODEL`. Any table may be missing.
+A profile is a YAML file. It describes the machine as a cluster, and has tables of links (`wires`) and calls,
+and tables per model shape, dtype and tensor-parallel size. A table has seconds at points of one or two
+quantities; `WIRES`, `CALLS` and `OF_MODEL` list the tables and their axes. Any table may be missing.
 """
 
 import textwrap
@@ -26,45 +26,49 @@ SHAPE = (
     "family", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
     "tie_word_embeddings",
 )  # fmt: skip
-"""What of a ModelConfig tells shapes apart; not the number of layers: tables are of one block."""
+"""The fields of a ModelConfig that tell shapes apart. The number of layers is not among them,
+since tables are about one block."""
 OUTPUTS = ("logprobs", "values", "scores")
 _COLLECTIVE = ("ranks", "bytes")
 WIRES = {
     "all_reduce": _COLLECTIVE, "all_gather": _COLLECTIVE, "reduce_scatter": _COLLECTIVE, "send": ("bytes",),
     "samples": ("bytes",),
 }  # fmt: skip
-"""Collectives and messages of tensors; `samples`: handing samples from call to call."""
+"""Tables about links: collectives and messages of tensors; `samples` is for the samples between calls."""
 CALLS = dict.fromkeys(("generate", "forward", "train_step"), ("samples",))
-"""What a call takes besides its passes."""
+"""Tables about the time that a call takes besides its passes."""
 _PASS = ("sequence_tokens", "tokens")
 OF_MODEL = {
-    "block_forward": _PASS, "block_backward": _PASS,  # One block, forward without autograd; the rest of
-    # forward and backward with it, gradients added up.
+    # One block: forward without autograd, and what forward and backward with gradient accumulation take more.
+    "block_forward": _PASS, "block_backward": _PASS,
+    # The time of a micro-batch besides its blocks, by the number of positions that have an output.
     **{f"{output}_{way}": ("tokens",) for output in OUTPUTS for way in ("forward", "backward")},
-    # What a micro-batch takes besides its blocks, by the number of positions that it is computed for.
-    "decode_block": ("context_tokens", "rows"), "decode_head": ("rows",),  # Rows with prompts of their own.
-    "decode_shared": ("context_tokens", "rows"),  # One block where all rows have the same prompt.
+    # A decode step where every row has its own prompt, and a block of one where all rows share a prompt.
+    "decode_block": ("context_tokens", "rows"), "decode_head": ("rows",),
+    "decode_shared": ("context_tokens", "rows"),
     "update": ("parameters",), "zero_gradients": ("parameters",),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds at points of one or two quantities, `axes`, whose names and values are in rising order.
+    """Seconds at points of one or two quantities. `axes` maps their names to rising values.
 
-    Between points it is linear; beyond them it goes on as in the last interval, at the end of the first of
-    two axes it stays as it is.
+    Values are linear between the points. Beyond them the last axis continues as in its last interval, while
+    the first of two axes stays at its end.
     """
 
     axes: Mapping[str, tuple[float, ...]]
-    seconds: Any  # Nested as the axes are.
+    seconds: Any  # A list per axis, nested in the order of the axes.
 
     def at(self, *point: Any) -> Any:
-        """Seconds at one point, a number per axis, or of arrays."""
+        """Return the seconds at one point, given as one number per axis, or at the points in one array per
+        axis."""
         *across, last = self.axes.values()
         if not across:
             return _line(last, self.seconds, point[0])
-        (first,), rows = across, self.seconds
+        (first,) = across
+        rows = self.seconds
         lines = [_line(last, row, point[1]) for row in rows]
         if len(first) == 1:
             return lines[0]
@@ -94,7 +98,7 @@ class Table:
 
 
 def _line(x: Sequence[float], y: Sequence[float], at: Any) -> Any:
-    """Piecewise linear, never below a quarter of the least value."""
+    """Return a piecewise linear interpolation, which is never below a quarter of the least value."""
     least = min(y) / 4
     if len(x) == 1:
         return at * 0 + y[0]
@@ -136,7 +140,7 @@ class ModelTables:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, when and where: `machine` says in words and numbers what the timings depend on."""
+    """A set of measurements with its date; `machine` describes what the timings depend on."""
 
     date: str
     machine: Mapping[str, Any]
@@ -154,7 +158,7 @@ class Profile:
             cluster = Cluster.from_dict(given["cluster"])
         except ValueError as error:
             raise ValueError(f"cluster: {error}") from error
-        if "device_type" not in given["cluster"]:  # (An older profile: its devices would be taken for GPUs.)
+        if "device_type" not in given["cluster"]:  # Older profiles lack it.
             raise ValueError("cluster.device_type is missing: measure again with `realhf profile`")
         if not isinstance(given["models"], list):
             raise ValueError("models must be a list of tables per model shape")
@@ -169,7 +173,8 @@ class Profile:
 
     @classmethod
     def load(cls, name: str) -> "Profile":
-        """Reads a profile, or a shipped one by its short name. UserErrors name the file and the field."""
+        """Read a profile, or a shipped one by its short name. Raises UserErrors that name the file and the
+        field."""
         return load_yaml(name, cls.from_dict, kind="plans/profiles", what="profile")
 
     def save(self, path: Path) -> None:
@@ -177,15 +182,17 @@ class Profile:
 
 
 class ProfiledRates(Rates):
-    """Answers from a profile's tables; where the shape, dtype, tp or number of ranks was not measured, from
-    the roofline of `cluster`, which is the profile's own unless another is given.
+    """Rates from the tables of a profile.
 
-    A block's backward pass contains adding up its gradients, a head's the rest of a micro-batch.
+    Whatever was not measured (a shape, dtype, tp size or number of ranks) comes from the roofline of
+    `cluster`, which is the profile's own unless another is given. The backward pass of a block includes the
+    accumulation of its gradients, and that of a head the rest of a micro-batch.
     """
 
     def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
         super().__init__(cluster or profile.cluster)
-        self._wires, self._calls = profile.wires, profile.calls
+        self._wires = profile.wires
+        self._calls = profile.calls
         self._models = {tables.key: tables.tables for tables in profile.models}
 
     def call_seconds(self, kind: str, *, samples: float) -> float:
@@ -223,14 +230,14 @@ class ProfiledRates(Rates):
         if table is None:
             return super().block(role, tp, ep, tokens=tokens, squared=squared, backward=backward)
         seconds = table.at(squared / max(tokens, 1.0), tokens)
-        if role.lora is not None:  # Measured without adapters.
+        if role.lora is not None:  # The table was measured without adapters.
             block = partial(super().block, tokens=tokens, squared=squared, backward=backward)
             seconds *= block(role, tp, ep).compute / block(replace(role, lora=None), tp, ep).compute
-        wires = 0.0
+        communication = 0.0
         if tp.size > 1:
-            wires = 2 * self.all_reduce(tokens * role.config.hidden_size * role.itemsize, tp)
-        wires = min(wires, seconds / 2)
-        return Cost(seconds - wires, wires)
+            communication = 2 * self.all_reduce(tokens * role.config.hidden_size * role.itemsize, tp)
+        communication = min(communication, seconds / 2)
+        return Cost(seconds - communication, communication)
 
     def head(
         self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False
@@ -249,15 +256,15 @@ class ProfiledRates(Rates):
             return super().decode_block(role, tp, ep, rows=rows, context=context, shared=shared)
         seconds = own.at(context, rows)
         if shared is not None and alike is not None:
-            # Linear in the number of prompts, from as many as rows to one.
+            # The time is linear in the number of prompts, from one per row down to one in all.
             prompt = np.full_like(context, shared.tokens)
             most = np.maximum(0.0, own.at(prompt, rows) - alike.at(prompt, rows))
             seconds -= most * (rows - shared.prompts) / np.maximum(1.0, rows - 1)
-        wires = np.zeros_like(seconds)
+        communication = np.zeros_like(seconds)
         if tp.size > 1:
             least = 2 * self.all_reduce(0.0, tp)
-            wires = np.minimum(least, seconds / 2)
-        return seconds - wires, wires
+            communication = np.minimum(least, seconds / 2)
+        return seconds - communication, communication
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
         table = self._of(role, tp, "decode_head")
@@ -268,7 +275,11 @@ class ProfiledRates(Rates):
         return 0.0 if measured else super().accumulate(role, params)
 
     def update(self, role: ModelRole, *, owned: float) -> float:
-        """The step was measured without gradients, which it sets to zero then: after a pass it need not."""
+        """Return the seconds of an optimizer step.
+
+        The step was measured without gradients and then also sets them to zero; after a backward pass it does
+        not.
+        """
         step, zero = (self._of(role, Span(1, 1), name) for name in ("update", "zero_gradients"))
         if step is None or zero is None:
             return super().update(role, owned=owned)

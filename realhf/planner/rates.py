@@ -1,9 +1,9 @@
-"""Rates: seconds of a decoder block, a head, a collective, on one device of a cluster, by its roofline.
+"""Seconds of a decoder block, a head or a collective on one device of a cluster, by its roofline.
 
 A matrix product takes the longer of its FLOPs at peak and its bytes at the memory's bandwidth (Williams et
-al. 2009); a collective takes alpha + bytes / beta per link class, with the volume that the algorithm really
-sends. How near kernels come to the peaks is in `Assumptions`; a profile (profile.py) replaces all of it by
-what was measured.
+al. 2009). A collective takes alpha + bytes / beta per class of link, with the volume that the algorithm
+sends. `Assumptions` say how near kernels come to the peaks; a profile (profile.py) replaces them by
+measurements.
 """
 
 import math
@@ -15,45 +15,50 @@ import numpy as np
 
 from realhf.cluster import Cluster, Link
 from realhf.model_config import ModelConfig
-from realhf.planner.problem import ITEMSIZE, ModelRole
+from realhf.planner.problem import ModelRole
 
-_WIDE = 4  # bytes of float32: logits, gradients, the optimizer's copies
+_LOGIT_BYTES = 4  # Logits are float32.
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Shares of the peaks that kernels reach, where nothing was measured; typical of large shapes on GPUs."""
+    """Fractions of the peaks that kernels reach when nothing was measured, typical of large shapes on
+    GPUs."""
 
     matmul: float = 0.7
     attention: float = 0.4
     memory: float = 0.8
     link: float = 0.8
-    overlap: float = 0.0  # Share of a backward pass behind which gradients are reduced; ours is not counted.
-    block_seconds: float = 4e-5  # Host time of one block: launching its kernels.
-    pass_seconds: float = 5e-4  # Host time of a micro-batch besides its blocks: cutting, head, loss.
-    call_seconds: float = 0.02  # Host time around a call: dealing out samples, packing columns.
+    overlap: float = 0.0  # Fraction of a backward pass that hides the reduction of gradients.
+    block_seconds: float = 4e-5  # Host time to launch the kernels of one block.
+    pass_seconds: float = 5e-4  # Host time of a micro-batch besides its blocks: split, head, loss.
+    call_seconds: float = 0.02  # Host time around a call: distributing samples, packing columns.
 
     @classmethod
     def of(cls, cluster: Cluster) -> "Assumptions":
-        """On CPU nothing is launched ahead: operators themselves cost host time (measured on two cores)."""
+        """Return the defaults for a cluster. On CPU the operators themselves cost host time, as none is
+        launched ahead."""
         return cls(block_seconds=2e-4, pass_seconds=1.5e-3) if cluster.device_type == "cpu" else cls()
 
 
 class BlockShape(NamedTuple):
-    """Parameters and widths of the mean decoder block. `expert` is of one expert, of `num_experts`."""
+    """Parameters and widths of the mean decoder block. `expert` is one expert of `num_experts`."""
 
     attention: float
-    mlp: float  # What every token passes: the dense or shared MLP and the router.
+    mlp: float  # The parameters that all tokens use: dense or shared MLP, and router.
     expert: float
     num_experts: int
     experts_per_token: int
-    width: float  # Of what a token passes of MLPs, summed.
-    moe_share: float  # Of blocks that have experts.
+    width: float  # Sum of the widths of the MLPs that a token passes.
+    moe_share: float  # Fraction of blocks that have experts.
 
 
 @lru_cache(maxsize=256)
 def block_shape(config: ModelConfig) -> BlockShape:
-    c, h, moe, mla = config, config.hidden_size, config.moe, config.mla
+    c = config
+    h = config.hidden_size
+    moe = config.moe
+    mla = config.mla
     if mla is not None:
         q = h * c.num_heads * c.head_dim
         if mla.q_lora_rank is not None:
@@ -76,7 +81,7 @@ def block_shape(config: ModelConfig) -> BlockShape:
 
 
 class Span(NamedTuple):
-    """A group of ranks: `size` members, `per_host` of them on each host (all of them: it is inside one)."""
+    """A group of `size` ranks, with `per_host` of them on each host."""
 
     size: int
     per_host: int
@@ -87,40 +92,44 @@ class Span(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Seconds of computing and of communicating."""
+    """Seconds of computation and of communication."""
 
     compute: float
-    wires: float = 0.0
+    communication: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.wires
+        return self.compute + self.communication
 
     def times(self, count: float) -> "Cost":
-        return Cost(self.compute * count, self.wires * count)
+        return Cost(self.compute * count, self.communication * count)
 
     def plus(self, other: "Cost") -> "Cost":
-        return Cost(self.compute + other.compute, self.wires + other.wires)
+        return Cost(self.compute + other.compute, self.communication + other.communication)
 
 
 class SharedPrompts(NamedTuple):
-    """Of rows that decode: how many prompts they have, of which so many tokens are read once for all rows."""
+    """Numbers of distinct prompts among decoding rows; `tokens` of each are read once for all its rows."""
 
     prompts: np.ndarray
     tokens: float
 
 
 class Rates:
-    """Rooflines of one cluster. `tokens` are those of one pass on one rank, `squared` the sum of the squared
-    lengths of its sequences, `rows` sequences of a decode step."""
+    """Rooflines of one cluster.
+
+    `tokens` are those of one pass on one rank, `squared` is the sum of the squared lengths of its sequences,
+    and `rows` are the sequences of a decode step.
+    """
 
     def __init__(self, cluster: Cluster, assumptions: Assumptions | None = None) -> None:
-        self.cluster, self.assume = cluster, assumptions or Assumptions.of(cluster)
+        self.cluster = cluster
+        self.assume = assumptions or Assumptions.of(cluster)
         self._memory = cluster.memory_bandwidth_bytes_per_second * self.assume.memory
         self.known_blocks: dict[tuple[object, ...], Cost] = {}
 
     def call_seconds(self, kind: str, *, samples: float) -> float:
-        """What a call of this kind takes on a rank besides its passes."""
+        """Return the seconds of a call of this kind on a rank besides its passes."""
         return self.assume.call_seconds
 
     # Links
@@ -132,15 +141,18 @@ class Rates:
         return self.all_gather(num_bytes, span)
 
     def all_gather(self, num_bytes: float, span: Span) -> float:
-        """Every member gets `num_bytes` in all, its own part included: each receives (n - 1) / n of them.
+        """Return the seconds until every member has all `num_bytes`, of which it receives (n - 1) / n.
 
-        Over several hosts the members of a host share their ports: what comes from outside comes once per
-        host, (hosts - 1) / hosts of it, over all of its members' ports (rings over all NICs, as NCCL's).
+        On several hosts the members of a host share their ports: data from outside arrives once per host,
+        (hosts - 1) / hosts of it, over the ports of all its members (as NCCL's rings over all NICs).
         """
-        n, k, hosts = span.size, min(span.per_host, span.size), span.hosts
+        n = span.size
+        k = min(span.per_host, span.size)
+        hosts = span.hosts
         if n == 1:
             return 0.0
-        inside, outside = self.cluster.intra_host, self.cluster.outward
+        inside = self.cluster.intra_host
+        outside = self.cluster.outward
         seconds = (n - 1) / n * num_bytes / self._bandwidth(inside) if k > 1 else 0.0
         latency = math.ceil(math.log2(n)) * (outside if hosts > 1 else inside).latency_seconds
         if hosts > 1:
@@ -149,7 +161,7 @@ class Rates:
         return seconds + latency
 
     def all_to_all(self, num_bytes: float, span: Span) -> float:
-        """Every member sends `num_bytes` in all, in equal parts to all members."""
+        """Return the seconds of an exchange in which every member sends `num_bytes` in equal parts to all."""
         if span.size == 1:
             return 0.0
         outside = 1 - min(span.per_host, span.size) / span.size
@@ -166,11 +178,14 @@ class Rates:
         return link.latency_seconds + num_bytes / self._bandwidth(link)
 
     def samples(self, num_bytes: float) -> float:
-        """Samples handed from call to call, from host memory to host memory."""
+        """Return the seconds to move samples between calls, from host memory to host memory."""
         return self.send(num_bytes, within_host=False)
 
     def host_copy(self, num_bytes: float) -> float:
-        """Between a device and its host's memory. Raises ValueError when the cluster file does not say."""
+        """Return the seconds of a copy between a device and its host's memory.
+
+        Raises ValueError when the cluster file has no such link.
+        """
         link = self.cluster.host_memory
         if link is None:
             raise ValueError("the cluster has no host_memory link")
@@ -182,7 +197,8 @@ class Rates:
     # Computing
 
     def peak(self, role: ModelRole) -> float:
-        """FLOP/s of matrix products. Raises ValueError when the cluster file lacks the role's dtype."""
+        """Return the FLOP/s of matrix products. Raises ValueError when the cluster file lacks the role's
+        dtype."""
         peaks = self.cluster.peak_flops
         if role.dtype not in peaks:
             has = f"it has {', '.join(peaks)}"
@@ -190,24 +206,28 @@ class Rates:
         return peaks[role.dtype]
 
     def matmul(self, role: ModelRole, *, tokens: float, params: float, weight_reads: float = 1.0) -> float:
-        """tokens x (params as one matrix): 2 tokens params FLOPs, or reading the matrix."""
+        """Return the seconds of 2 * tokens * params FLOPs or of reading the matrix, whichever is longer."""
         flops = 2 * tokens * params / (self.peak(role) * self.assume.matmul)
         return max(flops, weight_reads * params * role.itemsize / self._memory)
 
     def traffic(self, num_bytes: float) -> float:
-        """Operations that only read and write."""
+        """Return the seconds of operations that only read and write."""
         return num_bytes / self._memory
 
     def block(
         self, role: ModelRole, tp: Span, ep: Span, *, tokens: float, squared: float, backward: bool = False
     ) -> Cost:
-        """One block forward, or backward alone: twice the matrix products (once where weights are frozen
-        under adapters), 2.5 times the attention (flash attention computes its scores again, Dao et al. 2022).
+        """Return the cost of one block forward, or of its backward pass alone.
+
+        Backward takes twice the matrix products (once where weights are frozen under adapters) and 2.5 times
+        the attention, as flash attention recomputes its scores (Dao et al. 2022).
         """
-        c, shape, n = role.config, block_shape(role.config), tp.size
+        c = role.config
+        shape = block_shape(role.config)
+        n = tp.size
         dense = (shape.attention + shape.mlp) / n
         compute = self.matmul(role, tokens=tokens, params=dense)
-        wires = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
+        communication = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
         if shape.num_experts:
             routed = tokens * shape.experts_per_token
             touched = min(shape.num_experts, routed) / ep.size
@@ -216,8 +236,8 @@ class Rates:
             reading = per_matrix * role.itemsize / self._memory
             compute += shape.moe_share * max(flops, reading)
             exchange = 2 * self.all_to_all(routed * c.hidden_size * role.itemsize, ep)
-            wires += shape.moe_share * exchange
-        attention = 2 * squared * c.num_heads / n * c.head_dim  # causal: half of 4 * squared * heads * dim
+            communication += shape.moe_share * exchange
+        attention = 2 * squared * c.num_heads / n * c.head_dim  # Causal: half of 4 * squared * heads * dim.
         elementwise = tokens * (12 * c.hidden_size + 6 * shape.width / n) * role.itemsize
         compute *= 2 if backward and role.lora is None else 1
         if role.lora is not None:
@@ -225,13 +245,15 @@ class Rates:
             compute += (2 if backward else 1) * self.matmul(role, tokens=tokens, params=adapters)
         compute += (2.5 if backward else 1) * attention / (self.peak(role) * self.assume.attention)
         compute += (2 if backward else 1) * self.traffic(elementwise)
-        return Cost(float(self._launched(compute)), wires)
+        return Cost(float(self._launched(compute)), communication)
 
     def head(
         self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False
     ) -> Cost:
-        """Embedding of a pass and its head at `tokens` positions: float32 logits that softmax goes over."""
-        c, n = role.config, tp.size
+        """Return the cost of a pass besides its blocks: embedding, head and float32 logits at `tokens`
+        positions."""
+        c = role.config
+        n = tp.size
         embedding = self.traffic(3 * tokens * c.hidden_size * role.itemsize)
         embedding += 0.0 if backward else self.assume.pass_seconds
         if output != "logprobs" or c.head != "lm":
@@ -240,12 +262,15 @@ class Rates:
         passes = 5 if backward else 6
         compute = self.matmul(role, tokens=tokens, params=params)
         compute *= 2 if backward and role.lora is None else 1
-        compute += self.traffic(passes * tokens * c.vocab_size / n * _WIDE)
-        wires = 0.0 if n == 1 else self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
-        return Cost(embedding + compute, wires)
+        compute += self.traffic(passes * tokens * c.vocab_size / n * _LOGIT_BYTES)
+        communication = 0.0 if n == 1 else self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
+        return Cost(embedding + compute, communication)
 
     def _launched(self, compute: Any) -> Any:
-        """Seconds of a block: kernels are launched while earlier ones run, operators on CPU are not."""
+        """Return the seconds of a block with its host time.
+
+        On a GPU kernels are launched while earlier ones run; on CPU the host time is added.
+        """
         if self.cluster.device_type == "cpu":
             return compute + self.assume.block_seconds
         return np.maximum(compute, self.assume.block_seconds)
@@ -254,14 +279,19 @@ class Rates:
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
         shared: SharedPrompts | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """One block of decode steps: it reads its weights and the keys and values once."""
-        c, shape, n = role.config, block_shape(role.config), tp.size
+        """Return the seconds of computation and of communication of one block in decode steps.
+
+        A step reads the weights and the cached keys and values once.
+        """
+        c = role.config
+        shape = block_shape(role.config)
+        n = tp.size
         params = (shape.attention + shape.mlp) / n
         touched = np.zeros_like(rows)
         if shape.num_experts:
-            # Of E experts, b rows with k each touch E (1 - (1 - k/E)^b), spread over ep.
-            spared = (1 - shape.experts_per_token / shape.num_experts) ** (rows * ep.size)
-            touched = shape.moe_share * shape.num_experts * (1 - spared) / ep.size * shape.expert / n
+            # b rows with k of E experts each use E (1 - (1 - k/E)^b) experts, spread over ep.
+            unused = (1 - shape.experts_per_token / shape.num_experts) ** (rows * ep.size)
+            touched = shape.moe_share * shape.num_experts * (1 - unused) / ep.size * shape.expert / n
         active = params + shape.moe_share * shape.experts_per_token * shape.expert / n
         flops = 2 * rows * active + 4 * rows * context * c.num_heads / n * c.head_dim
         cached = rows * context
@@ -269,45 +299,49 @@ class Rates:
             cached = cached - (rows - shared.prompts) * shared.tokens
         read = (params + touched + cached * cache_width(c, n)) * role.itemsize
         compute = np.maximum(flops / (self.peak(role) * self.assume.matmul), read / self._memory)
-        one = self.all_reduce(1.0, tp)
-        wires = 2 * (one + rows * c.hidden_size * role.itemsize * (self.all_reduce(1e9, tp) - one) / 1e9)
+        # Collectives take numbers, not arrays, so their seconds are a latency and a slope over 1e9 bytes.
+        latency = self.all_reduce(1.0, tp)
+        slope = self.all_reduce(1e9, tp) - latency
+        communication = 2 * (latency + rows * c.hidden_size * role.itemsize * slope / 1e9)
         if shape.num_experts and ep.size > 1:
             sent = rows * shape.experts_per_token * c.hidden_size * role.itemsize
-            least = self.all_to_all(0.0, ep)
-            wires = wires + 2 * shape.moe_share * (least + sent * (self.all_to_all(1e9, ep) - least) / 1e9)
-        return self._launched(compute), wires
+            latency = self.all_to_all(0.0, ep)
+            slope = self.all_to_all(1e9, ep) - latency
+            communication = communication + 2 * shape.moe_share * (latency + sent * slope / 1e9)
+        return self._launched(compute), communication
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
-        """Logits and sampling of one token per row."""
-        c, n = role.config, tp.size
+        """Return the seconds of logits and sampling for one token per row."""
+        c = role.config
+        n = tp.size
         params = c.vocab_size * c.hidden_size / n
         flops = 2 * rows * params / (self.peak(role) * self.assume.matmul)
         compute = np.maximum(flops, params * role.itemsize / self._memory)
-        sampling = 8 * rows * c.vocab_size / n * _WIDE / self._memory
+        sampling = 8 * rows * c.vocab_size / n * _LOGIT_BYTES / self._memory
         exchange = 3 * self.all_gather(1.0, tp)
         return compute + sampling + exchange + 2 * self.assume.block_seconds
 
     def accumulate(self, role: ModelRole, params: float) -> float:
-        """Adds one micro-batch's gradients to the float32 buffer: products read and write it, and where they
-        have another dtype, they are written and read first."""
-        wide = wide_bytes(role)
+        """Return the seconds to add a micro-batch's gradients to the float32 buffer.
+
+        The buffer is read and written; gradients of another dtype are written and read before that.
+        """
+        wide = role.wide_itemsize
         product = role.itemsize if role.itemsize < wide else 0
         return self.traffic(params * 2 * (product + wide))
 
     def update(self, role: ModelRole, *, owned: float) -> float:
-        """AdamW on the owned part: gradient, master copy and two moments read; all but the first written, and
-        the parameters where they are narrower than that copy."""
-        wide = wide_bytes(role)
+        """Return the seconds of AdamW on the owned part.
+
+        It reads gradient, master copy and two moments, and writes all but the first; it also writes the
+        parameters where they are narrower than that copy.
+        """
+        wide = role.wide_itemsize
         return self.traffic(owned * (7 * wide + (role.itemsize if role.itemsize < wide else 0)))
 
 
 def cache_width(config: ModelConfig, tp: int) -> float:
-    """Numbers that the KV cache keeps per token and block on one tensor-parallel rank."""
+    """Return the elements that the KV cache keeps per token and block on one tensor-parallel rank."""
     if config.mla is not None:
         return config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     return 2 * config.head_dim * max(1, config.num_kv_heads // tp)
-
-
-def wide_bytes(role: ModelRole) -> int:
-    """Of one gradient or optimizer number: float32, or float64 in a float64 model."""
-    return max(_WIDE, ITEMSIZE[role.dtype])

@@ -1,4 +1,4 @@
-"""Shows a plan, to programs and to people: a table, the step as a picture in letters, and the reasons."""
+"""Show a plan to programs and to people: a table, a timeline in letters, and the reasons."""
 
 import string
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.planner.make import Planned
-from realhf.planner.memory_check import Proof
+from realhf.planner.memory_check import MemoryCheck
 from realhf.planner.simulate import Activity
 from realhf.units import format_bytes, format_seconds
 
@@ -19,7 +19,7 @@ _IDLE = "."
 
 
 def document(planned: Planned) -> dict[str, Any]:
-    """The answer of `realhf plan --json`, in seconds and bytes."""
+    """Return the output of `realhf plan --json`, in seconds and bytes."""
     calls: dict[str, Any] = {}
     for name, cost in planned.costs.items():
         how = planned.plan[name]
@@ -31,7 +31,7 @@ def document(planned: Planned) -> dict[str, Any]:
             "reason": planned.reasons[name],
         }  # fmt: skip
     for name, how in planned.plan.calls.items():
-        calls.setdefault(name, {"layout": str(how.layout)})  # Plain Python.
+        calls.setdefault(name, {"layout": str(how.layout)})  # Calls in plain Python.
     return {
         "step_seconds": planned.found.step_seconds,
         "lower_bound_seconds": planned.found.lower_bound_seconds,
@@ -40,7 +40,7 @@ def document(planned: Planned) -> dict[str, Any]:
         "heuristic_step_seconds": planned.heuristic and planned.heuristic.seconds,
         "heuristic_fits": planned.heuristic is not None and planned.heuristic.fits,
         "calls": {name: calls[name] for name in planned.plan.calls},
-        "memory": memory(planned.proof),
+        "memory": memory(planned.memory),
         "timeline": {
             "activities": [vars(activity) for activity in planned.simulation.activities],
             "idle": planned.simulation.idle.tolist(),
@@ -48,17 +48,17 @@ def document(planned: Planned) -> dict[str, Any]:
     }
 
 
-def memory(proof: Proof) -> dict[str, Any]:
-    """What every rank needs at its peak, in bytes."""
+def memory(check: MemoryCheck) -> dict[str, Any]:
+    """Return the need of every rank at its peak, in bytes."""
     peaks = {
         str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
-        for rank, peak in proof.peaks.items()
+        for rank, peak in check.peaks.items()
     }
-    return {"available_bytes": proof.available, "peaks": peaks}
+    return {"available_bytes": check.available, "peaks": peaks}
 
 
 def render(planned: Planned, *, columns: int) -> Group:
-    """The same for people, on a terminal of so many columns."""
+    """Return the plan for people, on a terminal with `columns` columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("call", "layout", "micro-batches", "seconds", "memory", "limited by"):
         table.add_column(title, justify="right" if title in ("seconds", "memory") else "left")
@@ -70,7 +70,7 @@ def render(planned: Planned, *, columns: int) -> Group:
         options = [f"{times}{cost.num_micro_batches} of {how.micro_batch_tokens} tokens", *how.options]
         if how.max_rows is not None:
             options = [f"{how.max_rows} rows at once", *how.options]
-        memory = format_bytes(planned.proof.calls[name])
+        memory = format_bytes(planned.memory.calls[name])
         table.add_row(name, str(how.layout), ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
         table, Text(), *_summary(planned), Text(), *timeline(planned, columns=columns), Text(),
@@ -79,7 +79,8 @@ def render(planned: Planned, *, columns: int) -> Group:
 
 
 def _summary(planned: Planned) -> list[Text]:
-    found, proof = planned.found, planned.proof
+    found = planned.found
+    check = planned.memory
     near = f"at most {found.gap:.2%} above" if found.gap > 1e-6 else "equal to"
     enumerated = "the lower bound over the plans enumerated"
     if planned.problem.pins or planned.problem.together:
@@ -90,16 +91,19 @@ def _summary(planned: Planned) -> list[Text]:
         usual = "tensor parallelism inside hosts and a pipeline across them for all calls"
         times = f"{rule.seconds / found.step_seconds:.2f} x as fast as {usual}"
         lines.append(times if rule.fits else f"{usual} does not fit in memory")
-    peak = proof.fullest
-    has = f"{format_bytes(peak.num_bytes)} of {format_bytes(proof.available)} available"
+    peak = check.fullest
+    has = f"{format_bytes(peak.num_bytes)} of {format_bytes(check.available)} available"
     lines.append(f"fullest device: rank {peak.rank} during {peak.call}, {has}")
     lines.append(f"devices idle {planned.simulation.idle.mean():.0%} of the time")
     return [Text(line) for line in lines]
 
 
 def timeline(planned: Planned, *, columns: int) -> list[Text]:
-    """One step of the steady state, a row per group of ranks that do the same; what runs over its end is
-    drawn at its beginning, where the step before does the same."""
+    """Return the lines that draw one step of the steady state, a row per range of ranks with equal work.
+
+    A call that continues beyond the end of the step is drawn at its beginning, where the call of the step
+    before continues.
+    """
     simulation = planned.simulation
     calls = [a for a in simulation.activities if a.kind != "realloc" and a.end > a.start]
     letters = {a.name: string.ascii_uppercase[i % 26] for i, a in enumerate(calls)}
@@ -127,7 +131,7 @@ def timeline(planned: Planned, *, columns: int) -> list[Text]:
 
 
 def _bar(activities: Sequence[Activity], letters: dict[str, str], step_seconds: float, width: int) -> str:
-    """A letter where a call begins, a small one while it goes on."""
+    """Return a row of letters: upper case where a call begins, lower case while it continues."""
     cells = [_IDLE] * width
     for activity in sorted(activities, key=lambda a: a.start):
         first = round(activity.start / step_seconds * width)

@@ -1,9 +1,10 @@
-"""Search: the plan with the shortest step of those enumerated, and a lower bound over them.
+"""Search for the plan with the shortest step among those enumerated, and a lower bound over them.
 
-A good plan comes from local search. Branch and bound then raises the bound, or finds a better one: units get
-their meshes first, largest work first, then one of the candidates on them. The bound of an unfinished plan
-lets what is open take its least time on devices of its own, and counts that all device seconds must find
-room. It is anytime: the least bound of what has not been looked at holds for every plan.
+Local search finds a good plan. Branch and bound then raises the lower bound or finds a better plan: it
+chooses a mesh for every call group, those with the most work first, and then a candidate on each mesh. The
+bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of their
+own, and that the step is no shorter than the sum of all device seconds over the number of devices. The search
+is anytime: the least bound among the plans that are not explored yet holds for every plan.
 """
 
 import time
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.planner.evaluate import Space
+from realhf.planner.evaluate import SearchSpace
 
 _OPEN = -1
-_CHILDREN = 12_000  # Plans that are looked at at once.
-_DIVE_EVERY = 2  # Rounds of expansion between two attempts to complete what looks best,
-_BEAM = 24  # each with so many unfinished plans side by side.
-_MOST_NODES = 1_000_000  # Beyond, the least promising are given up; their bound is kept.
-_EXACT = 24  # In local search, how many promising changes are looked at with reallocations.
+_CHILDREN = 12_000  # The number of plans to evaluate at once.
+_DIVE_EVERY = 2  # The number of rounds of expansion from one beam search to the next.
+_BEAM = 24  # The width of a beam search.
+_MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
+_EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
 _SAME = 1e-9  # Relative difference below which two times are equal.
 
 Progress = Callable[[float, float, float], None]
@@ -27,8 +28,8 @@ Progress = Callable[[float, float, float], None]
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best plan found, one candidate per unit. `lower_bound_seconds` holds over the plans enumerated."""
+class SearchResult:
+    """The best plan found (one candidate per call group) and the lower bound over the plans enumerated."""
 
     chosen: tuple[int, ...]
     step_seconds: float
@@ -42,14 +43,14 @@ class Found:
 
 
 def search(
-    space: Space, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
+    space: SearchSpace, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
     max_rounds: int | None = None, progress: Progress | None = None,
-) -> Found | None:  # fmt: skip
-    """Return the best plan found within `time_limit` seconds, sooner when its gap is at most `gap`.
+) -> SearchResult | None:  # fmt: skip
+    """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`.
 
-    The gap is to the lower bound over the plans enumerated, those of the space; it says nothing of others.
-    None when no plan fits the devices' memory, as far as was looked. The same every time unless `time_limit`
-    ends it.
+    The gap is the distance to the lower bound over the plans enumerated, which are those of the space; it
+    says nothing about others. The result is None when no plan that fits the devices' memory was found. It is
+    the same every time unless `time_limit` ends the search.
     """
     began = time.monotonic()
     local = LocalSearch(space)
@@ -70,44 +71,45 @@ def search(
         return None
     local.polish()
     local.tidy()
-    return Found(
+    return SearchResult(
         tuple(local.best.tolist()), local.best_score, min(tree.bound, local.best_score),
         time.monotonic() - began, tree.num_expanded,
     )  # fmt: skip
 
 
-def leanest(space: Space) -> np.ndarray:
-    """The plan that exceeds the devices' memory least, as far as local search finds."""
+def leanest(space: SearchSpace) -> np.ndarray:
+    """Return the plan that exceeds the devices' memory least, as far as local search finds it."""
     local = LocalSearch(space)
     return min((local.improve(np.array(start)) for start in local.starts()), key=lambda found: found[1])[0]
 
 
 class LocalSearch:
-    """Improves plans by changing the candidate of one unit at a time, as long as that helps."""
+    """Improves plans by changing the candidate of one call group at a time, as long as that helps."""
 
-    def __init__(self, space: Space, ways: Sequence[np.ndarray] | None = None) -> None:
-        """`ways`: of each unit, the candidates that may be tried."""
+    def __init__(self, space: SearchSpace, choices: Sequence[np.ndarray] | None = None) -> None:
+        """Set up the search; `choices` restricts the candidates of each group."""
         self._space = space
-        self._num = len(space.units)
+        self._num = len(space.groups)
         self.best: np.ndarray | None = None
         self.best_score = np.inf
-        self._ways = ways or [unit.varied() for unit in space.units]
+        self._choices = choices or [group.varied() for group in space.groups]
 
     def starts(self) -> list[list[int]]:
-        """Everything everywhere in its fastest way; in the leanest way; each call on a part of its own."""
-        units = self._space.units
+        """Return three plans to start from: the fastest candidates, the smallest ones, and those with the
+        least device seconds."""
+        groups = self._space.groups
         fastest = [0] * self._num
-        leanest = [int(np.lexsort((u.seconds.sum(axis=1), u.resting + u.running))[0]) for u in units]
-        frugal = [int(np.argmin(u.area)) for u in units]
+        leanest = [int(np.lexsort((u.seconds.sum(axis=1), u.resting + u.running))[0]) for u in groups]
+        frugal = [int(np.argmin(u.device_seconds)) for u in groups]
         return [fastest, leanest, frugal]
 
     def offer(self, chosen: np.ndarray, score: float) -> None:
-        """A plan that fits: kept if it is the best so far."""
+        """Keep a plan that fits if it is the best so far."""
         if score < self.best_score * (1 - _SAME):
             self.best, self.best_score = chosen.copy(), score
 
     def improve(self, chosen: np.ndarray) -> tuple[np.ndarray, float]:
-        """Where this plan leads to, and its score."""
+        """Return the plan in which local search from this one ends, and its score."""
         score = self._exact(chosen[None])[0]
         while True:
             before = score
@@ -115,13 +117,13 @@ class LocalSearch:
                 chosen, score = self._best_of(chosen, score, u)
             if score >= before * (1 - _SAME):
                 break
-        if score < np.inf and self._space.overflow(self._space.units, chosen[None])[0] <= 0:
+        if score < np.inf and self._space.overflow(self._space.groups, chosen[None])[0] <= 0:
             self.offer(chosen, score)
         return chosen, score
 
-    def _best_of(self, chosen: np.ndarray, score: float, unit: int) -> tuple[np.ndarray, float]:
-        """The best plan in which one unit has another candidate, if it is better than `chosen`."""
-        plans = self._changed(chosen, unit, self._ways[unit])
+    def _best_of(self, chosen: np.ndarray, score: float, group: int) -> tuple[np.ndarray, float]:
+        """Return the best plan in which one group has another candidate, or `chosen` if none is better."""
+        plans = self._changed(chosen, group, self._choices[group])
         rough = self._rough(plans)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < score * (1 - _SAME)]
@@ -131,64 +133,66 @@ class LocalSearch:
         best = int(np.argmin(exact))
         return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
 
-    def _changed(self, chosen: np.ndarray, unit: int, ways: np.ndarray) -> np.ndarray:
-        """The plan with each of these candidates of a unit."""
-        plans = np.repeat(chosen[None], len(ways), axis=0)
-        plans[:, unit] = ways
+    def _changed(self, chosen: np.ndarray, group: int, choices: np.ndarray) -> np.ndarray:
+        """Return copies of the plan, each with one of these candidates for a group."""
+        plans = np.repeat(chosen[None], len(choices), axis=0)
+        plans[:, group] = choices
         return plans
 
     def polish(self) -> None:
-        """Improves the best plan once more, with all candidates to choose from."""
+        """Improve the best plan once more, with all candidates to choose from."""
         assert self.best is not None
-        self._ways = [np.arange(len(unit.candidates)) for unit in self._space.units]
+        self._choices = [np.arange(len(group.candidates)) for group in self._space.groups]
         self.improve(self.best)
 
     def tidy(self) -> None:
-        """Gives every unit of the best plan the candidate with the least device time, of those that keep the
-        step as short."""
+        """Change every group of the best plan to the candidate with the least device seconds that keeps
+        the step as short."""
         if self.best is None:
             return
-        for u, unit in enumerate(self._space.units):
-            plans = self._changed(self.best, u, np.arange(len(unit.candidates)))
+        for u, group in enumerate(self._space.groups):
+            plans = self._changed(self.best, u, np.arange(len(group.candidates)))
             rough = self._rough(plans)
             as_short = rough <= self.best_score * (1 + _SAME)
-            leaner = np.flatnonzero(as_short & (unit.area < unit.area[self.best[u]]))
-            leaner = leaner[np.argsort(unit.area[leaner], kind="stable")][:_EXACT]
+            leaner = np.flatnonzero(as_short & (group.device_seconds < group.device_seconds[self.best[u]]))
+            leaner = leaner[np.argsort(group.device_seconds[leaner], kind="stable")][:_EXACT]
             exact = self._exact(plans[leaner]) if len(leaner) else np.array([])
             if len(good := leaner[exact <= self.best_score * (1 + _SAME)]):
                 self.best = plans[good[0]]
 
     def _rough(self, plans: np.ndarray) -> np.ndarray:
-        """Scores without reallocations, and without cycles of many steps: never more than the exact ones."""
-        return self._scores(plans, self._space.periods(self._space.units, plans, exact=False))
+        """Return scores that leave out reallocations and long cycles, and so never exceed the exact ones."""
+        return self._scores(plans, self._space.periods(self._space.groups, plans, exact=False))
 
     def _exact(self, plans: np.ndarray) -> np.ndarray:
         return self._scores(plans, self._space.exact_periods(plans))
 
     def _scores(self, plans: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Period, plus a penalty that makes every plan that fits better than all that do not."""
-        over = np.maximum(0.0, self._space.overflow(self._space.units, plans)) / self._space.capacity
+        """Return step times, with a penalty that ranks all plans that fit above all that do not."""
+        over = np.maximum(0.0, self._space.overflow(self._space.groups, plans)) / self._space.capacity
         return seconds + np.where(over > 0, 1e6 * (1 + over), 0.0)
 
 
 class _Tree:
-    """Unfinished plans, best bound first. A unit's choice is open, one of its meshes, or a candidate."""
+    """The unfinished plans of branch and bound. Each group has an open choice, a mesh or a candidate."""
 
-    def __init__(self, space: Space, local: LocalSearch) -> None:
-        self._space, self._local = space, local
-        self._units = [unit.with_meshes() for unit in space.units]
-        self._sizes = [len(unit.candidates) for unit in space.units]
+    def __init__(self, space: SearchSpace, local: LocalSearch) -> None:
+        self._space = space
+        self._local = local
+        self._groups = [group.with_meshes() for group in space.groups]
+        self._sizes = [len(group.candidates) for group in space.groups]
         self._devices = space.problem.cluster.num_devices
-        self._least_area = np.array([unit.area.min() for unit in self._units])
-        self._order = np.argsort(-self._least_area, kind="stable")
-        self._plans = np.full((1, len(self._units)), _OPEN)
-        self._depths, self._bounds = np.zeros(1, dtype=int), self._bound(self._plans, np.zeros(1))
+        self._least_device_seconds = np.array([group.device_seconds.min() for group in self._groups])
+        self._order = np.argsort(-self._least_device_seconds, kind="stable")
+        self._plans = np.full((1, len(self._groups)), _OPEN)
+        self._depths = np.zeros(1, dtype=int)
+        self._bounds = self._bound(self._plans, np.zeros(1))
         self._given_up = np.inf
         self.num_expanded = self.num_rounds = 0
 
     @property
     def bound(self) -> float:
-        """No plan of the space takes less."""
+        """Lower bound of the seconds per step over all plans of the space."""
         return min(float(self._bounds.min(initial=np.inf)), self._given_up, self._local.best_score)
 
     def is_finished(self, gap: float) -> bool:
@@ -196,7 +200,7 @@ class _Tree:
         return not len(self._plans) or self.bound >= goal
 
     def expand(self) -> None:
-        """Takes the most promising plans, all at one depth, a choice further."""
+        """Replace the most promising plans, all at one depth, with their children."""
         first = np.lexsort((-self._depths, self._bounds))[0] if len(self._plans) else 0
         depth = self._depths[first]
         level = np.flatnonzero(self._depths == depth)
@@ -205,7 +209,8 @@ class _Tree:
         left = np.ones(len(self._plans), dtype=bool)
         left[taken] = False
         self._keep(left)
-        self.num_expanded, self.num_rounds = self.num_expanded + len(plans), self.num_rounds + 1
+        self.num_expanded = self.num_expanded + len(plans)
+        self.num_rounds = self.num_rounds + 1
         children, bounds = self._children(plans, bounds, int(depth))
         if depth + 1 == self._leaf_depth:
             self._offer(children, bounds)
@@ -220,13 +225,14 @@ class _Tree:
             self._keep(order[: _MOST_NODES // 2])
 
     def _width(self, depth: int) -> int:
-        """How many plans are expanded at once."""
-        unit = self._space.units[int(self._order[depth % len(self._units)])]
-        ways = len(unit.by_mesh) if depth < len(self._units) else len(unit.candidates) / len(unit.by_mesh)
-        return max(1, int(_CHILDREN / ways))
+        """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
+        group = self._space.groups[int(self._order[depth % len(self._groups)])]
+        num_meshes = len(group.by_mesh)
+        choices = num_meshes if depth < len(self._groups) else len(group.candidates) / num_meshes
+        return max(1, int(_CHILDREN / choices))
 
     def dive(self) -> None:
-        """Completes the most promising plans by a beam search, and improves what comes out."""
+        """Complete the most promising plan by a beam search, and improve the outcome by local search."""
         if not len(self._plans):
             return
         at = np.lexsort((-self._depths, self._bounds))[0]
@@ -247,7 +253,7 @@ class _Tree:
 
     @property
     def _leaf_depth(self) -> int:
-        return 2 * len(self._units)
+        return 2 * len(self._groups)
 
     @property
     def _goal(self) -> float:
@@ -260,53 +266,56 @@ class _Tree:
     def _children(
         self, plans: np.ndarray, bounds: np.ndarray, depth: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Every plan with every choice for the unit of this depth, if it can still be the best."""
-        unit = int(self._order[depth % len(self._units)])
-        if depth < len(self._units):
-            ways = self._sizes[unit] + np.arange(len(self._space.units[unit].by_mesh))
-            counts = np.full(len(plans), len(ways))
-            picks = np.tile(ways, len(plans))
+        """Return every plan with every choice for the group at this depth, if it may still become the
+        best."""
+        group = int(self._order[depth % len(self._groups)])
+        if depth < len(self._groups):
+            choices = self._sizes[group] + np.arange(len(self._space.groups[group].by_mesh))
+            counts = np.full(len(plans), len(choices))
+            picks = np.tile(choices, len(plans))
         else:
-            groups = [self._space.units[unit].by_mesh[i] for i in plans[:, unit] - self._sizes[unit]]
-            counts, picks = np.array([len(group) for group in groups]), np.concatenate(groups)
+            on_mesh = [self._space.groups[group].by_mesh[i] for i in plans[:, group] - self._sizes[group]]
+            counts = np.array([len(found) for found in on_mesh])
+            picks = np.concatenate(on_mesh)
         children = np.repeat(plans, counts, axis=0)
-        children[:, unit] = picks
-        bounds = self._bound(children, np.repeat(bounds, counts), decided=unit)
+        children[:, group] = picks
+        bounds = self._bound(children, np.repeat(bounds, counts), decided=group)
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
-        if depth >= len(self._units) and len(children):
+        if depth >= len(self._groups) and len(children):
             last = depth + 1 == self._leaf_depth
             moving = self._space.moving(children)
-            exact = self._space.periods(self._units, children, moving=moving, exact=last)
+            exact = self._space.periods(self._groups, children, moving=moving, exact=last)
             bounds = np.maximum(bounds, exact)
             alive = bounds < self._goal
             if last:
-                alive &= self._space.overflow(self._units, children) <= 0
+                alive &= self._space.overflow(self._groups, children) <= 0
             children, bounds = children[alive], bounds[alive]
         return children, bounds
 
     def _bound(self, plans: np.ndarray, bounds: np.ndarray, *, decided: int | None = None) -> np.ndarray:
-        """Lower bounds of everything that unfinished plans can become; infinity where they cannot fit."""
+        """Return lower bounds over all completions of unfinished plans; infinity for those that cannot
+        fit."""
         none = np.zeros((len(plans), len(self._space.calls)))
-        bounds = np.maximum(bounds, self._areas(plans, none) / self._devices)
+        bounds = np.maximum(bounds, self._device_seconds(plans, none) / self._devices)
         rest = np.flatnonzero(bounds < self._goal)
-        fits = self._space.overflow(self._units, plans[rest]) <= 0
+        fits = self._space.overflow(self._groups, plans[rest]) <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
         if len(rest):
             kept = plans[rest]
-            least = self._space.least_seconds(self._units, kept)
-            periods = self._space.periods(self._units, kept, least=least, exact=False)
-            crowded = self._areas(kept, least) / self._devices
+            least = self._space.least_seconds(self._groups, kept)
+            periods = self._space.periods(self._groups, kept, least=least, exact=False)
+            crowded = self._device_seconds(kept, least) / self._devices
             bounds[rest] = np.maximum.reduce([bounds[rest], periods, crowded])
         return bounds
 
-    def _areas(self, plans: np.ndarray, least: np.ndarray) -> np.ndarray:
-        """Device seconds of unfinished plans."""
+    def _device_seconds(self, plans: np.ndarray, least: np.ndarray) -> np.ndarray:
+        """Return lower bounds of the device seconds of unfinished plans."""
         area = np.zeros(len(plans))
-        for u, unit in enumerate(self._units):
+        for u, group in enumerate(self._groups):
             pick = plans[:, u]
-            seconds = np.maximum(unit.seconds[pick], least[:, list(unit.calls)]).sum(axis=1)
-            here = seconds * (unit.stop[pick] - unit.first[pick])
-            area += np.where(pick < 0, self._least_area[u], here)
+            seconds = np.maximum(group.seconds[pick], least[:, list(group.calls)]).sum(axis=1)
+            here = seconds * (group.stop[pick] - group.first[pick])
+            area += np.where(pick < 0, self._least_device_seconds[u], here)
         return area

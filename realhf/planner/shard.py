@@ -1,4 +1,4 @@
-"""How much of a model a rank holds: parameters and widths per token, read off the parameter table."""
+"""The shard of a model on a rank: its parameters and its widths per token, from the parameter table."""
 
 import math
 from collections import Counter
@@ -20,45 +20,50 @@ _NORMS = ("attn_norm.weight", "attn_out_norm.weight", "mlp_norm.weight", "mlp_ou
 
 @dataclass(frozen=True)
 class Widths:
-    """Elements per token of what one decoder layer computes on the fullest tp rank, and of the ends.
+    """Elements per token that one decoder layer computes on the fullest tp rank, and those of the model's
+    ends.
 
-    With experts, what a token's top-k experts together compute: routing is taken to be even.
+    With experts, `mlp` covers all top-k experts of a token; routing is assumed to be even.
     """
 
     hidden: int
     heads: int
-    qkv: int  # What the last projections to queries, keys and values give, which is kept as one tensor.
-    latents: int  # Before those: DeepSeek's down-projections and their norms.
-    rotated: int  # Queries and keys as attention takes them, where they are turned.
+    qkv: int  # Output of the last projections to queries, keys and values, which is one tensor.
+    latents: int  # Outputs of DeepSeek's down-projections and their norms.
+    rotated: int  # Rotated queries and keys, with rotary positions.
     attention: int
     cached: int  # Keys and values of a token in the KV cache.
-    mlp: int  # Width of an MLP, of which there are gate, up, activation and product, or up and activation.
-    norms: int  # Of all hidden states, in one layer.
+    mlp: int  # Width of an MLP: of gate, up, activation and product, or of up and activation.
+    norms: int  # Number of norms of the hidden states in one layer.
     routed: int  # Hidden states copied to experts and back, in elements, and the router's scores.
     vocabulary: int
     widest_weight: int  # Elements of the layer's weight whose gradient is the largest.
     head_dim: int
 
     def in_layer(self, *, num_ups: int) -> list[tuple[int, int]]:
-        """Inputs and outputs of its products."""
+        """Return the input and output widths of the layer's matrix products."""
         return [
             (self.hidden, self.qkv), (self.attention, self.hidden), (self.hidden, num_ups * self.mlp),
             (self.mlp, self.hidden)]
 
 
 def float32_bytes(products: Sequence[tuple[int, int]], tokens: float) -> float:
-    """Of the operands and the result of the largest of these products that is small enough to be made in
-    float32, as those of bfloat16 on CPU are; nn/linear.py."""
+    """Return the bytes of operands and result of the largest product that is computed in float32.
+
+    Small products of bfloat16 on CPU are (nn/linear.py).
+    """
     small = [(i, o) for i, o in products if tokens * i * o <= _SMALL_PRODUCT]
     return 4 * max((tokens * (i + o) + i * o for i, o in small), default=0.0)
 
 
 def exchanged(config: ModelConfig, tp: int, cp: int) -> int:
-    """Elements of queries, keys and values that a token sends to the ranks over cp, its own among them.
+    """Return the elements of queries, keys and values that a token sends to the ranks over cp, itself
+    included.
 
-    See nn/context_parallel.py: key-value heads go to every rank that has one of their query heads.
+    Key-value heads go to every rank that has one of their query heads (nn/context_parallel.py).
     """
-    queries, per_kv = config.num_heads // tp, 1
+    queries = config.num_heads // tp
+    per_kv = 1
     if config.mla is None:
         per_kv = queries // max(1, config.num_kv_heads // tp)
     kv_heads = queries // math.gcd(queries // cp, per_kv)
@@ -67,7 +72,7 @@ def exchanged(config: ModelConfig, tp: int, cp: int) -> int:
 
 
 def num_params(spec: ModelSpec, strategy: ParallelStrategy, stage: int) -> int:
-    """Elements of parameters on the fullest tp and ep rank of a pipeline stage."""
+    """Return the number of parameters on the fullest tp and ep rank of a pipeline stage."""
     return sum(held_params(spec.config, strategy, stage))
 
 
@@ -75,7 +80,10 @@ def num_params(spec: ModelSpec, strategy: ParallelStrategy, stage: int) -> int:
 def held_params(
     config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None = None
 ) -> tuple[int, int]:
-    """Those that every replica has, and those of this ep rank's experts; of the adapters, with `lora`."""
+    """Return the number of parameters that every replica has, and the number in this ep rank's experts.
+
+    With `lora` they are those of the adapters.
+    """
     shared, experts = _on_stage(config, strategy, stage, lora).sum(axis=1).tolist()
     return shared, experts
 
@@ -84,7 +92,7 @@ def held_params(
 def in_section(
     config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None, section_numel: int
 ) -> tuple[int, int]:
-    """Of the parameters of `held_params`, those of the largest section each (ModelSpec.sections)."""
+    """Return the two numbers of `held_params` for the largest section (ModelSpec.sections) of each kind."""
     largest = [0, 0]
     for kind, counts in enumerate(_on_stage(config, strategy, stage, lora).tolist()):
         numel = 0
@@ -98,9 +106,10 @@ def in_section(
 def _on_stage(
     config: ModelConfig, strategy: ParallelStrategy, stage: int, lora: LoraConfig | None
 ) -> np.ndarray:
-    """Elements on the fullest tp rank of a stage, (shared or experts, layer), in the order of layers."""
+    """Return the parameters of the fullest tp rank of a stage, shape (shared or experts, layer)."""
     layers = _table(config).stage_layers(strategy, stage)
-    by_layer, is_last = _by_layer(config, strategy.tp, strategy.ep, lora), stage == strategy.pp - 1
+    by_layer = _by_layer(config, strategy.tp, strategy.ep, lora)
+    is_last = stage == strategy.pp - 1
     here = [number + 1 for number in layers] + [config.num_layers + 1] * is_last
     if stage == 0 or (is_last and config.tied):
         here = [0, *here]
@@ -111,20 +120,21 @@ def _on_stage(
 
 @lru_cache(maxsize=64)
 def _table(config: ModelConfig, lora: LoraConfig | None = None) -> ModelSpec:
-    """The parameter table (a model's config determines it, and is the quicker key), or that of adapters."""
+    """Return the parameter table of a model, or of its adapters. The config is the cache's key, as it
+    hashes fast."""
     return model_spec(config) if lora is None else adapter_spec(config, lora)
 
 
 @lru_cache(maxsize=64)
 def _kinds(config: ModelConfig, lora: LoraConfig | None) -> dict[tuple[ParamSpec, bool], np.ndarray]:
-    """Parameters of equal shape and split as one, and whether of experts: their number by layer.
+    """Return the number of parameters of each kind by layer; a kind has one shape, split and use by experts.
 
-    Layers count from 1; index 0 is the embedding, the last index what follows the last layer.
+    Layers count from 1; index 0 is the embedding, the last index is for the parameters after the last layer.
     """
     counts: Counter[tuple[tuple[int, ...], int | None, int, bool, int]] = Counter()
     for p in _table(config, lora).params:
         layer = config.num_layers if p.layer is None else p.layer
-        layer = 0 if p.part == "positions.weight" else layer  # Not at both ends.
+        layer = 0 if p.part == "positions.weight" else layer  # Learned positions are on the first stage only.
         counts[p.shape, p.split_dim, p.num_units, p.expert is not None, layer + 1] += 1
     kinds: dict[tuple[ParamSpec, bool], np.ndarray] = {}
     for (shape, split_dim, num_units, is_expert, layer), count in counts.items():
@@ -135,7 +145,7 @@ def _kinds(config: ModelConfig, lora: LoraConfig | None) -> dict[tuple[ParamSpec
 
 @lru_cache(maxsize=1 << 10)
 def _by_layer(config: ModelConfig, tp: int, ep: int, lora: LoraConfig | None) -> np.ndarray:
-    """Elements on a rank, of shape (shared or experts, tp index, layer); of the ep rank with most experts."""
+    """Return the parameters of the ep rank with most experts, shape (shared or experts, tp index, layer)."""
     total = np.zeros((2, tp, config.num_layers + 2), np.int64)
     num_experts = config.moe.num_experts if config.moe else 1
     for (param, is_expert), counts in _kinds(config, lora).items():
@@ -147,8 +157,10 @@ def _by_layer(config: ModelConfig, tp: int, ep: int, lora: LoraConfig | None) ->
 
 @lru_cache(maxsize=1 << 12)
 def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
-    """Of the last layer, on the fullest of `tp` ranks."""
-    c, table, last = config, _table(config).params, config.num_layers - 1
+    """Return the widths of the last layer on the fullest of `tp` ranks."""
+    c = config
+    table = _table(config).params
+    last = config.num_layers - 1
     rows: dict[str, int] = {}
     for param in table:
         if param.layer == last and param.split_dim == 0 and not param.expert:
@@ -157,20 +169,29 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     heads = c.num_heads // tp
     if c.mla is None:
         q, k = rows["q"], rows["k"]
-        qkv, latents, rotated, attention, cached = q + 2 * k, 0, q + k, q, 2 * k
+        qkv = q + 2 * k
+        latents = 0
+        rotated = q + k
+        attention = q
+        cached = 2 * k
         rotated = 0 if c.positions == "learned" else rotated
     else:
         mla = c.mla
         q = rows["q" if mla.q_lora_rank is None else "q_b"]
-        qkv, rotated = q + rows["kv_b"], 2 * q
+        qkv = q + rows["kv_b"]
+        rotated = 2 * q
         cached = mla.kv_lora_rank + mla.qk_rope_head_dim  # The latent is cached, on every tp rank.
-        latents, attention = 2 * ((mla.q_lora_rank or 0) + cached), heads * mla.v_head_dim
-    mlp, routed, widest = rows.get("up", 0), 0, (2 if c.gated else 1) * rows.get("up", 0)
+        latents = 2 * ((mla.q_lora_rank or 0) + cached)
+        attention = heads * mla.v_head_dim
+    mlp = rows.get("up", 0)
+    routed = 0
+    widest = (2 if c.gated else 1) * rows.get("up", 0)
     if c.moe:
-        shared, expert = rows.get("shared_up", 0), rows["expert_up"]
+        shared = rows.get("shared_up", 0)
+        expert = rows["expert_up"]
         mlp = shared + c.moe.num_experts_per_token * expert
         routed = 2 * c.moe.num_experts_per_token * c.hidden_size + 2 * c.moe.num_experts
-        widest = 2 * max(shared, expert * -(-c.moe.num_experts // ep))  # Taken to be one grouped weight.
+        widest = 2 * max(shared, expert * -(-c.moe.num_experts // ep))  # Experts count as one grouped weight.
     norms = sum(p.layer == last and p.part in _NORMS for p in table)
     vocabulary = max(stop - start for start, stop in (table[0].region(tp, i)[0] for i in range(tp)))
     return Widths(

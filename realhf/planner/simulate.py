@@ -1,10 +1,10 @@
-"""Simulate: the steady state of a plan - who does what when in one step, and who idles."""
+"""A simulated step of a plan in the steady state: when each call runs where, and which devices idle."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.planner.evaluate import Space
+from realhf.planner.evaluate import SearchSpace
 from realhf.planner.throughput import first_starts
 
 
@@ -25,18 +25,19 @@ class Activity:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step of the steady state. `idle` is the share of the step in which each device runs no call."""
+    """One step of the steady state. `idle` is the fraction of the step in which each device runs no call."""
 
     step_seconds: float
     activities: tuple[Activity, ...]
     idle: np.ndarray
 
 
-def simulate(space: Space, chosen: np.ndarray) -> Simulation:
-    """The plan (one candidate per unit) after so many steps that nothing is left of how it began."""
+def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
+    """Return a step of a plan (one candidate per call group), late enough that the start has no effect."""
     plans = np.asarray(chosen)[None]
-    period, moving = float(space.exact_periods(plans)[0]), space.moving(plans)[0]
-    seconds, first, stop = (array[0] for array in space.timed(space.units, plans))
+    period = float(space.exact_periods(plans)[0])
+    moving = space.moving(plans)[0]
+    seconds, first, stop = (array[0] for array in space.timed(space.groups, plans))
     shares = (first[:, None] < stop) & (first < stop[:, None])
     num_steps = 4 * len(space.calls) + 4
     last = first_starts(space.needs, seconds, shares, moving, num_steps=num_steps)[-1]

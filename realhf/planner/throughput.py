@@ -1,12 +1,13 @@
-"""Period: seconds per step in the steady state, of many plans at once.
+"""Throughput of many plans at once: seconds per step in the steady state, which are called the period.
 
 Ranks run their calls in graph order, step after step without a barrier. A call starts when its ranks are free
-and its inputs and weights have come. Such a system is linear in the max-plus algebra: its period is the
-largest mean weight of a cycle of constraints, weight over steps that it spans (Baccelli et al. 1992).
+and its inputs and weights have arrived. Such a system is linear in the max-plus algebra: its period is the
+largest mean weight of a cycle of constraints, that is weight over the number of steps that the cycle spans
+(Baccelli et al. 1992).
 
-Shapes: K plans, N calls in graph order. Constraints are matrices `wait[i, j, k]` (plans last, so that what is
-done to all of them is done in a row): call i starts no earlier than that many seconds after call j starts,
--inf for no constraint.
+Shapes: K plans, N calls in graph order. A constraint `wait[i, j, k]` says that in plan k call i starts at
+least that many seconds after call j starts; -inf means no constraint. Plans are the last axis, so that
+operations on all of them read contiguous memory.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ NEVER = -np.inf
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What calls wait for besides their devices.
+    """The outputs and weights that calls wait for.
 
-    `data[i, j]`: seconds from the end of call j until its outputs reach call i of the same step, -inf where
-    i reads nothing of j. `weights` lists (i, j, lag): call i uses weights that call j trains, in the same
-    step (lag 0) or the one before (lag 1).
+    `data[i, j]` are the seconds from the end of call j until its outputs reach call i of the same step, -inf
+    where i reads nothing of j. `weights` lists (i, j, lag): call i uses the weights that call j trains, in
+    the same step (lag 0) or in the one before (lag 1).
     """
 
     data: np.ndarray
@@ -37,10 +38,11 @@ def periods(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray,
     *, moving: np.ndarray | None = None, exact: bool = True,
 ) -> np.ndarray:  # fmt: skip
-    """Period of K plans: seconds (K, N) of calls, shares (K, N, N) whether two calls have a device in common,
-    moving (K, number of `needs.weights`) seconds of reallocations.
+    """Return the periods of K plans, shape (K,).
 
-    Not `exact`: a lower bound, from cycles of at most two steps.
+    `seconds` (K, N) are those of calls, `shares` (K, N, N) tells whether two calls have a device in common,
+    and `moving` (K, number of `needs.weights`) are the seconds of reallocations. Without `exact` the result
+    is a lower bound from cycles of at most two steps.
     """
     step = _one_step(*_waits(needs, seconds, shares, moving))
     diagonal = np.arange(needs.num_calls)
@@ -56,9 +58,10 @@ def periods(
 def first_starts(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray, *, num_steps: int
 ) -> np.ndarray:
-    """When each call of each step starts, from rest: shape (num_steps, N), of one plan."""
+    """Return when each call starts in the first `num_steps` steps of one plan, shape (num_steps, N)."""
     same, before = _waits(needs, seconds[None], shares[None], moving[None])
-    step, closure = _one_step(same, before)[..., 0], _closure(same)[..., 0]
+    step = _one_step(same, before)[..., 0]
+    closure = _closure(same)[..., 0]
     starts = [np.maximum(closure.max(axis=1), 0.0)]
     for _ in range(num_steps - 1):
         starts.append((step + starts[-1]).max(axis=1))
@@ -68,8 +71,10 @@ def first_starts(
 def _waits(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Constraints between calls of one step, and from the step before; shape (N, N, K) each."""
-    num, taken = needs.num_calls, np.ascontiguousarray(seconds.T)
+    """Return the constraints between calls of one step, and those from the step before; shape (N, N, K)
+    each."""
+    num = needs.num_calls
+    taken = np.ascontiguousarray(seconds.T)
     same, before = (np.full((num, num, len(seconds)), NEVER) for _ in range(2))
     shared = np.ascontiguousarray(shares.transpose(1, 2, 0))
     for i in range(num):
@@ -86,7 +91,7 @@ def _waits(
 
 
 def _closure(same: np.ndarray) -> np.ndarray:
-    """Longest waits along chains inside a step; calls wait for earlier ones only."""
+    """Return the longest waits along chains inside a step; calls wait only for earlier ones."""
     closure = np.full_like(same, NEVER)
     for i in range(len(same)):
         closure[i, i] = 0.0
@@ -96,12 +101,13 @@ def _closure(same: np.ndarray) -> np.ndarray:
 
 
 def _one_step(same: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Waits between a call of one step and a call of the step before, along all chains."""
+    """Return the longest waits, along all chains, between a call of one step and a call of the step
+    before."""
     return _product(_closure(same), before)
 
 
 def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Max-plus matrix products."""
+    """Return max-plus matrix products."""
     out = a[:, 0, None] + b[None, 0]
     for k in range(1, a.shape[1]):
         np.maximum(out, a[:, k, None] + b[None, k], out=out)

@@ -1,8 +1,8 @@
-"""Transfer: seconds of a reallocation, quickly enough to be asked thousands of times in a search.
+"""Seconds of a reallocation, estimated quickly enough for thousands of calls in a search.
 
-What `realloc.schedule` achieves is within a few percent of what the busiest port must carry, so that is
-counted here: by rank, by host, in and out. Parameters are taken as a rectangle, layers by tensor-parallel
-width, of which every rank holds a smaller one.
+A schedule of `realloc.schedule` takes within a few percent of the time that the busiest port needs. This
+module therefore adds up the loads of ports, by rank and by host, in and out. A model is treated as a
+rectangle, layers by tensor-parallel width, in which every rank holds a smaller rectangle.
 """
 
 import itertools
@@ -14,8 +14,8 @@ import numpy as np
 from realhf.cluster import Cluster
 from realhf.layout import ParallelStrategy
 
-_OVER_BOUND = 1.04  # What schedules take, as a multiple of the bound (benchmarks/realloc_schedule.py).
-_MANY = 16  # Parts of a source; with more of them no single one is a bottleneck between hosts.
+_OVER_BOUND = 1.04  # Time of schedules relative to the bound (benchmarks/realloc_schedule.py).
+_MAX_PARTS = 16  # With more parts of a source, no single one is a bottleneck between hosts.
 
 
 class Placed(NamedTuple):
@@ -33,19 +33,24 @@ def transfer_seconds(
     cluster: Cluster, source: Placed, target: Placed, *, num_bytes: float, sharded: bool = False,
     section_share: float = 1.0,
 ) -> float:  # fmt: skip
-    """Seconds to move a model of `num_bytes`; with `sharded` from the optimizer's copy, of which replicas
-    have a part each, in every section of a rank's layers. `section_share`: of the model, in a section."""
-    held, wanted = _rectangles(source, sharded=sharded, section_share=section_share), _rectangles(target)
+    """Return the seconds to move a model of `num_bytes` from one layout to another.
+
+    With `sharded` the source is the optimizer's copy, of which each replica has a part in every section of a
+    rank's layers. `section_share` is the fraction of the model that is in a section.
+    """
+    held = _rectangles(source, sharded=sharded, section_share=section_share)
+    wanted = _rectangles(target)
     at = np.arange(len(wanted)) + target.first_rank - source.first_rank
-    here = np.zeros_like(wanted)  # What the ranks of the target have of it.
+    here = np.zeros_like(wanted)  # The parts of the source that ranks of the target hold.
     inside = (at >= 0) & (at < len(held))
     here[inside] = held[at[inside]]
     missing = _area(wanted) - _overlap(here, wanted)
     if missing.max() <= 1e-9:
         return 0.0
-    device, outside = cluster.intra_host.bandwidth_bytes_per_second, cluster.outward
+    device = cluster.intra_host.bandwidth_bytes_per_second
+    outside = cluster.outward
     grid = _Grid(np.concatenate([held, wanted]))
-    lacked = np.zeros_like(grid.areas, dtype=bool)  # By some rank.
+    lacked = np.zeros_like(grid.areas, dtype=bool)  # Cells that some rank lacks.
     for pair in np.unique(np.concatenate([wanted, here], axis=1), axis=0):
         lacked |= grid.covered(pair[None, :4]) & ~grid.covered(pair[None, 4:])
     parts, replicas = np.unique(held, axis=0, return_counts=True)
@@ -58,21 +63,21 @@ def transfer_seconds(
 
 
 class _Grid:
-    """The cells into which the edges of rectangles cut the whole."""
+    """The cells into which the edges of rectangles split the model."""
 
     def __init__(self, rectangles: np.ndarray) -> None:
         self._rows, self._columns = (np.unique(rectangles[:, [i, i + 1]]) for i in (0, 2))
         self.areas = np.diff(self._rows)[:, None] * np.diff(self._columns)
 
     def covered(self, rectangles: np.ndarray) -> np.ndarray:
-        """Cells that some of the rectangles have."""
+        """Return which cells lie in any of the rectangles."""
         cells = np.zeros(self.areas.shape, dtype=bool)
         for rectangle in rectangles:
             cells[self._inside(rectangle)] = True
         return cells
 
     def area(self, rectangle: np.ndarray, cells: np.ndarray) -> float:
-        """Of those of the cells that the rectangle has."""
+        """Return the area of the given cells that lie in the rectangle."""
         inside = self._inside(rectangle)
         return float(self.areas[inside][cells[inside]].sum())
 
@@ -81,9 +86,8 @@ class _Grid:
         begin, end = self._columns.searchsorted(rectangle[2:])
         return slice(first, last), slice(begin, end)
 
-
     def pieces(self, rectangle: np.ndarray) -> Iterator[np.ndarray]:
-        """The rectangle, cut between layers."""
+        """Yield the rectangle in pieces, split between layers."""
         low, high, left, right = rectangle
         rows = self._rows[(self._rows >= low) & (self._rows <= high)]
         for first, last in itertools.pairwise(rows):
@@ -91,13 +95,14 @@ class _Grid:
 
 
 def _rectangles(placed: Placed, *, sharded: bool = False, section_share: float = 1.0) -> np.ndarray:
-    """(first layer, last, first column, last) as shares of the whole, by rank.
+    """Return one row per rank: first layer, last, first column, last, as fractions of the model.
 
-    Parts of replicas in several sections are taken as columns of all layers.
+    Parts of replicas that lie in several sections are treated as columns of all layers.
     """
     s = placed.strategy
     pp, replica, tp = np.indices((s.pp, s.num_replicas, s.tp)).reshape(3, -1)
-    low, height, left, width = pp / s.pp, 1 / s.pp, tp / s.tp, 1 / s.tp
+    low, height = pp / s.pp, 1 / s.pp
+    left, width = tp / s.tp, 1 / s.tp
     if sharded and height * width > section_share:
         left, width = left + replica / (s.tp * s.num_replicas), width / s.num_replicas
     elif sharded:
@@ -118,8 +123,9 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _between_hosts(
     cluster: Cluster, source: Placed, target: Placed, held: np.ndarray, wanted: np.ndarray, grid: _Grid
 ) -> float:
-    """Seconds per byte of the model on the busiest port between hosts; 0 when nothing crosses."""
-    per_host, nic = cluster.devices_per_host, cluster.outward.bandwidth_bytes_per_second
+    """Return the seconds per byte of the model on the busiest port between hosts; 0 when nothing crosses."""
+    per_host = cluster.devices_per_host
+    nic = cluster.outward.bandwidth_bytes_per_second
     port = cluster.host_port_bytes_per_second
 
     def on_host(placed: Placed, rectangles: np.ndarray, host: int) -> np.ndarray:
@@ -127,7 +133,8 @@ def _between_hosts(
         start = max(0, host * per_host - placed.first_rank)
         return rectangles[start : max(0, (host + 1) * per_host - placed.first_rank)]
 
-    seconds, leaving = 0.0, np.zeros(grid.areas.shape, dtype=bool)
+    seconds = 0.0
+    leaving = np.zeros(grid.areas.shape, dtype=bool)
     seen: set[tuple[bytes, bytes]] = set()
     for host in sorted({cluster.host_of(rank) for rank in target.ranks}):
         want, have = on_host(target, wanted, host), on_host(source, held, host)
@@ -142,16 +149,17 @@ def _between_hosts(
     hosts = sorted({cluster.host_of(rank) for rank in source.ranks})
     seconds = max(seconds, float(grid.areas[leaving].sum()) / (len(hosts) * port))
     parts = np.unique(held, axis=0)
-    for part in parts if len(parts) <= _MANY else ():
+    for part in parts if len(parts) <= _MAX_PARTS else ():
         holding = [int((on_host(source, held, h) == part).all(axis=1).sum()) for h in hosts]
         near = [on_host(target, wanted, h) for h, count in zip(hosts, holding, strict=True) if count]
         alone = total = 0.0
         most = sum(holding)
         for piece in grid.pieces(part):
             leaves = grid.area(piece, leaving)
-            # Those who hold it can send it, and those beside them who want it, too.
+            # Its holders can send it, and so can ranks of their hosts that want it.
             also = sum(int((_overlap(w, np.broadcast_to(piece, w.shape)) > 1e-9).sum()) for w in near)
-            total, alone = total + leaves, alone + (0.0 if also else leaves)
+            total = total + leaves
+            alone = alone + (0.0 if also else leaves)
             most = max(most, sum(holding) + also)
         most = min(most, per_host * len(near))
         seconds = max(seconds, alone / sum(holding) / nic, total / most / nic)

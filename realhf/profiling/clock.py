@@ -1,4 +1,4 @@
-"""Clock: times what all ranks do at once, since they share the machine's memory in a run, too."""
+"""A clock that times work on all ranks at once, since they share the machine's memory in a run, too."""
 
 import statistics
 import time
@@ -11,15 +11,16 @@ from realhf.dist.group import World
 
 Key = TypeVar("Key", bound=Hashable)
 
-_ROUNDS = (3, 12)  # At least and at most.
-_SHORT_SECONDS, _MOST_PER_ROUND = 0.02, 3  # What is over sooner is done several times in a round.
+_ROUNDS = (3, 12)  # The smallest and the largest number of rounds.
+_SHORT_SECONDS = 0.02  # Shorter work is repeated within a round, up to `_MOST_PER_ROUND` times.
+_MOST_PER_ROUND = 3
 
 
 class Clock:
-    """Everybody's times are the lower quartile over repetitions: what else happens on the machine adds to
-    some of them, and takes nothing from any.
+    """A clock for work on all ranks at once.
 
-    What one thread does on a CPU without waiting for others is timed by the seconds that it really ran.
+    A rank's time is the lower quartile over repetitions, as other processes can only slow some of them down.
+    Work of one thread on a CPU that does not communicate is timed by its CPU seconds.
     """
 
     def __init__(self, world: World) -> None:
@@ -32,8 +33,8 @@ class Clock:
     ) -> dict[Key, float]:  # fmt: skip
         """Time the work, in rounds over all of it, for about `budget` seconds. Every rank must call this.
 
-        The answer is the mean over the ranks that are `busy`: those that have a part in the work; without
-        any, over all. `waits`: the work communicates.
+        The result is the mean over the ranks in `busy`, which take part in the work; if it is empty, over all
+        ranks. `waits` tells whether the work communicates.
         """
         began = time.perf_counter()
         once = {key: [self.once(function, waits=waits)] for key, function in work.items()}  # Also warms up.
@@ -52,7 +53,7 @@ class Clock:
         return self._agreed(taken, busy)
 
     def once(self, function: Callable[[], object], *, waits: bool = True) -> float:
-        """Seconds on this rank, all ranks beginning together."""
+        """Return the seconds on this rank, after all ranks began together."""
         now = time.process_time if self._runs_alone and not waits else time.perf_counter
         self.world.control.barrier()
         start = now()

@@ -1,4 +1,4 @@
-"""Rows that decode: the scheduler's books and the model's own passes, whose prompts need not be read."""
+"""Decoding rows for measurements, set up with the scheduler and the model but without reading prompts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,27 +17,28 @@ from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
 from realhf.profiling.memory import device_bytes
 
-_CACHE_SHARE = 1 / 8  # Of a device's memory, for the rows that are measured.
-_NEW_TOKENS = 16  # That rows have room for.
+_CACHE_SHARE = 1 / 8  # The fraction of a device's memory for the cache of measured rows.
+_NEW_TOKENS = 16  # New tokens that each row has cache blocks for.
 
 
 def prompts(rows: int, length: int, *, vocab_size: int) -> Batch:
-    """One per row; neighbours differ, as equal ones are read once and share blocks of the cache."""
+    """Return one prompt per row. They differ, since equal ones are read once and share blocks of the
+    cache."""
     ids = torch.arange(length) + torch.arange(rows)[:, None]
     return Batch(list(range(rows)), {"prompt_ids": Packed(ids.flatten() % vocab_size, [length] * rows)})
 
 
 def most_rows(model: Transformer, length: int, world: World) -> int:
-    """Rows of so many tokens that can be measured."""
+    """Return how many rows of `length` tokens can be measured."""
     row_bytes = model.cache_token_bytes * length
     return max(1, min(world.control.all_gather_json(int(device_bytes(world) * _CACHE_SHARE / row_bytes))))
 
 
 class Rows:
-    """Rows that continue prompts of one length, neighbours the same one where there are fewer of these.
+    """Rows that continue `num_prompts` prompts of one length; consecutive rows share a prompt.
 
-    What the cache holds of the prompts is made up: to read them takes much longer than the steps behind, and
-    the steps are as fast.
+    The cached keys and values of the prompts are made up, since reading prompts takes much longer than the
+    steps after them and has no effect on the time of these.
     """
 
     def __init__(self, model: Transformer, rows: int, *, prompt_tokens: int, num_prompts: int) -> None:
@@ -53,22 +54,24 @@ class Rows:
         scheduler = Scheduler(
             given, num_slots=rows, blocks=BlockManager(count), tables=tables, history=lambda _: [],
             prefill_tokens=rows * prompt_tokens)
-        self._model, device = model, model.flat.device
+        self._model = model
+        device = model.flat.device
         self._cache = KVCache.of(model, count, size)
         for layer in self._cache.layers:
-            layer.fill_(1.0)  # (Pages that were never written to would all be one, and near.)
+            layer.fill_(1.0)  # Memory pages that were never written would all map to one page.
         first = scheduler.plan()
         assert first is not None
         self._places = [piece.places(size) for piece in first.pieces]
         scheduler.update([False] * rows)
         scheduler.plan()
         self.segment = next_tokens(tables, device)
-        """The step behind the prompts."""
+        """The decode step after the prompts."""
         self._ids_B = torch.arange(rows, device=device) * 7919 % model.config.vocab_size
 
     def reading(self) -> Callable[[], object]:
-        """The pass of all prompts."""
-        lens, device = list(map(len, self._places)), self._ids_B.device
+        """Return a function that runs the pass of all prompts."""
+        lens = list(map(len, self._places))
+        device = self._ids_B.device
         given = prompts(len(lens), lens[0], vocab_size=self._model.config.vocab_size)
         ids_T = given["prompt_ids"].values.to(device)
         places_T = torch.tensor([place for places in self._places for place in places], device=device)
@@ -77,6 +80,6 @@ class Rows:
 
     @torch.no_grad()
     def decode(self, *, steps: int) -> None:
-        """The same step, so many times, without its head."""
+        """Run the same decode step `steps` times, without its head."""
         for _ in range(steps):
             self._model.advance(self._ids_B, self._cache, [self.segment])

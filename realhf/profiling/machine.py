@@ -1,4 +1,4 @@
-"""Times what belongs to no model: messages, samples on their way, reallocations, bare operations."""
+"""Time operations that depend on no model: messages, samples between calls, reallocations, products."""
 
 import os
 import platform
@@ -25,18 +25,20 @@ from realhf.realloc.execute import Reallocator
 from realhf.runtime.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
-_FLOATS_PER_TOKEN = 8  # Beside ids: with these, what samples carry is `space._SAMPLE_BYTES` per token.
-_GEMM, _COPY_BYTES = 1024, 1 << 27
+_FLOATS_PER_TOKEN = 8  # Ids and these are `_SAMPLE_BYTES` of planner/evaluate.py per token.
+_GEMM = 1024
+_COPY_BYTES = 1 << 27
 _NARROW = ModelConfig("llama", 256, 64, 256, 1, 1, 1, 64)
 _WIDE = ModelConfig("llama", 1000, 1024, 8192, 1, 8, 8, 128)
-"""Models of equally many tensors: to move the first takes latency, the second (30M parameters) bandwidth."""
+"""Models with the same number of tensors. Latency dominates the reallocation of the first, bandwidth that of
+the second (30M parameters)."""
 
 
-def measure_wires(clock: Clock, sizes: Sizes) -> dict[str, Table]:
+def measure_links(clock: Clock, sizes: Sizes) -> dict[str, Table]:
     """Time collectives and messages inside a host; return nothing where a rank is alone on its host."""
     world = clock.world
     per_host = world.ranks_per_host
-    if per_host == 1:  # Tables are of what happens inside a host.
+    if per_host == 1:  # All tables are about links inside a host.
         return {}
     counts = sorted({2, per_host} if per_host % 2 == 0 else {per_host})
     rows: dict[str, list[list[float]]] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
@@ -48,7 +50,6 @@ def measure_wires(clock: Clock, sizes: Sizes) -> dict[str, Table]:
             rows[name].append(list(row))
     axes = {"ranks": tuple(map(float, counts)), "bytes": tuple(map(float, _MESSAGE_BYTES))}
     wires = {name: Table(axes, values) for name, values in rows.items()}
-    # (a message there and one back, by turns)
     everybody = world.group(range(world.size))
     paired = [rank for rank in range(world.size) if (rank % per_host) ^ 1 < per_host]
     sends = clock.seconds(
@@ -60,7 +61,7 @@ def measure_wires(clock: Clock, sizes: Sizes) -> dict[str, Table]:
 
 
 def _collectives(clock: Clock, group: Group, num_bytes: int) -> list[float]:
-    """Seconds of an all-reduce, an all-gather and a reduce-scatter of so many bytes in all."""
+    """Return the seconds of an all-reduce, an all-gather and a reduce-scatter of `num_bytes` in all."""
     tensor = torch.zeros(num_bytes // 4, device=clock.world.device)
     chunks = list(tensor.tensor_split(group.size))
     times = clock.seconds({
@@ -72,9 +73,10 @@ def _collectives(clock: Clock, group: Group, num_bytes: int) -> list[float]:
 
 
 def _ping_pong(group: Group, world: World, num_bytes: int) -> None:
-    """Send a message there and back between the neighbours of each pair inside a host."""
+    """Send a message there and back between the two ranks of each pair inside a host."""
     inside = world.rank % world.ranks_per_host
-    peer, tensor = world.rank - inside + (inside ^ 1), torch.zeros(num_bytes // 4, device=world.device)
+    peer = world.rank - inside + (inside ^ 1)
+    tensor = torch.zeros(num_bytes // 4, device=world.device)
     if inside ^ 1 >= world.ranks_per_host:
         return
     for sends in (world.rank < peer, world.rank > peer):
@@ -82,12 +84,13 @@ def _ping_pong(group: Group, world: World, num_bytes: int) -> None:
 
 
 def _samples(clock: Clock, sizes: Sizes) -> Table:
-    """From the first rank to the second."""
+    """Time samples that move from the first rank to the second."""
     world = clock.world
     source, target = Layout.parse("d1@0"), Layout.parse("d1@1")
     moves: dict[float, Callable[[], object]] = {}
     for samples in sorted({1, max(2, sizes.samples)}):
-        tokens, lengths = samples * sizes.tokens, [sizes.tokens] * samples
+        tokens = samples * sizes.tokens
+        lengths = [sizes.tokens] * samples
         columns = {
             "ids": Packed(torch.zeros(tokens, dtype=torch.long), lengths),
             "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
@@ -132,8 +135,8 @@ def measure_cluster(clock: Clock, dtypes: list[str]) -> dict[str, Any]:
 def _links(clock: Clock, dtype: str, *, copied: float) -> dict[str, Any]:
     """Time the links inside a host and between hosts, as far as there are ranks at both ends.
 
-    A rank that is alone on its host has no neighbour: its link is a copy in its own memory, of so many bytes
-    per second (`copied`).
+    A rank that is alone on its host has no neighbour: its link is a copy in its own memory, at `copied` bytes
+    per second.
     """
     world = clock.world
     per_host = world.ranks_per_host
@@ -151,8 +154,10 @@ def _links(clock: Clock, dtype: str, *, copied: float) -> dict[str, Any]:
 
 
 def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 1) -> dict[str, float]:
-    """Time reallocations of a small and of a large model from rank 0 to `peer`, at the same time from rank 1
-    to the rank behind it, and so on for `num_pairs` pairs."""
+    """Time reallocations of a small and of a large model from rank 0 to `peer`.
+
+    With more than one pair, rank 1 sends to the rank after `peer` at the same time, and so on.
+    """
     world = clock.world
     busy = [*range(num_pairs), *range(peer, peer + num_pairs)]
     first = world.rank - peer if world.rank >= peer else world.rank
@@ -175,11 +180,11 @@ def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 
 
 
 def _nothing() -> None:
-    """Do nothing, on a rank that has no part in what is timed."""
+    """Do nothing, on a rank that has no part in the timed work."""
 
 
 def describe(world: World) -> dict[str, Any]:
-    """What timings depend on."""
+    """Return the facts about the machine that timings depend on."""
     cuda = torch.cuda.get_device_name() if world.device.type == "cuda" else None
     return {
         "platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""Measures what the planner wants to know of the machine that it runs on, for the models of an experiment."""
+"""Measure what the planner needs about a machine, for the models of an experiment."""
 
 import statistics
 import sys
@@ -15,15 +15,18 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.planner.profile import SHAPE, ModelTables, Profile, Table, shape_of
 from realhf.profiling.clock import Clock
-from realhf.profiling.machine import describe, measure_cluster, measure_wires
+from realhf.profiling.machine import describe, measure_cluster, measure_links
 from realhf.profiling.models import Bench, Model, Sizes
 from realhf.runtime.program import Program
 
 
 def measure(world: World, program: Program) -> Profile:
-    """The profile; every rank must call this and gets the same."""
-    sizes, clock, shapes = _sizes(program, world), Clock(world), _models(program)
-    wires, calls = measure_wires(clock, sizes), dict[str, Table]()
+    """Return the profile. Every rank must call this, and all get the same profile."""
+    sizes = _sizes(program, world)
+    clock = Clock(world)
+    shapes = _models(program)
+    wires = measure_links(clock, sizes)
+    calls = dict[str, Table]()
     models: list[ModelTables] = []
     for number, model in enumerate(shapes, start=1):
         for tp in _tensor_parallel_sizes(model.config, world):
@@ -50,8 +53,9 @@ def _plain(tables: dict[str, Table]) -> dict[str, Any]:
 
 
 def _sizes(program: Program, world: World) -> Sizes:
-    """From the first step's batch of the dataset."""
-    experiment, answer = program.experiment, None
+    """Return the sizes of the experiment, from the first step's batch of its dataset."""
+    experiment = program.experiment
+    answer = None
     samples = experiment.batch_size * experiment.group_size
     if world.rank == 0:
         loader = Loader(

@@ -1,4 +1,4 @@
-"""How much memory a rank has."""
+"""The memory of a rank."""
 
 import torch
 

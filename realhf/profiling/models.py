@@ -1,7 +1,7 @@
-"""Times the parts of one model shape by the engine's own entry points.
+"""Time the parts of one model shape with the engine's own entry points.
 
-A block's seconds are the difference between models of three blocks and of one; what remains of the one
-belongs to the head, or to the call.
+The seconds of a block are the difference between a model of three blocks and one of a single block. The rest
+of the latter's time belongs to the head or to the call.
 """
 
 import dataclasses
@@ -37,27 +37,30 @@ from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, most_rows, prompts
 
 _FEW, _MANY = 1, 3  # Blocks of the two models whose difference is measured.
-_LONG_ENOUGH = 0.4  # Seconds of a pass beyond which no larger one is measured: it goes on in proportion.
-_BUDGET = 15.0  # Seconds for all timings of a bench, if that is enough for the least number of rounds.
-_LARGEST_PASS = 1 << 14  # Tokens.
+_LONG_ENOUGH = 0.4  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.
+_BUDGET = 15.0  # Seconds for all timings of a bench, unless the least number of rounds takes longer.
+_LARGEST_PASS = 1 << 14  # Tokens of the largest pass.
 _NUM_SIZES = 4
-_SHORT_PROMPT = 16  # Tokens at most of the prompts that are read.
-_DECODE_STEPS, _BLOCK_STEPS = 16, 4  # Of a generation, and of a model's blocks alone.
+_SHORT_PROMPT = 16  # The most tokens of prompts that are read.
+_DECODE_STEPS = 16  # Timed decode steps of a generation.
+_BLOCK_STEPS = 4  # Timed decode steps of a model's blocks alone.
 _ANY_SIZE = 1 << 30
-_TINY = 1e-7  # Seconds: differences of noisy measurements are never less.
+_TINY = 1e-7  # The least seconds; differences of noisy measurements can be less.
 
 
 @dataclass(frozen=True)
 class Model:
-    """What to measure of a model shape; `calls` are the calls of the experiment that run it."""
+    """A model shape to measure; `calls` are the calls of the experiment that run it."""
 
     config: ModelConfig
     dtype: str
     calls: tuple[FunctionCall, ...]
 
     def with_blocks(self, count: int, head: str) -> ModelConfig:
-        """So many blocks, those with experts where the model has any. It never ends a response by itself."""
-        c, moe = self.config, self.config.moe
+        """Return the config with `count` blocks, with experts if the model has any, and no end-of-sequence
+        token."""
+        c = self.config
+        moe = self.config.moe
         hf = {name: value for name, value in c.hf.items() if name != "eos_token_id"}
         return dataclasses.replace(
             c, num_layers=count, head=head, hf=hf, generation={},
@@ -68,11 +71,12 @@ class Model:
 
     @property
     def outputs(self) -> dict[str, bool]:
-        """Output that forward or train calls compute -> whether one of them goes backward."""
+        """The outputs of forward and train calls, each with whether one of them runs a backward pass."""
         found: dict[str, bool] = {}
         for call in self.calls:
             if call.kind != "generate":
-                output, trains = _output(call.work), call.kind == "train_step"
+                output = _output(call.work)
+                trains = call.kind == "train_step"
                 found[output] = found.get(output, False) or trains
         return found or {"logprobs": False}
 
@@ -89,7 +93,7 @@ def _output(work: Work) -> str:
 
 @dataclass(frozen=True)
 class _MeanLoss:
-    """The cheapest loss on an output."""
+    """The mean of an output, as the cheapest loss."""
 
     output: str
     entropy: bool
@@ -106,8 +110,8 @@ class _MeanLoss:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Means of one step of the experiment: tokens per prompt and per whole sequence, samples, those of a
-    prompt."""
+    """Means over one step of the experiment: tokens per prompt, tokens per whole sequence, samples, and
+    samples per prompt."""
 
     prompt_tokens: int
     tokens: int
@@ -132,13 +136,16 @@ class Sizes:
 
 
 class Bench:
-    """One model shape under one tensor-parallel size, in turns on all ranks."""
+    """Measurements of one model shape under one tensor-parallel size, on all ranks."""
 
     def __init__(self, clock: Clock, model: Model, tp: int, sizes: Sizes) -> None:
-        self._clock, self._model, self._sizes = clock, model, sizes
+        self._clock = clock
+        self._model = model
+        self._sizes = sizes
         first = clock.world.rank - clock.world.rank % tp
         self._layout = Layout.parse(f"t{tp}@{first}-{first + tp - 1}" if tp > 1 else f"d1@{first}")
-        self._outputs, self._works = model.outputs, [call.work for call in model.calls]
+        self._outputs = model.outputs
+        self._works = [call.work for call in model.calls]
         self._trains = any(self._outputs.values())
         is_lm = "logprobs" in self._outputs or model.generates
         self._main = "logprobs" if is_lm else next(iter(self._outputs))
@@ -156,10 +163,10 @@ class Bench:
         engine.load(None, seed=0)
         return engine
 
-    # What is timed, by keys
+    # The timed work, by keys
 
     def _pass_tokens(self) -> list[int]:
-        """Sizes of passes: as many as do not take too long."""
+        """Return the sizes of passes to measure, up to one that takes too long."""
         chosen: list[int] = []
         way = self._train if self._trains else self._forward
         for tokens in self._sizes.pass_tokens:
@@ -192,8 +199,11 @@ class Bench:
         return work
 
     def _decoding(self) -> dict[Any, Callable[[], object]]:
-        """Rows have prompts of their own; where samples of the experiment share them, also the other extreme:
-        all rows have the same."""
+        """Return the work of decoding.
+
+        Each row has its own prompt; if samples of the experiment share prompts, also the other extreme is
+        measured, in which all rows have the same one.
+        """
         if not self._model.generates:
             return {}
         work: dict[Any, Callable[[], object]] = {}
@@ -229,7 +239,7 @@ class Bench:
 
     @property
     def _counts(self) -> list[int]:
-        """The fewest and the most rows."""
+        """The smallest and the largest number of rows."""
         return sorted({self._rows[0], self._rows[-1]})
 
     @property
@@ -257,7 +267,8 @@ class Bench:
         return tables
 
     def _pass_tables(self) -> dict[str, Table]:
-        lengths, tokens = self._sizes.sequence_tokens, tuple(map(float, self._tokens))
+        lengths = self._sizes.sequence_tokens
+        tokens = tuple(map(float, self._tokens))
         axes = {"sequence_tokens": tuple(map(float, lengths)), "tokens": tokens}
         blocks = [[self._block(number, length) for number in self._tokens] for length in lengths]
         ways = ("forward", "backward") if self._trains else ("forward",)
@@ -268,18 +279,18 @@ class Bench:
         for output, trains in self._outputs.items():
             heads = [self._head(output, *sized) for sized in zip(self._tokens, blocks[-1], strict=True)]
             for i, way in enumerate(("forward", "backward") if trains else ("forward",)):
-                # More tokens take no less: where a difference of noisy times says so, it is wrong.
+                # Differences of noisy times can shrink as tokens grow, but the real times cannot.
                 seconds = np.maximum.accumulate([head[i] for head in heads]).tolist()
                 tables[f"{output}_{way}"] = Table({"tokens": tokens}, seconds)
         return tables
 
     def _block(self, tokens: int, length: int) -> tuple[float, float]:
-        """Forward, and the rest of forward and backward."""
+        """Return the seconds of a block forward, and the additional seconds of forward and backward."""
         forward = max(_TINY, self._of_a_block(lambda blocks: ("forward", blocks, tokens, length)))
         if not self._trains:
             return forward, 0.0
         both = self._of_a_block(lambda blocks: ("train", blocks, tokens, length))
-        # An optimizer step without gradients sets them to zero; behind a pass it does not.
+        # An optimizer step without gradients sets them to zero; after a backward pass it does not.
         zero = self._of_a_block(lambda blocks: ("zero", blocks))
         both -= self._of_a_block(lambda blocks: ("update", blocks)) - zero
         return forward, max(_TINY, both - forward)
@@ -288,8 +299,10 @@ class Bench:
         return (self._seconds[key(_MANY)] - self._seconds[key(_FEW)]) / (_MANY - _FEW)
 
     def _head(self, output: str, tokens: int, block: tuple[float, float]) -> tuple[float, float]:
-        """Forward, and the rest of forward and backward, of a micro-batch without its blocks."""
-        is_main, long = output == self._main, self._sizes.sequence_tokens[-1]
+        """Return the seconds of a micro-batch without its blocks: forward, and the rest of forward and
+        backward."""
+        is_main = output == self._main
+        long = self._sizes.sequence_tokens[-1]
         keys: list[Any] = [("forward", _FEW, tokens, long), ("train", _FEW, tokens, long)]
         if not is_main:
             keys = [(output, "forward", tokens), (output, "train", tokens)]
@@ -305,19 +318,21 @@ class Bench:
         axes = {"context_tokens": tuple(prompt + 1.0 for prompt in self._prompts), "rows": rows}
         own = [[self._decoding_block("decode", n, prompt) for n in self._rows] for prompt in self._prompts]
         tables = {"decode_block": Table(axes, own)}
-        if self._shares:  # Short prompts do not share a block.
+        if self._shares:  # Short prompts share no cache block.
             alike = [self._decoding_block("shared", n) for n in self._rows]
             tables["decode_shared"] = Table(axes, [own[0], alike])
         tables["decode_head"] = Table({"rows": rows}, [self._decoding_head(n) for n in self._rows])
         return tables
 
     def _decoding_block(self, name: str, *key: int) -> float:
-        """Seconds of a block in one step."""
+        """Return the seconds of a block in one decode step."""
         return max(_TINY, self._of_a_block(lambda blocks: (name, blocks, *key)) / _BLOCK_STEPS)
 
     def _decoding_head(self, rows: int) -> float:
-        """Seconds of a step without its blocks: as short prompts have it, and what long ones have beyond."""
-        short, times = self._prompts[0], self._seconds
+        """Return the seconds of a decode step without its blocks: those with short prompts, and what long
+        prompts add."""
+        short = self._prompts[0]
+        times = self._seconds
         step = (times["generate", rows, 1 + _DECODE_STEPS] - times["generate", rows, 1]) / _DECODE_STEPS
         rests = [
             times["decode", _FEW, rows, prompt] / _BLOCK_STEPS
@@ -328,7 +343,7 @@ class Bench:
         return max(_TINY, step - _FEW * self._decoding_block("decode", rows, short))
 
     def calls(self) -> dict[str, Table]:
-        """By samples, what calls take besides passes and decode steps."""
+        """Return the seconds of calls besides passes and decode steps, by number of samples."""
         axes = {"samples": tuple(map(float, self._counts))}
         around = [self._seconds["empty"]] * len(axes["samples"])
         calls = {name: Table(axes, around) for name in ("forward", "train_step")}
@@ -342,7 +357,7 @@ class Bench:
         whole = self._seconds["generate", rows, 1]
         return max(_TINY, whole - _FEW * reading - self._decoding_head(rows))
 
-    # What the engine is asked to do
+    # Calls to the engine
 
     def _forward(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
         work = {"logprobs": LogProbs(), "values": Values(), "scores": Scores()}[output]
@@ -357,7 +372,7 @@ class Bench:
         return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
 
     def _generate(self, engine: NativeEngine, rows: int, prompt: int, new: int) -> Callable[[], object]:
-        """All rows at once, behind one pass of their prompts."""
+        """Return a generation that decodes all rows at once, after one pass of their prompts."""
         given = next(work for work in self._works if isinstance(work, Generate))
         sampling = dataclasses.replace(given.sampling, max_new_tokens=new)
         most = max(given.prefill_tokens, rows * prompt)
@@ -368,7 +383,8 @@ class Bench:
         return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
 
     def _sequences(self, tokens: int, length: int) -> Batch:
-        """Sequences of about one length, of which neighbours differ; all of it responses."""
+        """Return sequences of about one length that consist of responses; consecutive ones differ in
+        length."""
         count = max(1, tokens // length)
         lengths = [length + (1, -1)[i % 2] for i in range(count // 2 * 2)] + [length] * (count % 2)
         ids = torch.arange(sum(lengths)) * 7919 % self._model.config.vocab_size

@@ -1,4 +1,4 @@
-"""Runs calls of real engines and counts the tensor storage that exists at their peak."""
+"""Run calls of real engines and count the tensor storage that exists at their peak."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of an output over the response tokens, negative: a loss with no memory of its own."""
+    """The negative mean of an output over the response tokens, a loss without memory of its own."""
 
     output: str
     entropy: bool
@@ -53,7 +53,7 @@ def _work(case: Case) -> Any:
 
 
 def _batches(case: Case, layout: Layout, dp_index: int) -> list[Batch]:
-    """This dp replica's share of every mini-batch; every prompt comes `samples_per_prompt` times."""
+    """Return the mini-batches of one dp replica; every prompt occurs `samples_per_prompt` times."""
     w, vocabulary, batches = case.workload, case.role.config.vocab_size, []
     prompt, response = round(w.prompt_tokens), round(w.response_tokens)
     for number in range(w.minibatches):
@@ -73,9 +73,10 @@ def _batches(case: Case, layout: Layout, dp_index: int) -> list[Batch]:
 
 
 def measure(world: Any, case: Case) -> Any:
-    """(weights, training, call's peak) in bytes of this rank; None for one outside the layout.
+    """Return the bytes of weights, of training state and of the call's peak on this rank, or None outside the
+    layout.
 
-    On any CPU as on one with units for bfloat16: without, a few parts of operands in float32 come on top.
+    It treats every CPU as one with bfloat16 units; CPUs without them also hold some operands in float32.
     """
     with patch.object(narrow, "_has_units", lambda dtype: True):
         return _measure(world, case)

@@ -29,8 +29,11 @@ def random_model(rng):
 
 
 def random_problem(rng, *, num_calls, memory=1e12, pinned=False):
-    """Calls that read what earlier ones write, plain Python among them; roles with one to three calls, of
-    which some train or follow another. `pinned`: a layout is fixed, or two calls share one."""
+    """Return a random problem whose calls read what earlier ones write.
+
+    Some calls are plain Python; roles have one to three calls, and some roles train or follow another. With
+    `pinned` either a layout is fixed or two calls share one.
+    """
     roles, calls, work, keys = {}, [], {}, ["prompts"]
     trained = {name: rng.random() < 0.5 for name in "abc"}
     for number in range(num_calls):

@@ -36,14 +36,19 @@ def _cost(rates, kind, strategy, *, role=ROLE, work=WORK, options=None):
 
 
 def _flops(tokens, samples, chosen):
-    """Of a forward pass: 2 per parameter and token (logits where they are wanted), and causal attention."""
+    """Return the FLOPs of matrix products (2 per parameter and token) and of causal attention in a forward
+    pass.
+
+    Logits are computed for `chosen` tokens only.
+    """
     matrices = ROLE.spec.numel - 2 * LLAMA.vocab_size * LLAMA.hidden_size - (2 * 32 + 1) * LLAMA.hidden_size
     attention = samples * 2 * 2048**2 * LLAMA.hidden_size * LLAMA.num_layers  # 4 s^2 h per layer, half of it
     return 2 * tokens * matrices + 2 * chosen * LLAMA.vocab_size * LLAMA.hidden_size, attention
 
 
 def test_training_takes_three_times_the_forward_flops():
-    """6 N per token (Kaplan et al. 2020); flash attention's backward pass takes 2.5 times its forward one."""
+    """Training takes 6 N FLOPs per token (Kaplan et al. 2020), flash attention's backward 2.5 times its
+    forward."""
     matrices, attention = _flops(64 * 2048, 64, 64 * 1024)
     forward = _cost(_rates(flops=1e15), "forward", "d1").seconds
     assert forward == pytest.approx((matrices + attention) / 1e15, rel=1e-6)
@@ -63,7 +68,7 @@ def test_flops_are_shared_by_data_and_tensor_parallel_ranks(strategy):
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_the_pipeline_idles_p_minus_1_of_m_slots(stages):
-    """1F1B: (p - 1) / m of the ideal time on top (Narayanan et al. 2021)."""
+    """1F1B adds (p - 1) / m of the ideal time (Narayanan et al. 2021)."""
     values = Workload(64, 1024, 1024, 1024, output="values")  # All stages alike: no logits.
     cost = _cost(_rates(flops=1e15), "train_step", f"p{stages}", work=values, options=Options(2048))
     assert cost.num_micro_batches == 64
@@ -80,8 +85,8 @@ def test_pipelines_send_hidden_states_between_stages():
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tensor_parallelism_sums_twice_per_block_and_direction(tp):
-    """Shoeybi et al. 2019: two all-reduces of tokens x hidden forward, two backward; each moves
-    2 (n - 1) / n of its bytes over a rank's wire."""
+    """A block has two all-reduces of tokens x hidden forward and two backward (Shoeybi et al. 2019); each
+    moves 2 (n - 1) / n of its bytes over a rank's link."""
     values = Workload(2, 1024, 1024, 1024, output="values")
     each = 2 * (tp - 1) / tp * 2 * 2048 * LLAMA.hidden_size * 2 / 1e9
     assert _cost(_rates(intra=1e9), "forward", f"t{tp}", work=values).seconds == pytest.approx(64 * each)
@@ -93,8 +98,8 @@ def test_tensor_parallelism_sums_twice_per_block_and_direction(tp):
     [("llama-7b", "c4", 32), ("llama-7b", "c4t2", 16), ("llama-70b", "c2", 8), ("qwen2.5-7b", "c7", 28)],
 )
 def test_context_parallelism_exchanges_queries_keys_values_and_outputs(model, strategy, kv_heads):
-    """Four messages per block and direction (arXiv:2309.14509, section 3.2), keys and values as often as
-    ranks need them: each carries (n - 1) / n of what a rank has of its 1 / n of the tokens."""
+    """A block sends four messages per direction (arXiv:2309.14509, section 3.2), with keys and values
+    repeated as ranks need them. A rank has 1 / n of the tokens and sends (n - 1) / n of their data."""
     config, parsed = ModelConfig.load(model), ParallelStrategy.parse(strategy)
     role = ModelRole(config, trainable=True)
     values = Workload(2, 1024, 1024, 1024, output="values")
@@ -110,8 +115,8 @@ def test_context_parallelism_exchanges_queries_keys_values_and_outputs(model, st
 
 
 def test_zero_reduces_float32_gradients_and_gathers_bfloat16_parameters():
-    """(n - 1) / n of 4 + 2 bytes per parameter and optimizer step (Rajbhandari et al. 2020); behind the last
-    step parameters are reallocated from where they are."""
+    """Each optimizer step moves (n - 1) / n of 4 + 2 bytes per parameter (Rajbhandari et al. 2020). After
+    the last step parameters are not gathered, since reallocation reads them where they are."""
     values = Workload(64, 1024, 1024, 1024, minibatches=4, output="values")
     seconds = _cost(_rates(intra=1e9), "train_step", "d8", work=values).seconds
     assert seconds == pytest.approx(7 / 8 * (4 * 4 + 3 * 2) * ROLE.spec.numel / 1e9, rel=1e-2)
@@ -125,7 +130,7 @@ def test_groups_over_hosts_share_the_ports_of_their_members():
 
 
 def test_decoding_reads_weights_and_cache_once_per_token():
-    """Pope et al. 2022: at small batches a step takes bytes / bandwidth."""
+    """At small batches a step takes bytes / bandwidth (Pope et al. 2022)."""
     rates, work = _rates(memory=1e12), Workload(4, 1024, 64, 64)
     spent = _cost(rates, "generate", "d1", work=work).parts["decode"]
     layers = LLAMA.num_layers * (4 * 4096**2 + 3 * 4096 * LLAMA.intermediate_size)
@@ -140,7 +145,7 @@ def test_decoding_reads_weights_and_cache_once_per_token():
 
 
 def test_samples_of_a_prompt_read_its_cache_once():
-    """What differs is what is in whole blocks: of 1024 tokens all, of 1023 but 15 blocks of 64."""
+    """Only whole blocks are shared: all of 1024 tokens, but 15 blocks of 64 of 1023 tokens."""
     rates, token = _rates(memory=1e12), 2 * 4096 * 2 * 32  # bytes: keys and values, hidden, bfloat16, layers
     for prompt, in_blocks in ((1024, 1024), (1023, 960), (63, 0)):
         work = Workload(64, prompt, 256, 256)
@@ -157,7 +162,7 @@ def test_short_responses_end_early():
     short = _cost(rates, "generate", "d1", work=Workload(1, 8, 128, 512)).seconds
     assert short == pytest.approx(full / 4, rel=0.1)  # One row: as many steps as it has tokens.
     many = _cost(rates, "generate", "d1", work=Workload(256, 8, 128, 512)).seconds
-    assert many > 3.5 * short  # Somebody writes till the end.
+    assert many > 3.5 * short  # Some row decodes until the limit.
 
 
 def test_response_lengths_have_their_mean():
@@ -186,7 +191,7 @@ def test_parts_add_up():
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
 def test_experts_cost_what_tokens_activate(name):
-    """Published: 3B of 30B and 37B of 671B parameters are active per token."""
+    """The published counts of active parameters per token are 3B of 30B and 37B of 671B."""
     active = {"qwen3-30b-a3b": 3.3e9, "deepseek-v3": 37e9}[name]
     role = ModelRole(ModelConfig.load(name))
     work = Workload(256, 1, 0, 0, output="values")  # One token each: hardly any attention.

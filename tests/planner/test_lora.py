@@ -1,4 +1,4 @@
-"""What the planner makes of a role with adapters, against counts of parameters."""
+"""Plans for roles with adapters, compared with counts of parameters."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost import Options, call_cost
-from realhf.planner.memory import training_bytes, weights_bytes
-from realhf.planner.memory_check import prove
+from realhf.planner.memory_check import check_memory
+from realhf.planner.model_states import training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
 
@@ -23,7 +23,8 @@ ADAPTED = replace(LLAMA, lora=LoraConfig(rank=16))
 
 
 def test_sizes_are_those_of_weights_and_adapters():
-    """4 attention matrices of 4096 x 4096 and 3 of 4096 x 11008 a layer, each with rank * (in + out)."""
+    """A layer has 4 attention matrices of 4096 x 4096 and 3 of 4096 x 11008; adapters have rank * (in +
+    out) each."""
     adapters = 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert ADAPTED.trained_spec.numel == adapters
     one = ParallelStrategy()
@@ -33,7 +34,7 @@ def test_sizes_are_those_of_weights_and_adapters():
 
 
 def test_training_goes_forward_and_once_back():
-    """Without gradients of weights: two thirds of the matrix products, and no large optimizer."""
+    """Without gradients of weights there are two thirds of the matrix products and no large optimizer."""
     rates, work = Rates(Cluster.load("h100-8x8")), Workload(64, response_tokens=2048.0, output="values")
     call = FunctionCall("actor_train", "train_step", ("x",), role="actor", work=None)
 
@@ -60,8 +61,8 @@ def test_the_reference_has_no_second_copy_where_it_has_the_same_part():
     layouts = {"actor_generate": "t4@0-3", "ref_forward": "d2t2@0-3", "actor_train": "d2t2@0-3"}
     plan = ExecutionPlan.from_dict({"calls": {name: {"layout": text} for name, text in layouts.items()}})
     weights, half = LLAMA.spec.numel * 2, ParallelStrategy(dp=2, tp=2)
-    for peak in prove(problem, plan).peaks.values():
+    for peak in check_memory(problem, plan).peaks.values():
         assert peak.parts.get("ref weights", 0.0) == 0
         assert peak.parts["actor weights"] == weights_bytes(ADAPTED, half, 0) > weights / 2
     apart = problem_of(replace(experiment, actor=replace(actor, lora=None)), Cluster.load("h100-8x8"))
-    assert all(peak.parts["ref weights"] > weights / 2 for peak in prove(apart, plan).peaks.values())
+    assert all(peak.parts["ref weights"] > weights / 2 for peak in check_memory(apart, plan).peaks.values())

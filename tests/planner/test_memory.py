@@ -1,4 +1,4 @@
-"""Predicted memory: against the storage of real runs, and against published figures."""
+"""Predicted memory, compared with the storage of real runs and with published figures."""
 
 import time
 from dataclasses import replace
@@ -14,9 +14,9 @@ from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.capacity import available_bytes
-from realhf.planner.memory import call_bytes, training_bytes, weights_bytes
-from realhf.planner.memory_check import prove
+from realhf.planner.memory import call_bytes
+from realhf.planner.memory_check import available_bytes, check_memory
+from realhf.planner.model_states import training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.shard import num_params
 from realhf.realloc.schedule import STAGING_BYTES
@@ -31,7 +31,7 @@ def _role(dtype="float32", *, trainable=True, vocab=1500, tied=False, head="lm",
 
 
 def _of(name, dtype="float32", *, trainable=True, **changes):
-    """One of the table of families, as wide as the others here."""
+    """Return a role with a model of the table of families, as wide as the other models here."""
     hf = HF[name] | {"vocab_size": 96, "hidden_size": 128, "num_hidden_layers": 4} | changes
     return ModelRole(ModelConfig.from_hf(hf), dtype, trainable)
 
@@ -53,7 +53,7 @@ HF = {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16,
         "query_pre_attn_scalar": 16, "sliding_window": 64},
 }  # fmt: skip
-NARROW = {"vocab": 96}  # What the layers keep is most; else it is the logits.
+NARROW = {"vocab": 96}  # With a small vocabulary the layers take more than the logits.
 FULL = Workload(num_samples=16, prompt_tokens=16, response_tokens=32)
 SHORT = Workload(num_samples=16, prompt_tokens=8, response_tokens=8)
 ENTROPY = replace(FULL, entropy=True, minibatches=2)
@@ -64,8 +64,8 @@ FEW_ROWS = replace(GENERATE, samples_per_prompt=1, max_rows=8)
 
 
 def _in_sections(role, numel=1 << 20):
-    """Whose gradients are summed layer by layer."""
-    role.__dict__["spec"] = replace(role.spec, section_numel=numel)  # (In place of what is computed once.)
+    """Return the role with gradients that are summed layer by layer."""
+    role.__dict__["spec"] = replace(role.spec, section_numel=numel)  # It overrides the cached property.
     return role
 
 
@@ -143,7 +143,7 @@ def _name(case):
 
 
 def predict(case, rank):
-    """(weights, training, call's parts) of the rank."""
+    """Return the predicted bytes of weights, of training state and of the call's parts on the rank."""
     layout = Layout.parse(case.layout)
     stage = layout.coordinate(rank).pp
     where = (layout.strategy, stage)
@@ -181,7 +181,7 @@ def test_the_counter_sees_what_autograd_saves():
         y = x.exp().sum()  # exp keeps its result
         assert storages.now == 4000 + 4
         y.backward()
-        assert storages.now == 4000 + 4  # (now of the gradient)
+        assert storages.now == 4000 + 4  # Now the gradient takes them.
     assert storages.peak == 8000 + 8
 
 
@@ -213,7 +213,7 @@ def test_parameters_are_those_published(name, total):
     ],
 )
 def test_sizes_are_those_of_the_fullest_rank(name, layout):
-    """Against the regions that the parameter table gives every rank."""
+    """The expected sizes come from the regions that the parameter table assigns to every rank."""
     layout, role = Layout.parse(layout), ModelRole(ModelConfig.load(name), trainable=True)
     for stage in range(layout.pp):
         ranks = layout.grid[stage].ravel().tolist()
@@ -226,9 +226,9 @@ def test_sizes_are_those_of_the_fullest_rank(name, layout):
 
 
 def test_zero_stage_one_as_published():
-    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters, 120 GB, with 64 replicas 31.4 GB.
+    """7.5 B parameters take 120 GB, and 31.4 GB with 64 replicas (Rajbhandari et al. 2020, figure 1).
 
-    Their gradients have 2 bytes, ours 4: 2 + 4 + 12 / 64 bytes of a parameter in place of 2 + 2 + 12 / 64.
+    Their gradients have 2 bytes, ours 4: 2 + 4 + 12 / 64 bytes per parameter instead of 2 + 2 + 12 / 64.
     """
     role = ModelRole(ModelConfig.load("llama-7b"), trainable=True)
     for dp, published in ((1, 120.0), (64, 31.4)):
@@ -277,8 +277,9 @@ def test_kv_cache_of_a_token_as_published(name, token_bytes):
     assert parts["kv_cache"] == rows * 1024 * token_bytes
 
 
-def test_a_proof_counts_the_cache_that_a_run_takes():
-    """512 rows of a 7B model in full would not fit an H100: those that no one limits take what is free."""
+def test_the_check_counts_the_cache_that_a_run_takes():
+    """512 rows of a 7B model would not fit an H100 in full, so a cache without a limit takes a share of
+    free memory."""
     role, cluster = ModelRole(ModelConfig.load("llama-7b")), Cluster.load("h100-1x8")
     call = FunctionCall("gen", "generate", ("prompts",), ("tokens",), role="actor")
     graph = DataflowGraph((call,), ("prompts",))
@@ -286,8 +287,8 @@ def test_a_proof_counts_the_cache_that_a_run_takes():
 
     def cache(**changes):
         work = replace(Workload(512, 24, 1000.0, max_new_tokens=1000), **changes)
-        proof = prove(Problem(graph, {"actor": role}, {"gen": work}, cluster), plan)
-        return proof.peaks[0].parts["kv_cache"], proof.fits
+        check = check_memory(Problem(graph, {"actor": role}, {"gen": work}, cluster), plan)
+        return check.peaks[0].parts["kv_cache"], check.fits
 
     needed = 512 * 1024 * 2**19
     assert cache(kv_cache_gib=1000.0) == (needed, False)

@@ -1,4 +1,4 @@
-"""What is predicted of a given plan is what the planner says that it found."""
+"""The prediction for a given plan agrees with the planner that found it."""
 
 import random
 

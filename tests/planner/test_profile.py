@@ -1,4 +1,4 @@
-"""Profiles: what is refused, what the tables answer, what falls back to the roofline; and a real one."""
+"""Profiles: errors in files, look-ups in tables, fallback to the roofline, and a real measurement."""
 
 import copy
 import itertools
@@ -104,9 +104,9 @@ def test_interpolation_hits_what_was_measured_and_is_linear_between():
     for (i, row), (j, tokens) in itertools.product(enumerate((1, 3, 7)), enumerate((10, 20))):
         assert table.at(row, tokens) == table.seconds[i][j]
     assert table.at(2, 15) == pytest.approx((1.5 + 4) / 2)
-    assert table.at(100, 10) == 4  # The first axis ends,
-    assert table.at(1, 40) == pytest.approx(4)  # the last goes on,
-    assert table.at(1, -1000) == 0.25  # and nothing comes to be free.
+    assert table.at(100, 10) == 4  # The first axis stays at its end.
+    assert table.at(1, 40) == pytest.approx(4)  # The last axis continues.
+    assert table.at(1, -1000) == 0.25  # Times never reach zero.
 
 
 def test_arrays_get_what_numbers_get():
@@ -123,10 +123,12 @@ def test_rates_answer_from_the_tables():
     assert r.block(ROLE, ONE, ONE, tokens=300, squared=300 * 30).seconds == 4
     assert r.block(ROLE, ONE, ONE, tokens=300, squared=300 * 20, backward=True).seconds == 3
     assert r.head(ROLE, ONE, tokens=20, output="logprobs").seconds == 2
-    compute, wires = r.decode_block(ROLE, ONE, ONE, rows=np.array([1.0, 2.0]), context=np.array([10.0, 15.0]))
-    assert compute.tolist() == [1, 2.5] and wires.tolist() == [0, 0]
+    rows, context = np.array([1.0, 2.0]), np.array([10.0, 15.0])
+    compute, communication = r.decode_block(ROLE, ONE, ONE, rows=rows, context=context)
+    assert compute.tolist() == [1, 2.5] and communication.tolist() == [0, 0]
     three, twenty = np.array([3.0] * 3), np.array([20.0] * 3)
-    shared = SharedPrompts(np.array([3.0, 2.0, 1.0]), 20)  # Own prompts, in the middle, all one.
+    # All rows have their own prompt, two rows share one, and all three do.
+    shared = SharedPrompts(np.array([3.0, 2.0, 1.0]), 20)
     compute, _ = r.decode_block(ROLE, ONE, ONE, rows=three, context=twenty, shared=shared)
     assert compute.tolist() == [4, 3.5, 3]
     assert r.decode_head(ROLE, ONE, rows=np.array([3.0])).tolist() == [6]

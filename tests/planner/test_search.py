@@ -1,4 +1,4 @@
-"""The search against all plans: what it returns is the best, and its bound is never above the best."""
+"""The search is compared with all plans: it returns the best, and its bound never exceeds the best."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from realhf.planner.evaluate import Space
+from realhf.planner.evaluate import SearchSpace
 from realhf.planner.rates import Rates
 from realhf.planner.search import search
 from tests.planner.problems import random_problem
@@ -17,28 +17,28 @@ CHUNK = 50_000
 
 
 def best_of_all(space):
-    """The shortest step of all plans that fit, infinity where none does; in the order of enumeration."""
+    """Return the shortest step of all plans that fit, infinity if none does, by enumeration."""
     best = np.inf
-    every = itertools.product(*(range(len(unit.candidates)) for unit in space.units))
+    every = itertools.product(*(range(len(group.candidates)) for group in space.groups))
     while chunk := list(itertools.islice(every, CHUNK)):
         plans = np.array(chunk)
-        fits = space.overflow(space.units, plans) <= 0
+        fits = space.overflow(space.groups, plans) <= 0
         best = min(best, space.exact_periods(plans[fits]).min(initial=np.inf))
     return best
 
 
 def instances(seeds, *, at_most):
-    """Problems with at most so many plans, with memory from too little to plenty."""
+    """Yield problems with at most `at_most` plans, with memory from too little to plenty."""
     for seed in seeds:
         rng = random.Random(seed)
-        # From too little memory to plenty, behind what is set aside.
+        # 1.42e9 bytes are set aside; the rest ranges from too little to plenty.
         memory = 1.42e9 + 10 ** rng.uniform(6, 8.3)
         problem = random_problem(rng, num_calls=rng.randint(1, 4), memory=memory, pinned=rng.random() < 0.3)
         try:
-            space = Space(problem, Rates(problem.cluster))
-        except ValueError:  # What is pinned cannot be.
+            space = SearchSpace(problem, Rates(problem.cluster))
+        except ValueError:  # The pinned layout is not possible.
             continue
-        if 0 < math.prod(len(unit.candidates) for unit in space.units) <= at_most:
+        if 0 < math.prod(len(group.candidates) for group in space.groups) <= at_most:
             yield seed, space
 
 
@@ -52,14 +52,14 @@ def _agrees(seed, space):
     assert found.lower_bound_seconds <= best * (1 + 1e-9), seed
     assert found.gap <= 1e-6, seed
     chosen = np.array([found.chosen])
-    assert space.overflow(space.units, chosen)[0] <= 0
+    assert space.overflow(space.groups, chosen)[0] <= 0
     assert space.exact_periods(chosen)[0] == pytest.approx(found.step_seconds)
     return True
 
 
 def test_search_finds_the_best_of_all_plans():
     solved = [_agrees(seed, space) for seed, space in instances(range(150), at_most=20_000)]
-    assert sum(solved) >= 30 and not all(solved)  # (some do not fit, and both agree on it)
+    assert sum(solved) >= 30 and not all(solved)  # Both agree on the problems that do not fit.
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_search_finds_the_best_of_a_million_plans():
 def test_bounds_hold_however_early_the_search_stops(seed):
     rng = random.Random(seed)
     problem = random_problem(rng, num_calls=5)
-    space = Space(problem, Rates(problem.cluster))
+    space = SearchSpace(problem, Rates(problem.cluster))
     whole = search(space, time_limit=30.0)
     for max_rounds in (0, 1, 3):
         early = search(space, time_limit=30.0, max_rounds=max_rounds)
@@ -81,9 +81,9 @@ def test_bounds_hold_however_early_the_search_stops(seed):
 
 
 def test_the_time_limit_is_what_the_clock_says():
-    """Not seconds of computing: a search that has to wait for a core ends in time, too."""
+    """A search that has to wait for a core also ends in time, as the limit is not in CPU seconds."""
     rng = random.Random(3)
-    space = Space(problem := random_problem(rng, num_calls=5), Rates(problem.cluster))
+    space = SearchSpace(problem := random_problem(rng, num_calls=5), Rates(problem.cluster))
     told = []
 
     def wait(best, bound, seconds):

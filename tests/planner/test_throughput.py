@@ -1,33 +1,34 @@
-"""The period of a plan, against ranks that really walk through many steps, one call after the other."""
+"""The period of a plan is compared with ranks that walk through many steps, one call after the other."""
 
 import random
 
 import numpy as np
 import pytest
 
-from realhf.planner.evaluate import Space, host_anchor
+from realhf.planner.evaluate import SearchSpace, host_anchor
 from realhf.planner.rates import Rates
 from realhf.planner.simulate import simulate
 from realhf.planner.throughput import first_starts
 from tests.planner.problems import random_problem
 
 NUM_STEPS = 140
-ALL_CYCLES = 60  # Steps that hold a whole number of repetitions of any pattern of up to six steps.
+ALL_CYCLES = 60  # A multiple of the length of any pattern of up to six steps.
 
 
 def walk(space, chosen):
-    """End of every step: each rank takes its calls in graph order and waits for inputs and weights."""
+    """Return the end of every step when each rank runs its calls in graph order and waits for inputs and
+    weights."""
     by_call, plans = {}, space.call_plans(chosen)
-    for unit, pick in zip(space.units, chosen, strict=True):
-        candidate = unit.candidates[pick]
-        for i, variant in zip(unit.calls, candidate.variants, strict=True):
+    for group, pick in zip(space.groups, chosen, strict=True):
+        candidate = group.candidates[pick]
+        for i, variant in zip(group.calls, candidate.variants, strict=True):
             by_call[i] = (candidate.layout.ranks, variant.cost.seconds)
     for i, call in enumerate(space.calls):
         layout = plans[call.name].layout
         name, split = host_anchor(space.problem, call) if call.role is None else (None, False)
         if call.role is None and not split:
             by_call[i] = (layout.ranks, space.problem.workloads[call.name].seconds)
-        elif call.role is None:  # It is taken to occupy the whole last stage.
+        elif call.role is None:  # It is assumed to occupy the whole last stage.
             anchor = plans[name].layout
             seconds = space.problem.workloads[call.name].seconds / len(layout.ranks)
             by_call[i] = (anchor.grid[-1].ravel().tolist(), seconds)
@@ -54,15 +55,15 @@ def walk(space, chosen):
 def test_period_is_what_ranks_need_that_walk(seed):
     rng = random.Random(seed)
     problem = random_problem(rng, num_calls=rng.randint(1, 6))
-    space = Space(problem, Rates(problem.cluster))
+    space = SearchSpace(problem, Rates(problem.cluster))
     for _ in range(5):
-        chosen = [rng.randrange(len(unit.candidates)) for unit in space.units]
+        chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
         finished, _ = walk(space, chosen)
         walked = (finished[-1] - finished[-1 - ALL_CYCLES]) / ALL_CYCLES
         period = space.exact_periods(np.array([chosen]))[0]
         assert walked == pytest.approx(period, rel=1e-9)
         assert finished[-1] >= (NUM_STEPS - len(space.calls)) * period * (1 - 1e-9)
-        bound = space.periods(space.units, np.array([chosen]), exact=False)[0]
+        bound = space.periods(space.groups, np.array([chosen]), exact=False)[0]
         assert bound <= period * (1 + 1e-12)
 
 
@@ -70,11 +71,11 @@ def test_period_is_what_ranks_need_that_walk(seed):
 def test_first_starts_are_those_of_ranks_that_walk(seed):
     rng = random.Random(seed)
     problem = random_problem(rng, num_calls=rng.randint(2, 6))
-    space = Space(problem, Rates(problem.cluster))
-    chosen = [rng.randrange(len(unit.candidates)) for unit in space.units]
+    space = SearchSpace(problem, Rates(problem.cluster))
+    chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
     _, ends = walk(space, chosen)
     plans = np.array([chosen])
-    seconds, first, stop = (array[0] for array in space.timed(space.units, plans))
+    seconds, first, stop = (array[0] for array in space.timed(space.groups, plans))
     shares = (first[:, None] < stop) & (first < stop[:, None])
     starts = first_starts(space.needs, seconds, shares, space.moving(plans)[0], num_steps=5)
     for step in range(5):
@@ -86,8 +87,8 @@ def test_first_starts_are_those_of_ranks_that_walk(seed):
 def test_simulated_devices_do_one_thing_at_a_time(seed):
     rng = random.Random(seed)
     problem = random_problem(rng, num_calls=rng.randint(2, 6))
-    space = Space(problem, Rates(problem.cluster))
-    simulation = simulate(space, np.array([rng.randrange(len(unit.candidates)) for unit in space.units]))
+    space = SearchSpace(problem, Rates(problem.cluster))
+    simulation = simulate(space, np.array([rng.randrange(len(group.candidates)) for group in space.groups]))
     period = simulation.step_seconds
     for rank in range(problem.cluster.num_devices):
         here = [a for a in simulation.activities

@@ -1,4 +1,4 @@
-"""Quick costs of reallocations against the schedules that carry them out."""
+"""Estimated seconds of reallocations, compared with the schedules that carry them out."""
 
 import random
 
