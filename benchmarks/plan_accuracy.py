@@ -24,7 +24,7 @@ from accuracy_task import SIZES, write_experiment
 from harness import Goal, machine, progress, report
 from rich.table import Table
 
-from realhf.cli.main import load_experiment
+from realhf.cli.experiment_file import load_experiment
 from realhf.cli.problem import problem_of
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan

@@ -12,7 +12,8 @@ import yaml
 
 from realhf.checkpoint.read import params_by_tensor, tensor_shape
 from realhf.checkpoint.tensor_files import pack_header, pack_index
-from realhf.cli.main import load_experiment, main
+from realhf.cli.experiment_file import load_experiment
+from realhf.cli.main import main
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan

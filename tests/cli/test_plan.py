@@ -8,8 +8,8 @@ from argparse import ArgumentParser
 import pytest
 import yaml
 
+from realhf.cli import plan as plan_command
 from realhf.cli.main import main
-from realhf.cli.main import plan as plan_command
 from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
