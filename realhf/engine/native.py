@@ -81,7 +81,7 @@ class NativeEngine(BaseEngine):
             ids, columns = generate(
                 self.model, part, work, queue, prompt_key=call.inputs[0], stream=call.name,
                 limit=self._cache_limit, report=report)
-        return queue.bring_home(output_batch(call, ids, columns), batch.ids)
+        return queue.collect_results(output_batch(call, ids, columns), batch.ids)
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """The ranks of an ep group pass through the experts together: the last ones of some are empty."""

@@ -85,7 +85,7 @@ def _generate_counting(engine, call, batch):
     cp, queue = engine.groups.cp, PromptQueue(engine.groups, stealing=call.work.work_stealing)
     part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
     ids, columns = generate(engine.model, part, call.work, queue, prompt_key="prompts", stream=call.name)
-    made = queue.bring_home(output_batch(call, ids, columns), batch.ids)
+    made = queue.collect_results(output_batch(call, ids, columns), batch.ids)
     return made, len(set(ids) - set(part.ids))
 
 
