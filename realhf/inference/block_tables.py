@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_DENSE = 0.5  # A range of blocks is read whole if at least this share of it is in use; else blocks are copied.
+_DENSE = 0.5  # A range of blocks is read in place if at least this share of it is in use; else it is copied.
 Integers = NDArray[np.int64]
 
 
@@ -51,7 +51,7 @@ class Decoding:
 
 
 class BlockTables:
-    """The blocks of each row in order. The first blocks of a row may be shared with rows of the same prompt."""
+    """The blocks of each row in order. Rows of the same prompt may share their first blocks."""
 
     def __init__(
         self, *, num_slots: int, num_blocks: int, block_size: int, blocks_per_row: int, max_sharers: int
@@ -142,7 +142,7 @@ class BlockTables:
         return numbers
 
     def _next_tokens(self) -> tuple[Integers, Integers, Integers]:
-        """Add one token to every running row; return slots, and positions and cache positions of the tokens."""
+        """Add one token to every running row; return slots, the tokens' positions and their cache positions."""
         slots = self.running()
         lens = self.lens[slots]
         places = self._table[slots, lens // self.block_size] * self.block_size + lens % self.block_size
@@ -188,7 +188,7 @@ class BlockTables:
         return users, torch.from_numpy(parts_BM), missing
 
     def _joined(self) -> int:
-        """Return how many adjacent shared blocks can be joined: they must always have the same rows, in order.
+        """Return how many adjacent shared blocks can be joined: they always have the same rows, in order.
 
         This is the number of shared blocks of a prompt, if all prompts have equally many; it is 1 where few
         of the blocks are in use.
@@ -209,7 +209,7 @@ class BlockTables:
     def _users(
         self, slots_PS: Integers, row_of: Integers, *, joined: int
     ) -> "tuple[_Users, Integers]":
-        """Return the blocks that have users in `slots_PS` (-1 for none), and the index of every block in them."""
+        """Return the blocks that have users in `slots_PS` (-1 for none), and every block's index among them."""
         used = np.flatnonzero((slots_PS >= 0).any(1))
         first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
         indices = np.zeros(len(slots_PS), np.int64)

@@ -39,7 +39,7 @@ def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """The limits shared by all cohorts of all replicas, so that none refuses a prompt that another accepts."""
+    """The limits of all cohorts of all replicas, shared so that none refuses a prompt that another accepts."""
 
     work: Generate
     token_bytes: int  # Bytes of one token in a rank's cache.

@@ -116,7 +116,7 @@ class PromptQueue:
         return [group for line in self._waiting for group in line]
 
     def take(self) -> PromptGroup | None:
-        """Return a prompt for a free slot, or None when there are no more. All ranks of a replica call this."""
+        """Take a prompt for a free slot, or None when there are no more. All ranks of a replica call this."""
         taken = None if self._is_over else self._take()
         if taken is None:
             self._is_over = True
@@ -137,7 +137,8 @@ class PromptQueue:
         taken = self._lines.take()
         if self._followers:
             message = torch.tensor(taken or (-1, -1))
-            self._sent.append(control.post([(rank, message) for rank in self._followers], [], tag=tags.PROMPT))
+            messages = [(rank, message) for rank in self._followers]
+            self._sent.append(control.post(messages, [], tag=tags.PROMPT))
         return taken
 
     def collect_results(self, made: Batch, ids: Sequence[int]) -> Batch:
@@ -170,7 +171,7 @@ class PromptQueue:
         return whole if whole.ids == list(ids) else whole.select([row_of[sample] for sample in ids])
 
     def _thieves(self) -> list[list[int]]:
-        """Return for each replica the other data shards whose samples it has. No prompt is taken after this."""
+        """Return for each replica the other data shards whose samples it has; nothing is taken after this."""
         if not self._is_shared or not any(self._waiting):
             return [[]] * self._replicas.size
         return self._replicas.all_gather_json(sorted(set(self._stolen.values()) - {self._groups.at.dp}))

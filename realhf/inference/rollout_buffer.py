@@ -95,14 +95,14 @@ class RolloutBuffer:
         return ended.tolist()
 
     def at(self, numbers: Integers, *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the index in `tokens` of each sample's next token, or of the token `back` positions before."""
+        """Return the index in `tokens` of each sample's next token, or of the one `back` positions before."""
         device = self.tokens.device
         lengths = self.lengths[numbers] - back
         return torch.from_numpy(numbers).to(device), torch.from_numpy(lengths).to(device)
 
 
 def columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
-    """Return sequences, response mask, log-probs and finished flags of all samples, the outputs of `Generate`."""
+    """Return the columns of `Generate`: sequences, response mask, log-probs and finished flags of all samples."""
     device = parts[0].tokens.device
     floats = torch.zeros(0, dtype=wide, device=device)
     sequences, masks, logprobs, finished = [floats.long()], [floats], [floats], [floats]

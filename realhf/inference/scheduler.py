@@ -182,7 +182,7 @@ class Scheduler:
                 self._restart(self._stop(slot))
 
     def _grow(self) -> None:
-        """Give every row a block for its next token; where there are too few, some rows lose all of theirs."""
+        """Give every row a block for its next token; if there are too few, some rows lose all of theirs."""
         for slot in self._tables.full():
             while slot in self._rows and self._blocks.num_free == 0:
                 self._reclaim_blocks()
@@ -264,7 +264,7 @@ class Scheduler:
         return bool(self._queue)
 
     def _admit(self, prompt: Prompt, num_rows: int) -> bool:
-        """Allocate blocks for the prompt and return True, if a slot is free and enough blocks are left to give
+        """Allocate blocks for the prompt and return True, if a slot is free and enough blocks remain to give
         one more to each of its samples that gets a slot."""
         free_slots = self._num_slots - num_rows
         size = self._tables.block_size

@@ -7,7 +7,7 @@ import transformers
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
 from realhf.inference import generate as generation
-from realhf.inference.decode_graphs import recurring
+from realhf.inference.decode_graphs import padded_size
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
@@ -64,6 +64,6 @@ def test_what_waits_for_the_host_is_not_recorded(name, tmp_path, tapes):
 
 
 def test_sizes_recur():
-    sizes = [recurring(count) for count in range(1, 513)]
+    sizes = [padded_size(count) for count in range(1, 513)]
     assert all(count <= size <= max(count, 1.25 * count) for count, size in enumerate(sizes, start=1))
     assert sizes[:8] == list(range(1, 9)) and len(set(sizes)) <= 8 + 4 * 6
