@@ -36,7 +36,7 @@ class BlockSet:
 
 @dataclass(frozen=True)
 class Decoding:
-    """One new token of every running row: where it is written, and what it attends to.
+    """A new token of every running row: where it is written, and what it attends to.
 
     Attention to one block yields a partial result for each of its rows. All partial results are listed in
     the order of sets, blocks and rows; those of row b have the indices parts_BM, except where missing_BM.
@@ -142,7 +142,7 @@ class BlockTables:
         return numbers
 
     def _next_tokens(self) -> tuple[Integers, Integers, Integers]:
-        """Add one token to every running row; return slots, the tokens' positions and their cache positions."""
+        """Add one token to every running row; return slots, positions and cache positions of the tokens."""
         slots = self.running()
         lens = self.lens[slots]
         places = self._table[slots, lens // self.block_size] * self.block_size + lens % self.block_size
@@ -209,7 +209,7 @@ class BlockTables:
     def _users(
         self, slots_PS: Integers, row_of: Integers, *, joined: int
     ) -> "tuple[_Users, Integers]":
-        """Return the blocks that have users in `slots_PS` (-1 for none), and every block's index among them."""
+        """Return the blocks that have users in `slots_PS` (-1 is none), and each block's index among them."""
         used = np.flatnonzero((slots_PS >= 0).any(1))
         first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
         indices = np.zeros(len(slots_PS), np.int64)

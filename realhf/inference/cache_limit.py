@@ -53,7 +53,7 @@ class CacheLimit:
 
 
 def free_bytes(device: torch.device, *, num_users: int) -> int:
-    """Return this process's share of the free memory on its device, which `num_users` processes share if it is
+    """Return this process's part of the free memory on its device, which `num_users` processes share if it is
     a host. Memory that torch's allocator keeps for later counts as free."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -18,7 +18,7 @@ from realhf.nn.transformer import Transformer
 
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], Compute]
-"""Records a function of tensors at fixed addresses; returns one that repeats it and returns the same tensor."""
+"""Records a function of tensors at fixed addresses; returns one that repeats it into the same output tensor."""
 
 
 def recorder(device: torch.device) -> Record | None:
@@ -64,7 +64,7 @@ class DecodeGraphs:
         self._passes: dict[tuple[int, ...], _Pass] = {}
 
     def __call__(self, ids_B: Tensor) -> Tensor:
-        """Decode the last tokens of all running rows; return hidden_BH, which is valid until the next call."""
+        """Decode the last tokens of all running rows; return hidden_BH, valid until the next call."""
         counts = zip(self._tables.size(), self._tables.largest_size, strict=True)
         num_rows, num_blocks = (min(padded_size(count), most) for count, most in counts)
         is_new = (num_rows, num_blocks) not in self._passes

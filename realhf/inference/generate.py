@@ -41,7 +41,8 @@ def generate(
     """Return the ids of the samples that this replica has continued, and on one of its ranks (last stage,
     first of tp) the columns of `Generate`.
 
-    Each `stream` (the call's name) has its own random numbers. `limit` bounds the KV cache if `work` does not.
+    Each `stream` (the call's name) has its own random numbers. If `work` does not limit the KV cache, `limit`
+    does.
 
     Raises UserError when a prompt is empty, or when a sample cannot fit in the model's positions or in the
     budget of the KV cache: on all replicas among which prompts move.
@@ -61,7 +62,8 @@ def generate(
     num_begun = [
         0 if capacity is None else capacity.num_at_once(part)
         for capacity, part in zip(capacities, parts, strict=True)]
-    waiting = queue.put([group for part, count in zip(parts, num_begun, strict=True) for group in part[count:]])
+    rest = [part[count:] for part, count in zip(parts, num_begun, strict=True)]
+    waiting = queue.put([group for part in rest for group in part])
     with torch.inference_mode():  # It has less overhead per operation than torch.no_grad.
         cohorts = [
             _Cohort(model, limits=limits, seed=seed, part=part, count=count, waiting=waiting, queue=queue)
@@ -262,7 +264,7 @@ class _Cohort:
         return self._integers([token for piece in step.pieces for token in piece.tokens])
 
     def _input(self, step: Step) -> torch.Tensor:
-        """Return the step's tokens on the first stage, and their hidden states from the previous one on others."""
+        """Return the step's tokens on the first stage, and the previous stage's hidden states on others."""
         if self._groups.is_first_stage:
             last_B = self._last_tokens(step)
             return torch.cat([last_B, self._prompt_tokens(step)]) if step.pieces else last_B

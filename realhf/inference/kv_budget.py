@@ -1,4 +1,4 @@
-"""How many rows decode at once in a generation, and how many blocks of the KV cache they may use.
+"""Limits of a generation: how many rows decode at once, and how many blocks of the KV cache they may use.
 
 All replicas agree on GenerationLimits; each cohort of samples derives its CohortCapacity from them.
 """
@@ -39,7 +39,7 @@ def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """The limits of all cohorts of all replicas, shared so that none refuses a prompt that another accepts."""
+    """The limits of all cohorts of all replicas, shared so that none refuses a prompt another one accepts."""
 
     work: Generate
     token_bytes: int  # Bytes of one token in a rank's cache.

@@ -102,7 +102,7 @@ class RolloutBuffer:
 
 
 def columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
-    """Return the columns of `Generate`: sequences, response mask, log-probs and finished flags of all samples."""
+    """Return the columns of `Generate`: sequences, response mask, log-probs and finished flags."""
     device = parts[0].tokens.device
     floats = torch.zeros(0, dtype=wide, device=device)
     sequences, masks, logprobs, finished = [floats.long()], [floats], [floats], [floats]
