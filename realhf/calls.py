@@ -1,7 +1,8 @@
 """The kinds of work that an engine can do, and their settings. This module does not import torch.
 
-Token-level arrays are aligned with the tokens: entry t of `logprobs` is log p(token t | tokens before t), and
-entry t of `values` is the value of the state in which token t is chosen. Both are 0 where `response_mask` is 0.
+Token-level arrays are aligned with the tokens: entry t of `logprobs` is log p(token t | tokens before t);
+entry t of `values` is the value of the state in which token t is chosen. Both are 0 where `response_mask`
+is 0.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0  # Gradients are scaled down to this global L2 norm.
     warmup_steps: int = 0  # Optimizer steps over which the learning rate rises linearly from 0.
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    total_steps: int = 0  # Steps until `linear` and `cosine` reach `min_lr_ratio`; both need a number above 0.
+    total_steps: int = 0  # Optimizer steps until `linear` and `cosine` reach `min_lr_ratio`; they require it.
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
@@ -85,9 +86,9 @@ class Generate(Work):
     kv_cache_gib: float | None = None  # GiB per rank; None: what the rows need, up to a share of free memory.
     prefill_tokens: int = 8192  # Prompt tokens in one pass; a longer prompt is split into pieces.
     work_stealing: bool = True
-    """Replicas that finish early take waiting prompts of others. Timing decides which prompts these are, and so
-    affects the last bits of log-probs, and in bfloat16 an occasional token: switch it off for runs that must
-    repeat bit for bit."""
+    """Replicas that finish early take waiting prompts of others. Timing decides which prompts these are, and
+    so affects the last bits of log-probs, and in bfloat16 an occasional token: switch it off for runs that
+    must repeat bit for bit."""
     cuda_graphs: bool = True  # On a GPU, record decoding of unsharded models without experts as CUDA graphs.
 
     def __post_init__(self) -> None:
@@ -99,7 +100,7 @@ class Generate(Work):
 
 @dataclass(frozen=True)
 class LogProbs(Work):
-    """Computes log-probabilities of the first input's tokens; if `response_mask` is an input, where it is 1."""
+    """Computes log-probs of the first input's tokens, where `response_mask` is 1 if that is an input."""
 
     temperature: float = 1.0
 
@@ -111,7 +112,7 @@ class Values(Work):
 
 @dataclass(frozen=True)
 class Scores(Work):
-    """Computes a score for each sequence of the first input: the score head at its last token, or its sigmoid."""
+    """Computes a score per sequence of the first input: the score head at its last token, or its sigmoid."""
 
     probability: bool = False  # The score is a logit (outcome reward model) and its probability is wanted.
 

@@ -33,8 +33,8 @@ def shared_tokens(length: int, count: int) -> int:
 
 
 def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int, max_new_tokens: int) -> int:
-    """Return how many blocks let `num_slots` rows run without waiting for one another, even if all reach their
-    maximal length, for prompts of (tokens, samples).
+    """Return how many blocks let `num_slots` rows run without waiting for one another, even if all reach
+    their maximal length, for prompts of (tokens, samples).
 
     Shared blocks are counted for twice as many prompts as fill the slots, because the last samples of earlier
     prompts may still be running.

@@ -58,7 +58,7 @@ class BaseEngine(ABC):
     ) -> torch.Tensor:  # fmt: skip
         """Compute the outputs of a micro-batch from the last stage's result, and return `finish` of them.
 
-        `settings` say which outputs (`logprobs` and `entropy`, `values` or `scores`), and at which temperature.
+        `settings` name the outputs (`logprobs` and `entropy`, `values` or `scores`) and the temperature.
         """
 
     def _routers(
@@ -182,7 +182,7 @@ class BaseEngine(ABC):
         finish: Callable[[Outputs, Batch], torch.Tensor],
         *, max_tokens: int, report: Report, recompute: bool = False, routers: Routers | None = None,
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """Return the samples' indices in order of micro-batches, and `finish` of each micro-batch's outputs."""
+        """Return the samples' indices in order of micro-batches, and `finish` of each one's outputs."""
         groups = self.groups
         key = call.inputs[0]
         parts = self._micro_batches(batch[key].lengths, max_tokens)
@@ -206,8 +206,7 @@ class BaseEngine(ABC):
 
 
 def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:
-    """Return the output columns in host memory, from which samples are sent; there are none except on the last
-    stage."""
+    """Return the output columns in host memory, from which samples are sent; only the last stage has any."""
     fields = dict(zip(call.outputs, columns, strict=False))
     return Batch(ids, fields).to(torch.device("cpu")) if fields else Batch([])
 

@@ -88,8 +88,8 @@ def loss_by_parts(
 
 
 def _part_bounds(sums: Sequence[int], limit: int) -> list[int]:
-    """Split samples, given running totals of their logits, into runs of at most `limit` or of one sample each;
-    return the runs' bounds."""
+    """Split samples, whose running totals are `sums`, into runs of at most `limit` or of one sample; return
+    the runs' bounds."""
     bounds = [0]
     before = 0
     for i, total in enumerate(sums):

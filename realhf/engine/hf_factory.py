@@ -18,7 +18,7 @@ _AUTO = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassificat
 _POSITION_TABLES = {
     "codegen": "n_positions", "ctrl": "n_positions", "gptj": "n_positions", "mpt": "max_seq_len",
 }  # fmt: skip
-"""Families with a limit on positions that is not the shape of a parameter -> the config field of the limit."""
+"""Families whose limit on positions is not the shape of a parameter -> the config field of the limit."""
 
 _REFUSED = {"rwkv": "its class in transformers mixes up the rows of a batch when it generates"}
 
@@ -71,7 +71,7 @@ def in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_model(config: TransformersConfig, *, device: Any, dtype: Any = None) -> Any:
-    """Build a model with uninitialised weights and without dropout. Raises ValueError if that cannot be done."""
+    """Build a model with uninitialised weights and without dropout. Raises ValueError if that fails."""
     torch = import_module("torch")
     initialization = import_module("transformers.initialization")
     with torch.device(device), initialization.no_init_weights():
@@ -145,7 +145,7 @@ def _build(config: TransformersConfig, *, dtype: Any) -> Any:
 
 
 def _hf_config(config: TransformersConfig) -> Any:
-    """Return transformers' own config, without dropout: training must see the same probabilities as sampling."""
+    """Return transformers' own config, without dropout: training must see the probabilities of sampling."""
     mapping = import_module("transformers").CONFIG_MAPPING
     if config.family not in mapping:
         raise ValueError(f"model_type is {config.family!r}, which this version of transformers does not know")

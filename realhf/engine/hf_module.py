@@ -1,4 +1,4 @@
-"""TransformersModel: an unsharded model of one of transformers' own classes, whose weights lie in flat memory.
+"""TransformersModel: an unsharded model of one of transformers' own classes, with weights in flat memory.
 
 Shape suffixes: T tokens of all sequences end to end, B rows of a padded batch, L its length, X outputs of the
 head for a token: logits, or one score.

@@ -38,7 +38,7 @@ def balance(
 
 
 def attention_share(spec: ModelSpec) -> float:
-    """Return the share s for which a sequence of n tokens costs as much as n + s n^2 tokens without attention.
+    """Return the s for which a sequence of n tokens costs as much as n + s n^2 tokens without attention.
 
     It is a ratio of FLOPs: each token takes 2 for every parameter of the linear layers, and causal attention
     takes 2 n^2 for every dim of all heads (half of 4 n^2, for scores and values).

@@ -61,7 +61,7 @@ class NativeEngine(BaseEngine):
     def load_adapters(self, *, seed: int) -> None:
         if self.adapters is not None:
             self.adapters.init_random(seed)
-            for name, weight in self.adapters.of_layer(None).items():  # The head is trained together with the adapters.
+            for name, weight in self.adapters.of_layer(None).items():  # The head is trained, too.
                 weight.data.copy_(self.model.of_layer(None)[name])
             if self.adapters.lora.adapter is not None:
                 load_adapters(self.adapters.lora.adapter, self.adapters)

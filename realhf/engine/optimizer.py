@@ -111,8 +111,8 @@ class ShardedAdamW:
         offsets = self._model.flat_offsets()
         for name in names:
             first, last = max(offsets[name][0], start), min(offsets[name][1], stop)
-            is_primary = self._model.spec.is_primary(self._by_name[name], groups.layout, groups.at)
-            if first < last and is_primary:
+            param = self._by_name[name]
+            if first < last and self._model.spec.is_primary(param, groups.layout, groups.at):
                 found.append(grads[first:last])
         return found
 

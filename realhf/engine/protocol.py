@@ -52,11 +52,11 @@ class Engine(Protocol):
         """Return for each parameter the rows of the optimizer's copy that this replica owns."""
 
     def export_shards(self) -> Shards:
-        """Return the tensors that this rank exports: its part of the model, of the adapters, or of both merged."""
+        """Return this rank's tensors for export: its part of the model, the adapters, or both merged."""
 
     def load_base(self, directory: Path | None, *, seed: int) -> None:
-        """Load the weights, without adapters, from a Hugging Face directory; draw missing weights, or all, from
-        `seed`. Raises ValueError that names the file."""
+        """Load the weights, without adapters, from a Hugging Face directory; draw missing weights, or all,
+        from `seed`. Raises ValueError that names the file."""
 
     def load_adapters(self, *, seed: int) -> None:
         """Initialise the adapters, and the optimizer's copy of the trained parameters, after `load_base`."""
@@ -67,6 +67,6 @@ class Engine(Protocol):
     ) -> CallResult:  # fmt: skip
         """Run the call on this rank's share of the samples, one Batch per mini-batch.
 
-        With `recompute`, a train step keeps only every layer's input for the backward pass. After a train step
-        on several replicas without `gather`, only `optimizer_shards` are up to date.
+        With `recompute`, a train step keeps only every layer's input for the backward pass. After a train
+        step on several replicas without `gather`, only `optimizer_shards` are up to date.
         """

@@ -27,7 +27,7 @@ class Routers:
         self._exist = num_layers > 0
 
     def next_pass(self) -> RouterLosses | None:
-        """Return the object that the next micro-batch adds its losses to; None for a model without experts."""
+        """Return the object that collects the next micro-batch's losses; None for a model without experts."""
         if not self._exist:
             return None
         self._passes.append(

@@ -203,8 +203,8 @@ class BlockTables:
         continues = (rows[1:] == rows[:-1]).all(1) & (numbers[1:] == numbers[:-1] + 1)
         continues |= ~(is_used[first:last] | is_used[first + 1 : last + 1])
         begins = np.flatnonzero(np.append(True, ~continues))
-        behind_others = numbers[begins] * is_used[first + begins]
-        return int(np.gcd.reduce(np.concatenate((begins, behind_others, [len(rows)]))))
+        offsets = numbers[begins] * is_used[first + begins]
+        return int(np.gcd.reduce(np.concatenate((begins, offsets, [len(rows)]))))
 
     def _users(
         self, slots_PS: Integers, row_of: Integers, *, joined: int

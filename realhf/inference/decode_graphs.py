@@ -18,7 +18,7 @@ from realhf.nn.transformer import Transformer
 
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], Compute]
-"""Records a function of tensors at fixed addresses; returns one that repeats it into the same output tensor."""
+"""Records a function of tensors at fixed addresses; returns one that repeats it into the same output."""
 
 
 def recorder(device: torch.device) -> Record | None:

@@ -95,8 +95,8 @@ class DecodeByTable(Segment):
         k, v = (
             x.unflatten(0, self.places_BL.shape).transpose(1, 2)
             for x in cache.read(layer, self.places_BL.flatten()))
-        behind_BL = self.positions_B[:, None] - torch.arange(k.shape[2], device=k.device)
-        visible_BL = (behind_BL >= 0) & (behind_BL < (kind.window or k.shape[2]))
+        distance_BL = self.positions_B[:, None] - torch.arange(k.shape[2], device=k.device)
+        visible_BL = (distance_BL >= 0) & (distance_BL < (kind.window or k.shape[2]))
         q_BKGD = q_TND.unflatten(1, (k.shape[1], -1))  # Query groups take the dim of positions.
         return masked_attention(q_BKGD, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
 
@@ -140,8 +140,8 @@ class ChunkedPrefill(Segment):
         k_cached: Tensor, v_cached: Tensor,
     ) -> Tensor:  # fmt: skip
         cache.write(layer, k_cached, v_cached, self.places_L[-self.num_tokens :])
-        behind_TL = self._position_T[:, None] - self._position_L
-        visible_TL = (behind_TL >= 0) & (behind_TL < (kind.window or len(self.places_L)))
+        distance_TL = self._position_T[:, None] - self._position_L
+        visible_TL = (distance_TL >= 0) & (distance_TL < (kind.window or len(self.places_L)))
         q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, self.places_L)))
         return masked_attention(q, k, v, visible_TL, kind)[0].transpose(0, 1)
 

@@ -56,7 +56,7 @@ class KVCache:
         return k_TKD, others[0] if others else k_TKD[..., : self._value_dim]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks, of which rows that share them need copies of their own to write to."""
+        """Copy shared blocks for rows that are about to write to them."""
         device = self.layers[0].device
         sources_P = torch.tensor(sources, device=device)
         targets_P = torch.tensor(targets, device=device)
@@ -115,7 +115,7 @@ class Visible:
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def mask(self, number: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Return what is added to the scores of set `number`: (P, 1, S * G or 1, L); None if all is visible."""
+        """Return the additive mask of set `number`: (P, 1, S * G or 1, L); None if everything is visible."""
         if (number, window) not in self._masks:
             blocks = self.decoding.sets[number]
             self._masks[number, window] = self._mask(blocks, window, group, dtype)

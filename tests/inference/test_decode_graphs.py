@@ -1,4 +1,4 @@
-"""Recorded decoding, replayed on CPU as a CUDA graph is: the same kernels on the same memory, no others."""
+"""Recorded decoding, replayed on a CPU as CUDA graphs are: the same kernels on the same memory, no others."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.inference.test_generate import _generate, long_prompts
 
 @pytest.fixture
 def tapes(monkeypatch):
-    """What has been recorded."""
+    """The tapes that have been recorded."""
     found = []
 
     def record(compute):
@@ -30,7 +30,7 @@ def tapes(monkeypatch):
 
 
 def _engine(name, directory):
-    """A random model of that kind, in float64."""
+    """Build an engine with a random model of this family, in float64."""
     hf = {**CASES, **MOE_CASES}[name].hf(eos_token_id=11, initializer_range=0.4)
     config = transformers.AutoConfig.for_model(**hf)
     config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
