@@ -28,7 +28,7 @@ class Lines:
         order = [*range(index, len(counts)), *range(index)]  # Each thief tries another line first.
         self._left = [line for line in order if counts[line] > 0]
         self._num_own = self._num_reserved = 0
-        self._num_waiting = counts[index]  # In its own line, as far as this replica knows.
+        self._num_waiting = counts[index]  # Items left in its own line, as far as this replica knows.
 
     def take(self) -> tuple[int, int] | None:
         """Take an item and return its line and number, or None when there are no more items."""
@@ -87,7 +87,7 @@ class PromptQueue:
         self._heads = range(0, self._replicas.size, groups.layout.cp)  # First replica of each data shard.
         self._shard_of = [shard for shard in range(groups.layout.dp) for _ in range(groups.layout.cp)]
         ranks: list[int] = groups.layout.grid[:, at.dp, at.cp, :].ravel().tolist()
-        # (All ranks of a replica that has its own queue take the same prompts without being told.)
+        # (If a replica has its own queue, all of its ranks take the same prompts without being told.)
         self._leader, *self._followers = ranks if self._is_shared else [groups.rank]
         self._waiting: list[list[PromptGroup]] = []
         self._lines: Lines | None = None
