@@ -1,7 +1,8 @@
-"""What an engine can be asked to do, and the settings of it. Free of torch.
+"""The kinds of work that an engine can do, and their settings. This module does not import torch.
 
-Token-level arrays are aligned with the tokens: entry t of `logprobs` is log p(token t | tokens before t),
-of `values` the value of the state in which token t is chosen. Both are 0 where `response_mask` is 0.
+Token-level arrays are aligned with the tokens: entry t of `logprobs` is log p(token t | tokens before t);
+entry t of `values` is the value of the state in which token t is chosen. Both are 0 where `response_mask`
+is 0.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
         _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
-        ends, rule = self.schedule != "constant", f"be above 0 for the {self.schedule} schedule"
-        _require(self.total_steps > 0 or not ends, "optimizer.total_steps", self.total_steps, rule)
+        legal = self.total_steps > 0 or self.schedule == "constant"
+        rule = f"be above 0 for the {self.schedule} schedule"
+        _require(legal, "optimizer.total_steps", self.total_steps, rule)
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn. `top_k=0` and `top_p=1` switch those filters off; `temperature=0` is greedy."""
+    """Settings of sampling. `top_k=0` and `top_p=1` switch those filters off; `temperature=0` is greedy."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -62,30 +64,32 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Work:
-    """What the runtime needs to know of any work in order to hand out samples."""
+    """The base class of all kinds of work, which tells the runtime how to distribute samples."""
 
     @property
     def num_minibatches(self) -> int:
-        """Parts into which the samples of a step are cut, the same under every layout."""
+        """Number of parts into which the samples of a step are split, the same under every layout."""
         return getattr(self, "minibatches", 1)
 
 
 @dataclass(frozen=True)
 class Generate(Work):
-    """Continues prompts. Outputs, by position: sequences (prompt and response), response mask, log-probs (at
-    the sampling temperature, before top-k and top-p), 1.0 for samples that ended by themselves.
+    """Continues prompts.
+
+    Outputs, by position: sequences (prompt and response), response mask, log-probs (at the sampling
+    temperature, before top-k and top-p), and 1.0 for samples that ended with an end-of-sequence token.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
-    max_rows: int = 512  # Sequences that a rank decodes at once; those that are left wait for a free slot.
-    kv_cache_gib: float | None = None  # Of a rank; None: what rows need, at most a share of what is free.
-    prefill_tokens: int = 8192  # Of prompts in one pass; a longer prompt is cut into pieces.
+    max_rows: int = 512  # Sequences that a rank decodes at once; the others wait for a free slot.
+    kv_cache_gib: float | None = None  # GiB per rank; None: what the rows need, up to a share of free memory.
+    prefill_tokens: int = 8192  # Prompt tokens in one pass; a longer prompt is split into pieces.
     work_stealing: bool = True
-    """Replicas that are done early take waiting prompts of others. Which ones depends on timing, and with it
-    the last bits of log-probs, and in bfloat16 the odd token: switch it off for runs that must repeat bit for
-    bit."""
-    cuda_graphs: bool = True  # On a GPU, decoding steps of models without experts that a rank has whole.
+    """Replicas that finish early take waiting prompts of others. Timing decides which prompts these are, and
+    so affects the last bits of log-probs, and in bfloat16 an occasional token: switch it off for runs that
+    must repeat bit for bit."""
+    cuda_graphs: bool = True  # On a GPU, record decoding of unsharded models without experts as CUDA graphs.
 
     def __post_init__(self) -> None:
         _require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
@@ -96,26 +100,26 @@ class Generate(Work):
 
 @dataclass(frozen=True)
 class LogProbs(Work):
-    """Log-probabilities of the first input's tokens, where `response_mask` is 1 if that is an input."""
+    """Computes log-probs of the first input's tokens, where `response_mask` is 1 if that is an input."""
 
     temperature: float = 1.0
 
 
 @dataclass(frozen=True)
 class Values(Work):
-    """Values of the states in which the first input's tokens were chosen (score head)."""
+    """Computes the values of the states in which the first input's tokens were chosen (score head)."""
 
 
 @dataclass(frozen=True)
 class Scores(Work):
-    """One score per sequence of the first input: the score head at its last token, or its sigmoid."""
+    """Computes a score per sequence of the first input: the score head at its last token, or its sigmoid."""
 
     probability: bool = False  # The score is a logit (outcome reward model) and its probability is wanted.
 
 
 @dataclass(frozen=True)
 class TrainStep(Work):
-    """One optimizer step per mini-batch; the first input holds the packed sequences.
+    """Takes one optimizer step per mini-batch; the first input holds the packed sequences.
 
     The router losses of models with experts (see `nn.moe.RouterLosses`) are averaged over layers and over the
     mini-batch's sequences or tokens.
@@ -137,32 +141,33 @@ class TrainStep(Work):
 
 @dataclass(frozen=True)
 class HostFunction(Work):
-    """Plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`."""
+    """Calls plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`."""
 
     function: Any
-    splittable: bool = False  # It may see any part of the samples (a plan can spread it over dp), else all.
+    splittable: bool = False  # Whether it can run on any part of the samples, so that a plan may use dp.
 
 
 class Loss(Protocol):
-    """A loss that adds up: the losses and metrics of a mini-batch's parts sum to the whole's.
+    """An additive loss: the losses and metrics of a mini-batch's parts sum to those of the mini-batch.
 
     The metrics of a call are means over its mini-batches. A loss may also have `first_minibatch`, a mapping
-    from metrics to names under which their values in the first mini-batch are logged as well.
+    from metrics to names under which their values in the first mini-batch are also logged.
     """
 
     @property
     def output(self) -> str:
-        """What the model must compute: `logprobs`, `values` or `scores`."""
+        """Output that the model must compute: `logprobs`, `values` or `scores`."""
 
     @property
     def entropy(self) -> bool:
-        """Whether `entropy` is wanted beside the log-probs: in nats, with its gradient, which costs time only
-        where the loss uses it."""
+        """Whether the loss also needs `entropy`: in nats, with its gradient, which costs time only if it is
+        used."""
 
     def totals(self, batch: Batch) -> dict[str, float]:
-        """Counts whose sums over the mini-batch normalise the loss, such as the number of response tokens."""
+        """Return counts whose sums over the mini-batch normalise the loss, such as the number of response
+        tokens."""
 
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part's share of the loss (a scalar) and of each metric."""
+        """Return this part's share of the loss (a scalar) and of each metric."""

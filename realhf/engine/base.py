@@ -1,4 +1,4 @@
-"""BaseEngine: how a call is run over mini-batches and micro-batches, whatever the model is made of."""
+"""BaseEngine: runs a call over mini-batches and micro-batches, independent of the model's implementation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -23,43 +23,48 @@ Outputs = dict[str, torch.Tensor]
 
 
 class BaseEngine(ABC):
-    """What engines have in common; `trained` is the model itself or its adapters."""
+    """The base class of engines; `trained` is the model itself or its adapters."""
 
     def __init__(
         self, parameters: ShardedParameters, *, trained: ShardedParameters, optimizer: OptimizerConfig | None
     ) -> None:
         self.groups: ParallelGroups = parameters.groups
-        self._parameters, self._trained = parameters, trained
+        self._parameters = parameters
+        self._trained = trained
         self._optimizer = None if optimizer is None else ShardedAdamW(trained, optimizer)
 
     @abstractmethod
     def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
-        """The output columns of a generating call."""
+        """Return the output columns of a generating call."""
 
     @abstractmethod
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Indices of the samples of each micro-batch."""
+        """Return the indices of the samples of each micro-batch."""
 
     @abstractmethod
     def _compute(
         self, tokens: Packed, hidden: torch.Tensor | None,
         *, recompute: bool, routers: Routers | None, layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:  # fmt: skip
-        """A micro-batch through this stage, from the previous stage's hidden states (None on the first); the
-        backward pass may tell `layer_done` of layers whose gradients are complete."""
+        """Run a micro-batch through this stage, from the previous stage's hidden states (None on the first).
+
+        The backward pass may call `layer_done` with layers whose gradients are complete.
+        """
 
     @abstractmethod
     def _finish(
         self, x: torch.Tensor, samples: Batch, finish: Callable[[Outputs, Batch], torch.Tensor],
         *, key: str, settings: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """`finish` of the outputs (`logprobs` and `entropy`, `values` or `scores`) of a micro-batch, made of
-        what the last stage computed. `settings`: which ones, and at which temperature."""
+        """Compute the outputs of a micro-batch from the last stage's result, and return `finish` of them.
+
+        `settings` name the outputs (`logprobs` and `entropy`, `values` or `scores`) and the temperature.
+        """
 
     def _routers(
         self, work: TrainStep, *, num_sequences: float, num_tokens: float
     ) -> Routers | None:
-        """What collects the router losses of a mini-batch."""
+        """Return the object that collects the router losses of a mini-batch; None if the engine has none."""
         return None
 
     @property
@@ -74,13 +79,13 @@ class BaseEngine(ABC):
         return self._optimizer.shards
 
     def load(self, directory: Path | None, *, seed: int) -> None:
-        """Weights from a Hugging Face directory; what it lacks, or everything, is drawn from `seed`."""
+        """Load weights from a Hugging Face directory; draw missing weights, or all, from `seed`."""
         self.load_base(directory, seed=seed)
         self.load_adapters(seed=seed)
 
     @abstractmethod
     def load_base(self, directory: Path | None, *, seed: int) -> None:
-        """The same without adapters and optimizer."""
+        """Load the weights as `load` does, without adapters and optimizer."""
 
     def load_adapters(self, *, seed: int) -> None:
         if self._optimizer is not None:
@@ -125,7 +130,7 @@ class BaseEngine(ABC):
         self, call: FunctionCall, work: TrainStep, batches: list[Batch], passes: dict[str, Any],
         *, gather: bool, report: Report,
     ) -> Metrics:  # fmt: skip
-        """`passes`: how forward and backward passes are to be done, for `_pipeline`."""
+        """Train on each mini-batch in turn; `passes` are the settings of forward and backward passes."""
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self._trained.requires_grad_(True)
         history = []
@@ -145,8 +150,9 @@ class BaseEngine(ABC):
     def _compute_grads(
         self, call: FunctionCall, work: TrainStep, batch: Batch, passes: dict[str, Any]
     ) -> Metrics:
-        """Gradients of a mini-batch; its loss and metrics on the last stage."""
-        loss, control = work.loss, self.groups.dp_control
+        """Compute the gradients of a mini-batch; return its loss and metrics on the last stage."""
+        loss = work.loss
+        control = self.groups.dp_control
         num_tokens = len(batch[call.inputs[0]].values)
         counts = {"samples": len(batch), "routed_tokens": num_tokens, **loss.totals(batch)}
         totals = _sum_dicts(control.all_gather_json(counts))
@@ -155,7 +161,7 @@ class BaseEngine(ABC):
 
         def finish(outputs: dict[str, torch.Tensor], samples: Batch) -> torch.Tensor:
             value, metrics = loss(outputs, samples, totals)
-            # (Detached: with its graph, a loss would keep the hidden states that came from the stage before.)
+            # (With its graph, a loss would keep the hidden states from the previous stage in memory.)
             sums.append({name: x.detach() for name, x in {"loss": value, **metrics}.items()})
             return value
 
@@ -176,15 +182,16 @@ class BaseEngine(ABC):
         finish: Callable[[Outputs, Batch], torch.Tensor],
         *, max_tokens: int, report: Report, recompute: bool = False, routers: Routers | None = None,
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """Indices of the samples in order of micro-batches, and `finish` of each micro-batch's outputs."""
-        groups, key = self.groups, call.inputs[0]
+        """Return the samples' indices in order of micro-batches, and `finish` of each one's outputs."""
+        groups = self.groups
+        key = call.inputs[0]
         parts = self._micro_batches(batch[key].lengths, max_tokens)
         micro = [batch.select(part) for part in parts]
         layer_done = self._optimizer.layer_is_done if self._optimizer is not None else None
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
             report(f"micro-batch {i + 1} of {len(micro)}")
-            last = i == len(micro) - 1  # The others' gradients are added before.
+            last = i == len(micro) - 1  # Gradients are complete once the last micro-batch has added its own.
             x = self._compute(
                 micro[i][key], hidden, recompute=recompute, routers=routers,
                 layer_done=layer_done if last else None)
@@ -199,7 +206,7 @@ class BaseEngine(ABC):
 
 
 def output_batch(call: FunctionCall, ids: list[int], columns: list) -> Batch:
-    """Output columns in host memory, between which samples travel; none but on the last stage."""
+    """Return the output columns in host memory, from which samples are sent; only the last stage has any."""
     fields = dict(zip(call.outputs, columns, strict=False))
     return Batch(ids, fields).to(torch.device("cpu")) if fields else Batch([])
 

@@ -1,4 +1,4 @@
-"""From the last stage's hidden states to what calls and losses ask for."""
+"""Outputs and losses from the last stage's hidden states, of which a chunk of logits exists at a time."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -17,23 +17,24 @@ def compute_outputs(
     model: Transformer, hidden_TH: torch.Tensor, tokens: Packed,
     *, mask: Packed | None, output: str, temperature: float = 1.0, entropy: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """`logprobs` (and `entropy`) or `values` per token, or `scores` per sequence; in at least float32.
+    """Return `logprobs` (and `entropy`) or `values` per token, or `scores` per sequence; in at least float32.
 
-    Of the hidden states every rank of a cp group has its own tokens', of the outputs all.
+    Each rank of a cp group passes the hidden states of its own tokens and gets the outputs of all tokens.
     """
     counts = torch.tensor(tokens.lengths, dtype=torch.long, device=hidden_TH.device)
-    ends, cp = counts.cumsum(0), model.groups.cp
+    ends = counts.cumsum(0)
+    cp = model.groups.cp
     start, stop = token_range(len(tokens.values), cp)
 
     def scatter(values_N: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
         return sum_over_group(values_N.new_zeros(size).index_put((positions,), values_N), cp)
 
     if output == "scores":
-        here = ((ends > start) & (ends <= stop)).nonzero()[:, 0]
-        return {"scores": scatter(model.scores(hidden_TH[ends[here] - 1 - start]), here, len(ends))}
-    wanted_T, num_tokens = wanted(tokens, mask), len(tokens.values)
-    positions = wanted_T.nonzero()[:, 0]
-    positions = positions[(positions > start) & (positions <= stop)]  # The state before chooses a token.
+        local = ((ends > start) & (ends <= stop)).nonzero()[:, 0]
+        return {"scores": scatter(model.scores(hidden_TH[ends[local] - 1 - start]), local, len(ends))}
+    num_tokens = len(tokens.values)
+    positions = wanted(tokens, mask).nonzero()[:, 0]
+    positions = positions[(positions > start) & (positions <= stop)]  # The previous state chooses a token.
     states_NH = _Rows.apply(hidden_TH, positions - 1 - start)
     if output == "values":
         return {"values": scatter(model.scores(states_NH), positions, num_tokens)}
@@ -46,7 +47,7 @@ def compute_outputs(
 
 
 def wanted(tokens: Packed, mask: Packed | None) -> torch.Tensor:
-    """For every token, whether its output is wanted: it is in the mask and not the first of its sequence."""
+    """Return which tokens' outputs are wanted: those in the mask that are not the first of their sequence."""
     wanted_T = torch.ones_like(tokens.values, dtype=torch.bool) if mask is None else mask.values != 0
     counts = torch.tensor(tokens.lengths, dtype=torch.long, device=wanted_T.device)
     wanted_T[(counts.cumsum(0) - counts)[counts > 0]] = False
@@ -57,21 +58,23 @@ def loss_by_parts(
     model: Transformer, hidden_TH: torch.Tensor, samples: Batch,
     loss: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor], *, key: str, **settings: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The loss of `compute_outputs`, for as many samples at a time as have logits in one chunk.
+    """Compute the loss of `compute_outputs` for parts of the samples whose logits fit in one chunk.
 
-    Each part goes backward at once, up to the hidden states: only of a sample that has more logits than a
-    chunk they must be computed twice.
+    Each part runs its backward pass at once, up to the hidden states. Only a sample that has more logits than
+    a chunk must compute them twice.
     """
-    tokens, mask = samples[key], samples.fields.get("response_mask")
+    tokens = samples[key]
+    mask = samples.fields.get("response_mask")
     by_parts = settings["output"] == "logprobs" and model.groups.cp.size == 1
     limit = model.head.chunk_tokens if by_parts else len(tokens.values)
     if len(tokens.values) <= limit:
         return loss(compute_outputs(model, hidden_TH, tokens, mask=mask, **settings), samples)
     ends = torch.tensor(tokens.lengths).cumsum(0)
     sums = torch.nn.functional.pad(wanted(tokens, mask).cumsum(0), (1, 0))[ends.to(hidden_TH.device)]
-    bounds, starts = _cuts(sums.tolist(), limit), [0, *ends.tolist()]
-    grad_TH, values = torch.empty_like(hidden_TH), []
-    for first, last in pairwise(bounds):
+    starts = [0, *ends.tolist()]
+    grad_TH = torch.empty_like(hidden_TH)
+    values = []
+    for first, last in pairwise(_part_bounds(sums.tolist(), limit)):
         rows = slice(starts[first], starts[last])
         part_TH = hidden_TH.detach()[rows].requires_grad_()
         part = samples.select(range(first, last))
@@ -84,9 +87,11 @@ def loss_by_parts(
     return _KnownGradient.apply(hidden_TH, torch.stack(values).sum(), grad_TH)
 
 
-def _cuts(sums: Sequence[int], limit: int) -> list[int]:
-    """Bounds of runs of samples that have at most `limit` each, or are alone; `sums` are running totals."""
-    bounds, before = [0], 0
+def _part_bounds(sums: Sequence[int], limit: int) -> list[int]:
+    """Split samples, whose running totals are `sums`, into runs of at most `limit` or of one sample; return
+    the runs' bounds."""
+    bounds = [0]
+    before = 0
     for i, total in enumerate(sums):
         if total - before > limit and i > bounds[-1]:
             bounds.append(i)
@@ -95,7 +100,7 @@ def _cuts(sums: Sequence[int], limit: int) -> list[int]:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of rising numbers. (The backward pass of indexing would add to rows one by one.)"""
+    """Select rows by rising indices. (The backward pass of indexing would add to rows one by one.)"""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -110,7 +115,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A loss of `x` whose gradient has been computed."""
+    """A loss of `x` whose gradient has been computed already."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Models of transformers' own classes: made from a config, their parameter table, and what their files hold.
+"""Models of transformers' own classes: construction, parameter tables, and conversion to files.
 
-torch and transformers are loaded on use: whoever only checks other models needs neither.
+torch and transformers are imported on use, because checks of other models need neither.
 """
 
 import json
@@ -18,22 +18,22 @@ _AUTO = {"lm": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassificat
 _POSITION_TABLES = {
     "codegen": "n_positions", "ctrl": "n_positions", "gptj": "n_positions", "mpt": "max_seq_len",
 }  # fmt: skip
-"""Families whose positions are no parameters, but end all the same -> the field that says where."""
+"""Families whose limit on positions is not the shape of a parameter -> the config field of the limit."""
 
 _REFUSED = {"rwkv": "its class in transformers mixes up the rows of a batch when it generates"}
 
 
 def class_spec(config: TransformersConfig) -> ModelSpec:
-    """The parameter table: the tensors of the model's state dict, in its order, tied ones once.
+    """Return the parameter table: the tensors of the model's state dict, in its order, tied ones once.
 
-    Raises ValueError where transformers has no class, or one that cannot be used.
+    Raises ValueError if transformers has no class, or one that cannot be used.
     """
     return _class_spec(json.dumps(dict(config.hf)), config)
 
 
 @lru_cache(maxsize=16)
 def _class_spec(_: str, config: TransformersConfig) -> ModelSpec:
-    """(Configs that differ in `hf` alone are equal.)"""
+    """Return the parameter table; the first argument distinguishes configs that differ in `hf` alone."""
     model = make_model(config, device="meta")
     limit = getattr(model.config, "max_position_embeddings", None)
     others = [m for m in model.modules() if m is not model.get_input_embeddings()]
@@ -61,18 +61,19 @@ def _file_spec(_: str, spec: ModelSpec) -> ModelSpec:
 
 
 def file_spec(spec: ModelSpec) -> ModelSpec:
-    """The tensors of the model's files: some classes hold several of those as one."""
+    """Return the table of tensors in the model's files; some classes fuse several of them into one."""
     return _file_spec(json.dumps(dict(spec.config.hf)), spec)
 
 
 def in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """State dict -> what is written to files."""
+    """Convert a state dict to the tensors that are written to files."""
     return import_module("transformers.core_model_loading").revert_weight_conversion(model, dict(tensors))
 
 
 def make_model(config: TransformersConfig, *, device: Any, dtype: Any = None) -> Any:
-    """A model with memory but no values, without dropout; raises ValueError."""
-    torch, initialization = import_module("torch"), import_module("transformers.initialization")
+    """Build a model with uninitialised weights and without dropout. Raises ValueError if that fails."""
+    torch = import_module("torch")
+    initialization = import_module("transformers.initialization")
     with torch.device(device), initialization.no_init_weights():
         model = _build(config, dtype=dtype)
     model.tie_weights()
@@ -82,7 +83,7 @@ def make_model(config: TransformersConfig, *, device: Any, dtype: Any = None) ->
 
 
 def random_model(config: TransformersConfig, *, seed: int) -> Any:
-    """A model in float32 on the CPU with the values that its class draws."""
+    """Build a model in float32 on the CPU with the initial values of its class."""
     torch = import_module("torch")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -90,16 +91,18 @@ def random_model(config: TransformersConfig, *, seed: int) -> Any:
 
 
 def read_model(directory: str, config: TransformersConfig, *, dtype: Any, seed: int) -> tuple[Any, list[str]]:
-    """The model of a directory on the CPU, and the names of what its files have beside it.
+    """Read a model from a directory to the CPU; return it and the names of tensors that it does not use.
 
-    What they lack, the score head at most, is drawn from `seed`. Raises ValueError that names the directory.
+    A missing score head is drawn from `seed`. Raises ValueError that names the directory.
     """
-    torch, auto, logging = import_module("torch"), _auto_class(config), import_module("transformers").logging
+    torch = import_module("torch")
+    logging = import_module("transformers").logging
+    auto = _auto_class(config)
     how = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         verbosity = logging.get_verbosity()
-        logging.disable_progress_bar()  # What there is to say of the files is said below.
+        logging.disable_progress_bar()  # Problems with the files are reported below.
         logging.set_verbosity_error()
         try:
             model, info = auto.from_pretrained(
@@ -121,8 +124,9 @@ def read_model(directory: str, config: TransformersConfig, *, dtype: Any, seed: 
 
 
 def named_tensors(model: Any) -> list[tuple[list[str], Any]]:
-    """Floating-point tensors of the state dict with all of their names; first the one that files have."""
-    tied, found = getattr(model, "all_tied_weights_keys", None) or {}, dict[int, tuple[list[str], Any]]()
+    """Return the state dict's floating-point tensors with all of their names, first the name in the files."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    found: dict[int, tuple[list[str], Any]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
             names, _ = found.setdefault(id(tensor), ([], tensor))
@@ -131,7 +135,8 @@ def named_tensors(model: Any) -> list[tuple[list[str], Any]]:
 
 
 def _build(config: TransformersConfig, *, dtype: Any) -> Any:
-    auto, hf_config = _auto_class(config), _hf_config(config)
+    auto = _auto_class(config)
+    hf_config = _hf_config(config)
     try:
         return auto.from_config(hf_config, dtype=dtype or import_module("torch").float32)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
@@ -140,8 +145,7 @@ def _build(config: TransformersConfig, *, dtype: Any) -> Any:
 
 
 def _hf_config(config: TransformersConfig) -> Any:
-    """transformers' own config, without dropout: reinforcement learning needs the probabilities that sampling
-    had."""
+    """Return transformers' own config, without dropout: training must see the probabilities of sampling."""
     mapping = import_module("transformers").CONFIG_MAPPING
     if config.family not in mapping:
         raise ValueError(f"model_type is {config.family!r}, which this version of transformers does not know")

@@ -1,7 +1,7 @@
-"""TransformersModel: a whole model of one of transformers' own classes, whose weights lie in flat memory.
+"""TransformersModel: an unsharded model of one of transformers' own classes, with weights in flat memory.
 
-Shape suffixes: T tokens of all sequences end to end, B rows of a padded batch, L its length, X what the head
-makes of a token: logits, or one score.
+Shape suffixes: T tokens of all sequences end to end, B rows of a padded batch, L its length, X outputs of the
+head for a token: logits, or one score.
 """
 
 import sys
@@ -23,7 +23,7 @@ from realhf.transformers_config import TransformersConfig
 
 
 class TransformersModel(ShardedParameters):
-    """The tensors of the state dict are the parameters of the table; every rank holds all of them."""
+    """A model whose parameters are the tensors of the state dict; every rank holds all of them."""
 
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
@@ -31,9 +31,9 @@ class TransformersModel(ShardedParameters):
         super().__init__(spec, groups, dtype=dtype, memory=memory)
         self._can_recompute = False
         self.hf = make_model(self._own_config, device=groups.world.device, dtype=dtype)
-        # A padding token that was sampled is a token like others: its embedding has a gradient, too.
+        # A sampled padding token is an ordinary token: its embedding must get a gradient.
         self.hf.get_input_embeddings().padding_idx = None
-        # Generation goes by what the call says, not by generation_config.json.
+        # Generation follows the call's settings, not generation_config.json.
         self.hf.generation_config = import_module("transformers").GenerationConfig()
         for names, tensor in named_tensors(self.hf):
             for name in names:
@@ -54,7 +54,7 @@ class TransformersModel(ShardedParameters):
 
     @torch.no_grad()
     def load(self, directory: Path | None, *, seed: int) -> None:
-        """Weights from a Hugging Face directory; what it lacks, or everything, is drawn from `seed`.
+        """Load weights from a Hugging Face directory; draw a missing score head, or all weights, from `seed`.
 
         Raises ValueError that names the directory and the tensor.
         """
@@ -69,15 +69,16 @@ class TransformersModel(ShardedParameters):
             self.shards()[names[0]].copy_(tensor)
 
     def file_tensors(self) -> dict[str, Tensor]:
-        """What files of this model hold."""
+        """Return the tensors that are written to this model's files."""
         return in_files(self.hf, self.shards())
 
     def __call__(self, tokens: Packed, *, recompute: bool = False) -> Tensor:
-        """What the head makes of every token: x_BLX of right-padded rows, one sequence each.
+        """Return the head's outputs for every token: x_BLX of right-padded rows, one sequence each.
 
         With `recompute`, every layer keeps only its input and is computed again in the backward pass.
         """
-        limit, longest = self.config.num_positions, max(tokens.lengths, default=0)
+        limit = self.config.num_positions
+        longest = max(tokens.lengths, default=0)
         if limit is not None and longest > limit:
             raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
         lengths = torch.tensor(tokens.lengths, device=tokens.values.device)
@@ -92,7 +93,8 @@ class TransformersModel(ShardedParameters):
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Layers do so in training mode only, in which nothing else differs: there is no dropout."""
+        """Put layers in training mode, in which alone they recompute; as there is no dropout, nothing else
+        differs."""
         if not self._can_recompute:
             if not self.hf.supports_gradient_checkpointing:
                 raise UserError(f"transformers' {type(self.hf).__name__} cannot recompute: plan without it")
@@ -103,5 +105,5 @@ class TransformersModel(ShardedParameters):
         for module in layers:
             module.training = True
         yield
-        for module in layers:  # In training mode there would be no cache to generate with.
+        for module in layers:  # In training mode, layers would not use a cache to generate.
             module.training = False

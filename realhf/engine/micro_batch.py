@@ -1,4 +1,4 @@
-"""Cutting samples into parts of balanced cost."""
+"""Splits samples into parts of balanced cost."""
 
 import heapq
 import math
@@ -10,17 +10,18 @@ from realhf.param_spec import ModelSpec
 def balance(
     costs: Sequence[float], num_parts: int, *, limit: float = math.inf, sizes: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Indices, rising, of parts of nearly equal cost: Graham's LPT rule, at most 4/3 of the best maximum.
+    """Split items into parts of nearly equal cost; return the parts' indices, rising.
 
-    No part is larger than `limit` (but for one that stands alone); sizes are the costs, unless given. A new
-    part is opened where none has room.
+    This is Graham's LPT rule: the largest cost is at most 4/3 of the optimum. No part is larger than `limit`
+    (except for a single large item); sizes are the costs, unless given. If an item fits nowhere, a part is
+    added.
     """
     sizes = costs if sizes is None else sizes
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     filled = [0.0] * num_parts
     heap = [(0.0, 0, part) for part in range(num_parts)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        full = []  # Of the lightest, those without room.
+        full = []  # Lightest parts that cannot take the item.
         while heap and heap[0][1] and filled[heap[0][2]] + sizes[i] > limit:
             full.append(heapq.heappop(heap))
         if not heap:
@@ -37,12 +38,13 @@ def balance(
 
 
 def attention_share(spec: ModelSpec) -> float:
-    """The share s for which a sequence of n tokens costs as much as n + s n^2 tokens without attention.
+    """Return the s for which a sequence of n tokens costs as much as n + s n^2 tokens without attention.
 
-    From FLOPs: 2 of a token for every parameter of its linear layers, and of causal attention 2 n^2 for every
-    dim of all heads (half of 4 n^2, for scores and values).
+    It is a ratio of FLOPs: each token takes 2 for every parameter of the linear layers, and causal attention
+    takes 2 n^2 for every dim of all heads (half of 4 n^2, for scores and values).
     """
-    config, moe = spec.config, spec.config.moe
+    config = spec.config
+    moe = config.moe
     active = 1.0 if moe is None else moe.num_experts_per_token / moe.num_experts
     used = [p for p in spec.params if len(p.shape) > 1 and (config.tied or p.part != "embedding.weight")]
     params = sum(p.numel * (1.0 if p.expert is None else active) for p in used)
@@ -52,10 +54,10 @@ def attention_share(spec: ModelSpec) -> float:
 def micro_batches(
     lengths: Sequence[int], *, max_tokens: int, at_least: int = 1, attention: float = 0.0
 ) -> list[list[int]]:
-    """Indices of micro-batches of at most `max_tokens` tokens (a longer sequence stands alone).
+    """Return the indices of micro-batches of at most `max_tokens` tokens (a longer sequence stands alone).
 
-    Their cost is balanced, for which attention counts as in `attention_share`. Sequences of equal length are
-    neighbours: attention takes them together.
+    Their costs are balanced; `attention` is the `attention_share` of a sequence's cost. Sequences of equal
+    length are adjacent, because attention batches them.
     """
     if not lengths:
         return []

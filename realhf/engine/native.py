@@ -1,4 +1,4 @@
-"""NativeEngine: one role's shard on this rank, under one layout, and the calls that it can run."""
+"""NativeEngine: runs calls on one role's shard of the parallel transformer, on this rank under one layout."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,14 +30,15 @@ from realhf.param_spec import ModelSpec
 
 
 class NativeEngine(BaseEngine):
-    """The parallel transformer of `nn`, under any layout. See Engine for the settings."""
+    """An engine for the parallel transformer of `nn`, under any layout. See Engine for the settings."""
 
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
         lora: LoraConfig | None = None, adapter_memory: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        groups, self.adapters = ParallelGroups.create(world, layout), None
+        groups = ParallelGroups.create(world, layout)
+        self.adapters = None
         if lora is not None:
             self.adapters = Adapters(spec.config, lora, groups, dtype=DTYPES[dtype], memory=adapter_memory)
         self.model = Transformer(spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters)
@@ -60,7 +61,7 @@ class NativeEngine(BaseEngine):
     def load_adapters(self, *, seed: int) -> None:
         if self.adapters is not None:
             self.adapters.init_random(seed)
-            for name, weight in self.adapters.of_layer(None).items():  # The head that is trained beside them.
+            for name, weight in self.adapters.of_layer(None).items():  # The head is trained, too.
                 weight.data.copy_(self.model.of_layer(None)[name])
             if self.adapters.lora.adapter is not None:
                 load_adapters(self.adapters.lora.adapter, self.adapters)
@@ -73,18 +74,20 @@ class NativeEngine(BaseEngine):
         return self.model.merged_model().shards() if merges else self.adapters.shards()
 
     def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
-        """Ranks over cp are replicas here, too: each begins with a part of the prompts."""
-        cp, queue = self.groups.cp, PromptQueue(self.groups, stealing=work.work_stealing)
+        """Generate; ranks over cp act as replicas, each of which begins with a part of the prompts."""
+        cp = self.groups.cp
+        queue = PromptQueue(self.groups, stealing=work.work_stealing)
         part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
             ids, columns = generate(
                 self.model, part, work, queue, prompt_key=call.inputs[0], stream=call.name,
                 limit=self._cache_limit, report=report)
-        return queue.bring_home(output_batch(call, ids, columns), batch.ids)
+        return queue.collect_results(output_batch(call, ids, columns), batch.ids)
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """The ranks of an ep group pass through the experts together: the last ones of some are empty."""
+        """Return micro-batches, equally many on all ranks of an ep group, which pass through the experts
+        together; some ranks' last ones are empty."""
         groups = self.groups
         parts = micro_batches(
             lengths, max_tokens=max_tokens, at_least=groups.layout.pp,

@@ -1,8 +1,7 @@
 """ZeRO-1 AdamW (Rajbhandari et al. 2020): every replica updates one slice of each section of the parameters.
 
-Replicas are ranks over dp and cp. Experts that are spread over ep have fewer, and slices of their own.
-
-Where parameters are as wide as the optimizer computes, their slice is the master copy itself.
+Replicas are ranks over dp and cp. Experts that are spread over ep have fewer replicas, and sections of their
+own. If parameters have the optimizer's dtype, their slice is itself the master copy.
 """
 
 import math
@@ -20,12 +19,12 @@ from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.bind import shards_of
 from realhf.region import Region, region_size, shards_of_rows
 
-_UNDER_WAY = 2
-"""Sums over replicas at a time: over gloo, each takes memory for what the others send."""
+_MAX_IN_FLIGHT = 2
+"""Sums over replicas at a time; with gloo, each takes memory for the messages of the other replicas."""
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The rate of optimizer step `step`, counted from 0."""
+    """Return the learning rate of optimizer step `step`, counted from 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -36,30 +35,34 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 class _Section(NamedTuple):
-    """Part of the flat parameters that the members of `group` hold alike, in one chunk for each of them."""
+    """A part of the flat parameters that all members of `group` hold, split into one chunk per member."""
 
     group: Group
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
-    shards: dict[str, Region]  # What this member's chunk consists of.
-    names: list[str]  # Of all of its parameters.
-    first_layer: float  # Of these: -1 for embeddings, infinity for what follows the last layer.
+    shards: dict[str, Region]  # Parameter name -> its region in this member's chunk.
+    names: list[str]  # Names of all parameters of the section.
+    first_layer: float  # First layer of these: -1 for embeddings, infinity after the last layer.
 
 
 class ShardedAdamW:
-    """Owns the master copy of this rank's slices; `step` turns gradients into new parameters everywhere."""
+    """An optimizer that owns the master copy of this rank's slices; `step` updates all replicas."""
 
     def __init__(self, model: ShardedParameters, config: OptimizerConfig) -> None:
-        self.config, self.num_steps = config, 0
-        self._model, self._groups = model, model.groups
+        self.config = config
+        self.num_steps = 0
+        self._model = model
+        self._groups = model.groups
         self._by_name = {param.name: param for param in model.spec.params}
         model.enable_grad()
-        grads, world = model.grad_buffer, model.groups.world
+        grads = model.grad_buffer
         assert grads is not None
-        self._sections, self._counted, start = list[_Section](), list[torch.Tensor](), 0
-        """Gradients that this rank counts in the norm: what several ranks share counts once."""
+        self._sections: list[_Section] = []
+        self._counted: list[torch.Tensor] = []
+        """Gradients that this rank counts in the norm: those that several ranks share count once."""
+        start = 0
         for regions, ranks in model.spec.sections(model.groups.layout, model.groups.rank):
-            group = world.group(ranks)
+            group = model.groups.world.group(ranks)
             parts = shards_of_rows(regions, group.size)
             stops = list(accumulate((sum(map(region_size, part.values())) for part in parts), initial=start))
             slices = list(pairwise(stops))
@@ -69,13 +72,16 @@ class ShardedAdamW:
             self._sections.append(_Section(group, params, sums, parts[group.index], list(regions), first))
             self._counted += self._primary(regions, grads, *slices[group.index])
             start = stops[-1]
-        self._open, self._under_way = self._by_layer(), deque[Callable[[], None]]()
-        """Sections whose gradients are not summed yet; and what completes the sums that have begun."""
-        sizes, self._has_own_copy = [len(mine) for mine in self._mine], model.flat.dtype != grads.dtype
+        self._open = self._by_layer()
+        """Sections whose gradients are not summed yet."""
+        self._in_flight: deque[Callable[[], None]] = deque()
+        """Functions that complete the sums that have begun."""
         self._slices = self._mine
         """The master copy, by section."""
+        self._has_own_copy = model.flat.dtype != grads.dtype
         if self._has_own_copy:
-            self._slices = list(world.zeros(sum(sizes), grads.dtype).split(sizes))
+            sizes = [len(mine) for mine in self._mine]
+            self._slices = list(model.groups.world.zeros(sum(sizes), grads.dtype).split(sizes))
         self._means, self._squares = ([torch.zeros_like(part) for part in self._slices] for _ in range(2))
         self._steps = [torch.zeros((), device=part.device) for part in self._slices]
         self.reload()
@@ -88,7 +94,7 @@ class ShardedAdamW:
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """Tensors that it keeps besides the parameters and their gradients, but for the numbers of steps."""
+        """Tensors kept besides the parameters and their gradients, except for the numbers of steps."""
         return [*(self._slices if self._has_own_copy else []), *self._means, *self._squares]
 
     @property
@@ -99,49 +105,56 @@ class ShardedAdamW:
     def _primary(
         self, names: Iterable[str], grads: torch.Tensor, start: int, stop: int
     ) -> list[torch.Tensor]:
-        """What of these parameters lies in [start, stop) of the gradients and no other rank counts."""
-        spec, layout, at = self._model.spec, self._groups.layout, self._groups.at
-        found, offsets = [], self._model.flat_offsets()
+        """Return these parameters' gradients in [start, stop) that this rank counts in the norm."""
+        found = []
+        groups = self._groups
+        offsets = self._model.flat_offsets()
         for name in names:
             first, last = max(offsets[name][0], start), min(offsets[name][1], stop)
-            if first < last and spec.is_primary(self._by_name[name], layout, at):
+            param = self._by_name[name]
+            if first < last and self._model.spec.is_primary(param, groups.layout, groups.at):
                 found.append(grads[first:last])
         return found
 
     def reload(self) -> None:
-        """Takes over parameters that were written from outside."""
+        """Copy parameters that were written from outside to the master copy."""
         for master, mine in zip(self._slices, self._mine, strict=True):
             master.copy_(mine)
 
     def layer_is_done(self, layer: int) -> None:
-        """No backward pass of this step adds to the gradients of this layer, or a later one, any more: sums
-        over replicas can begin. All ranks must say so of the same layers in the same order, or of none."""
+        """Begin the sums over replicas of this layer's and later layers' gradients, which must be complete.
+
+        All ranks must call this with the same layers in the same order, or not at all.
+        """
         while self._open and self._open[-1].first_layer >= layer:
             self._reduce(self._open.pop())
 
     def _reduce(self, section: _Section) -> None:
-        """Begins to sum a section's gradients over its replicas."""
+        """Begin to sum a section's gradients over its replicas."""
         self._model.finish_grads(section.names)
-        while len(self._under_way) >= _UNDER_WAY:
-            self._under_way.popleft()()
-        self._under_way.append(section.group.post_reduce_scatter(section.grads))
+        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._in_flight.popleft()()
+        self._in_flight.append(section.group.post_reduce_scatter(section.grads))
 
     def finish_sums(self) -> None:
-        """Completes all sums of gradients. Nothing that waits for other replicas may come between the last
-        backward pass and this: in that pass they may be waiting for the sums."""
+        """Complete all sums of gradients.
+
+        Nothing may wait for other replicas between the last backward pass and this call, because their
+        backward passes may be waiting for the sums.
+        """
         while self._open:
             self._reduce(self._open.pop())
-        while self._under_way:
-            self._under_way.popleft()()
+        while self._in_flight:
+            self._in_flight.popleft()()
 
     def _by_layer(self) -> list[_Section]:
-        """The sections, of which the backward pass completes the last one first."""
+        """Return the sections by first layer; the backward pass completes the last section first."""
         return sorted(self._sections, key=lambda section: section.first_layer)
 
     def step(self, *, gather: bool = True) -> dict[str, float]:
-        """Sums gradients over replicas, clips and updates; gives `grad_norm` and `lr`.
+        """Sum gradients over replicas, clip and update; return `grad_norm` and `lr`.
 
-        Unless it is to `gather` them, the model's parameters are old afterwards, but for this replica's part.
+        Without `gather`, only this replica's part of the model's parameters is up to date afterwards.
         Raises FloatingPointError when the gradient norm is not finite.
         """
         self.finish_sums()
@@ -169,7 +182,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def _update(self, grads: list[torch.Tensor], rate: float) -> None:
-        """One step of AdamW. (Making torch's class of that name imports its compiler: 70 MB and a second.)"""
+        """Take a step of AdamW. (Using torch.optim.AdamW would import torch's compiler: memory and time.)"""
         beta1, beta2 = self.config.betas
         adamw(
             self._slices, grads, self._means, self._squares, [], self._steps,

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which micro-batch a stage works on when, and the messages between stages."""
+"""Pipeline parallelism: the order of a stage's micro-batches, and the messages between stages."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -12,7 +12,7 @@ Action = tuple[Literal["forward", "backward"], int]
 
 
 def one_forward_one_backward(num_micro_batches: int, *, stage: int, num_stages: int) -> list[Action]:
-    """The 1F1B order of one stage (Narayanan et al. 2021, arXiv:2104.04473)."""
+    """Return the 1F1B order of one stage (Narayanan et al. 2021, arXiv:2104.04473)."""
     num_warmup = min(num_stages - stage - 1, num_micro_batches)
     # Warm-up: fill the pipeline.
     actions: list[Action] = [("forward", i) for i in range(num_warmup)]
@@ -27,13 +27,15 @@ def run_pipeline(
     forward: Callable[[int, torch.Tensor | None], torch.Tensor], groups: ParallelGroups,
     *, hidden_shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """Runs micro-batches through the stages; the last stage's results. Goes backward when autograd is on.
+    """Run micro-batches through the stages, with backward passes if autograd is on; return the last stage's
+    results.
 
     `forward(i, hidden)` computes micro-batch i from the previous stage's hidden states (None on the first)
-    and returns hidden states, on the last stage a loss to go backward from, or any result, which is kept.
-    Both directions have their own group and only old sends are waited for: no order of stages can deadlock.
+    and returns hidden states; the last stage returns a loss to differentiate, or any result. Each direction
+    has its own group and a stage waits for old sends only, so that no order of stages can deadlock.
     """
-    at, train = groups.at.pp, torch.is_grad_enabled()
+    at = groups.at.pp
+    train = torch.is_grad_enabled()
     actions = one_forward_one_backward(len(hidden_shapes), stage=at, num_stages=groups.layout.pp)
     if not train:
         actions = [action for action in actions if action[0] == "forward"]
@@ -63,7 +65,7 @@ def run_pipeline(
             if hidden is not None:
                 assert hidden.grad is not None
                 pending.append(groups.pp_back.post([(at - 1, hidden.grad.contiguous())], []))
-        while len(pending) > 2:  # An older one has arrived; waiting for it lets its tensors go.
+        while len(pending) > 2:  # Older messages have arrived; waiting for them frees their tensors.
             pending.pop(0).wait()
     for message in pending:
         message.wait()

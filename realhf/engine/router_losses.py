@@ -1,4 +1,4 @@
-"""Routers: the router losses of one mini-batch, out of all its micro-batches and pipeline stages."""
+"""Routers: collects the router losses of a mini-batch from all its micro-batches and pipeline stages."""
 
 import torch
 
@@ -8,22 +8,26 @@ from realhf.nn.transformer import Transformer
 
 
 class Routers:
-    """Means over the layers with experts, and over `num_sequences` or `num_tokens` of all dp replicas.
+    """The router losses of a mini-batch: means over the layers with experts, and over `num_sequences` or
+    `num_tokens` of all dp replicas.
 
-    So they add up over micro-batches, replicas and stages: each pass adds its part of the gradient.
+    The denominators are known in advance, so that losses and gradients of micro-batches, replicas and stages
+    simply add up.
     """
 
     def __init__(
         self, model: Transformer, work: TrainStep, *, num_sequences: float, num_tokens: float
     ) -> None:
-        self._model, self._work, self._passes = model, work, list[RouterLosses]()
+        self._model = model
+        self._work = work
+        self._passes: list[RouterLosses] = []
         num_layers = sum(map(model.config.has_experts, range(model.config.num_layers)))
         self._per_sequence = 1 / max(1, num_layers * num_sequences)
         self._per_token = 1 / max(1, num_layers * num_tokens)
         self._exist = num_layers > 0
 
     def next_pass(self) -> RouterLosses | None:
-        """What the next micro-batch adds to; None for a model without experts."""
+        """Return the object that collects the next micro-batch's losses; None for a model without experts."""
         if not self._exist:
             return None
         self._passes.append(
@@ -35,7 +39,8 @@ class Routers:
         return self._passes[-1]
 
     def metrics(self) -> dict[str, float]:
-        """This replica's part of both losses; every stage and cp rank must ask, after the backward passes."""
+        """Return this replica's part of both losses. Every stage and cp rank calls this after the backward
+        passes."""
         if not self._exist:
             return {}
         sums = torch.zeros(2, dtype=torch.float64, device=self._model.flat.device)

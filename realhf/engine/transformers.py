@@ -1,7 +1,7 @@
-"""TransformersEngine: calls on a model of one of transformers' own classes, with its forward and generate.
+"""TransformersEngine: runs calls on a model of one of transformers' own classes, by its forward and generate.
 
-Shape suffixes: T tokens of all sequences end to end, N those that are asked for, B rows of a padded batch, L
-its length, X what the head makes of a token, V the vocabulary.
+Shape suffixes: T tokens of all sequences end to end, N tokens whose outputs are wanted, B rows of a padded
+batch, L its length, X outputs of the head for a token, V the vocabulary.
 """
 
 import zlib
@@ -32,7 +32,7 @@ from realhf.param_spec import ModelSpec
 
 
 class TransformersEngine(BaseEngine):
-    """Whole replicas under data parallelism, of any family. See Engine for the settings."""
+    """An engine for unsharded models of any family under data parallelism. See Engine for the settings."""
 
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World,
@@ -63,7 +63,7 @@ class TransformersEngine(BaseEngine):
         return output_batch(call, batch.ids, columns)
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Neighbours in length, as many as fit when they are padded."""
+        """Return micro-batches of samples of similar length, as many as fit when they are padded."""
         parts: list[list[int]] = []
         for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
             if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
@@ -89,7 +89,7 @@ class TransformersEngine(BaseEngine):
         self, x: Tensor, tokens: Packed, *, mask: Packed | None, output: str, temperature: float = 1.0,
         entropy: bool = False,
     ) -> Outputs:  # fmt: skip
-        """What `compute_outputs` gives, the plain way."""
+        """Return the same outputs as `compute_outputs`, from all logits at once."""
         lengths_B = torch.tensor(tokens.lengths, device=x.device)
         if output == "scores":
             return {"scores": x[torch.arange(len(x), device=x.device), lengths_B - 1, 0].to(self.model.wide)}
@@ -99,7 +99,7 @@ class TransformersEngine(BaseEngine):
         if mask is not None:
             wanted_T &= mask.values != 0
         at = wanted_T.nonzero()[:, 0]
-        x_NX = x[row_T[at], column_T[at] - 1].to(self.model.wide)  # The state before chooses a token.
+        x_NX = x[row_T[at], column_T[at] - 1].to(self.model.wide)  # The previous state chooses a token.
 
         def scatter(values_N: Tensor) -> Tensor:
             return values_N.new_zeros(len(row_T)).index_put((at,), values_N)
@@ -114,8 +114,11 @@ class TransformersEngine(BaseEngine):
 
 
 class _Entropy(torch.autograd.Function):
-    """The entropy of distributions given as log-probs. It keeps nothing but those, which log_softmax keeps
-    anyway: without a use it costs nothing in the backward pass."""
+    """The entropy of distributions given as log-probs.
+
+    It saves nothing but the log-probs, which log_softmax saves anyway, and costs nothing in the backward pass
+    unless the loss uses it.
+    """
 
     @staticmethod
     def forward(ctx: Any, logprobs_NV: Tensor) -> Tensor:
@@ -134,15 +137,15 @@ def generate(
 ) -> list:
     """Return the columns of `Generate`; at most `work.max_rows` rows run at a time, padded on the left.
 
-    Raises UserError on all replicas when a prompt of any of them is empty, or cannot fit with its response in
-    the model's positions.
+    Raises UserError on all replicas when a prompt of any of them is empty, or exceeds the model's positions
+    together with its response.
     """
     prompts = batch[prompt_key].split()
     _check(model, batch.ids, [len(prompt) for prompt in prompts], work)
     floats = torch.zeros(0, dtype=model.wide, device=model.flat.device)
     rows: dict[int, tuple[Tensor, ...]] = {}
-    seed = (work.seed << 32) | zlib.crc32(stream.encode())  # The native engine's.
-    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))  # Neighbours need little padding.
+    seed = (work.seed << 32) | zlib.crc32(stream.encode())  # The native engine uses the same seed.
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))  # This needs little padding.
     for start in range(0, len(order), work.max_rows):
         part = order[start : start + work.max_rows]
         prefix = f"{start} of {len(order)} samples of this rank have ended, "
@@ -155,7 +158,8 @@ def generate(
         finished_B = ends_BL.any(1).to(model.wide)
         drawn = zip(part, lengths, tokens_BL, logprobs_BL.to(model.wide), finished_B, strict=True)
         for i, length, tokens_L, logprobs_L, finished in drawn:
-            before, made = logprobs_L.new_zeros(len(prompts[i])), logprobs_L[:length]
+            before = logprobs_L.new_zeros(len(prompts[i]))
+            made = logprobs_L[:length]
             mask, logprobs = (torch.cat([before, x]) for x in (torch.ones_like(made), made))
             rows[i] = torch.cat([prompts[i], tokens_L[:length]]), mask, logprobs, finished[None]
     columns = [[rows[i][number] for i in range(len(prompts))] for number in range(4)]
@@ -165,20 +169,25 @@ def generate(
 
 def _check(model: TransformersModel, ids: list[int], lengths: list[int], work: Generate) -> None:
     empty = [i for i, length in zip(ids, lengths, strict=True) if length == 0]
-    told = model.groups.dp_control.all_gather_json([empty, max(lengths, default=None)])
-    check_not_empty([i for some, _ in told for i in some])
-    for longest in [longest for _, longest in told if longest is not None]:
+    gathered = model.groups.dp_control.all_gather_json([empty, max(lengths, default=None)])
+    check_not_empty([i for some, _ in gathered for i in some])
+    for longest in [longest for _, longest in gathered if longest is not None]:
         check_positions(longest, work.sampling.max_new_tokens, model.config.num_positions)
 
 
 class _Draw:
-    """A logits processor for transformers' generate that draws the tokens itself: by the same numbers as the
-    native engine: they do not depend on a random state, nor in float64 and float32 on a layout."""
+    """A logits processor for transformers' generate that draws the tokens itself.
+
+    It uses the same random numbers as the native engine, so that the tokens depend neither on a random state
+    nor, in float64 and float32, on the layout.
+    """
 
     def __init__(
         self, model: TransformersModel, work: Generate, sample_ids: list[int], *, seed: int, report: Report
     ) -> None:
-        self._model, self._seed, self._report = model, seed, report
+        self._model = model
+        self._seed = seed
+        self._report = report
         self._sampling = for_vocabulary(work.sampling, model.config.vocab_size)
         self._sample_ids = np.array(sample_ids, dtype=np.int64)
         self.eos_ids = torch.tensor(model.config.eos_token_ids, dtype=torch.long, device=model.flat.device)
@@ -187,7 +196,7 @@ class _Draw:
 
     @torch.no_grad()
     def run(self, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs (B, new tokens) of rows; behind a row's end they mean nothing."""
+        """Return tokens and log-probs (B, new tokens) of rows; after a row's end they mean nothing."""
         eos = self.eos_ids.tolist()
         pad = torch.nn.utils.rnn.pad_sequence
         masks = [torch.ones_like(prompt) for prompt in prompts]
@@ -200,13 +209,14 @@ class _Draw:
         return torch.stack(self._tokens, 1), torch.stack(self._logprobs, 1)
 
     def __call__(self, input_ids: Tensor, logits_BV: Tensor) -> Tensor:
-        """Leaves the drawn tokens alone possible."""
+        """Draw tokens and return logits that leave no other token possible."""
         positions = np.full_like(self._sample_ids, len(self._tokens))
         draws = torch.from_numpy(uniform(self._seed, sample_ids=self._sample_ids, positions=positions))
-        draws, group = draws.to(logits_BV.device), self._model.groups.tp
-        tokens_B, logprobs_B = sample(logits_BV, draws, config=self._sampling, vocab_start=0, group=group)
+        tokens_B, logprobs_B = sample(
+            logits_BV, draws.to(logits_BV.device), config=self._sampling, vocab_start=0,
+            group=self._model.groups.tp)
         self._tokens.append(tokens_B)
         self._logprobs.append(logprobs_B)
-        rows, most = len(self._sample_ids), self._sampling.max_new_tokens
-        self._report(f"{rows} have {len(self._tokens)} tokens of at most {most}")
+        most = self._sampling.max_new_tokens
+        self._report(f"{len(self._sample_ids)} have {len(self._tokens)} tokens of at most {most}")
         return torch.full_like(logits_BV, -torch.inf).scatter(1, tokens_B[:, None], 0.0)

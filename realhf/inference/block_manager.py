@@ -1,20 +1,26 @@
-"""BlockManager: which blocks of a KV cache are free, and how many users the others have."""
+"""BlockManager: which blocks of a KV cache are free, and how many users each of the others has."""
 
 import heapq
 from collections.abc import Iterable
 
 
 class BlockManager:
-    """Blocks that rows will share are taken from the front, others from the back: so both lie together."""
+    """An allocator of blocks with reference counts.
+
+    It takes shared blocks from the front and other blocks from the back, so that blocks of each kind lie
+    close together.
+    """
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks, self.num_free = num_blocks, num_blocks
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
         self._users = [0] * num_blocks
-        self._front = list(range(num_blocks))  # Heaps; what has been taken by way of the other stays in them.
+        # Two heaps of the free blocks; a block that was taken from one of them stays in the other.
+        self._front = list(range(num_blocks))
         self._back = [-block for block in reversed(self._front)]
 
     def allocate(self, count: int, *, to_share: bool = False) -> list[int]:
-        """Free blocks, each now with one user; there are enough of them."""
+        """Take `count` free blocks, which then have one user each. There must be enough of them."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         self.num_free -= count
         taken: list[int] = []
@@ -26,13 +32,13 @@ class BlockManager:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Another user of each."""
+        """Add one user to each block."""
         for block in blocks:
             assert self._users[block] > 0, f"block {block} is free"
             self._users[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One user of each less; those without any are free."""
+        """Remove one user from each block; a block without users becomes free."""
         for block in blocks:
             assert self._users[block] > 0, f"block {block} is free"
             self._users[block] -= 1

@@ -1,7 +1,9 @@
-"""BlockTables: in which blocks of a KV cache the tokens of the running rows lie, as the host keeps the books.
+"""BlockTables: the host's record of which blocks of a KV cache hold the tokens of the running rows.
 
-Shape suffixes: B running rows in order of their slots, P blocks of a set, joined ones as one, S rows that
-share one, M blocks of the row that has most.
+A row is a sample that is being decoded. A token's cache position is block * block_size + offset in the block.
+
+Shape suffixes: B running rows in order of their slots, P blocks of a set (joined blocks count as one), S rows
+that share a block, M blocks of the row that has most.
 """
 
 from collections.abc import Sequence
@@ -12,42 +14,44 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_DENSE = 0.5  # Of a range of blocks so many must be in use, or else those are picked out and copied.
+_DENSE = 0.5  # A range of blocks is read in place if at least this share of it is in use; else it is copied.
 Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class BlockSet:
-    """Some blocks, and for each of them the rows (numbers in the batch) whose tokens attend to it. `joined`
-    neighbours that have the same rows count as one large block."""
+    """Some blocks, and for each of them the rows (by number in the batch) whose tokens attend to it.
+
+    `joined` adjacent blocks that have the same rows count as one large block.
+    """
 
     blocks: slice | Tensor
     joined: int
-    rows_PS: Tensor  # Where there are fewer rows, or none, any number stands.
-    counts_PS: Tensor  # Tokens that the row has from the block's first one on.
-    fewest: int  # Of these counts, where there is a row.
+    rows_PS: Tensor  # Any number stands where a block has fewer rows, or none.
+    counts_PS: Tensor  # Tokens of the row from the start of the block on.
+    fewest: int  # Least of these counts, over the entries that have a row.
     most: int
-    width: int  # Behind so many tokens all of the blocks are empty, or end.
+    width: int  # Every block is empty, or ends, after this many tokens.
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """One new token of every running row: where it goes, and what it attends to.
+    """A new token of every running row: where it is written, and what it attends to.
 
-    What the tokens find in one block is a part of the result; row b's parts are at parts_BM of all parts, in
-    the order of sets, blocks and rows, unless they are missing_BM.
+    Attention to one block yields a partial result for each of its rows. All partial results are listed in
+    the order of sets, blocks and rows; those of row b have the indices parts_BM, except where missing_BM.
     """
 
     slots: Integers
     positions_B: Tensor
-    places_B: Tensor  # block * block_size + place in the block
+    places_B: Tensor  # Cache positions of the new tokens.
     sets: tuple[BlockSet, ...]
     parts_BM: Tensor
     missing_BM: Tensor | None
 
 
 class BlockTables:
-    """The rows' blocks in order. The first ones of a row may be shared with rows of the same prompt."""
+    """The blocks of each row in order. Rows of the same prompt may share their first blocks."""
 
     def __init__(
         self, *, num_slots: int, num_blocks: int, block_size: int, blocks_per_row: int, max_sharers: int
@@ -55,13 +59,14 @@ class BlockTables:
         self.block_size = block_size
         """Tokens in a block."""
         self.lens = np.zeros(num_slots, np.int64)
-        """Tokens of every slot's row in the cache."""
+        """Cached tokens of the row in each slot."""
         self._is_running = np.zeros(num_slots, bool)
         self._table = np.zeros((num_slots, blocks_per_row), np.int64)
         self._counts = np.zeros(num_slots, np.int64)
-        self._num_shared, self._ordinals = np.zeros_like(self._counts), np.zeros_like(self._counts)
+        self._num_shared = np.zeros(num_slots, np.int64)
+        self._ordinals = np.zeros(num_slots, np.int64)
         self._starts = np.zeros(num_blocks, np.int64)
-        # The slots of a block's rows, -1 for none; of one that is not shared, and of those that are.
+        # Slots of the rows that use a block, or -1: one slot for an unshared block, several for a shared one.
         self._owners = np.full((num_blocks, 1), -1, np.int64)
         self._sharers = np.full((num_blocks, max(1, max_sharers)), -1, np.int64)
         self._parts: tuple[tuple[_Users, ...], Tensor, Tensor | None] | None = None
@@ -69,18 +74,24 @@ class BlockTables:
     def start(
         self, slot: int, blocks: Sequence[int], *, length: int, num_shared: int = 0, ordinal: int = 0
     ) -> None:
-        """A row begins with `length` tokens in these blocks; of those that share the first `num_shared`
-        blocks it is number `ordinal`."""
-        count, self._parts = len(blocks), None
-        self.lens[slot], self._is_running[slot], self._counts[slot] = length, True, count
-        self._num_shared[slot], self._ordinals[slot] = num_shared, ordinal
+        """Start a row that has `length` tokens in these blocks.
+
+        It is number `ordinal` among the rows that share its first `num_shared` blocks.
+        """
+        count = len(blocks)
+        self._parts = None
+        self._is_running[slot] = True
+        self.lens[slot] = length
+        self._counts[slot] = count
+        self._num_shared[slot] = num_shared
+        self._ordinals[slot] = ordinal
         self._table[slot, :count] = blocks
         self._starts[list(blocks)] = np.arange(count) * self.block_size
         self._sharers[list(blocks[:num_shared]), ordinal] = slot
         self._owners[list(blocks[num_shared:]), 0] = slot
 
     def append(self, slot: int, block: int) -> None:
-        """The row goes on in another block."""
+        """Give the row another block."""
         self._parts = None
         self._table[slot, self._counts[slot]] = block
         self._starts[block] = self._counts[slot] * self.block_size
@@ -88,45 +99,50 @@ class BlockTables:
         self._counts[slot] += 1
 
     def stop(self, slot: int) -> list[int]:
-        """The row ends; its blocks, of which the first may have other users."""
+        """End the row and return its blocks, of which the first may have other users."""
         self._parts = None
-        blocks, shared = self._table[slot, : self._counts[slot]], self._num_shared[slot]
-        self._sharers[blocks[:shared], self._ordinals[slot]] = -1
-        self._owners[blocks[shared:], 0] = -1
+        num_shared = self._num_shared[slot]
+        blocks = self._table[slot, : self._counts[slot]]
+        self._sharers[blocks[:num_shared], self._ordinals[slot]] = -1
+        self._owners[blocks[num_shared:], 0] = -1
         self._is_running[slot] = False
         return blocks.tolist()
 
     def full(self) -> list[int]:
-        """Slots of the rows whose next token needs another block."""
+        """Return the slots of the rows whose next token needs another block."""
         return np.flatnonzero(self._is_running & (self.lens == self._counts * self.block_size)).tolist()
 
     def running(self) -> Integers:
-        """Slots that have rows."""
+        """Return the slots that have rows."""
         return np.flatnonzero(self._is_running)
 
     def size(self) -> tuple[int, int]:
-        """Running rows, and blocks of the one that has most."""
+        """Return the number of running rows, and the number of blocks of the row that has most."""
         slots = self.running()
         return len(slots), int(self._counts[slots].max())
 
     @property
     def largest_size(self) -> tuple[int, int]:
-        """That they can have."""
+        """Upper bounds of `size`."""
         return self._table.shape[0], self._table.shape[1]
 
     def advance_by_table(self, num_rows: int, num_blocks: int) -> Integers:
-        """Every running row gets one more token; nobody is `full`. Of `num_rows` rows position and place of
-        the token, and `num_blocks` blocks: any behind the row's own. Rows that are lacking write to a block
-        that the tables do not have, the next one behind theirs."""
+        """Add one token to every running row, none of which may be `full`.
+
+        Returns a table of `num_rows` rows: position of the new token, its cache position, and `num_blocks`
+        blocks, of which those beyond the row's own are arbitrary. Padding rows write to a spare block, which
+        follows the blocks that these tables know.
+        """
         slots, lens, places = self._next_tokens()
         spare = len(self._starts)
         numbers = np.full((num_rows, 2 + num_blocks), spare, np.int64)
-        numbers[:, 0], numbers[:, 1] = 0, spare * self.block_size
+        numbers[:, 0] = 0
+        numbers[:, 1] = spare * self.block_size
         numbers[: len(slots)] = np.column_stack((lens, places, self._table[slots, :num_blocks]))
         return numbers
 
     def _next_tokens(self) -> tuple[Integers, Integers, Integers]:
-        """The running rows' slots, and positions and places of their next tokens, which are then there."""
+        """Add one token to every running row; return slots, positions and cache positions of the tokens."""
         slots = self.running()
         lens = self.lens[slots]
         places = self._table[slots, lens // self.block_size] * self.block_size + lens % self.block_size
@@ -134,7 +150,7 @@ class BlockTables:
         return slots, lens, places
 
     def advance(self) -> Decoding:
-        """Every running row gets one more token; nobody is `full`."""
+        """Add one token to every running row, none of which may be `full`."""
         slots, lens, places = self._next_tokens()
         if self._parts is None:
             self._parts = self._new_parts(slots)
@@ -143,22 +159,26 @@ class BlockTables:
         return Decoding(slots, torch.from_numpy(lens), torch.from_numpy(places), sets, parts_BM, missing_BM)
 
     def _new_parts(self, slots: Integers) -> "tuple[tuple[_Users, ...], Tensor, Tensor | None]":
-        """What of a Decoding stays the same until a row starts, stops or gets a block."""
+        """Return the parts of a Decoding that stay valid until a row starts, stops or gets a block."""
         counts = self._counts[slots]
-        row_of = np.zeros(len(self.lens) + 1, np.int64)  # (-1 is the last one)
+        row_of = np.zeros(len(self.lens) + 1, np.int64)  # (Index -1 is the last entry.)
         row_of[slots] = np.arange(len(slots))
         table_BM = self._table[slots, : counts.max()]
-        at_M, shared_B = np.arange(table_BM.shape[1]), self._num_shared[slots]
-        own, own_places = self._users(self._owners, row_of, joined=1)
+        index_M = np.arange(table_BM.shape[1])
+        shared_B = self._num_shared[slots]
+        own, own_indices = self._users(self._owners, row_of, joined=1)
         users: tuple[_Users, ...] = (own,)
-        parts_BM, missing_BM = own_places[table_BM], at_M >= counts[:, None]
+        parts_BM = own_indices[table_BM]
+        missing_BM = index_M >= counts[:, None]
         if shared_B.any():
-            joined, is_shared_BM = self._joined(), at_M < shared_B[:, None]
-            shared, shared_places = self._users(self._sharers, row_of, joined=joined)
-            sharers, before = self._sharers.shape[1], len(own.rows_PS)
-            shared_parts_BM = before + shared_places[table_BM] * sharers + self._ordinals[slots][:, None]
+            joined = self._joined()
+            is_shared_BM = index_M < shared_B[:, None]
+            shared, shared_indices = self._users(self._sharers, row_of, joined=joined)
+            num_sharers = self._sharers.shape[1]
+            shared_parts_BM = len(own.rows_PS) + shared_indices[table_BM] * num_sharers
+            shared_parts_BM += self._ordinals[slots][:, None]
             parts_BM = np.where(is_shared_BM, shared_parts_BM, parts_BM)
-            missing_BM |= is_shared_BM & (at_M % joined > 0)
+            missing_BM |= is_shared_BM & (index_M % joined > 0)
             order_BM = np.argsort(missing_BM, axis=1, kind="stable")[:, : (~missing_BM).sum(1).max()]
             parts_BM = np.take_along_axis(parts_BM, order_BM, 1)
             missing_BM = np.take_along_axis(missing_BM, order_BM, 1)
@@ -168,41 +188,45 @@ class BlockTables:
         return users, torch.from_numpy(parts_BM), missing
 
     def _joined(self) -> int:
-        """How many neighbours among the shared blocks always have the same rows, one behind the other: as
-        many as all prompts have, if all have equally many. (Not where few of the blocks are in use.)"""
+        """Return how many adjacent shared blocks can be joined: they always have the same rows, in order.
+
+        This is the number of shared blocks of a prompt, if all prompts have equally many; it is 1 where few
+        of the blocks are in use.
+        """
         is_used: NDArray[np.bool_] = np.any(self._sharers >= 0, axis=1)
         used = np.flatnonzero(is_used)
         first, last = int(used[0]), int(used[-1])
-        rows, numbers = self._sharers[first : last + 1], self._starts[first : last + 1] // self.block_size
+        rows = self._sharers[first : last + 1]
+        numbers = self._starts[first : last + 1] // self.block_size
         if len(used) < _DENSE * len(rows):
             return 1
-        goes_on = (rows[1:] == rows[:-1]).all(1) & (numbers[1:] == numbers[:-1] + 1)
-        goes_on |= ~(is_used[first:last] | is_used[first + 1 : last + 1])
-        begins = np.flatnonzero(np.append(True, ~goes_on))
-        behind_others = numbers[begins] * is_used[first + begins]
-        return int(np.gcd.reduce(np.concatenate((begins, behind_others, [len(rows)]))))
+        continues = (rows[1:] == rows[:-1]).all(1) & (numbers[1:] == numbers[:-1] + 1)
+        continues |= ~(is_used[first:last] | is_used[first + 1 : last + 1])
+        begins = np.flatnonzero(np.append(True, ~continues))
+        offsets = numbers[begins] * is_used[first + begins]
+        return int(np.gcd.reduce(np.concatenate((begins, offsets, [len(rows)]))))
 
     def _users(
         self, slots_PS: Integers, row_of: Integers, *, joined: int
     ) -> "tuple[_Users, Integers]":
-        """The blocks that have such users (-1 for none), and every block's place among them."""
+        """Return the blocks that have users in `slots_PS` (-1 is none), and each block's index among them."""
         used = np.flatnonzero((slots_PS >= 0).any(1))
         first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
-        places = np.zeros(len(slots_PS), np.int64)
+        indices = np.zeros(len(slots_PS), np.int64)
         if len(used) >= _DENSE * (stop - first):
             used = np.arange(first, stop)
             blocks: slice | Tensor = slice(first, stop)
         else:
             blocks = torch.from_numpy(used)
-        places[used] = np.arange(len(used)) // joined
+        indices[used] = np.arange(len(used)) // joined
         used = used[::joined]
         has_PS = slots_PS[used] >= 0
-        return _Users(blocks, joined, row_of[slots_PS[used]], has_PS, self._starts[used, None]), places
+        return _Users(blocks, joined, row_of[slots_PS[used]], has_PS, self._starts[used, None]), indices
 
 
 @dataclass(frozen=True)
 class _Users:
-    """Some blocks and their rows, of which there may be fewer (has_PS)."""
+    """Some blocks and the rows that use them; has_PS says which entries of rows_PS are rows."""
 
     blocks: slice | Tensor
     joined: int
@@ -211,10 +235,10 @@ class _Users:
     starts_P1: Integers  # Tokens of a row before each block.
 
     def at(self, lens: Integers, *, block_size: int) -> BlockSet:
-        """When the rows have so many tokens."""
+        """Return the set for rows that have `lens` tokens."""
         counts_PS = lens[self.rows_PS] - self.starts_P1
-        theirs = counts_PS[self.has_PS]
-        fewest, most = (int(theirs.min()), int(theirs.max())) if len(theirs) else (0, 0)
-        rows, counts = torch.from_numpy(self.rows_PS), torch.from_numpy(counts_PS)
+        valid = counts_PS[self.has_PS]
+        fewest, most = (int(valid.min()), int(valid.max())) if len(valid) else (0, 0)
         width = min(most, block_size * self.joined)
-        return BlockSet(self.blocks, self.joined, rows, counts, fewest, most, width)
+        rows = torch.from_numpy(self.rows_PS)
+        return BlockSet(self.blocks, self.joined, rows, torch.from_numpy(counts_PS), fewest, most, width)

@@ -1,4 +1,4 @@
-"""CacheLimit: how much memory the KV caches of one layout take where the user does not say."""
+"""CacheLimit: how much memory the KV caches of one layout may take if the user does not say."""
 
 import os
 import sys
@@ -20,18 +20,21 @@ _OLD_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 class CacheLimit:
-    """A share of what is free on the rank that has least, agreed by all ranks of a layout when they first
-    generate, and kept: so all rows of a run go by the same limit."""
+    """A limit on the memory of KV caches: a share of what is free on the rank that has least.
+
+    All ranks of a layout agree on it when they first generate, and keep it for the whole run.
+    """
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups
         self._num_bytes: int | None = None
-        self._has_said = False
+        self._has_warned = False
 
     def num_bytes(self) -> int:
         """Return the limit of each rank. All ranks of the layout call this."""
         if self._num_bytes is None:
-            ranks, world = self._groups.layout.ranks, self._groups.world
+            ranks = self._groups.layout.ranks
+            world = self._groups.world
             neighbours = world.ranks_on_host(world.rank)
             free = free_bytes(world.device, num_users=sum(rank in neighbours for rank in ranks))
             mine = int(SHARE_OF_FREE * free)
@@ -39,10 +42,10 @@ class CacheLimit:
             self._num_bytes = min(control.all_gather_json(mine))
         return self._num_bytes
 
-    def say(self, call: str, *, taken: int, needed: int) -> None:
+    def warn_once(self, call: str, *, taken: int, needed: int) -> None:
         """Print, once and on one rank, that rows will wait for memory."""
-        if taken < needed and not self._has_said and self._groups.rank == self._groups.layout.ranks[0]:
-            self._has_said = True
+        if taken < needed and not self._has_warned and self._groups.rank == self._groups.layout.ranks[0]:
+            self._has_warned = True
             share = f"{SHARE_OF_FREE:.0%} of what is free"
             takes = f"each rank takes {taken / _GIB:.3g} GiB, {share}, for its KV cache"
             needs = f"{needed / _GIB:.3g} GiB would hold all rows, so that some may wait (see kv_cache_gib)"
@@ -50,8 +53,8 @@ class CacheLimit:
 
 
 def free_bytes(device: torch.device, *, num_users: int) -> int:
-    """Return this process's part of the memory that is free on its device, which so many processes share if
-    it is a host. What torch's allocator keeps for later is free, too."""
+    """Return this process's part of the free memory on its device, which `num_users` processes share if it is
+    a host. Memory that torch's allocator keeps for later counts as free."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
@@ -59,16 +62,16 @@ def free_bytes(device: torch.device, *, num_users: int) -> int:
 
 
 def _free_on_host() -> int:
-    """Return what the system, and a container's limit, leave."""
+    """Return the bytes that the system and the limits of a container leave."""
     with suppress(OSError, KeyError):
         return max(0, min([_numbers(_MEMINFO)["MemAvailable:"] * 1024, *_left_in_cgroup()]))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # A system that does not tell.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # This system has no /proc/meminfo.
 
 
 def _left_in_cgroup() -> list[int]:
-    """Return what the limits of this process's cgroups (version 2 or 1) leave, of which there may be none.
+    """Return the bytes that each limit of this process's cgroups (version 2 or 1) leaves, if there are any.
 
-    Pages of files that were not used for a while count as used there, but go when memory is wanted.
+    The kernel counts inactive pages of files as used, but drops them when memory is wanted.
     """
     left = []
     with suppress(OSError):
@@ -79,7 +82,7 @@ def _left_in_cgroup() -> list[int]:
             root = _CGROUP if new else _CGROUP / "memory"
             limit, used = _NEW_FILES if new else _OLD_FILES
             for part in (inside := PurePosixPath(path.lstrip("/")), *inside.parents):
-                with suppress(OSError, ValueError):  # (A limit of "max" is none.)
+                with suppress(OSError, ValueError):  # (Without a limit, the file says "max".)
                     most, now = (int((root / part / name).read_text()) for name in (limit, used))
                     kept = _numbers(root / part / "memory.stat")
                     left.append(most - now + kept["inactive_file" if new else "total_inactive_file"])
@@ -87,5 +90,5 @@ def _left_in_cgroup() -> list[int]:
 
 
 def _numbers(path: Path) -> Mapping[str, int]:
-    """Return the first number of each line of a file, by its first word."""
+    """Return the first number of each line of a file, by the line's first word."""
     return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}

@@ -1,9 +1,9 @@
-"""DecodeGraphs: decoding passes, recorded once for each size and replayed from then on.
+"""DecodeGraphs: decoding passes that are recorded once for each size and then replayed.
 
 A GPU computes a small batch faster than the host launches its kernels one by one; a CUDA graph launches them
-all at once. What is recorded finds its inputs where they were then, and may not wait for the host.
+all at once. A recorded pass reads its inputs from the same memory every time, and may not wait for the host.
 
-Shape suffixes: B rows, filled up to a number that recurs; X position, place in cache and blocks of a row.
+Shape suffixes: B rows, padded to one of a few sizes; X position, cache position and blocks of a row.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,21 @@ from realhf.nn.transformer import Transformer
 
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], Compute]
-"""Of a function on tensors that stay where they are, what does the same again and gives the same tensor."""
+"""Records a function of tensors at fixed addresses; returns one that repeats it into the same output."""
 
 
 def recorder(device: torch.device) -> Record | None:
-    """CUDA graphs, which share their memory: a result is overwritten by whichever runs next. None: there are
-    none on such a device."""
+    """Return a function that records CUDA graphs, or None if the device has none.
+
+    The graphs share their memory: the next graph that runs overwrites the result.
+    """
     if device.type != "cuda":
         return None
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
 
     def record(compute: Compute) -> Compute:
-        # (torch.cuda.graph would wait for all streams and give the allocator's memory back first.)
+        # (torch.cuda.graph would first wait for all streams and release the allocator's memory.)
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -50,17 +53,20 @@ def recorder(device: torch.device) -> Record | None:
 
 
 class DecodeGraphs:
-    """Decodes all running rows of one cache, which has one block more than its tables know."""
+    """The decoding passes of one cache, which must have a spare block that its tables do not know."""
 
     def __init__(self, model: Transformer, cache: KVCache, tables: BlockTables, record: Record) -> None:
         """The model must be `recordable`."""
-        self._model, self._cache, self._tables, self._record = model, cache, tables, record
+        self._model = model
+        self._cache = cache
+        self._tables = tables
+        self._record = record
         self._passes: dict[tuple[int, ...], _Pass] = {}
 
     def __call__(self, ids_B: Tensor) -> Tensor:
-        """The pass of the rows' last tokens: hidden_BH, until the next call."""
+        """Decode the last tokens of all running rows; return hidden_BH, valid until the next call."""
         counts = zip(self._tables.size(), self._tables.largest_size, strict=True)
-        num_rows, num_blocks = (min(recurring(count), most) for count, most in counts)
+        num_rows, num_blocks = (min(padded_size(count), most) for count, most in counts)
         is_new = (num_rows, num_blocks) not in self._passes
         if is_new:
             self._passes[num_rows, num_blocks] = _Pass(
@@ -68,7 +74,7 @@ class DecodeGraphs:
         step = self._passes[num_rows, num_blocks]
         step.ids_B[: len(ids_B)] = ids_B
         step.numbers_BX.copy_(torch.from_numpy(self._tables.advance_by_table(num_rows, num_blocks)))
-        if is_new:  # Libraries prepare themselves in a first pass, and some sizes never come up again.
+        if is_new:  # Libraries initialise themselves in a first pass, and some sizes occur only once.
             return step.compute()[: len(ids_B)]
         if step.replay is None:
             step.replay = self._record(step.compute)
@@ -84,14 +90,16 @@ class _Pass:
         self.numbers_BX = model.flat.new_zeros(num_rows, 2 + num_blocks, dtype=torch.long)
         self.ids_B = self.numbers_BX.new_zeros(num_rows)
         self.replay: Compute | None = None
-        self._model, self._cache, self._block_size = model, cache, block_size
+        self._model = model
+        self._cache = cache
+        self._block_size = block_size
 
     def compute(self) -> Tensor:
         rows = DecodeByTable.of(self.numbers_BX, self._block_size)
         return self._model.advance(self.ids_B, self._cache, [rows])
 
 
-def recurring(count: int) -> int:
-    """The next of a few sizes: up to 8 all of them, then four to each doubling."""
+def padded_size(count: int) -> int:
+    """Round up to one of a few sizes: every size up to 8, then four sizes per doubling."""
     step = max(1, 1 << (count - 1).bit_length() >> 3)
     return -(-count // step) * step

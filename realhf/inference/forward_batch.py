@@ -1,7 +1,9 @@
-"""Segments: tokens of one pass that attend alike, and whose keys and values go into a cache.
+"""Segments of a forward pass: tokens that attend in the same way, and whose keys and values are cached.
+
+A token's cache position (`places`) is block * block_size + offset in the block.
 
 Shape suffixes: T tokens, L all tokens so far of the sequence that is continued, B rows of a decoding step, N
-query heads, K key-value heads, D head dim.
+query heads, K key-value heads, D head dim, X columns of a table of BlockTables.
 """
 
 from abc import ABC, abstractmethod
@@ -20,28 +22,29 @@ from realhf.nn.packed import token_places
 
 
 class Segment(ABC):
-    """`from_cache`: they attend to what is in the cache; else to one another."""
+    """Tokens of one pass that attend in the same way."""
 
     from_cache = True
+    """Whether the tokens attend to cached keys and values; else they attend to one another."""
     longest = 0
-    """Tokens that the longest of the sequences will have; 0: that has been looked at before."""
+    """Final length of the longest sequence; 0 if its length has been checked before."""
 
     @property
     @abstractmethod
     def places(self) -> tuple[Tensor, Tensor]:
-        """Of every token its position and how many tokens its sequence will have: position_T, length_T."""
+        """Return each token's position, and the final length of its sequence: position_T, length_T."""
 
     @abstractmethod
     def attend(
         self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
         k_cached: Tensor, v_cached: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Writes what the cache is to hold and gives out_TND."""
+        """Write `k_cached` and `v_cached` to the cache and return out_TND."""
 
 
 @dataclass(frozen=True)
 class Decode(Segment):
-    """One new token of every running row."""
+    """A new token of every running row."""
 
     decoding: Decoding
 
@@ -63,16 +66,19 @@ class Decode(Segment):
 
 @dataclass(frozen=True)
 class DecodeByTable(Segment):
-    """As `Decode`, of tensors alone, whose shapes do not tell how long the rows are: the pass can be recorded
-    and replayed when their contents have changed. It reads the whole of each row's `places_BL`."""
+    """A variant of `Decode` that can be recorded and replayed with other contents.
+
+    It consists of tensors alone, whose shapes do not depend on the rows' exact lengths. It reads all of each
+    row's `places_BL`.
+    """
 
     positions_B: Tensor
     places_B: Tensor
-    places_BL: Tensor  # In the cache; behind a row's newest token any.
+    places_BL: Tensor  # Cache positions of each row's tokens; arbitrary after its newest token.
 
     @classmethod
     def of(cls, numbers_BX: Tensor, block_size: int) -> Self:
-        """What BlockTables.advance_by_table gives."""
+        """Build the segment from the table that BlockTables.advance_by_table returns."""
         inside = torch.arange(block_size, device=numbers_BX.device)
         places_BL = (numbers_BX[:, 2:, None] * block_size + inside).flatten(1)
         return cls(numbers_BX[:, 0], numbers_BX[:, 1], places_BL)
@@ -89,15 +95,17 @@ class DecodeByTable(Segment):
         k, v = (
             x.unflatten(0, self.places_BL.shape).transpose(1, 2)
             for x in cache.read(layer, self.places_BL.flatten()))
-        behind_BL = self.positions_B[:, None] - torch.arange(k.shape[2], device=k.device)
-        visible_BL = (behind_BL >= 0) & (behind_BL < (kind.window or k.shape[2]))
-        q_BKGD = q_TND.unflatten(1, (k.shape[1], -1))  # Groups in the place of positions.
+        distance_BL = self.positions_B[:, None] - torch.arange(k.shape[2], device=k.device)
+        visible_BL = (distance_BL >= 0) & (distance_BL < (kind.window or k.shape[2]))
+        q_BKGD = q_TND.unflatten(1, (k.shape[1], -1))  # Query groups take the dim of positions.
         return masked_attention(q_BKGD, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
 
 
 def next_tokens(tables: BlockTables, device: torch.device) -> Segment:
-    """One new token of every running row: block by block on a CPU; by tables, which takes fewer kernels, on a
-    GPU."""
+    """Return a segment with one new token of every running row.
+
+    On a CPU it is attended to block by block; on a GPU by tables, which takes fewer kernels.
+    """
     if device.type == "cpu":
         return Decode(tables.advance())
     numbers_BX = torch.from_numpy(tables.advance_by_table(*tables.size())).to(device)
@@ -106,8 +114,10 @@ def next_tokens(tables: BlockTables, device: torch.device) -> Segment:
 
 @dataclass(frozen=True)
 class ChunkedPrefill(Segment):
-    """The next `num_tokens` of one sequence that will have `longest`; its tokens up to the last of these have
-    `places_L` in the cache."""
+    """The next `num_tokens` of a sequence whose final length is `longest`.
+
+    `places_L` are the cache positions of all its tokens so far, these included.
+    """
 
     places_L: Tensor
     num_tokens: int
@@ -130,22 +140,23 @@ class ChunkedPrefill(Segment):
         k_cached: Tensor, v_cached: Tensor,
     ) -> Tensor:  # fmt: skip
         cache.write(layer, k_cached, v_cached, self.places_L[-self.num_tokens :])
-        behind_TL = self._position_T[:, None] - self._position_L
-        visible_TL = (behind_TL >= 0) & (behind_TL < (kind.window or len(self.places_L)))
+        distance_TL = self._position_T[:, None] - self._position_L
+        visible_TL = (distance_TL >= 0) & (distance_TL < (kind.window or len(self.places_L)))
         q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, self.places_L)))
         return masked_attention(q, k, v, visible_TL, kind)[0].transpose(0, 1)
 
 
 class Prefill(Segment):
-    """The beginnings of sequences, `seq_lens` tokens each."""
+    """The first `seq_lens` tokens of several sequences."""
 
     from_cache = False
 
     def __init__(
         self, seq_lens: Sequence[int], places_T: Tensor, *, whole_lens: Sequence[int] | None = None
     ) -> None:
-        """`whole_lens`: tokens that the sequences will have; None: they have them."""
-        self._seq_lens, self._places_T = list(seq_lens), places_T
+        """`whole_lens` are the final lengths of the sequences; None means that these are `seq_lens`."""
+        self._seq_lens = list(seq_lens)
+        self._places_T = places_T
         row_T, position_T, length_T = token_places(seq_lens, places_T.device)
         if whole_lens is not None:
             length_T = torch.tensor(whole_lens, device=places_T.device)[row_T]

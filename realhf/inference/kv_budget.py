@@ -1,4 +1,7 @@
-"""CohortCapacity: how many rows run at once in a generation, and the blocks of the cache that they have."""
+"""Limits of a generation: how many rows decode at once, and how many blocks of the KV cache they may use.
+
+All replicas agree on GenerationLimits; each cohort of samples derives its CohortCapacity from them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +14,12 @@ from realhf.kv_blocks import block_size, blocks_for, num_blocks
 _GIB = 1 << 30
 
 
-def longest_sizes(jobs: Sequence[PromptGroup]) -> list[Size]:
-    """Of the longest prompt and of the longest one with several samples: all that GenerationLimits go by."""
-    sizes = [job.size for job in jobs]
+def longest_sizes(groups: Sequence[PromptGroup]) -> list[Size]:
+    """Return the size of the longest prompt and of the longest one with several samples.
+
+    GenerationLimits depend on no other sizes.
+    """
+    sizes = [group.size for group in groups]
     return [max(some) for some in (sizes, [size for size in sizes if size[1] > 1]) if some]
 
 
@@ -24,7 +30,7 @@ def check_not_empty(sample_ids: Sequence[int]) -> None:
 
 
 def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int | None) -> None:
-    """Raise UserError if a prompt of so many tokens and its response do not fit in the model's positions."""
+    """Raise UserError if a prompt of this many tokens and its response exceed the model's positions."""
     if num_positions is not None and longest_prompt + max_new_tokens > num_positions:
         raise UserError(
             f"a prompt has {longest_prompt} tokens and sampling.max_new_tokens is {max_new_tokens}: "
@@ -33,14 +39,14 @@ def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """What all cohorts of all replicas generate by, so that none refuses a prompt that another would take."""
+    """The limits of all cohorts of all replicas, shared so that none refuses a prompt another one accepts."""
 
     work: Generate
-    token_bytes: int  # Of one token in a rank's cache.
-    num_cohorts: int  # They share the rows and the memory of `work`.
-    longest: int  # Tokens of a row.
+    token_bytes: int  # Bytes of one token in a rank's cache.
+    num_cohorts: int  # Cohorts that share the rows and the memory of `work`.
+    longest: int  # Tokens of the longest possible row.
     block_size: int
-    cache_bytes: int | None = None  # A rank's limit where `work` gives none; None: there is no limit.
+    cache_bytes: int | None = None  # A rank's limit where `work` sets none; None: there is no limit.
 
     @classmethod
     def of(
@@ -53,8 +59,8 @@ class GenerationLimits:
         return cls(work, token_bytes, num_cohorts, longest, size, cache_bytes)
 
     def affordable(self, count: int) -> int:
-        """Return how many of so many blocks for a cohort the limit allows. One sample can always run, unless
-        the user has set the limit."""
+        """Return how many of `count` blocks a cohort may have. One sample can always run, unless the user has
+        set the limit."""
         block_bytes = self.token_bytes * self.block_size
         if (gib := self.work.kv_cache_gib) is not None:
             return min(count, int(gib * _GIB / self.num_cohorts) // block_bytes)
@@ -64,43 +70,45 @@ class GenerationLimits:
 
     @property
     def _least(self) -> int:
-        """Blocks of a cohort with which any sample can run."""
+        """Number of blocks with which a cohort can run any sample."""
         return num_blocks(self.longest, self.block_size) + 1
 
     def check(self, num_positions: int | None) -> None:
-        """Raises UserError when a sample cannot fit in the model's positions or in the cache."""
+        """Raise UserError if a sample cannot fit in the model's positions or in the cache."""
         max_new = self.work.sampling.max_new_tokens
         check_positions(self.longest - max_new, max_new, num_positions)
         least = self._least
         if self.affordable(least) < least:
             least_gib = least * self.num_cohorts * self.token_bytes * self.block_size / _GIB
-            least_gib *= 1.01  # More than it loses when it is rounded to three digits.
+            least_gib *= 1.01  # This exceeds what rounding to three digits takes away.
             raise UserError(
                 f"kv_cache_gib is {self.work.kv_cache_gib:g} GiB: one sample of {self.longest} tokens "
                 f"(prompt and sampling.max_new_tokens) needs {least_gib:.3g} GiB")
 
 
 class CohortCapacity:
-    """What a cohort's cache and its tables are made for, so that all of these prompts can pass through."""
+    """The sizes of a cohort's cache and tables, with which every one of the given prompts can run."""
 
-    def __init__(self, jobs: Sequence[PromptGroup], terms: GenerationLimits) -> None:
-        sizes, work, self.block_size = [job.size for job in jobs], terms.work, terms.block_size
-        max_new = work.sampling.max_new_tokens
-        self.num_slots = min(-(-work.max_rows // terms.num_cohorts), sum(count for _, count in sizes))
+    def __init__(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> None:
+        sizes = [group.size for group in groups]
+        max_rows = limits.work.max_rows
+        max_new = limits.work.sampling.max_new_tokens
+        self.block_size = limits.block_size
+        self.num_slots = min(-(-max_rows // limits.num_cohorts), sum(count for _, count in sizes))
         self.max_sharers = max(count for _, count in sizes)
         self.blocks_per_row = num_blocks(max(length for length, _ in sizes) + max_new, self.block_size)
         self.num_wanted = blocks_for(
             sizes, size=self.block_size, num_slots=self.num_slots, max_new_tokens=max_new)
         """Blocks with which no row has to wait for memory."""
-        self.num_blocks = terms.affordable(self.num_wanted)
+        self.num_blocks = limits.affordable(self.num_wanted)
 
-    def num_at_once(self, jobs: Sequence[PromptGroup]) -> int:
-        """How many of them, from the first on, have slots and blocks to begin with."""
+    def num_at_once(self, groups: Sequence[PromptGroup]) -> int:
+        """Return how many of the groups, from the first on, find slots and blocks at the beginning."""
         rows = blocks = 0
-        for number, (tokens, ids) in enumerate(jobs):
+        for number, (tokens, ids) in enumerate(groups):
             own = min(len(ids), self.num_slots - rows) * (len(ids) > 1)
             blocks += num_blocks(len(tokens), self.block_size) + own
             if rows >= self.num_slots or blocks > self.num_blocks:
                 return number
             rows += len(ids)
-        return len(jobs)
+        return len(groups)

@@ -1,12 +1,12 @@
 """KVCache: keys and values of one rank's layers in blocks, and attention of the newest tokens over them.
 
-The blocks are attended to where they lie, each for itself and a shared one (or several that always go
-together, as one) once for all of its rows; what comes of it is put together by log-sum-exp (Dao et al. 2023,
-"Flash-Decoding"; the shared prefix as in Hydragen, arXiv:2402.05099).
+Attention reads the blocks in place and treats each block separately; it reads a shared block, or several
+joined ones, once for all rows that share it. The partial results are combined by log-sum-exp (Dao et al.
+2023, "Flash-Decoding"; for shared prefixes, Hydragen, arXiv:2402.05099).
 
 Shape suffixes: B rows, T tokens of all rows end to end, N query heads, K key-value heads, G queries per
-key-value head, D head dim; P blocks, joined ones as one, L tokens in them, S rows that share one, M those
-of a row.
+key-value head, D head dim; P blocks (joined blocks count as one), L tokens in a block, S rows that share a
+block, M blocks of a row, X partial results of all blocks and rows.
 """
 
 import math
@@ -22,9 +22,10 @@ from realhf.nn.transformer import Transformer
 
 
 class KVCache:
-    """Per local layer K and V of `shape` (blocks, tokens in a block, kv heads, head_dim).
+    """A paged cache of keys and values: of each local layer, both of `shape` (blocks, tokens in a block, kv
+    heads, head_dim).
 
-    With `value_dim`, values are the first dims of the keys and not held a second time.
+    With `value_dim`, the values are the first dims of the keys and are not stored separately.
     """
 
     def __init__(
@@ -44,32 +45,34 @@ class KVCache:
             dtype=model.flat.dtype, device=model.flat.device)
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, places_T: Tensor) -> None:
-        """Stores tokens at `places_T`, which are block * block size + place in the block."""
+        """Write keys and values at cache positions `places_T`: block * block size + offset in the block."""
         news = (k_TKD, v_TKD) if self._value_dim is None else (k_TKD,)
         for cached, new in zip(self.layers[layer].flatten(1, 2), news, strict=True):
             cached.index_copy_(0, places_T, new)
 
     def read(self, layer: int, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at these places: k_TKD, v_TKD."""
+        """Return the keys and values at these cache positions: k_TKD, v_TKD."""
         k_TKD, *others = self.layers[layer].flatten(1, 2).index_select(1, places_T)
         return k_TKD, others[0] if others else k_TKD[..., : self._value_dim]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Blocks that rows are about to write to, but share."""
+        """Copy shared blocks for rows that are about to write to them."""
         device = self.layers[0].device
-        targets_P, sources_P = torch.tensor(targets, device=device), torch.tensor(sources, device=device)
+        sources_P = torch.tensor(sources, device=device)
+        targets_P = torch.tensor(targets, device=device)
         for layer in self.layers:
             layer.index_copy_(1, targets_P, layer.index_select(1, sources_P))
 
     def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind, at: "Visible") -> Tensor:
-        """Grouped-query attention of each row's newest token over its cached positions: out_BND."""
+        """Compute grouped-query attention of each row's newest token over its cached positions: out_BND."""
         num_rows, num_heads, dim = q_BND.shape
         num_kv_heads = self.layers[layer].shape[3]
         q_BKGD = q_BND.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
         parts = [self._part(layer, q_BKGD, kind, at, number) for number in range(len(at.decoding.sets))]
         outs, lses = zip(*parts, strict=True)
         out_XKGD, lse_XKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
-        parts_BM, missing_BM = at.decoding.parts_BM, at.decoding.missing_BM
+        parts_BM = at.decoding.parts_BM
+        missing_BM = at.decoding.missing_BM
         if parts_BM.shape[1] == 1:
             return out_XKGD.index_select(0, parts_BM[:, 0]).flatten(1, 2)
         lse_BMKG, out_BMKGD = (
@@ -82,7 +85,7 @@ class KVCache:
     def _part(
         self, layer: int, q_BKGD: Tensor, kind: AttentionKind, at: "Visible", number: int
     ) -> tuple[Tensor, Tensor]:
-        """Of every block of a set and each of its rows: out of (P * S, K, G, D) and log-sum-exp."""
+        """Return the partial results of a set's blocks and rows: out (P * S, K, G, D) and log-sum-exp."""
         blocks = at.decoding.sets[number]
         cached = self.layers[layer]
         if blocks.joined > 1:
@@ -91,10 +94,11 @@ class KVCache:
         else:
             k, *others = cached[:, blocks.blocks, : blocks.width].transpose(2, 3)
         v = others[0] if others else k
-        num_sharers, group = blocks.rows_PS.shape[1], q_BKGD.shape[2]
+        num_sharers = blocks.rows_PS.shape[1]
+        group = q_BKGD.shape[2]
         mask = at.mask(number, kind.window, group, q_BKGD.dtype)
         q = q_BKGD.index_select(0, blocks.rows_PS.flatten())
-        if num_sharers > 1:  # They take the place of positions, as groups do.
+        if num_sharers > 1:  # Sharers take the dim of positions, together with query groups.
             q = q.unflatten(0, blocks.rows_PS.shape).transpose(1, 2).flatten(2, 3)
         out, lse = attention_with_lse(q, k, v, kind, mask)
         if num_sharers > 1:
@@ -104,14 +108,14 @@ class KVCache:
 
 
 class Visible:
-    """What the newest tokens see, the same in all layers of a kind."""
+    """The masks of a decoding step, which all layers of an attention kind share."""
 
     def __init__(self, decoding: Decoding) -> None:
         self.decoding = decoding
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def mask(self, number: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores over set `number`: (P, 1, S * G or 1, L); None: all is seen."""
+        """Return the additive mask of set `number`: (P, 1, S * G or 1, L); None if everything is visible."""
         if (number, window) not in self._masks:
             blocks = self.decoding.sets[number]
             self._masks[number, window] = self._mask(blocks, window, group, dtype)
@@ -125,18 +129,20 @@ class Visible:
             return None
         counts_PS1 = blocks.counts_PS[:, :, None]
         at_L = torch.arange(blocks.width, device=counts_PS1.device)
-        seen_PSL = at_L < counts_PS1
+        visible_PSL = at_L < counts_PS1
         if window is not None:
-            seen_PSL &= at_L >= counts_PS1 - window
+            visible_PSL &= at_L >= counts_PS1 - window
         if blocks.rows_PS.shape[1] > 1:
-            seen_PSL = seen_PSL.repeat_interleave(group, dim=1)
-        # Finite, so that a block of which nothing is seen gets a weight of 0 instead of NaN.
-        return (~seen_PSL).to(dtype).mul_(torch.finfo(dtype).min / 2)[:, None]
+            visible_PSL = visible_PSL.repeat_interleave(group, dim=1)
+        # The mask is finite, so that a block without visible tokens gets a weight of 0 instead of NaN.
+        return (~visible_PSL).to(dtype).mul_(torch.finfo(dtype).min / 2)[:, None]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, as what lies behind a row's end is multiplied by probability zero and must be finite. On CPU
-    numpy's, whose pages take no memory, nor time, before they are written to."""
+    """Return zeros, because what follows a row's end is multiplied by probability zero and must be finite.
+
+    On a CPU they come from numpy, whose pages take neither memory nor time before they are written to.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""RolloutBuffer: prompts that are being continued, and what has been drawn for them so far."""
+"""RolloutBuffer: the samples of a generation, and the tokens that have been drawn for them so far."""
 
 from collections.abc import Sequence
 from itertools import chain, groupby
@@ -13,7 +13,7 @@ from realhf.inference.scheduler import Prompt
 from realhf.nn.packed import token_places
 
 Size = tuple[int, int]
-"""Tokens of a prompt, and samples that continue it."""
+"""Tokens of a prompt, and number of samples that continue it."""
 
 
 class PromptGroup(NamedTuple):
@@ -28,47 +28,50 @@ class PromptGroup(NamedTuple):
 
 
 def by_prompt(prompts: Sequence[list[int]], ids: Sequence[int]) -> list[PromptGroup]:
-    """RolloutBuffer of equal prompts that are neighbours go together."""
+    """Group adjacent samples that have equal prompts."""
     runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
     return [PromptGroup(prompts[run[0]], [ids[i] for i in run]) for run in runs]
 
 
-def pack_groups(jobs: Sequence[PromptGroup]) -> torch.Tensor:
-    """As bytes."""
-    tokens = [torch.tensor(job.tokens, dtype=torch.long) for job in jobs]
+def pack_groups(groups: Sequence[PromptGroup]) -> torch.Tensor:
+    """Return the groups as bytes, to be sent to other ranks."""
+    tokens = [torch.tensor(group.tokens, dtype=torch.long) for group in groups]
     packed = Packed.of(tokens, empty=torch.zeros(0, dtype=torch.long))
-    return Batch(list(range(len(jobs))), {"tokens": packed, "ids": [job.ids for job in jobs]}).pack()
+    return Batch(list(range(len(groups))), {"tokens": packed, "ids": [group.ids for group in groups]}).pack()
 
 
 def unpack_groups(data: torch.Tensor) -> list[PromptGroup]:
     batch = Batch.unpack(data)
-    return [PromptGroup(t.tolist(), ids) for t, ids in zip(batch["tokens"].split(), batch["ids"], strict=True)]
+    tokens = batch["tokens"].split()
+    return [PromptGroup(prompt.tolist(), ids) for prompt, ids in zip(tokens, batch["ids"], strict=True)]
 
 
 class RolloutBuffer:
-    """RolloutBuffer by number, in the order in which they have come; there may be more than `capacity`."""
+    """Samples, numbered in the order of their arrival; it grows when more than `capacity` arrive."""
 
     def __init__(self, capacity: int, *, max_new_tokens: int, ends: torch.Tensor) -> None:
-        """`ends`: for every token of the vocabulary whether a sample ends with it."""
+        """`ends` says for every token of the vocabulary whether it ends a sample."""
         self.prompts: list[list[int]] = []
-        self.ids, self.lengths = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
-        """`lengths`: tokens that each sample has."""
+        self.ids = np.zeros(capacity, np.int64)
+        self.lengths = np.zeros(capacity, np.int64)
+        """Drawn tokens of each sample."""
         self.finished = np.zeros(capacity, bool)
         self.num_ended = 0
         self.num_tokens = 0
-        """Drawn so far."""
+        """Tokens drawn so far, of all samples."""
         self.tokens = torch.zeros(capacity, max_new_tokens, dtype=torch.long, device=ends.device)
         self.logprobs = torch.zeros(capacity, max_new_tokens, dtype=torch.float64, device=ends.device)
-        self._max_new_tokens, self._ends = max_new_tokens, ends
+        self._max_new_tokens = max_new_tokens
+        self._ends = ends
 
-    def add(self, job: PromptGroup) -> Prompt:
-        """As the scheduler wants them."""
+    def add(self, group: PromptGroup) -> Prompt:
+        """Add the samples of a group and return it in the scheduler's form."""
         first = len(self.prompts)
-        self.prompts += [job.tokens] * len(job.ids)
+        self.prompts += [group.tokens] * len(group.ids)
         if (lacking := len(self.prompts) - len(self.ids)) > 0:
             self._grow(max(lacking, len(self.ids) // 8))
-        self.ids[first : len(self.prompts)] = job.ids
-        return Prompt(job.tokens, list(range(first, len(self.prompts))))
+        self.ids[first : len(self.prompts)] = group.ids
+        return Prompt(group.tokens, list(range(first, len(self.prompts))))
 
     def _grow(self, count: int) -> None:
         self.ids, self.lengths = (np.pad(numbers, (0, count)) for numbers in (self.ids, self.lengths))
@@ -77,11 +80,11 @@ class RolloutBuffer:
             torch.cat([x, x.new_zeros(count, x.shape[1])]) for x in (self.tokens, self.logprobs))
 
     def history(self, number: int) -> list[int]:
-        """All tokens of a sample."""
+        """Return the prompt of a sample and all of its drawn tokens."""
         return self.prompts[number] + self.tokens[number, : self.lengths[number]].tolist()
 
     def append(self, numbers: Integers, tokens_B: torch.Tensor) -> list[bool]:
-        """The next tokens of these samples; whether they are the last ones."""
+        """Append one token to each of these samples; return for each whether that was its last."""
         self.tokens[self.at(numbers)] = tokens_B
         finished = self._ends[tokens_B].cpu().numpy()
         self.lengths[numbers] += 1
@@ -92,25 +95,29 @@ class RolloutBuffer:
         return ended.tolist()
 
     def at(self, numbers: Integers, *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where in `tokens` the next ones of these samples go, or so many places before."""
-        device, lengths = self.tokens.device, self.lengths[numbers] - back
+        """Return the index in `tokens` of each sample's next token, or of the one `back` positions before."""
+        device = self.tokens.device
+        lengths = self.lengths[numbers] - back
         return torch.from_numpy(numbers).to(device), torch.from_numpy(lengths).to(device)
 
 
 def columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
-    """Sequences, response mask, log-probs and finished flags of all samples, as `Generate` promises them."""
+    """Return the columns of `Generate`: sequences, response mask, log-probs and finished flags."""
     device = parts[0].tokens.device
-    floats, finished = torch.zeros(0, dtype=wide, device=device), list[torch.Tensor]()
-    sequences, masks, logprobs, lengths = [floats.long()], [floats], [floats], list[int]()
+    floats = torch.zeros(0, dtype=wide, device=device)
+    sequences, masks, logprobs, finished = [floats.long()], [floats], [floats], [floats]
+    lengths: list[int] = []
     for part in parts:
-        count, prompt_lens = len(part.prompts), np.array([len(prompt) for prompt in part.prompts], np.int64)
+        count = len(part.prompts)
+        prompt_lens = np.array([len(prompt) for prompt in part.prompts], np.int64)
         whole = (prompt_lens + part.lengths[:count]).tolist()
         row_T, position_T, _ = token_places(whole, torch.device("cpu"))
         at_T = position_T - torch.from_numpy(prompt_lens)[row_T]
         drawn_T = at_T >= 0
         tokens_T = torch.empty(len(row_T), dtype=torch.long)
         tokens_T[~drawn_T] = torch.from_numpy(np.fromiter(chain.from_iterable(part.prompts), np.int64))
-        drawn_T, at = drawn_T.to(device), (row_T[drawn_T].to(device), at_T[drawn_T].to(device))
+        at = row_T[drawn_T].to(device), at_T[drawn_T].to(device)
+        drawn_T = drawn_T.to(device)
         tokens_T = tokens_T.to(device).masked_scatter_(drawn_T, part.tokens[at])
         sequences.append(tokens_T)
         masks.append(drawn_T.to(wide))
@@ -118,4 +125,4 @@ def columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
         lengths += whole
         finished.append(torch.from_numpy(part.finished[:count]).to(floats))
     packed = [Packed(torch.cat(column), lengths) for column in (sequences, masks, logprobs)]
-    return [*packed, torch.cat([floats, *finished])]
+    return [*packed, torch.cat(finished)]

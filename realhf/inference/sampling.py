@@ -1,11 +1,13 @@
-"""Drawing tokens from vocabulary shards: inverse CDF in vocabulary order, the same algorithm on all layouts.
+"""Sampling from vocabulary shards: inverse CDF in vocabulary order, the same algorithm on all layouts.
 
-In float64 and float32 all layouts then draw the same tokens. In bfloat16 a token can flip where rounding
-moves a boundary between two tokens, and then that sample differs.
-Random numbers are counter-based: Philox4x32-10 (Salmon et al., SC 2011). Of the logits only shards' maxima
-and sums cross ranks (with top-k also their k largest, with top-p all).
-Shapes: B rows, V the rank's shard of the vocabulary, C chunks of it, L tokens of a chunk, R ranks of the
-tensor-parallel group.
+In float64 and float32 all layouts draw the same tokens. In bfloat16 a token can flip where rounding moves a
+boundary between two tokens, and then that sample differs.
+
+Random numbers are counter-based: Philox4x32-10 (Salmon et al., SC 2011). Ranks exchange only the maxima and
+sums of their logits (with top-k also the k largest, with top-p all of them).
+
+Shape suffixes: B rows, V the rank's shard of the vocabulary, C chunks of it, L tokens of a chunk, R ranks of
+the tensor-parallel group.
 """
 
 from collections.abc import Sequence
@@ -24,16 +26,18 @@ Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
-_CHUNK = 256  # Tokens of the vocabulary whose probabilities are added up before anything else.
-_PART_NUMEL = 1 << 18  # Logits that are worked on at a time, so that they stay in a core's cache.
-_CUDA_PARTS = 256  # As many times more on a GPU, where each costs kernel launches.
-_AHEAD = 16  # Positions.
-_MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_CHUNK = 256  # Vocabulary tokens in a chunk, whose probabilities are summed first.
+_PART_NUMEL = 1 << 18  # Logits that are processed at a time, so that they stay in a core's cache.
+_CUDA_PARTS = 256  # A GPU processes this many times more, because each part costs kernel launches.
+_AHEAD = 16  # Positions for which random numbers are computed at a time.
+_MASK = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
 
 
 def philox_4x32(counter: Sequence[Words], key: tuple[int, int], *, rounds: int = 10) -> list[Words]:
-    """Four 32-bit words, as uint64 arrays, from a counter of four such words and a key of two numbers."""
-    even, odd = np.stack(counter[::2]), np.stack(counter[1::2])
+    """Return four 32-bit words, as uint64 arrays, for a counter of four words and a key of two numbers."""
+    even = np.stack(counter[::2])
+    odd = np.stack(counter[1::2])
     rounds_before = np.arange(rounds, dtype=np.uint64)[:, None, None]
     for keys in np.array([key], np.uint64).T + rounds_before * _KEY_STEPS & _MASK:
         products = (even * _MULTIPLIERS)[::-1]
@@ -42,11 +46,12 @@ def philox_4x32(counter: Sequence[Words], key: tuple[int, int], *, rounds: int =
 
 
 def uniform(seed: int, *, sample_ids: Integers, positions: Integers) -> Floats:
-    """Numbers in [0, 1) of float64 with 53 random bits, a function of (seed, sample id, position) alone.
+    """Return float64 numbers in [0, 1) with 53 random bits, a function of (seed, sample id, position) alone.
 
-    Made on the host, where both are known before the logits are.
+    They are computed on the host, where sample ids and positions are known before the logits are.
     """
-    ids, at = sample_ids.astype(np.uint64), positions.astype(np.uint64)
+    ids = sample_ids.astype(np.uint64)
+    at = positions.astype(np.uint64)
     counter = [ids & _MASK, ids >> _HALF, at, np.zeros_like(at)]
     words = philox_4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     bits = words[0] >> np.uint64(5) << np.uint64(26) | words[1] >> np.uint64(6)
@@ -54,14 +59,17 @@ def uniform(seed: int, *, sample_ids: Integers, positions: Integers) -> Floats:
 
 
 class Draws:
-    """The numbers of `uniform` for samples that advance one position at a time from position 0. They are made
-    some positions ahead: to make a few takes as long as to make one."""
+    """The numbers of `uniform` for samples that advance one position at a time from position 0.
+
+    They are computed several positions ahead, because computing a few takes as long as computing one.
+    """
 
     def __init__(self, seed: int) -> None:
-        self._seed, self._numbers = seed, np.zeros((0, _AHEAD))
+        self._seed = seed
+        self._numbers = np.zeros((0, _AHEAD))
 
     def __call__(self, rows: Integers, *, sample_ids: Integers, positions: Integers) -> Floats:
-        """Of samples, each at the same row every time."""
+        """Return one number per sample. A sample must be at the same row in every call."""
         if (lacking := int(rows.max(initial=-1)) + 1 - len(self._numbers)) > 0:
             self._numbers = np.pad(self._numbers, ((0, max(lacking, len(self._numbers) // 8)), (0, 0)))
         column = positions % _AHEAD
@@ -81,9 +89,9 @@ def for_vocabulary(config: SamplingConfig, vocab_size: int) -> SamplingConfig:
 def sample(
     logits_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, vocab_start: int, group: Group
 ) -> tuple[Tensor, Tensor]:
-    """Token ids (int64) and their log-probs before top-k and top-p (float64), the same on all of `group`.
+    """Return token ids (int64) and their log-probs before top-k and top-p (float64), on all ranks of `group`.
 
-    Exponentials are of the logits' dtype, what is added up of them float64.
+    Exponentials are computed in the logits' dtype and summed in float64.
     """
     greedy = config.temperature == 0
     if config.temperature not in (0, 1):
@@ -112,8 +120,9 @@ def sample(
 
 
 def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:
-    """Sums of exp(logits - max) over every `_CHUNK` tokens of the vocabulary: sums_BC in float64."""
-    whole, parts = logits_BV.shape[1] // _CHUNK * _CHUNK, []
+    """Return the sums of exp(logits - max) over each chunk of the vocabulary: sums_BC in float64."""
+    parts = []
+    whole = logits_BV.shape[1] // _CHUNK * _CHUNK
     numel = _PART_NUMEL * (_CUDA_PARTS if logits_BV.is_cuda else 1)
     step = max(1, numel // logits_BV.shape[1])
     for at in (slice(start, start + step) for start in range(0, len(logits_BV), step)):
@@ -128,19 +137,22 @@ def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:
 def _in_shard(
     cdf_BC: Tensor, mass_RB: Tensor, uniform_B: Tensor, *, index: int
 ) -> tuple[Tensor, Tensor]:
-    """Rank whose shard holds the drawn token, and where in the CDF of this rank's (`index`) shard it is."""
+    """Return the rank whose shard holds the drawn token, and the draw's value in this shard's CDF.
+
+    The value is meaningful on that rank only; `index` is this rank's.
+    """
     end_RB = mass_RB.cumsum(0)
     start_RB = torch.cat([torch.zeros_like(end_RB[:1]), end_RB[:-1]])
     total_B = end_RB[-1]
     target_B = torch.minimum(uniform_B * total_B, _before(total_B))
     owner_B = (start_RB <= target_B).sum(0) - 1
-    # The shard's own CDF ends at its own sum, which its share of the mass scales to.
+    # The value is scaled from the total mass to this shard's CDF, which ends at the shard's own sum.
     scale_B = cdf_BC[:, -1] / mass_RB[index].clamp(min=torch.finfo(torch.float64).tiny)
     return owner_B, (target_B - start_RB[index]) * scale_B
 
 
 def _inverse_cdf(logits_BV: Tensor, max_B: Tensor, cdf_BC: Tensor, inside_B: Tensor) -> Tensor:
-    """The token of the shard at that place of its CDF: first its chunk, then itself in the chunk."""
+    """Return the token of the shard at this value of its CDF: find the chunk first, then the token in it."""
     if cdf_BC.shape[1] == 1:
         cdf_BV = (logits_BV - max_B[:, None]).double().exp_().cumsum(-1)
         return _find(cdf_BV, inside_B[:, None] * (cdf_BV[:, -1:] / cdf_BC))[:, 0]
@@ -152,14 +164,14 @@ def _inverse_cdf(logits_BV: Tensor, max_B: Tensor, cdf_BC: Tensor, inside_B: Ten
     weights_BL = (logits_BV.gather(1, at_BL.clamp(max=last)) - max_B[:, None]).double().exp()
     cdf_BL = weights_BL.masked_fill(at_BL > last, 0).cumsum(-1)
     sum_B1 = cdf_BC.gather(1, chunk_B1) - start_B1
-    # (Sums of one chunk that are made in two ways differ in their last digits.)
+    # (The two ways to sum a chunk differ in the last digits.)
     inside_B1 = inside_B1 * (cdf_BL[:, -1:] / sum_B1.clamp(min=torch.finfo(torch.float64).tiny))
     return at_BL.gather(1, _find(cdf_BL, inside_B1))[:, 0].clamp(max=last)
 
 
 def _find(cdf_BC: Tensor, inside_B1: Tensor) -> Tensor:
-    """The first place where the CDF is above the value, at most the last of positive weight, should rounding
-    lead past the end."""
+    """Return the first index at which the CDF is above the value; should rounding lead past the end, the last
+    index of positive weight."""
     inside_B1 = torch.minimum(inside_B1, _before(cdf_BC[:, -1:]))
     return torch.searchsorted(cdf_BC, inside_B1, right=True).clamp_(max=cdf_BC.shape[1] - 1)
 
@@ -169,7 +181,7 @@ def _before(x: Tensor) -> Tensor:
 
 
 def _filter(logits_BV: Tensor, config: SamplingConfig, *, group: Group) -> Tensor:
-    """Logits; outside top-k, then outside the nucleus (Holtzman et al. 2020), minus infinity."""
+    """Set logits outside top-k, then those outside the nucleus (Holtzman et al. 2020), to minus infinity."""
     size = logits_BV.shape[-1]
     if config.top_k > 0:
         largest = _gather(logits_BV.topk(min(config.top_k, size), -1).values, width=config.top_k, group=group)
@@ -186,6 +198,6 @@ def _filter(logits_BV: Tensor, config: SamplingConfig, *, group: Group) -> Tenso
 
 
 def _gather(logits: Tensor, *, width: int, group: Group) -> Tensor:
-    """Logits of all shards in one row; as shards may differ in size, each is padded to `width` first."""
+    """Gather the logits of all shards in one row, each padded to `width`, as shards may differ in size."""
     padded = torch.nn.functional.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)
     return group.all_gather(padded).transpose(0, 1).flatten(1)

@@ -1,8 +1,9 @@
-"""Scheduler: which rows decode and which prompts go into the cache in the next step (continuous batching).
+"""Scheduler: which rows decode and which prompts are prefilled in the next step (continuous batching).
 
-A row's slot is filled again as soon as the row has ended (Orca, Yu et al. 2022). Memory is handed out in
-blocks as rows grow; when there is none left, the newest row gives up its own and is computed anew later
-(vLLM, arXiv:2309.06180). All of it is decided from lengths alone, the same on every rank of a replica.
+A row is a sample that decodes in a slot. The slot is filled again as soon as the row has ended (Orca, Yu et
+al. 2022). Rows get memory in blocks as they grow; when no block is left, the newest row gives up its blocks
+and is computed again later (vLLM, arXiv:2309.06180). All decisions depend on lengths alone, so that they are
+the same on every rank of a replica.
 """
 
 from collections import deque
@@ -18,17 +19,17 @@ from realhf.kv_blocks import num_blocks
 
 @dataclass(eq=False)
 class Prompt:
-    """Tokens that go into the cache once, and the samples that continue them."""
+    """Tokens that are prefilled once, and the samples that continue them."""
 
     tokens: list[int]
     samples: list[int]
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
-    waiting: list[int] = field(default_factory=list)  # RolloutBuffer that have their first token, but no slot.
+    waiting: list[int] = field(default_factory=list)  # Samples that have their first token, but no slot.
     num_started: int = 0
 
     def __post_init__(self) -> None:
-        # A pass computes nothing for it: its samples would continue the token before theirs, somebody else's.
+        # An empty prompt has no hidden state: its samples would continue the token of another prompt.
         assert self.tokens, "a prompt has at least one token"
 
     @property
@@ -38,7 +39,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, stop) of a prompt, which go into the cache in one pass."""
+    """Tokens [start, stop) of a prompt, which one pass prefills."""
 
     prompt: Prompt
     start: int
@@ -53,39 +54,42 @@ class Piece:
         return self.stop == len(self.prompt.tokens)
 
     def places(self, block_size: int) -> list[int]:
-        """Where in the cache the prompt's tokens up to `stop` lie."""
+        """Return the cache positions of the prompt's tokens up to `stop`."""
         blocks = self.prompt.blocks
         return [blocks[i // block_size] * block_size + i % block_size for i in range(self.stop)]
 
 
 @dataclass(frozen=True)
 class Step:
-    """First blocks are copied; then one pass, in which all rows decode and pieces of prompts come in, the
-    rest of one that has been begun before the others."""
+    """Copies of blocks, and then one pass in which all rows decode and pieces of prompts are prefilled.
+
+    A piece that continues a prompt comes before those that begin one.
+    """
 
     copies: list[tuple[int, int]]  # Block to copy from, block to copy to.
-    rows: list[int]  # RolloutBuffer that decode one token, in order of their slots.
+    rows: list[int]  # Samples that decode one token, in order of their slots.
     pieces: list[Piece]
 
     @property
-    def further(self) -> Piece | None:
-        """What goes on with a prompt; nobody else's piece comes before it."""
+    def continued(self) -> Piece | None:
+        """The piece that continues a prompt, if there is one."""
         return self.pieces[0] if self.pieces and self.pieces[0].start > 0 else None
 
     @property
     def fresh(self) -> list[Piece]:
-        """The other pieces, which begin their prompts."""
-        return self.pieces[self.further is not None :]
+        """The pieces that begin their prompts."""
+        return self.pieces[self.continued is not None :]
 
     @property
     def num_tokens(self) -> int:
-        """That go through the model: one of each row, then the pieces."""
+        """Number of tokens in the pass: one of each row, then those of the pieces."""
         return len(self.rows) + sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
     def last_tokens(self) -> list[int]:
-        """Of every one of `samples`, which token it continues."""
-        found, count = list(range(len(self.rows))), len(self.rows)
+        """For each of `samples`, the index in the pass of the token that it continues."""
+        count = len(self.rows)
+        found = list(range(count))
         for piece in self.pieces:
             count += piece.stop - piece.start
             found += [count - 1] * (len(piece.prompt.samples) * piece.is_last)
@@ -93,36 +97,40 @@ class Step:
 
     @property
     def samples(self) -> list[int]:
-        """Who gets a token: the rows, then the samples of prompts that are now complete."""
+        """Samples that get a token: the rows, then the samples of prompts that are now complete."""
         return [*self.rows, *(s for piece in self.pieces if piece.is_last for s in piece.prompt.samples)]
 
 
 class Scheduler:
-    """Brings all samples of a queue of prompts to their ends, `num_slots` of them at a time."""
+    """Plans the steps that bring all samples of a queue of prompts to their ends, `num_slots` at a time."""
 
     def __init__(
         self, prompts: Iterable[Prompt], *, num_slots: int, blocks: BlockManager, tables: BlockTables,
         prefill_tokens: int, history: Callable[[int], list[int]], restart_at: int | None = None,
         more: Callable[[], Prompt | None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`history` gives a sample's prompt and all of its tokens so far. A row that is to grow past
-        `restart_at` tokens is computed anew first. `more` is asked for another prompt when the queue is empty
-        and a slot is free, until there is none."""
-        self._queue, self._num_slots, self._prefill_tokens = deque(prompts), num_slots, prefill_tokens
+        """`history` returns a sample's prompt and all of its tokens so far. A row that reaches `restart_at`
+        tokens is computed again before it grows further. When the queue is empty and a slot is free, `more`
+        is called for another prompt, until it returns None."""
+        self._queue = deque(prompts)
         self._more = more
-        self._blocks, self._tables = blocks, tables
-        self._history, self._restart_at = history, restart_at
+        self._history = history
+        self._num_slots = num_slots
+        self._prefill_tokens = prefill_tokens
+        self._restart_at = restart_at
+        self._blocks = blocks
+        self._tables = tables
         self._ready: deque[Prompt] = deque()
-        """In the cache, with samples that wait for slots."""
+        """Cached prompts whose samples wait for slots."""
         self._rows: dict[int, int] = {}
         """Slot -> sample, the newest last."""
         self._free_slots = list(range(num_slots))[::-1]
         self._last: Step | None = None
         self.num_restarts = 0
-        """Rows that had to give up their blocks and were computed anew."""
+        """Rows that gave up their blocks and were computed again."""
 
     def plan(self) -> Step | None:
-        """The next step; None when all samples have ended. `update` comes between two."""
+        """Return the next step, or None when all samples have ended. `update` must be called in between."""
         self._restart_long_rows()
         self._grow()
         copies = self._start_rows()
@@ -135,7 +143,7 @@ class Scheduler:
         return self._last
 
     def update(self, ended: Sequence[bool]) -> None:
-        """Which of the last step's `samples` have got their last token."""
+        """Record which of the last step's `samples` have got their last token."""
         assert self._last is not None
         slots = self._tables.running()
         for slot in slots[np.array(ended[: len(slots)], dtype=bool)].tolist():
@@ -144,25 +152,25 @@ class Scheduler:
         for prompt in (piece.prompt for piece in self._last.pieces if piece.is_last):
             prompt.waiting = [sample for sample, end in zip(prompt.samples, rest, strict=False) if not end]
             if len(prompt.tokens) == self._restart_at:
-                self._give_up(prompt)
+                self._restart_waiting(prompt)
             elif prompt.waiting:
                 self._ready.append(prompt)
             else:
                 self._blocks.release(prompt.blocks)
 
     def _stop(self, slot: int) -> int:
-        """Takes a row out; its sample."""
+        """Remove the row from the slot and return its sample."""
         self._blocks.release(self._tables.stop(slot))
         self._free_slots.append(slot)
         return self._rows.pop(slot)
 
     def _restart(self, sample: int) -> None:
         self.num_restarts += 1
-        is_cut = bool(self._queue) and bool(self._queue[0].blocks)  # It stays in front.
-        self._queue.insert(is_cut, Prompt(self._history(sample), [sample]))
+        is_begun = bool(self._queue) and bool(self._queue[0].blocks)  # A prompt that has begun stays first.
+        self._queue.insert(is_begun, Prompt(self._history(sample), [sample]))
 
-    def _give_up(self, prompt: Prompt) -> None:
-        """All of its samples that wait are computed anew."""
+    def _restart_waiting(self, prompt: Prompt) -> None:
+        """Release the prompt's blocks and queue its waiting samples to be computed again."""
         self._blocks.release(prompt.blocks)
         for sample in reversed(prompt.waiting):
             self._restart(sample)
@@ -174,45 +182,48 @@ class Scheduler:
                 self._restart(self._stop(slot))
 
     def _grow(self) -> None:
-        """Every row has a block for its next token; where there are too few, some rows lose all of theirs."""
+        """Give every row a block for its next token; if there are too few, some rows lose all of theirs."""
         for slot in self._tables.full():
             while slot in self._rows and self._blocks.num_free == 0:
-                self._make_room()
+                self._reclaim_blocks()
             if slot in self._rows:
                 self._tables.append(slot, *self._blocks.allocate(1))
 
-    def _make_room(self) -> None:
-        """Gives back the blocks of who has waited or run for the shortest time."""
-        if self._queue and self._queue[0].blocks:  # In the middle of its pieces.
+    def _reclaim_blocks(self) -> None:
+        """Release the blocks of the prompt or row that has waited or run for the shortest time."""
+        if self._queue and self._queue[0].blocks:  # It has been prefilled in part.
             prompt = self._queue[0]
             self._blocks.release(prompt.blocks)
-            prompt.blocks, prompt.num_cached = [], 0
+            prompt.blocks = []
+            prompt.num_cached = 0
         elif self._ready and not (len(self._ready) == 1 and not self._rows):
-            self._give_up(self._ready.pop())
+            self._restart_waiting(self._ready.pop())
         else:
             self._restart(self._stop(next(reversed(self._rows))))
 
     def _start_rows(self) -> list[tuple[int, int]]:
-        """Fills free slots; the blocks to copy for them: each row goes on in a last block of its own."""
+        """Fill free slots; return the blocks to copy, as each row needs a last block of its own."""
         copies = []
         while self._ready and self._free_slots:
             prompt = self._ready[0]
             num_full, rest = divmod(len(prompt.tokens), self._tables.block_size)
-            is_last, shares = len(prompt.waiting) == 1, len(prompt.samples) > 1
+            is_last = len(prompt.waiting) == 1
             copies_tail = rest > 0 and not is_last
-            while not self._rows and self._blocks.num_free == 0 and (copies_tail or rest == 0):
-                self._make_room()
-            if self._blocks.num_free < (copies_tail or rest == 0):
+            needs_block = copies_tail or rest == 0
+            while not self._rows and self._blocks.num_free == 0 and needs_block:
+                self._reclaim_blocks()
+            if self._blocks.num_free < needs_block:
                 break
-            slot, blocks = self._free_slots.pop(), prompt.blocks
+            slot = self._free_slots.pop()
+            blocks = prompt.blocks
             if not is_last:
                 blocks = blocks[:num_full] + self._blocks.allocate(int(copies_tail))
                 self._blocks.share(blocks[:num_full])
                 if copies_tail:
                     copies.append((prompt.blocks[num_full], blocks[num_full]))
+            num_shared = num_full if len(prompt.samples) > 1 else 0
             self._tables.start(
-                slot, blocks, length=len(prompt.tokens), num_shared=num_full * shares,
-                ordinal=prompt.num_started)
+                slot, blocks, length=len(prompt.tokens), num_shared=num_shared, ordinal=prompt.num_started)
             if rest == 0:
                 self._tables.append(slot, *self._blocks.allocate(1))
             self._rows[slot] = prompt.waiting.pop(0)
@@ -222,42 +233,45 @@ class Scheduler:
         return copies
 
     def _pieces(self) -> list[Piece]:
-        """Pieces of prompts that the slots and blocks have room for, at most `prefill_tokens` tokens."""
+        """Return pieces of prompts for which there are slots and blocks, at most `prefill_tokens` tokens."""
         pieces: list[Piece] = []
-        room = self._prefill_tokens
+        budget = self._prefill_tokens
         num_rows = len(self._rows) + sum(len(prompt.waiting) for prompt in self._ready)
-        while room > 0 and (self._queue or self._fetch(num_rows)):
+        while budget > 0 and (self._queue or self._fetch(num_rows)):
             prompt = self._queue[0]
             left = len(prompt.tokens) - prompt.num_cached
-            if pieces and left > room:  # A prompt is cut only if it is too long for any pass.
+            if pieces and left > budget:  # A prompt is split only if it is too long for any pass.
                 break
             if not prompt.blocks and not self._admit(prompt, num_rows):
                 break
-            take = min(left, room)
+            take = min(left, budget)
             pieces.append(Piece(prompt, prompt.num_cached, prompt.num_cached + take))
             prompt.num_cached += take
-            room -= take
+            budget -= take
             num_rows += len(prompt.samples)
             if prompt.is_cached:
                 self._queue.popleft()
-        # Neighbours of equal length are attended to together; what goes on stays in front.
+        # Attention batches neighbours of equal length; a piece that continues a prompt stays first.
         return sorted(pieces, key=lambda piece: (piece.start == 0, piece.stop))
 
     def _fetch(self, num_rows: int) -> bool:
-        """Whether another prompt has come into the queue, for which there was a slot and a block. One that
-        turns out to need more waits here, even if another replica has room for it."""
+        """Call `more` if a slot and a block are free; return whether the queue has a prompt.
+
+        A prompt that turns out to need more blocks waits here, even if another replica could run it.
+        """
         if num_rows < self._num_slots and self._blocks.num_free > 0 and (prompt := self._more()) is not None:
             self._queue.append(prompt)
         return bool(self._queue)
 
     def _admit(self, prompt: Prompt, num_rows: int) -> bool:
-        """Takes blocks for the prompt, if a slot is free and each of its rows that it has slots for can have
-        one block more."""
-        free = self._num_slots - num_rows
-        size, shares = self._tables.block_size, len(prompt.samples) > 1
+        """Allocate blocks for the prompt and return True, if a slot is free and enough blocks remain to give
+        one more to each of its samples that gets a slot."""
+        free_slots = self._num_slots - num_rows
+        size = self._tables.block_size
+        shares = len(prompt.samples) > 1
         needs = num_blocks(len(prompt.tokens), size)
-        wants = needs + min(len(prompt.samples), free) * shares
-        if num_rows > 0 and (free <= 0 or self._blocks.num_free < wants):
+        wants = needs + min(len(prompt.samples), free_slots) * shares
+        if num_rows > 0 and (free_slots <= 0 or self._blocks.num_free < wants):
             return False
         num_shared = len(prompt.tokens) // size * shares
         prompt.blocks = self._blocks.allocate(num_shared, to_share=True)

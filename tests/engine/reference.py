@@ -30,7 +30,7 @@ def _float64_norm(weight, x):
 
 
 def plain_model(directory: Path, *, tied: bool = False, **changes: Any) -> transformers.Qwen2ForCausalLM:
-    """A random tiny Qwen2, saved to `directory`; heads of 8 dims, vocabulary of 67."""
+    """Build a random tiny Qwen2 with heads of 8 dims and a vocabulary of 67, and save it to `directory`."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**(hf_config(tied=tied) | changes), attn_implementation="sdpa")
     model = transformers.Qwen2ForCausalLM(config).double()
@@ -43,7 +43,7 @@ def plain_model(directory: Path, *, tied: bool = False, **changes: Any) -> trans
 
 
 def ragged_rows(num_rows: int, *, seed: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, completion) token lists of different lengths."""
+    """Return (prompt, completion) token lists of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randint, generator=generator)
     lengths = draw(1, 7, (num_rows, 2)).tolist()

@@ -1,4 +1,4 @@
-"""How metrics of a train step come from its mini-batches."""
+"""Metrics of a train step, combined from its mini-batches."""
 
 import torch
 
@@ -13,7 +13,7 @@ COLUMNS = (*KEYS, "gen_logprobs", "advantages")
 
 
 def _train(world, text, noise, num_minibatches, epochs):
-    """Metrics of a train step whose generator gave log-probs that are off by `noise`."""
+    """Return the metrics of a train step whose generation log-probs are off by `noise`."""
     if (mine := engine_and_minibatches(world, text, num_rows=8)) is None:
         return None
     engine, batches = mine
@@ -31,7 +31,7 @@ def _train(world, text, noise, num_minibatches, epochs):
 
 
 def test_the_first_mini_batch_shows_how_far_generation_and_training_are_apart(pool):
-    """With the weights that generated, KL is that of the noise, exp(-x) - 1 + x; later that of learning."""
+    """The first mini-batch has the weights that generated, so that its KL is the noise's: exp(-x) - 1 + x."""
     alone = _train(World(), "d1@0", 0.0, 1, 1)
     assert alone["mismatch_kl"] == alone["approx_kl"] < 1e-15
     for layout in ("d1@0", "d2@0-1", "p2@0-1"):

@@ -1,5 +1,5 @@
-"""Losses by parts of a micro-batch, of whose logits a chunk exists at a time: the same numbers as at once;
-and losses with an entropy bonus."""
+"""Losses by parts of a micro-batch, a chunk of logits at a time, have the same values as losses of the whole;
+and losses with an entropy bonus have the right gradients."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ FORWARD = FunctionCall(
 
 
 def _run(world, text, chunk_tokens, tied):
-    """Metrics, parameters and log-probs of this rank, with so many tokens in a chunk of logits."""
+    """Return metrics, parameters and log-probs of this rank, with `chunk_tokens` in a chunk of logits."""
     if (mine := engine_and_minibatches(world, text, num_rows=12, tied=tied)) is None:
         return None
     engine, batches = mine
@@ -49,7 +49,7 @@ def _run(world, text, chunk_tokens, tied):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", ["d1@0", "t2@0-1", "p2@0-1", "c2@0-1"])
 def test_chunks_change_no_number(pool, layout, tied):
-    """Of one token, of a few (a sequence has up to 12), and all at once."""
+    """A chunk has one token, a few (a sequence has up to 12), or all of them."""
     whole = pool.run(_run, layout, 1000, tied)
     for chunk_tokens in (1, 9):
         for ours, expected in zip(pool.run(_run, layout, chunk_tokens, tied), whole, strict=True):
@@ -57,7 +57,7 @@ def test_chunks_change_no_number(pool, layout, tied):
 
 
 def _peak(chunk_tokens, monkeypatch):
-    """Bytes of a train step's peak, and the number of its response tokens."""
+    """Return the peak memory of a train step in bytes, and the number of its response tokens."""
     monkeypatch.setattr(vocab_parallel, "_CHUNK_NUMEL", chunk_tokens * 5000)
     spec = model_spec(ModelConfig.from_hf(hf_config(tied=True) | {"vocab_size": 5000}))
     settings = {"dtype": "float32", "optimizer": OptimizerConfig(lr=1e-3)}
@@ -97,7 +97,7 @@ LINEAR = OptimizerConfig(lr=1e6, eps=1e6, weight_decay=0.0, max_grad_norm=1e9)
 
 
 def _gradients(world, text, directory, engine_type=NativeEngine, *, chunk_tokens=1000, attached=True):
-    """Metrics of one step with WithBonus, and the gradients of this rank's shards."""
+    """Return the metrics of a step with WithBonus, and the gradients of this rank's shards."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
@@ -119,7 +119,7 @@ def _gradients(world, text, directory, engine_type=NativeEngine, *, chunk_tokens
 
 
 def _plain_gradients(model, *, attached):
-    """The same by autograd on the logits of transformers' model."""
+    """Compute loss and gradients by autograd on the logits of transformers' model."""
     model.zero_grad()
     loss, count = 0.0, sum(len(completion) for _, completion in ROWS)
     for prompt, completion in ROWS:

@@ -1,4 +1,4 @@
-"""Calls whose tokens are shared out over cp against one process, also where there are fewer than ranks."""
+"""Calls whose tokens are split over cp against one process, also with fewer tokens than ranks."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ GENERATED = ("ids", "mask", "logprobs", "finished")
 
 
 class WithEntropy(CrossEntropy):
-    """Has the entropy among its metrics."""
+    """Cross-entropy with the entropy among its metrics."""
 
     def __call__(self, outputs, batch, totals):
         loss, metrics = super().__call__(outputs, batch, totals)
@@ -30,7 +30,7 @@ class WithEntropy(CrossEntropy):
 
 
 def _rows():
-    """Prompts and completions, among them sequences shorter than a group of four ranks has members."""
+    """Return prompts and completions, among them sequences of fewer than four tokens."""
     return [([5], [6]), *ragged_rows(7, seed=3), ([1, 2], [3]), ([7], [])]
 
 

@@ -1,4 +1,4 @@
-"""Models with experts through the engine: every layout's tokens, log-probs and training are one process's."""
+"""Models with experts: every layout's tokens, log-probs and training are the same as in one process."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def _share(layout, rank):
 
 
 def _run(world, name, text, max_rows):
-    """Per sample id: its sequence and log-probs from generation, and its log-probs from a forward call."""
+    """Return for each sample id the sequence and log-probs of generation, and log-probs of a forward call."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return {}

@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas, which begin during the backward pass: complete, and the same numbers."""
+"""Sums of gradients over replicas, which begin during the backward pass, are complete and correct."""
 
 from dataclasses import replace
 

@@ -37,7 +37,7 @@ CALL = FunctionCall(
 
 
 def _batch(rows, *, dp=1, index=0):
-    """Every dp-th row."""
+    """Return a batch of every dp-th row."""
     rows = rows[index::dp]
     ids = Packed.of([torch.tensor(p + c) for p, c in rows])
     mask = Packed.of([torch.tensor([0.0] * len(p) + [1.0] * len(c)).double() for p, c in rows])
@@ -120,8 +120,8 @@ SPREAD = [
 
 
 def _update_by_made_up_gradients(world, hf, text, dtype=torch.float64, section_numel=1 << 26):
-    """Name -> (region, values) of this rank after some steps; gradients are those of the whole divided among
-    the ranks that add theirs up."""
+    """Return name -> (region, values) of this rank after some steps; each rank's gradient is the whole one
+    divided by the number of ranks that sum theirs."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None

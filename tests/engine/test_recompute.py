@@ -1,4 +1,4 @@
-"""Recomputation of blocks: the same numbers as without, out of less memory."""
+"""Recomputation of blocks yields the same numbers as without it, and takes less memory."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_recomputing_changes_no_bit(pool, layout):
 
 
 def _kept_bytes(recompute):
-    """Bytes that a forward pass leaves behind for the backward pass, its output among them."""
+    """Return the bytes that a forward pass keeps for the backward pass, its output included."""
     model = build(hf_config(), dtype=torch.float32)
     model.enable_grad()
     with Storages() as storages:

@@ -103,7 +103,7 @@ def test_micro_batches_keep_their_promises():
 
 
 def test_micro_batches_balance_attention_too():
-    """One long sequence weighs as much as more tokens of short ones, as far as the limit lets them."""
+    """A long sequence costs as much as more tokens of short ones, within the limit of tokens."""
     lengths = [100] + [10] * 20
     parts = micro_batches(lengths, max_tokens=200, attention=0.01)
     spread = [sum(lengths[i] for i in part) for part in parts]

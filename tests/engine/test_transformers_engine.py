@@ -52,7 +52,7 @@ TABLES = {
     "ctrl": {**_OF_GPT, "dff": 48},
     "mpt": {"max_seq_len": 64, "d_model": 32, "n_layers": 2, "n_heads": 4},
 }  # fmt: skip
-"""Some whose positions end, as those of opt."""
+"""Families with a limit on positions, as opt has."""
 FAMILIES = {
     "phi": {"partial_rotary_factor": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
     "gpt_neox": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
@@ -60,11 +60,11 @@ FAMILIES = {
     "mamba": {"state_size": 4},
     "mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
 }
-"""Those without a table, tied and untied, with learned positions, recurrent; and one whose files hold other
-tensors."""
+"""Families without a native table: tied and untied, with learned positions, recurrent; and one whose files
+hold other tensors."""
 OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=2.0)
-"""`eps` is far above the rounding noise of gradients (those of k_proj.bias are nothing else), which AdamW
-would divide by its own size, and below the gradients that count (0.01)."""
+"""`eps` is below the gradients that count (0.01), but far above rounding noise, which is all that k_proj.bias
+has and which AdamW would divide by its own size."""
 TRAIN = FunctionCall(
     "actor_train", "train_step", ("sequence_ids", "response_mask"), role="actor",
     work=TrainStep(CrossEntropy()))
@@ -101,7 +101,7 @@ def engine_of(directory, world=None, *, head="lm", layout="d1@0", dtype="float32
 
 
 def batch_of(rows, *, part=(0, 1)):
-    """Every so-manieth row."""
+    """Return a batch of this part's rows."""
     ids = range(*part[:1], len(rows), part[1])
     sequences = [torch.tensor(rows[i][0] + rows[i][1], dtype=torch.long) for i in ids]
     masks = [torch.tensor([0.0] * len(rows[i][0]) + [1.0] * len(rows[i][1])) for i in ids]
@@ -197,7 +197,7 @@ def test_a_top_k_of_the_whole_vocabulary_filters_nothing(made, top_k):
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neo", "gptj", "codegen", "ctrl", "mpt"])
 def test_generation_beyond_the_last_position_is_refused(made, family):
-    """Positions may be learned or a table that is computed; the class itself takes no more of them."""
+    """Positions may be learned or come from a computed table; the class itself refuses longer sequences."""
     directory, model = made(family)
     limit = class_spec(TransformersConfig.load(str(directory))).config.num_positions
     longest = max(len(prompt) for prompt, _ in ROWS)
@@ -228,7 +228,7 @@ def test_all_replicas_refuse_what_one_of_them_cannot_generate(pool, made):
 
 
 def _generated_and_trained(world, directory, layout):
-    """By an engine whose weights come from one in d1@0."""
+    """Generate and train in an engine whose weights were reallocated from one in d1@0."""
     source, target = Layout.parse("d1@0"), Layout.parse(layout)
     how = {"optimizer": OPTIMIZER, "dtype": "float64"}
     home = engine_of(directory, world, **how) if world.rank in source else None
@@ -363,7 +363,7 @@ def test_grpo_from_the_command_line(tmp_path, layouts):
 
 @pytest.mark.parametrize("kind", ["sft", "ppo"])
 def test_runs_are_those_of_the_native_engine(tmp_path, kind):
-    """In float32, from the same directories."""
+    """Both engines run in float32, from the same directories."""
     config = transformers.AutoConfig.for_model(**HF_CONFIG, num_labels=1)
     torch.manual_seed(0)
     write_task(tmp_path)

@@ -29,7 +29,7 @@ def minibatch(rows):
 
 
 def engine_and_minibatches(world: World, text: str, *, num_rows: int, tied: bool = True):
-    """In float64, the engine and this rank's part of two mini-batches; None if it has none."""
+    """Return a float64 engine and this rank's part of two mini-batches; None if it is not in the layout."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None

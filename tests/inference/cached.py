@@ -1,4 +1,4 @@
-"""Rows in a KV cache whose books are kept by hand: no row shares a block with another."""
+"""Rows in a KV cache whose blocks are assigned by hand: no row shares a block with another."""
 
 import torch
 
@@ -7,7 +7,7 @@ from realhf.inference.forward_batch import ChunkedPrefill, Decode, Prefill
 from realhf.inference.kv_cache import KVCache
 
 BLOCK_SIZE = 64
-_BLOCKS = 3  # Of a row.
+_BLOCKS = 3  # Blocks of each row.
 
 
 class CachedRows:
@@ -26,7 +26,7 @@ class CachedRows:
         return blocks, [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)]
 
     def prefill(self, x, *, first=None):
-        """Whole sequences, or the `first` so many tokens of each."""
+        """Prefill whole sequences, or the `first` tokens of each."""
         lens = self.lens if first is None else [min(first, length) for length in self.lens]
         places = [place for row, length in enumerate(lens) for place in self.places(row, length)[1]]
         segment = Prefill(lens, torch.tensor(places), whole_lens=self.lens)
@@ -36,7 +36,7 @@ class CachedRows:
         return hidden
 
     def extend(self, x, row):
-        """The last tokens of a row that has been prefilled so far."""
+        """Prefill the last tokens of a row, whose other tokens are cached already."""
         length = self.lens[row]
         places = torch.tensor(self.places(row, length)[1])
         return self.model.advance(x, self.cache, [ChunkedPrefill(places, num_tokens=len(x), longest=length)])

@@ -1,4 +1,4 @@
-"""The memory of a KV cache of which the user says nothing: what is free, agreed by all ranks, told once."""
+"""The memory of KV caches without a user's limit: what is free, agreed by all ranks, reported once."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.nn.tiny import hf_config
 
 MAX_NEW = 40
 BLOCK = 4 * 2 * 64 * 2 * 8 * 8
-"""Bytes of a block: layers, keys and values, tokens, heads, dims, bytes of a number."""
+"""Bytes of a block: layers * keys and values * tokens * heads * dims * bytes of a number."""
 
 
 def _write(path, text):
@@ -51,20 +51,20 @@ def test_what_is_free_on_a_host(monkeypatch, tmp_path, version):
 def test_a_7b_model_takes_no_more_than_it_may():
     """Rows of full length would need 124 GB."""
     llama, work = 2 * 32 * 4096 * 2, Generate(SamplingConfig(max_new_tokens=256), max_rows=512)
-    jobs = [PromptGroup([1] * 200, [8 * i + j for j in range(8)]) for i in range(64)]
-    sizes = [job.size for job in jobs]
+    groups = [PromptGroup([1] * 200, [8 * i + j for j in range(8)]) for i in range(64)]
+    sizes = [group.size for group in groups]
     free = GenerationLimits.of(sizes, work, token_bytes=llama, num_cohorts=1)
     limited = GenerationLimits.of(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=20 << 30)
-    assert CohortCapacity(jobs, free).num_blocks * 64 * llama > 80e9
-    assert 19 << 30 < CohortCapacity(jobs, limited).num_blocks * 64 * llama <= 20 << 30
-    assert CohortCapacity(jobs, limited).num_wanted == CohortCapacity(jobs, free).num_blocks
+    assert CohortCapacity(groups, free).num_blocks * 64 * llama > 80e9
+    assert 19 << 30 < CohortCapacity(groups, limited).num_blocks * 64 * llama <= 20 << 30
+    assert CohortCapacity(groups, limited).num_wanted == CohortCapacity(groups, free).num_blocks
     none = GenerationLimits.of(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=0)
     none.check(None)  # One sample can run all the same.
-    assert CohortCapacity(jobs, none).num_blocks == -(-456 // 64) + 1
+    assert CohortCapacity(groups, none).num_blocks == -(-456 // 64) + 1
 
 
 def _generated(world, layout, free):
-    """Sequences by sample id, from two generations where ranks have so many bytes free; what was taken."""
+    """Generate twice, with `free` bytes per rank; return sequences by sample id, and the limit in bytes."""
     layout = Layout.parse(layout)
     if world.rank not in layout:
         return None
@@ -89,7 +89,7 @@ def _generated(world, layout, free):
 
 @pytest.mark.parametrize("layout", ["d2@0-1", "t2p2@0-3", "d2t2@0-3"])
 def test_ranks_agree_on_the_least_and_tokens_stay(pool, layout):
-    """Rank 1 has 20 blocks' worth; the rows want more."""
+    """Rank 1 has memory for 20 blocks; the rows want more."""
     expected, roomy = _generated(World(), "d1@0", [1 << 40])
     assert roomy == int(SHARE_OF_FREE * (1 << 40))
     scarce = int(20 * BLOCK / SHARE_OF_FREE)

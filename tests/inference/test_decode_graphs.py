@@ -1,4 +1,4 @@
-"""Recorded decoding, replayed on CPU as a CUDA graph is: the same kernels on the same memory, no others."""
+"""Recorded decoding, replayed on a CPU as CUDA graphs are: the same kernels on the same memory, no others."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import transformers
 from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
 from realhf.inference import generate as generation
-from realhf.inference.decode_graphs import recurring
+from realhf.inference.decode_graphs import padded_size
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
@@ -18,7 +18,7 @@ from tests.inference.test_generate import _generate, long_prompts
 
 @pytest.fixture
 def tapes(monkeypatch):
-    """What has been recorded."""
+    """The tapes that have been recorded."""
     found = []
 
     def record(compute):
@@ -30,7 +30,7 @@ def tapes(monkeypatch):
 
 
 def _engine(name, directory):
-    """A random model of that kind, in float64."""
+    """Build an engine with a random model of this family, in float64."""
     hf = {**CASES, **MOE_CASES}[name].hf(eos_token_id=11, initializer_range=0.4)
     config = transformers.AutoConfig.for_model(**hf)
     config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
@@ -64,6 +64,6 @@ def test_what_waits_for_the_host_is_not_recorded(name, tmp_path, tapes):
 
 
 def test_sizes_recur():
-    sizes = [recurring(count) for count in range(1, 513)]
+    sizes = [padded_size(count) for count in range(1, 513)]
     assert all(count <= size <= max(count, 1.25 * count) for count, size in enumerate(sizes, start=1))
     assert sizes[:8] == list(range(1, 9)) and len(set(sizes)) <= 8 + 4 * 6

@@ -18,7 +18,7 @@ NUM_NEW = 12
 
 
 def _prompts():
-    """Ragged, with repetitions next to each other and apart, and one of a single token."""
+    """Return ragged prompts, with repetitions next to each other and apart, and a single token among them."""
     a, b, c, d = (prompt for prompt, _ in ragged_rows(4, seed=5))
     return [a, a, a, b, [9], c, c, a, d, d, b]
 
@@ -34,7 +34,7 @@ def _generate(
     engine, prompts, *, seed=0, max_rows=512, first_id=0, kv_cache_gib=None, prefill_tokens=8192,
     cuda_graphs=True, **sampling
 ):
-    """Responses, log-probs and finished flags, and the columns that they are cut from."""
+    """Generate; return the responses, and the columns from which they were taken."""
     work = Generate(
         SamplingConfig(**{"max_new_tokens": NUM_NEW} | sampling), seed=seed, max_rows=max_rows,
         kv_cache_gib=kv_cache_gib, prefill_tokens=prefill_tokens, cuda_graphs=cuda_graphs)
@@ -75,7 +75,7 @@ def _greedy_by_transformers(model, prompts, eos):
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """Directory and HF model whose end-of-sequence tokens cut some greedy responses short."""
+    """Directory and HF model whose end-of-sequence tokens end some greedy responses early."""
     directory = tmp_path_factory.mktemp("model")
     free = _greedy_by_transformers(plain_model(directory, initializer_range=0.4), _prompts(), [])
     eos = [free[0][4], free[4][1]]
@@ -146,7 +146,7 @@ LONG = 70  # New tokens: rows cross from block to block.
 
 
 def long_prompts():
-    """Of up to three blocks, some of whole ones, with up to four samples each."""
+    """Return prompts of up to three blocks, some of them full, with up to four samples each."""
     generator = torch.Generator().manual_seed(7)
     lengths = [3, 130, 130, 130, 130, 64, 64, 1, 65, 65, 65, 20]
     prompts = {n: torch.randint(2, 67, (n,), generator=generator).tolist() for n in set(lengths)}
@@ -184,7 +184,7 @@ def test_tokens_are_the_same_whatever_the_slots_the_memory_and_the_pieces(pool, 
 
 
 def _refused(world, layout, directory):
-    """What each rank's user reads when the last prompt is empty; it lies with the last replica."""
+    """Return the error message of this rank when the last prompt, on the last replica, is empty."""
     parsed = Layout.parse(layout)
     if world.rank not in parsed:
         return None

@@ -14,13 +14,13 @@ HEADS, GROUP, DIM = 2, 3, 16
 BLOCK_SIZE = 64
 CPU = torch.device("cpu")
 ROWS = {0: (130, 2, 0), 3: (1, 0, 0), 4: (64, 0, 0), 5: (200, 2, 0), 7: (65, 0, 0)}
-"""Slot -> tokens, how many of its blocks are shared, and the first of these."""
+"""Slot -> number of tokens, number of shared blocks, first shared block."""
 SIDE_BY_SIDE = {
     0: (130, 2, 10), 1: (200, 2, 12), 3: (1, 0, 0), 5: (129, 2, 10), 6: (190, 2, 12), 7: (230, 2, 16)}
 
 
 class _Rows:
-    """A cache, and beside it the keys and values of each row."""
+    """A cache, and separately the keys and values of each row."""
 
     def __init__(self, dtype, value_dim, rows=ROWS):
         self.dtype, self.value_dim = dtype, value_dim
@@ -44,11 +44,11 @@ class _Rows:
             self.tables.start(slot, blocks, length=length, num_shared=num_shared, ordinal=ordinal)
 
     def _draw(self, count):
-        """Keys and values."""
+        """Draw random keys and values."""
         return torch.randn(2, count, HEADS, DIM).to(self.dtype)
 
     def step(self, kind):
-        """What the cache gives, and by slot what is expected."""
+        """Decode one token per row; return the cache's attention, and the expected one."""
         for slot in self.tables.full():
             self.tables.append(slot, self.free.pop())
         decoding = self.tables.advance()
@@ -88,7 +88,7 @@ def test_attention_over_blocks_is_that_over_the_rows_tokens(dtype, atol, kind, v
     for number in range(3):
         ours, expected = rows.step(kind)
         torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
-        if number == 1:  # One of two that share, and then all but one that lie far apart.
+        if number == 1:  # One of two sharers remains, and unshared blocks that lie far apart.
             rows.tables.stop(5)
             rows.tables.stop(4)
 

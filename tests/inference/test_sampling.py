@@ -63,7 +63,7 @@ def test_uniform_numbers_are_uniform_and_independent():
 
 
 def test_numbers_made_ahead_are_the_same():
-    """Of samples that begin at different times and pause, in rows that were not there before."""
+    """Samples begin at different times and pause, and rows are added."""
     rng, draws = np.random.default_rng(0), Draws(9)
     positions, ids = np.zeros(40, np.int64), np.arange(40) * 1000 + 7
     for step in range(120):

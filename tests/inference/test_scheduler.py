@@ -1,4 +1,4 @@
-"""The scheduler against a cache that remembers what was written where, for many lengths and memory sizes."""
+"""The scheduler against a simulated cache of token numbers, for many lengths and memory sizes."""
 
 import random
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 64
 
 
 def _prompts(rng, count):
-    """Of up to four blocks, some of whole blocks, with up to five samples each; every token is unique."""
+    """Return prompts of up to four blocks, some of them full, with up to five samples and unique tokens."""
     prompts, numbers = [], iter(range(10**9))
     for _ in range(count):
         length = rng.choice([1, 2, 63, 64, 65, 100, 128, rng.randint(1, 250)])
@@ -33,18 +33,18 @@ def _sizes(prompts):
 
 
 def test_a_prompt_without_tokens_is_not_taken():
-    """A pass has no hidden state for it; its samples would continue the token before theirs."""
+    """A pass has no hidden state for it; its samples would continue another prompt's token."""
     with pytest.raises(AssertionError, match="a prompt has at least one token"):
         Prompt([], [0])
 
 
 class _Replay:
-    """Carries out the scheduler's steps on token numbers in the place of keys and values."""
+    """Executes the scheduler's steps on token numbers instead of keys and values."""
 
     def __init__(
         self, prompts, *, num_slots, num_blocks_, prefill_tokens, restart_at, wanted, num_later=0
     ):
-        """The last `num_later` prompts are handed over when the scheduler asks for them."""
+        """The scheduler fetches the last `num_later` prompts by itself."""
         samples = {sample: prompt for prompt in prompts for sample in prompt.samples}
         self.prompts = {sample: list(prompt.tokens) for sample, prompt in samples.items()}
         self.made = {sample: [] for sample in samples}
@@ -90,7 +90,7 @@ class _Replay:
         return self.memory[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
 
     def _decode(self, rows):
-        """Every row sees, in its parts and in order, exactly what it has said and read so far."""
+        """Check that every row attends, in order, to exactly its prompt and its tokens so far."""
         before = self.tables.lens[self.tables.running()].tolist()
         decoding = self.tables.advance()
         assert len(rows) == len(decoding.slots) <= self.num_slots
@@ -145,25 +145,27 @@ def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_room_knows_how_many_prompts_begin_at_once(seed):
+def test_capacity_knows_how_many_prompts_begin_at_once(seed):
     rng = random.Random(seed)
     prompts = _prompts(rng, rng.randint(1, 12))
-    jobs, sampling = [PromptGroup(p.tokens, p.samples) for p in prompts], SamplingConfig(max_new_tokens=MAX_NEW)
-    max_rows, gib = rng.choice([1, 3, 8, 64]), rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
-    work = Generate(sampling, max_rows=max_rows, kv_cache_gib=gib)
-    room = CohortCapacity(jobs, GenerationLimits.of([job.size for job in jobs], work, token_bytes=1, num_cohorts=1))
+    groups = [PromptGroup(prompt.tokens, prompt.samples) for prompt in prompts]
+    max_rows = rng.choice([1, 3, 8, 64])
+    gib = rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
+    work = Generate(SamplingConfig(max_new_tokens=MAX_NEW), max_rows=max_rows, kv_cache_gib=gib)
+    limits = GenerationLimits.of([group.size for group in groups], work, token_bytes=1, num_cohorts=1)
+    capacity = CohortCapacity(groups, limits)
     tables = BlockTables(
-        num_slots=room.num_slots, num_blocks=room.num_blocks, block_size=room.block_size,
-        blocks_per_row=room.blocks_per_row, max_sharers=room.max_sharers)
+        num_slots=capacity.num_slots, num_blocks=capacity.num_blocks, block_size=capacity.block_size,
+        blocks_per_row=capacity.blocks_per_row, max_sharers=capacity.max_sharers)
     scheduler = Scheduler(
-        prompts, num_slots=room.num_slots, blocks=BlockManager(room.num_blocks), tables=tables,
+        prompts, num_slots=capacity.num_slots, blocks=BlockManager(capacity.num_blocks), tables=tables,
         prefill_tokens=10_000, history=lambda sample: [])
-    assert len(scheduler.plan().pieces) == max(1, room.num_at_once(jobs))
+    assert len(scheduler.plan().pieces) == max(1, capacity.num_at_once(groups))
 
 
 @pytest.mark.parametrize("num_later", [0, 18, 20])
 def test_slots_are_filled_again_at_once(num_later):
-    """Three slots, twenty samples of different lengths: no slot is ever empty while somebody waits."""
+    """Three slots, twenty samples of different lengths: no slot is ever empty while a sample waits."""
     rng = random.Random(0)
     wanted = [rng.randint(2, 30) for _ in range(20)]
     prompts = [Prompt([i], [i]) for i in range(20)]

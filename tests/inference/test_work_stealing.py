@@ -1,4 +1,4 @@
-"""Waiting prompts that go from one replica to another: none is lost, none done twice or differently."""
+"""Waiting prompts that another replica steals: none is lost, none is computed twice or differently."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +29,9 @@ OUTPUTS = ("sequences", "mask", "logprobs", "finished")
 NUM_LAYERS = 2
 MAX_NEW = 16
 MANY_NEW = 40
-"""Where the memory of prompts matters."""
+"""New tokens in tests in which the memory of prompts matters."""
 BLOCK_GIB = NUM_LAYERS * 2 * 64 * 2 * 8 * 8 / 2**30
-"""Of layers, keys and values, tokens, heads, dims and bytes, for blocks of 64 tokens."""
+"""Size of a block: layers * keys and values * tokens * heads * dims * bytes of a number."""
 
 
 def _engine(world, layout, *, family="qwen2"):
@@ -45,13 +45,13 @@ def _engine(world, layout, *, family="qwen2"):
 
 
 def _shares(num_shards):
-    """Numbers of samples by shard: of 48 every shard but the first has two."""
+    """Distribute 48 samples: every shard except the first has two."""
     num_first = 48 - 2 * (num_shards - 1)
     return [list(range(num_first)), *([i, i + 1] for i in range(num_first, 48, 2))]
 
 
 def _prompts(lengths):
-    """Of 48 samples, three neighbours have the same; `lengths` of them in turn."""
+    """Return the prompts of 48 samples, three in a row the same; the prompts take turns in `lengths`."""
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(4, 20, (lengths[i % len(lengths)],), generator=generator) for i in range(16)]
     return [prompt for prompt in prompts for _ in range(3)]
@@ -64,8 +64,8 @@ def _call(*, max_new=MAX_NEW, **options):
 
 
 def _generate(world, text, lengths, options, family="qwen2"):
-    """What this rank gets of two generations, how many samples of others it continued in the second, and the
-    store's keys before and after."""
+    """Generate twice; return ids and columns of the results, the number of samples that this rank stole in
+    the second generation, and the number of keys in the store before and after."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
@@ -81,11 +81,11 @@ def _generate(world, text, lengths, options, family="qwen2"):
 
 
 def _generate_counting(engine, call, batch):
-    """What the engine makes, and how many samples of others it continues."""
+    """Generate; return the results, and how many samples the engine stole."""
     cp, queue = engine.groups.cp, PromptQueue(engine.groups, stealing=call.work.work_stealing)
     part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
     ids, columns = generate(engine.model, part, call.work, queue, prompt_key="prompts", stream=call.name)
-    made = queue.bring_home(output_batch(call, ids, columns), batch.ids)
+    made = queue.collect_results(output_batch(call, ids, columns), batch.ids)
     return made, len(set(ids) - set(part.ids))
 
 
@@ -94,7 +94,7 @@ def _rows(column):
 
 
 def _num_keys(engine):
-    """Of the whole store, while nobody uses it."""
+    """Return the number of keys in the whole store, while nobody uses it."""
     engine.groups.all.barrier()
     num_keys = engine.groups.world.store("").num_keys()
     engine.groups.all.barrier()
@@ -102,7 +102,7 @@ def _num_keys(engine):
 
 
 def _check(pool, layout, lengths, options, *, family="qwen2"):
-    """Every head has what one process computes, twice; how many samples of others each rank has continued."""
+    """Check that every head has what one process computes, twice; return how many samples each rank stole."""
     alone = {"max_rows": 512, "max_new": options.get("max_new", MAX_NEW)}
     _, [all_ids, _], [expected, _], _, _ = _generate(World(), "d1@0", lengths, alone, family)
     assert all_ids == list(range(48))
@@ -132,7 +132,7 @@ def test_replicas_that_are_done_continue_the_prompts_of_others(pool, layout):
     """All but a few samples begin on the first data shard, which has few slots."""
     num_stolen = _check(pool, layout, [3, 1, 6, 2], {})
     parsed = Layout.parse(layout)
-    for dp in range(1, parsed.dp):  # These have one prompt or two, which begin at once.
+    for dp in range(1, parsed.dp):  # These shards have few prompts, which begin at once.
         for rank in parsed.grid[:, dp].ravel().tolist():
             assert num_stolen[rank] > 0
     for replica in parsed.grid.transpose(1, 2, 0, 3).reshape(parsed.dp * parsed.cp, -1).tolist():
@@ -141,8 +141,8 @@ def test_replicas_that_are_done_continue_the_prompts_of_others(pool, layout):
 
 @pytest.mark.parametrize("layout", ["d2@0-1", "d2p2@0-3"])
 def test_what_waits_for_memory_goes_to_others_too(pool, layout):
-    """Prompts of one and of two blocks: three rows' worth for the samples of a cohort. (With two stages there
-    are two cohorts, and half of the layers.)"""
+    """Prompts have one or two blocks; a cohort's memory is enough for three rows. (With two stages there are
+    two cohorts, and half of the layers.)"""
     options = {"kv_cache_gib": 5 * BLOCK_GIB, "max_rows": 512, "max_new": MANY_NEW}
     num_stolen = _check(pool, layout, [70, 2, 100, 64], options)
     assert num_stolen[Layout.parse(layout).grid[0, 1, 0, 0]] > 0
@@ -166,7 +166,7 @@ def test_without_stealing_every_prompt_stays_where_it_is(pool, layout):
 
 
 def _refusal(world, text, lengths, gib):
-    """The error of a call with prompts of these lengths by data shard, one sample each."""
+    """Return the error of a call with prompts of these lengths by data shard, one sample each."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
@@ -179,7 +179,7 @@ def _refusal(world, text, lengths, gib):
 
 
 SHORT = [3] * 20
-"""Of these some wait."""
+"""Lengths of prompts, some of which have to wait."""
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ SHORT = [3] * 20
     ],
 )
 def test_a_sample_that_can_never_run_is_refused_alike_everywhere(pool, layout, lengths):
-    """Rows of 290 tokens take three blocks of 128, and one more is needed: by as many cohorts as there are
-    stages, which share out the layers."""
+    """Rows of 290 tokens take three blocks of 128, and one more is needed. There are as many cohorts as
+    stages, and each stage has its share of the layers."""
     needed = 4 * 2 * BLOCK_GIB
     sentence = f"one sample of 290 tokens (prompt and sampling.max_new_tokens) needs {1.01 * needed:.3g} GiB"
     results = pool.run(_refusal, layout, lengths, 0.99 * needed)
@@ -202,24 +202,25 @@ def test_a_sample_that_can_never_run_is_refused_alike_everywhere(pool, layout, l
 
 
 def _after_a_failure(world):
-    """The jobs that this rank takes out of a queue, after one from which it took some and which it left."""
+    """Return the groups that this rank takes from a queue, after it abandoned another queue half-way."""
     groups = ParallelGroups.create(world, Layout.parse("d4@0-3"))
     taken = []
     for number in range(2):
         queue = PromptQueue(groups, stealing=True)
         queue.put([PromptGroup([4] * (1 + i % 3), [100 * world.rank + i]) for i in range(10 * world.rank)])
         world.control.barrier()
-        while (job := queue.take()) is not None and (number == 1 or len(taken) < 9):
-            taken.append(job)
+        while (group := queue.take()) is not None and (number == 1 or len(taken) < 9):
+            taken.append(group)
         taken = taken if number else []
         world.control.barrier()
     return taken
 
 
 def test_a_generation_that_failed_takes_nothing_from_the_next(pool):
-    taken = [job for jobs in pool.run(_after_a_failure) for job in jobs]
-    expected = [PromptGroup([4] * (1 + i % 3), [100 * rank + i]) for rank in range(4) for i in range(10 * rank)]
-    assert sorted(taken, key=lambda job: job.ids) == expected
+    taken = [group for groups in pool.run(_after_a_failure) for group in groups]
+    numbers = [(rank, i) for rank in range(4) for i in range(10 * rank)]
+    expected = [PromptGroup([4] * (1 + i % 3), [100 * rank + i]) for rank, i in numbers]
+    assert sorted(taken, key=lambda group: group.ids) == expected
 
 
 def test_a_store_that_is_gone_is_a_peer_that_is_gone():
@@ -232,7 +233,7 @@ def test_a_store_that_is_gone_is_a_peer_that_is_gone():
 
 
 COUNTS = [40, 0, 200, 7]
-"""Items in the lines of four replicas."""
+"""Number of items in the lines of four replicas."""
 
 
 def _drain(lines):
@@ -243,7 +244,7 @@ def _drain(lines):
 
 
 def _check_drained(taken):
-    """`taken` by replica: everything once, one's own from the front, that of others from the back."""
+    """Check that every item is `taken` once: a replica's own from the front, stolen ones from the back."""
     counter = Counter(place for places in taken for place in places)
     assert counter == {(line, number): 1 for line, count in enumerate(COUNTS) for number in range(count)}
     for index, places in enumerate(taken):
@@ -271,7 +272,7 @@ def _drain_together(world):
     before = store.num_keys()
     world.control.barrier()
     lines = Lines(COUNTS, world.rank, store)
-    taken = [lines.take()] if world.rank == 1 else []  # Which has none of its own.
+    taken = [lines.take()] if world.rank == 1 else []  # Rank 1 has no items of its own.
     world.control.barrier()
     taken += _drain(lines)
     world.control.barrier()
