@@ -45,7 +45,10 @@ class ShardFile(NamedTuple):
 def plan_files(
     spec: ModelSpec, *, dtype: torch.dtype, max_shard_bytes: int, stem: str = "model"
 ) -> list[ShardFile]:
-    """Split the model's tensors, in table order, into files of `max_shard_bytes`, unless one tensor has more."""
+    """Split the model's tensors, in table order, into files of at most `max_shard_bytes`.
+
+    A tensor that is larger has a file of its own.
+    """
     stored = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
     tensors = {
         name: (_dtype_in_file(params[0], dtype), tensor_shape(params))

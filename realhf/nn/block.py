@@ -145,7 +145,7 @@ class Attention:
 
 
 class Mlp:
-    """A gated or plain MLP, split by width. `prefix` of the weights' names is "shared_" for shared experts."""
+    """A gated or plain MLP, split by width. Its weights' names begin with `prefix`."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, tp: Group, adapters: Adapted, *, prefix: str = ""

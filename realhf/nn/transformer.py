@@ -55,13 +55,13 @@ class Transformer(ShardedParameters):
         self.blocks = [self._block(layer) for layer in self._layers]
         self.cache_heads = self.blocks[0].attention.cache_heads
         self._final_norm = Norm(self.config, self.of_layer(None), "final_norm")
-        scale = torch.tensor(self.config.embedding_scale, dtype=dtype)  # Rounded first, as transformers does.
-        self._embedding_scale = float(scale)
+        # The scale is rounded to the model's dtype, as in transformers.
+        self._embedding_scale = float(torch.tensor(self.config.embedding_scale, dtype=dtype))
         self._rope = None
         if self.config.positions == "rope":
             self._rope = Rotary(self.config, dtype=dtype, device=self.flat.device)
-        embedding = next(p for p in spec.params if p.part == "embedding.weight")
-        self.vocab_range = embedding.region(groups.layout.tp, groups.at.tp)[0]
+        param = next(p for p in spec.params if p.part == "embedding.weight")
+        self.vocab_range = param.region(groups.layout.tp, groups.at.tp)[0]
         """Global token ids of this rank's logits: [start, stop)."""
 
     def _block(self, layer: int) -> Block:
@@ -82,7 +82,7 @@ class Transformer(ShardedParameters):
 
     @torch.no_grad()
     def merged_model(self) -> "Transformer":
-        """Return a copy in host memory whose weights include the adapters.
+        """Return a copy of the model in host memory, with the adapters merged into its weights.
 
         All ranks of the layout must call this.
         """
@@ -106,7 +106,8 @@ class Transformer(ShardedParameters):
 
         With `recompute`, each block keeps only its input and is computed again in the backward pass (Chen et
         al. 2016). Routers add their losses to `router_losses`. The backward pass calls `layer_done(layer)`
-        after each layer. Raises UserError if a sequence has more tokens than the model has positions.
+        when the gradients of that layer are complete. Raises UserError if a sequence has more tokens than the
+        model has positions.
         """
         self._check_lengths(seq_lens)
         row_T, position_T, length_T = token_places(seq_lens, x.device)
@@ -127,8 +128,8 @@ class Transformer(ShardedParameters):
     def advance(self, x: Tensor, cache: Any, segments: Sequence[CachedSegment]) -> Tensor:
         """Run tokens through this stage, write their keys and values into `cache`, and return hidden_TH.
 
-        `x` is ids_T on the first stage, else hidden_TH, segment by segment. Neither gradients nor context
-        parallelism are supported. Raises UserError if a sequence is too long, as a forward pass does.
+        `x` is ids_T on the first stage, else hidden_TH, segment by segment. Gradients and context parallelism
+        are not supported. Raises UserError if a sequence is too long, as a forward pass does.
         """
         self._check_lengths([segment.longest for segment in segments])
         places = [segment.places for segment in segments]
@@ -138,8 +139,8 @@ class Transformer(ShardedParameters):
 
         def attends(layer: int) -> list[Attend]:
             return [
-                Attend(layer, partial(segment.attend, cache), segment.from_cache, at)
-                for segment, at in zip(segments, tokens, strict=True)
+                Attend(layer, partial(segment.attend, cache), segment.from_cache, part)
+                for segment, part in zip(segments, tokens, strict=True)
             ]
 
         return self._stage(x, position_T, length_T, attends)
