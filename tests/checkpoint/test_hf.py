@@ -212,7 +212,7 @@ def test_a_directory_with_a_config_is_whole(tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.glob("*.*")}
 
 
-# What else lies in checkpoints
+# Further contents of checkpoints
 
 
 @pytest.fixture

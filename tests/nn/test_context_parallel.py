@@ -91,7 +91,7 @@ def _family(name):
 
 
 def _logits_and_gradients(world, hf, text, seq_lens):
-    """Return the ranges of tokens and vocabulary, their logits, and name -> (region, gradient), of this rank."""
+    """Return this rank's ranges of tokens and vocabulary, logits, and name -> (region, gradient)."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None

@@ -22,7 +22,7 @@ def _inputs():
     weight = torch.randn(V, H, generator=generator, dtype=torch.float64)
     labels = torch.randint(V, (T,), generator=generator)
     factors = torch.randn(2, T, generator=generator).double()
-    return hidden, weight, labels, factors  # Of log-probs, and of entropies.
+    return hidden, weight, labels, factors  # `factors` weight log-probs and entropies.
 
 
 def _run(world, ranks, temperature, settings, chunk, uses=BOTH):
