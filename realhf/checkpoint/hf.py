@@ -1,4 +1,4 @@
-"""Hugging Face model and PEFT directories in and out, by the parameter table.
+"""Loading and saving of Hugging Face model directories and PEFT adapter directories.
 
 Only safetensors and JSON are read.
 """
@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from realhf.checkpoint.host_tensors import in_file_order, memory_of
 from realhf.checkpoint.peft import CONFIG_FILE, STEM, adapter_config, open_adapters
 from realhf.checkpoint.read import LM_HEAD, box_in_tensor, open_checkpoint
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor
-from realhf.checkpoint.write import MAX_SHARD_BYTES, Beside, CheckpointWriter
+from realhf.checkpoint.write import MAX_SHARD_BYTES, Beside, CheckpointWriter, in_file_order, memory_of
 from realhf.dist.group import World
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
@@ -26,16 +25,16 @@ from realhf.param_spec import ModelSpec
 from realhf.region import Region
 
 _BLOCK_BYTES = 1 << 20
-"""What cannot be read into its place as it is goes through this much memory, which stays in the cache."""
+"""Size of the buffer for values that cannot be read directly into a parameter; it fits a core's cache."""
 _LONG_ROW_BYTES = 1 << 13
-"""Of rows at least so long, columns are read piece by piece; of shorter ones it is quicker to read all."""
+"""Length of a row from which reading some of its columns is faster than reading the whole row."""
 
 
 def load_weights(directory: str | Path, model: Transformer) -> list[str]:
-    """Reads this rank's regions of a model directory into the model, cast to its dtype.
+    """Read this rank's regions of a model directory into the model, cast to its dtype.
 
-    Gives the names that the files lack: score.weight at most, when a critic or reward model starts from a
-    language model; its values stay as they were. Raises ValueError that names the file and the tensor.
+    Return the names of parameters that the files lack, whose values do not change: at most score.weight, when
+    a critic or reward model starts from a language model. Raises ValueError that names file and tensor.
     """
     groups = model.groups
     is_first = groups.rank == groups.layout.ranks[0]
@@ -47,9 +46,9 @@ def read_shards(
     directory: Path, spec: ModelSpec, shards: Mapping[str, Tensor], regions: Mapping[str, Region],
     *, announce: bool = True,
 ) -> list[str]:  # fmt: skip
-    """Like `load_weights`, into any tensors with the regions of these parameters.
+    """Do the work of `load_weights` for any tensors with these regions of the parameters.
 
-    `announce` what is left out of the files, on standard error.
+    With `announce`, print to standard error which layers in the files are not read.
     """
     checkpoint = open_checkpoint(directory, spec)
     if checkpoint.further_layers and announce:
@@ -70,10 +69,10 @@ def read_shards(
 
 @torch.no_grad()
 def load_adapters(directory: str | Path, adapters: Adapters) -> None:
-    """Reads this rank's regions of a PEFT directory, cast to the dtype of the adapters.
+    """Read this rank's regions of a PEFT directory into the adapters, cast to their dtype.
 
-    A directory may lack the score head, which then stays as it was. Raises ValueError that names the file
-    and the tensor.
+    If the directory has no score head, that of the adapters does not change. Raises ValueError that names
+    the file and the tensor.
     """
     tensors = open_adapters(Path(directory), adapters.spec)
     with _Reader() as reader:
@@ -84,9 +83,9 @@ def save_weights(
     directory: str | Path, model: Transformer,
     *, beside: Mapping[str, Beside] | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:  # fmt: skip
-    """Writes a directory that transformers opens, in the model's dtype, at the layout's first rank.
+    """Write a directory that transformers can open, in the model's dtype, on the host of the first rank.
 
-    Collective over the ranks of the layout; see CheckpointWriter.
+    All ranks of the layout must call this; see CheckpointWriter.
     """
     groups = model.groups
     writer = CheckpointWriter(
@@ -97,9 +96,9 @@ def save_weights(
 
 
 def save_adapters(directory: str | Path, adapters: Adapters, *, base: str) -> None:
-    """Writes a directory that `peft.PeftModel.from_pretrained` opens, at the layout's first rank.
+    """Write a directory that `peft.PeftModel.from_pretrained` can open, on the host of the first rank.
 
-    Collective over the ranks of the layout; `base` names the model beneath.
+    All ranks of the layout must call this. `base` names the base model.
     """
     groups = adapters.groups
     writer = adapter_writer(
@@ -113,7 +112,7 @@ def adapter_writer(
     spec: ModelSpec, lora: LoraConfig, layout: Layout, world: World,
     *, dtype: torch.dtype, leader: int, base: str,
 ) -> CheckpointWriter:  # fmt: skip
-    """What writes PEFT directories of adapters that are in this layout."""
+    """Return a writer of PEFT directories for adapters in this layout; `base` names the base model."""
     return CheckpointWriter(
         spec, layout, world, dtype=dtype, leader=leader, max_shard_bytes=sys.maxsize, stem=STEM,
         config=(CONFIG_FILE, adapter_config(spec.config, lora, base=base)),
@@ -121,11 +120,12 @@ def adapter_writer(
 
 
 class _Reader:
-    """Reads boxes of tensors out of files, of which it keeps the last one open."""
+    """A reader of boxes of tensors in files, which keeps the last file open."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._path, self._file = Path(), -1
+        self._path = Path()
+        self._file = -1
 
     def __enter__(self) -> "_Reader":
         return self
@@ -134,7 +134,7 @@ class _Reader:
         self.close()
 
     def close(self) -> None:
-        """Closes the file that is open, if one is."""
+        """Close the open file, if there is one."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -143,32 +143,33 @@ class _Reader:
         self, tensors: Mapping[str, StoredTensor], spec: ModelSpec, shards: Mapping[str, Tensor],
         regions: Mapping[str, Region],
     ) -> None:  # fmt: skip
-        """Reads what there is of a rank's parameters, in the order of the files."""
+        """Read those parameters of a rank that `tensors` has, in the order of the files."""
         reads: list[tuple[StoredTensor, Region, Tensor]] = []
         sums: list[tuple[Tensor, Tensor]] = []
         for param in spec.params:
             if param.name in shards and param.in_file.name in tensors:
-                box, tensor = box_in_tensor(param, regions[param.name]), tensors[param.in_file.name]
+                box = box_in_tensor(param, regions[param.name])
                 target = in_file_order(param, shards[param.name])
                 sums += [(shards[param.name], target)] if param.limbs > 1 else []
-                reads.append((tensor, box, target))
+                reads.append((tensors[param.in_file.name], box, target))
         for tensor, box, shard in sorted(reads, key=lambda read: (read[0].path, read[0].start, read[1])):
             self.read(tensor, box, shard)
-        for limbs, values in sums:
-            split_into(limbs, values)
+        for parts, values in sums:
+            split_into(parts, values)
 
     def read(self, tensor: StoredTensor, box: Region, target: Tensor) -> None:
-        """Reads into `target`, cast to its dtype."""
+        """Read a box of a tensor into `target`, cast to its dtype."""
         as_stored = target.dtype == getattr(torch, STORED_DTYPES[tensor.dtype])
         if as_stored and target.device.type == "cpu" and target.is_contiguous():
             memory = memory_of(target)
-            row_bytes, itemsize = tensor.num_bytes // tensor.shape[0], target.dtype.itemsize
+            row_bytes = tensor.num_bytes // tensor.shape[0]
             start = box[0][0] * row_bytes
             if len(memory) == len(target) * row_bytes:
                 self._fill(memory, tensor, start)
                 return
             if row_bytes >= _LONG_ROW_BYTES:
-                first, length = start + box[1][0] * itemsize, len(memory) // len(target)
+                first = start + box[1][0] * target.dtype.itemsize
+                length = len(memory) // len(target)
                 for i in range(len(target)):
                     self._fill(memory[i * length : (i + 1) * length], tensor, first + i * row_bytes)
                 return
@@ -176,12 +177,12 @@ class _Reader:
             target[rows].copy_(values)
 
     def equals(self, tensor: StoredTensor, box: Region, target: Tensor) -> bool:
-        """Whether `target` is what `read` would make it."""
+        """Return whether `target` has the values that `read` would write."""
         blocks = self._blocks(tensor, box)
         return all(torch.equal(target[rows], values.to(target)) for rows, values in blocks)
 
     def _blocks(self, tensor: StoredTensor, box: Region) -> Iterator[tuple[slice, Tensor]]:
-        """The box by rows: which of its rows, and their values, which hold until the next ones."""
+        """Yield some rows of the box at a time, and their values, which the next ones overwrite."""
         (low, high), *columns = box
         row_bytes = tensor.num_bytes // tensor.shape[0]
         step = max(1, _BLOCK_BYTES // row_bytes)
@@ -196,17 +197,19 @@ class _Reader:
             yield slice(first - low, last - low), values[:, slice(*columns[0])] if columns else values
 
     def _fill(self, memory: memoryview, tensor: StoredTensor, start: int) -> None:
-        """Reads as many bytes as `memory` has, from byte `start` of the tensor on."""
+        """Fill `memory` with the bytes of the tensor from byte `start` on."""
         position = tensor.start + start
         try:
             if self._file < 0 or self._path != tensor.path:
                 self.close()
-                self._path, self._file = tensor.path, os.open(tensor.path, os.O_RDONLY)
+                self._file = os.open(tensor.path, os.O_RDONLY)
+                self._path = tensor.path
             while len(memory):
                 count = os.preadv(self._file, [memory], position)
                 if not count:
                     end = position + len(memory)
                     raise ValueError(f"{tensor.path} is truncated: it ends before byte {end}")
-                memory, position = memory[count:], position + count
+                memory = memory[count:]
+                position += count
         except OSError as error:
             raise ValueError(f"{tensor.path} cannot be read: {error.strerror}") from error

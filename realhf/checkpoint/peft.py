@@ -1,4 +1,4 @@
-"""PEFT's directories of adapters: what their files say, read and written. Free of torch."""
+"""The adapter_config.json and the tensors' headers of PEFT directories. Free of torch."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,14 +13,15 @@ from realhf.lora import LoraConfig, legal_targets
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec
 
-CONFIG_FILE, STEM = "adapter_config.json", "adapter_model"
+CONFIG_FILE = "adapter_config.json"
+STEM = "adapter_model"
 _WEIGHTS_FILE = f"{STEM}.safetensors"
 _SAVED_MODULES = ["classifier", "score"]
-"""Heads that PEFT trains as a whole beside the adapters; `classifier` stands for other models' heads."""
+"""Heads that PEFT trains in full along with the adapters; `classifier` is for other model classes."""
 
 
 class _Written(NamedTuple):
-    """What an adapter_config.json is written of."""
+    """The settings from which an adapter_config.json is written."""
 
     config: ModelConfig
     lora: LoraConfig
@@ -32,16 +33,16 @@ class _Written(NamedTuple):
 
     @property
     def targets(self) -> list[str]:
-        # (PEFT's own "all-linear" would also mean the routers of experts.)
+        # Not PEFT's "all-linear", which would include the routers of experts.
         return legal_targets(self.config) if self.lora.all_linear else list(self.lora.target_modules)
 
 
 class _Field(NamedTuple):
-    """A field of adapter_config.json: which values are read, in words, too, and what is written."""
+    """A field of adapter_config.json: the values that can be read, and the one that is written."""
 
-    is_legal: Callable[[Any], bool] = lambda _: True  # Of most, as they say nothing of a trained adapter.
-    supported: str = ""
-    write: Callable[[_Written], Any] | None = None  # None: it is left out.
+    is_legal: Callable[[Any], bool] = lambda _: True  # Most fields say nothing about a trained adapter.
+    supported: str = ""  # The legal values in words, for error messages.
+    write: Callable[[_Written], Any] | None = None  # None: the field is not written.
     default: Any = None
 
 
@@ -63,7 +64,7 @@ _FIELDS = {
     "bias": _Field(_one_of("none"), '"none"', lambda _: "none", "none"),
     "fan_in_fan_out": _Field(write=lambda w: w.config.describes.transposed),
     "inference_mode": _Field(write=lambda _: True),
-    # (Other ways to initialise adapters change the base weights, too.)
+    # Other ways to initialise adapters also change the base weights.
     "init_lora_weights": _Field(
         _one_of(True, False, "gaussian", "eva", "orthogonal"),
         'true, false, "gaussian", "eva" and "orthogonal"', lambda _: True, True),
@@ -84,26 +85,29 @@ _FIELDS = {
         ("auto_mapping", "ensure_weight_tying", "eva_config", "megatron_core", "peft_version",
          "qalora_group_size", "revision"), _Field()),
 }  # fmt: skip
-"""Of others, only values are read that switch off what they are for."""
+"""The known fields. All other fields must have a value that switches their feature off."""
 
 
 def adapter_config(config: ModelConfig, lora: LoraConfig, *, base: str) -> dict[str, Any]:
-    """What PEFT itself writes, as far as it says anything; `base` names the model beneath."""
+    """Return the fields that PEFT writes, without those that say nothing; `base` names the base model."""
     written = _Written(config, lora, base)
     return {key: field.write(written) for key, field in _FIELDS.items() if field.write is not None}
 
 
 def resolved(lora: LoraConfig) -> LoraConfig:
-    """With what the directory says from which the adapters start.
+    """Return `lora` with the settings of the PEFT directory from which the adapters start, if there is one.
 
-    Raises ValueError naming its field, or one of `lora` that contradicts it.
+    Raises ValueError that names a field of its config that cannot be used, or one of `lora` that contradicts
+    it.
     """
     if lora.adapter is None:
         return lora
     path = Path(lora.adapter) / CONFIG_FILE
-    found, default = replace(lora, **_read_settings(path)), LoraConfig()
+    found = replace(lora, **_read_settings(path))
+    default = LoraConfig()
     for name in ("rank", "alpha", "use_rslora", "target_modules"):
-        given, there = getattr(lora, name), getattr(found, name)
+        given = getattr(lora, name)
+        there = getattr(found, name)
         same = set(given) == set(there) if name == "target_modules" else given == there
         if given != getattr(default, name) and not same:
             raise ValueError(f"lora.{name} is {given!r}, but {path} says {there!r}: leave it out")
@@ -111,7 +115,7 @@ def resolved(lora: LoraConfig) -> LoraConfig:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """The fields of LoraConfig that an adapter_config.json has."""
+    """Return the fields of LoraConfig that an adapter_config.json sets."""
     try:
         hf = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -133,8 +137,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def open_adapters(directory: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The tensors of a PEFT directory, which may lack the score head. Raises ValueError that names file and
-    tensor where they are not those of this table of adapters."""
+    """Return the tensors of a PEFT directory, which may have no score head.
+
+    Raises ValueError that names file and tensor if they are not the adapters of this table.
+    """
     path = directory / _WEIGHTS_FILE
     shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
     if not path.is_file():

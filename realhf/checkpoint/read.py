@@ -1,4 +1,4 @@
-"""What a Hugging Face model directory has of a model: its tensors by the parameter table. Free of torch."""
+"""The tensors of a Hugging Face model directory, checked against the parameter table. Free of torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,27 +8,28 @@ from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, find_ten
 from realhf.param_spec import ModelSpec, ParamSpec
 from realhf.region import Region
 
-LM_HEAD, SCORE = "lm_head.weight", "score.weight"
+LM_HEAD = "lm_head.weight"
+SCORE = "score.weight"
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Ends of the names of what older checkpoints hold beside weights."""
+"""Endings of the names of tensors in older checkpoints that are not weights."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The files of a model directory, whose names, shapes and dtypes are as they must be."""
+    """The tensors of a model directory, whose names, shapes and dtypes have been checked."""
 
     tensors: Mapping[str, StoredTensor]
-    """By name in the parameter table (`InFile.name`), whatever prefix it has in the file."""
+    """Name in the parameter table (`InFile.name`), whatever prefix the file uses -> tensor."""
     missing: tuple[str, ...]
-    """Parameters that must be made: score.weight at most, when a critic starts from a language model."""
+    """Parameters that the files lack: at most score.weight, when a critic starts from a language model."""
     head_copy: StoredTensor | None = None
-    """lm_head.weight of a tied model beside the embedding, which it must equal."""
+    """The lm_head.weight that a tied model has besides the embedding; both must be equal."""
     further_layers: tuple[int, ...] = ()
-    """Layers past the config's, for multi-token prediction, which are left alone."""
+    """Layers beyond the config's, for multi-token prediction, which are not read."""
 
 
 def params_by_tensor(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
-    """Tensor of a checkpoint -> the parameters in it."""
+    """Return name of a tensor in a checkpoint -> the parameters in it."""
     found: dict[str, list[ParamSpec]] = {}
     for param in params:
         found.setdefault(param.in_file.name, []).append(param)
@@ -36,7 +37,7 @@ def params_by_tensor(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
 
 
 def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
-    """Shape in a checkpoint of the tensor with these parameters."""
+    """Return the shape of the tensor that holds these parameters in a checkpoint."""
     if params[0].limbs > 1:
         return params[0].shape[1:]
     rows, *rest = params[0].shape
@@ -45,7 +46,7 @@ def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
 
 
 def box_in_tensor(param: ParamSpec, region: Region) -> Region:
-    """Where a region of a parameter lies in its tensor of a checkpoint."""
+    """Return the box of a parameter's region in its tensor of a checkpoint."""
     if param.limbs > 1:
         return region[1:]
     (low, high), *rest = region
@@ -54,16 +55,18 @@ def box_in_tensor(param: ParamSpec, region: Region) -> Region:
 
 
 def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
-    """Reads the headers. Raises ValueError that names file and tensor where this model cannot be read."""
-    config, shapes = spec.config, {n: tensor_shape(p) for n, p in params_by_tensor(spec.params).items()}
+    """Read the headers; raise ValueError that names file and tensor if they are not those of this model."""
+    config = spec.config
+    shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
     if "quantization_config" in config.hf:
         what = "the checkpoint is quantised: dequantise it, and take quantization_config out"
         raise ValueError(f"{directory}/config.json says that {what}")
     tensors: dict[str, StoredTensor] = {}
-    head_copy, further = None, set[int]()
+    head_copy = None
+    further = set[int]()
     prefix = config.describes.names["embedding"].partition(".")[0] + "."
     for stored_name, tensor in find_tensors(directory).items():
-        # Base models save their weights without the prefix that they have in a model with a head.
+        # A model without a head saves its weights without the prefix that a model with a head adds.
         name = stored_name if stored_name in shapes else prefix + stored_name
         if name in tensors:
             raise ValueError(f"{directory} has {name} twice, with and without the prefix {prefix!r}")
@@ -80,7 +83,8 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
     if head_copy is not None:
         check_tensor(head_copy, LM_HEAD, shapes[embedding])
         if embedding not in tensors:
-            tensors[embedding], head_copy = head_copy, None
+            tensors[embedding] = head_copy
+            head_copy = None
     missing = sorted(shapes.keys() - tensors)
     if refused := [name for name in missing if name != SCORE]:
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
@@ -89,8 +93,10 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
 
 
 def check_tensors(directory: Path, spec: ModelSpec) -> None:
-    """Reads the headers. Raises ValueError where files are no safetensors files, or tensors with the names of
-    the model's parameters are not what these are."""
+    """Read the headers; raise ValueError if a file is corrupt, or a parameter has a wrong shape or dtype.
+
+    Parameters that are missing, and tensors of other names, are accepted.
+    """
     shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
     for name, tensor in find_tensors(directory).items():
         if name in shapes:
@@ -98,7 +104,7 @@ def check_tensors(directory: Path, spec: ModelSpec) -> None:
 
 
 def check_tensor(tensor: StoredTensor, name: str, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless the tensor has this shape and a dtype that is read."""
+    """Raise ValueError unless the tensor has this shape and a supported dtype."""
     where = f"{tensor.path}: tensor {name} has"
     if name == SCORE and tensor.shape[1:] == shape[1:] and tensor.shape != shape:
         raise ValueError(f"{where} {tensor.shape[0]} rows: only reward models of num_labels 1 are supported")
@@ -110,7 +116,7 @@ def check_tensor(tensor: StoredTensor, name: str, shape: tuple[int, ...]) -> Non
 
 
 def _further_layer(spec: ModelSpec, name: str, prefix: str) -> int | None:
-    """The number of the layer that a tensor belongs to, if it is one of those past the model's."""
+    """Return the layer that a tensor belongs to if it is beyond the model's last layer, else None."""
     family = spec.config.describes
     layers = family.names["attn_norm"].partition("{layer}")[0] if family.more_layers else ""
     for candidate in (name, prefix + name) if layers else ():

@@ -1,6 +1,6 @@
-"""Safetensors files and their index: which tensors a model directory has and where. Free of torch.
+"""Safetensors files and their index: names, shapes and offsets of the tensors. Free of torch.
 
-Only headers are read here, and everything that they promise is checked against the files.
+Only headers are read here, and everything that they say is checked against the files.
 """
 
 import json
@@ -14,18 +14,18 @@ from typing import Any
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The dtypes that are read and written: their names in a header, and torch's."""
+"""The supported dtypes: name in a header -> name in torch."""
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16,
     "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-_MAX_HEADER_BYTES = 100_000_000  # As in safetensors.
+_MAX_HEADER_BYTES = 100_000_000  # The limit of the safetensors library.
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, row by row from byte `start` on; `dtype` as headers call it."""
+    """A tensor in a file, row by row from byte `start` on; `dtype` is its name in headers."""
 
     path: Path
     dtype: str
@@ -38,8 +38,10 @@ class StoredTensor:
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model directory. Raises ValueError that names the file, and the tensor if it is one's
-    fault."""
+    """Return the tensors of a model directory by name.
+
+    Raises ValueError that names the file, and the tensor if the error lies in one.
+    """
     if (directory / SINGLE).is_file():
         return read_header(directory / SINGLE)
     index = directory / INDEX
@@ -69,7 +71,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor -> name of the file that has it."""
+    """Return name of a tensor -> name of the file that holds it."""
     try:
         files = json.loads(index.read_text())["weight_map"]
         assert isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
@@ -82,7 +84,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, in its order; its length must be what they need. Raises ValueError."""
+    """Return the tensors of a file in their order; raise ValueError unless they fill the file exactly."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -102,9 +104,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is corrupt: its header is no JSON object") from error
     header.pop("__metadata__", None)
     begin = 8 + length
-    spans = {}
-    for name, fields in header.items():
-        spans[name] = _span(path, name, fields)
+    spans = {name: _span(path, name, fields) for name, fields in header.items()}
     stop = 0
     for name in sorted(spans, key=lambda name: spans[name]):
         start, end = spans[name]
@@ -122,7 +122,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _span(path: Path, name: str, fields: Any) -> tuple[int, int]:
-    """Where a tensor lies among the bytes behind the header."""
+    """Return the bytes [start, stop) of a tensor, counted from the end of the header."""
     try:
         dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
         sizes = [*shape, start, stop]
@@ -140,8 +140,8 @@ def _span(path: Path, name: str, fields: Any) -> tuple[int, int]:
 
 
 def pack_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """The start of a file with these tensors (name, dtype as in headers, shape) behind one another, and the
-    byte at which each begins; the end of the file goes by the name ""."""
+    """Return the first bytes of a file with these tensors (name, dtype in headers, shape) end to end, and the
+    byte at which each tensor begins; the name "" stands for the end of the file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     stop = 0
     for name, dtype, shape in tensors:
@@ -155,6 +155,6 @@ def pack_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[by
 
 
 def pack_index(files: Mapping[str, str], total_bytes: int) -> str:
-    """The text of an index: tensor -> file."""
+    """Return the text of an index, given tensor -> file."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     return json.dumps(index, indent=2) + "\n"

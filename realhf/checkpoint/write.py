@@ -1,5 +1,6 @@
-"""Writes Hugging Face model directories: every rank its own part of the files, side by side."""
+"""CheckpointWriter: writes Hugging Face model directories, with the ranks of a layout in parallel."""
 
+import ctypes
 import json
 import math
 import os
@@ -14,27 +15,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from realhf.checkpoint.host_tensors import dtype_in_file, in_file_order, memory_of
 from realhf.checkpoint.read import box_in_tensor, params_by_tensor, tensor_shape
 from realhf.checkpoint.tensor_files import INDEX, STORED_DTYPES, pack_header, pack_index
 from realhf.dist.group import World
 from realhf.layout import Layout
+from realhf.nn.split_float32 import joined, sum_dtype
 from realhf.param_spec import ModelSpec, ParamSpec
 from realhf.region import Region, region_size
 
 MAX_SHARD_BYTES = 5 * 10**9
 Beside = Path | str
-"""A file that goes along: one that is copied, or its text."""
+"""A further file of an export: a path to copy, or the text of the file."""
 _EXPORTED = (
     "config.json", "adapter_config.json", "model*.safetensors", INDEX, "adapter_model*.safetensors",
 )  # fmt: skip
-"""Names of what an export consists of, beside what goes along."""
+"""Patterns of the files of an export, without the further files."""
 _BLOCK_BYTES = 16 << 20
-"""So much of a tensor is made contiguous, or travels to a writer, at a time."""
+"""Bytes of a tensor to make contiguous, or to send to a writer, at a time."""
 
 
 class ShardFile(NamedTuple):
-    """A file to be written: its first bytes, and tensor -> byte at which it begins ("": the end)."""
+    """A file to write: its first bytes, and tensor -> byte at which it begins ("": the end of the file)."""
 
     name: str
     header: bytes
@@ -44,14 +45,17 @@ class ShardFile(NamedTuple):
 def plan_files(
     spec: ModelSpec, *, dtype: torch.dtype, max_shard_bytes: int, stem: str = "model"
 ) -> list[ShardFile]:
-    """The model's tensors in table order, in files of at most `max_shard_bytes` unless one alone has more."""
+    """Split the model's tensors, in table order, into files of at most `max_shard_bytes`.
+
+    A tensor that is larger has a file of its own.
+    """
     stored = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
     tensors = {
-        name: (dtype_in_file(params[0], dtype), tensor_shape(params))
+        name: (_dtype_in_file(params[0], dtype), tensor_shape(params))
         for name, params in params_by_tensor(spec.params).items()
     }
     files: list[list[str]] = [[]]
-    filled = 0
+    filled = 0  # Bytes in the last file.
     for name, (own, shape) in tensors.items():
         num_bytes = torch.Size(shape).numel() * own.itemsize
         if files[-1] and filled + num_bytes > max_shard_bytes:
@@ -80,11 +84,13 @@ class Part:
 
 
 def assign_parts(spec: ModelSpec, layout: Layout, writers: Sequence[int]) -> list[Part]:
-    """Who writes what, in table order: a holder among `writers` if there is one, so that nothing travels.
+    """Assign a sender and a writer to every region, in table order.
 
-    Of several that could, the one that has least to do so far.
+    A region is written by one of its holders if some are among `writers`, so that it need not be sent. Among
+    several candidates, the one with the least work so far is chosen.
     """
-    written, sent = Counter[int](), Counter[int]()
+    written = Counter[int]()
+    sent = Counter[int]()
     parts = []
     for param, placement in zip(spec.params, spec.placements(layout), strict=True):
         for region, holders in placement:
@@ -98,13 +104,14 @@ def assign_parts(spec: ModelSpec, layout: Layout, writers: Sequence[int]) -> lis
 
 
 class CheckpointWriter:
-    """Writes a model of one layout, as often as one likes; `leader` need not be in the layout.
+    """A writer of model directories for one layout, which can be used many times.
 
-    `stem` begins the names of the files. `config` is the name and content of the file that goes with them;
-    None: config.json of the model, with `fields` added.
+    The directory needs to be on the disk of one host only, that of the rank `leader`, which need not be in
+    the layout. The layout's ranks on that host write their own regions in parallel into the same files; other
+    ranks send them the regions that none of them holds, block by block.
 
-    All is written by the leader's host, whose disk alone the directory needs to be on: by the ranks of the
-    layout there, in place, each what it holds; what nobody there holds is sent to them block by block.
+    `stem` begins the names of the files. `config` is the name and the content of the config file; by default
+    it is the model's config.json with `fields` added.
     """
 
     def __init__(
@@ -113,7 +120,9 @@ class CheckpointWriter:
         config: tuple[str, Mapping[str, object]] | None = None,
         fields: Mapping[str, object] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        self._spec, self._rank, self._leader, self._dtype = spec, world.rank, leader, dtype
+        self._rank = world.rank
+        self._leader = leader
+        self._dtype = dtype
         self._files = plan_files(spec, dtype=dtype, max_shard_bytes=max_shard_bytes, stem=stem)
         self._config = config or ("config.json", {**_model_config(spec, dtype), **fields})
         host = world.ranks_on_host(leader)
@@ -125,10 +134,10 @@ class CheckpointWriter:
 
     @torch.no_grad()
     def write(self, directory: Path, shards: Mapping[str, Tensor], *, beside: Mapping[str, Beside]) -> None:
-        """Collective over the layout and the leader; returns when the directory is complete.
+        """Write the directory; all ranks of the layout and the leader must call this.
 
-        `beside`: name -> a further file. The config comes last: a directory that has one is whole. Raises
-        OSError where a file cannot be written.
+        Returns when the directory is complete. `beside` maps names to further files. The config is written
+        last, so a directory with a config is complete. Raises OSError if a file cannot be written.
         """
         if self._rank == self._leader:
             directory.mkdir(parents=True, exist_ok=True)
@@ -149,8 +158,10 @@ class CheckpointWriter:
         self._group.barrier()
 
     def _local_parts(self) -> list[Part]:
-        """What this rank holds and writes. Each writer begins with another file: one file takes one write at
-        a time."""
+        """Return the parts that this rank both holds and writes.
+
+        Each writer begins with a different file, because a file takes one write at a time.
+        """
         mine = [part for part in self._parts if part.sender == part.writer == self._rank]
         if not mine:
             return []
@@ -160,7 +171,7 @@ class CheckpointWriter:
         return sorted(mine, key=lambda part: (number[part.param.in_file.name] - first) % count)
 
     def _send_or_write(self, directory: Path, part: Part, shards: Mapping[str, Tensor]) -> None:
-        """This rank's end of a part that its holder sends to its writer."""
+        """Send a part to its writer, or receive and write it."""
         peers = self._group.ranks
         if self._rank == part.sender:
             for _, block in _blocks(in_file_order(part.param, shards[part.param.name])):
@@ -168,16 +179,18 @@ class CheckpointWriter:
             return
         box = box_in_tensor(part.param, part.region)
         shape = [stop - start for start, stop in box]
-        dtype = dtype_in_file(part.param, self._dtype)
+        dtype = _dtype_in_file(part.param, self._dtype)
         for row, like in _blocks(torch.empty(shape, dtype=dtype, device="meta")):
             block = torch.empty(like.shape, dtype=dtype)
             self._group.exchange([], [(peers.index(part.sender), block)])
             self._write(directory, part, row, block)
 
     def _write(self, directory: Path, part: Part, row: int, block: Tensor) -> None:
-        """Writes rows of a part, from its own row `row` on, to where they belong."""
-        name, box = part.param.in_file.name, box_in_tensor(part.param, part.region)
-        file, shape = self._file_of[name], self._shapes[name]
+        """Write rows of a part into its file; `row` is the index of the first one in the part."""
+        name = part.param.in_file.name
+        box = box_in_tensor(part.param, part.region)
+        file = self._file_of[name]
+        shape = self._shapes[name]
         stride = block.itemsize * math.prod(shape[1:])
         start = file.starts[name] + (box[0][0] + row) * stride
         data = memory_of(block)
@@ -185,14 +198,14 @@ class CheckpointWriter:
             if box[1:] == tuple((0, size) for size in shape[1:]):
                 _write_all(out.fileno(), data, start)
                 return
-            length, start = len(data) // len(block), start + box[1][0] * block.itemsize
+            length = len(data) // len(block)
+            start += box[1][0] * block.itemsize
             for i in range(len(block)):
                 _write_all(out.fileno(), data[i * length : (i + 1) * length], start + i * stride)
 
     def _finish(self, directory: Path, beside: Mapping[str, Beside]) -> None:
-        """Puts the finished files into their places; what an earlier export, of a model or of adapters, left
-        there goes first."""
-        names, (config_file, config) = [file.name for file in self._files], self._config
+        """Give the files their final names, after removing an earlier export of a model or adapters."""
+        names = [file.name for file in self._files]
         mine = {_unfinished(name) for name in names}
         for pattern in (*_EXPORTED, *map(_unfinished, _EXPORTED)):
             for path in directory.glob(pattern):
@@ -206,6 +219,7 @@ class CheckpointWriter:
             _put(directory / INDEX, pack_index(files, num_bytes))
         for name, content in beside.items():
             _put(directory / name, content)
+        config_file, config = self._config
         _put(directory / config_file, json.dumps(config, indent=2) + "\n")
 
 
@@ -215,8 +229,29 @@ def _model_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, object]:
     return config
 
 
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return a view of the bytes of a contiguous tensor on the host, which must outlive this view.
+
+    After `Tensor.numpy` torch would never again free or resize the tensor's storage.
+    """
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def in_file_order(param: ParamSpec, shard: Tensor) -> Tensor:
+    """Return a region with its dims in the order of checkpoints: a view, unless it is a sum of parts."""
+    if param.limbs > 1:
+        return joined(shard)
+    return shard.T if param.in_file.transposed else shard
+
+
+def _dtype_in_file(param: ParamSpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in files of a parameter of a model of this dtype."""
+    return sum_dtype(dtype) if param.limbs > 1 else dtype
+
+
 def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Rows of a tensor, as many at a time as there is room for, each time with the number of the first."""
+    """Yield the index of a first row, and the rows from there on that fit a block."""
     step = max(1, _BLOCK_BYTES // max(1, values[:1].numel() * values.element_size()))
     for row in range(0, len(values), step):
         yield row, values[row : row + step]
@@ -225,11 +260,12 @@ def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _write_all(file: int, data: memoryview, position: int) -> None:
     while len(data):
         count = os.pwrite(file, data, position)
-        data, position = data[count:], position + count
+        data = data[count:]
+        position += count
 
 
 def _put(path: Path, content: Beside) -> None:
-    """Makes a file that is either whole or not there."""
+    """Write a file so that it is either complete or absent."""
     path.parent.mkdir(exist_ok=True)
     part = path.with_name(_unfinished(path.name))
     if isinstance(content, Path):

@@ -1,4 +1,4 @@
-"""What stands between the up- and down-projections of an MLP or an expert."""
+"""The activations between the up- and down-projections of MLPs and experts, with their gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +14,11 @@ from realhf.nn.grad_accumulation import collects
 from realhf.nn.linear import linear
 
 Activation = Callable[[Tensor], Tensor]
-"""up_TF -> hidden_TF; of a gated MLP the first half of F is the gate and it gives half as many."""
+"""up_TF -> hidden_TF. In a gated MLP the first half of F is the gate, and hidden_TF is half as wide."""
 
 
 class Curve(NamedTuple):
-    """A function of single numbers, and what makes the input's gradient of the output's and the input."""
+    """An element-wise function and its backward pass: (gradient of output, input) -> gradient of input."""
 
     compute: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -37,11 +37,13 @@ ACTIVATIONS = {
     "relu": Curve(F.relu, _relu_backward),
 }  # fmt: skip
 _PART_NUMEL = 1 << 17
-"""Elements that are worked on at a time on CPU, so that they stay in a core's cache."""
+"""Elements to process at a time on CPU, so that they stay in a core's cache."""
 
 
 def activation(config: ModelConfig) -> Activation:
-    curve, gated = ACTIVATIONS[config.activation], config.gated
+    """Return the activation function of a model."""
+    curve = ACTIVATIONS[config.activation]
+    gated = config.gated
 
     def activate(up_TF: Tensor) -> Tensor:
         if torch.is_grad_enabled() and up_TF.requires_grad:
@@ -52,10 +54,9 @@ def activation(config: ModelConfig) -> Activation:
 
 
 def activated_linear(config: ModelConfig, up_TF: Tensor, weight_HF: Tensor) -> Tensor:
-    """The activation and the down-projection behind it, which keep `up_TF` only for the backward pass."""
-    curve, gated = ACTIVATIONS[config.activation], config.gated
+    """Return the down-projection of the activated `up_TF`; only `up_TF` is kept for the backward pass."""
     if torch.is_grad_enabled() and collects(weight_HF):
-        return _ActivatedLinear.apply(up_TF, weight_HF, curve, gated)
+        return _ActivatedLinear.apply(up_TF, weight_HF, ACTIVATIONS[config.activation], config.gated)
     return linear(activation(config)(up_TF), weight_HF)
 
 
@@ -72,27 +73,32 @@ def _activate(up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:
     if len(parts) == 1:
         return curve.compute(gate_TF).mul_(up_TF)
     out_TF = up_TF.new_empty(up_TF.shape)
-    for at in parts:
-        torch.mul(curve.compute(gate_TF[at]), up_TF[at], out=out_TF[at])
+    for rows in parts:
+        torch.mul(curve.compute(gate_TF[rows]), up_TF[rows], out=out_TF[rows])
     return out_TF
 
 
-def _gradient(grad_TF: Tensor, up_TF: Tensor, curve: Curve, gated: bool, *, again: bool = False) -> Tensor:
-    """Of `up_TF`, from that of what `_activate` gives; `again`: which is then written over `grad_TF`."""
+def _gradient(
+    grad_TF: Tensor, up_TF: Tensor, curve: Curve, gated: bool, *, recompute: bool = False
+) -> Tensor:
+    """Return the gradient of `up_TF`, given the gradient of the output of `_activate`.
+
+    With `recompute`, that output is then written over `grad_TF`.
+    """
     if not gated:
         out_TF = curve.backward(grad_TF, up_TF)
-        if again:
+        if recompute:
             grad_TF.copy_(curve.compute(up_TF))
         return out_TF
     out_TF = torch.empty_like(up_TF)
     gate_TF, up_TF = up_TF.chunk(2, dim=1)
     grad_gate_TF, grad_up_TF = out_TF.chunk(2, dim=1)
-    for at in _parts(grad_TF):
-        activated = curve.compute(gate_TF[at])
-        torch.mul(activated, grad_TF[at], out=grad_up_TF[at])
-        grad_gate_TF[at] = curve.backward(grad_TF[at] * up_TF[at], gate_TF[at])
-        if again:
-            torch.mul(activated, up_TF[at], out=grad_TF[at])
+    for rows in _parts(grad_TF):
+        activated = curve.compute(gate_TF[rows])
+        torch.mul(activated, grad_TF[rows], out=grad_up_TF[rows])
+        grad_gate_TF[rows] = curve.backward(grad_TF[rows] * up_TF[rows], gate_TF[rows])
+        if recompute:
+            torch.mul(activated, up_TF[rows], out=grad_TF[rows])
     return out_TF
 
 
@@ -100,24 +106,25 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:
         ctx.save_for_backward(up_TF)
-        ctx.curve, ctx.gated = curve, gated
+        ctx.settings = curve, gated
         return _activate(up_TF, curve, gated)
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, None, None]:
-        return _gradient(grad_TF, ctx.saved_tensors[0], ctx.curve, ctx.gated), None, None
+        return _gradient(grad_TF, *ctx.saved_tensors, *ctx.settings), None, None
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, up_TF: Tensor, weight_HF: Tensor, curve: Curve, gated: bool) -> Tensor:
         ctx.save_for_backward(up_TF)
-        ctx.weight, ctx.curve, ctx.gated = weight_HF, curve, gated
+        ctx.weight = weight_HF
+        ctx.settings = curve, gated
         return narrow.linear(_activate(up_TF, curve, gated), weight_HF)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:
-        hidden_TF = narrow.product(grad_TH, ctx.weight)  # First its gradient.
-        grad_TF = _gradient(hidden_TF, ctx.saved_tensors[0], ctx.curve, ctx.gated, again=True)
+        hidden_TF = narrow.product(grad_TH, ctx.weight)  # Its gradient, which `_gradient` overwrites.
+        grad_TF = _gradient(hidden_TF, *ctx.saved_tensors, *ctx.settings, recompute=True)
         ctx.weight.add_product(grad_TH, hidden_TF)
         return grad_TF, None, None, None

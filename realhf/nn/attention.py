@@ -1,6 +1,6 @@
 """Causal attention over packed sequences, by the fastest kernel that the device has.
 
-Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value heads, D head dim; of
+Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value heads, D head dim; for
 sequences of equal length: S their number, L their length.
 """
 
@@ -22,25 +22,26 @@ from realhf.nn.narrow import lacks_units, widened
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What a layer's attention does besides being causal."""
+    """The options of a layer's causal attention."""
 
-    scale: float  # Of query times key.
-    window: int | None = None  # A token sees so many, itself included.
-    softcap: float | None = None  # c * tanh(x / c) of the scores.
+    scale: float  # Factor of query times key.
+    window: int | None = None  # Number of tokens that a token sees, itself included.
+    softcap: float | None = None  # Scores x become c * tanh(x / c).
 
 
 @dataclass(frozen=True)
 class Attend:
-    """One layer's attention in one pass, or of some of its tokens: (kind, q_TND, k_TKD, v_TKD) -> out_TND.
+    """The attention of one layer over all or some tokens of a pass: (kind, q_TND, k_TKD, v_TKD) -> out_TND.
 
-    With `cached`, keys and values that the cache is to hold in place of these. Where the tokens attend to
-    what is in the cache (`from_cache`), keys and values are given as it holds them.
+    With `from_cache`, the tokens attend to the cache's contents, and the keys and values have the cache's
+    format. Else `cached` holds the keys and values to store in the cache, if they differ from `k_TKD` and
+    `v_TKD`.
     """
 
-    layer: int  # Its number on this stage.
+    layer: int  # Index on this stage.
     compute: Callable[..., Tensor]
     from_cache: bool = False
-    tokens: slice | None = None  # Which ones of the pass; None: all.
+    tokens: slice | None = None  # Position of its tokens in the pass; None: all.
 
     def __call__(
         self, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
@@ -49,10 +50,10 @@ class Attend:
         return self.compute(self.layer, kind, q_TND, k_TKD, v_TKD, *(cached or (k_TKD, v_TKD)))
 
 
-def by_parts(
+def attend_in_parts(
     attends: Sequence[Attend], compute: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
-    """`compute` of each part of the tokens: an Attend, and its tokens of the tensors; out_TND of all."""
+    """Call `compute(attend, *tensors)` on the tokens of each Attend, and return out_TND of all tokens."""
     if len(attends) == 1:
         return compute(attends[0], *tensors)
     parts = ((attend, [x[attend.tokens or slice(None)] for x in tensors]) for attend in attends)
@@ -62,26 +63,27 @@ def by_parts(
 def packed_attention(
     q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, seq_lens: list[int], kind: AttentionKind
 ) -> Tensor:
-    """Causal grouped-query attention inside each sequence: out_TND."""
-    if not len(q_TND):  # A part of the graph all the same: ranks of an ep group go backward together.
+    """Return the causal grouped-query attention within each sequence: out_TND."""
+    if not len(q_TND):  # The output depends on the inputs: ranks of an ep group run the same backward pass.
         return q_TND[..., :1] * v_TKD.new_zeros(v_TKD.shape[-1]) + k_TKD.sum() + v_TKD.sum()
     if q_TND.is_cuda and q_TND.dtype in (torch.float16, torch.bfloat16):
         kernel = _varlen_kernel(kind)
         if kernel is not None:
-            starts, longest = _cumulative(tuple(seq_lens), q_TND.device), max(seq_lens, default=0)
+            starts = _cumulative(tuple(seq_lens), q_TND.device)
+            longest = max(seq_lens, default=0)
             dim = v_TKD.shape[-1]
-            wanted = -(-max(dim, k_TKD.shape[-1]) // _DIM_STEP) * _DIM_STEP
+            padded_dim = -(-max(dim, k_TKD.shape[-1]) // _DIM_STEP) * _DIM_STEP
             q, k, v = (
-                x if x.shape[-1] == wanted else F.pad(x, (0, wanted - x.shape[-1]))
+                x if x.shape[-1] == padded_dim else F.pad(x, (0, padded_dim - x.shape[-1]))
                 for x in (q_TND, k_TKD, v_TKD))
             return kernel(q, k, v, starts, starts, longest, longest)[..., :dim]
-    # One call per run of neighbours of equal length.
+    # One kernel call per run of consecutive sequences of equal length.
     runs = [(length, len(list(run))) for length, run in groupby(n for n in seq_lens if n)]
     plain = kind.softcap is None and (kind.window is None or kind.window >= max(seq_lens))
     plain = plain and v_TKD.shape[-1] == k_TKD.shape[-1]
     if plain and q_TND.device.type == "cpu" and torch.is_grad_enabled():
         return _Flash.apply(q_TND, k_TKD, v_TKD, runs, kind.scale)
-    # (`split` is used because its backward is one `cat`.)
+    # `split` and no slices, because its backward pass is one `cat`.
     sizes = [length * count for length, count in runs]
     outs = []
     for (length, count), *qkv in zip(runs, *(x.split(sizes) for x in (q_TND, k_TKD, v_TKD)), strict=True):
@@ -90,30 +92,35 @@ def packed_attention(
     return torch.cat(outs)
 
 
-_FEW = 4
-"""Queries of a key-value head up to which torch's kernel on CPU is faster in bfloat16 when each is a head."""
-_DIM_STEP = 8  # Of head dims that kernels on CUDA take, the same for queries, keys and values.
-_BFLOAT16_PAYS = 1 << 15
-"""Length times head dim from which torch's backward pass on CPU is faster in bfloat16 than in float32. (For
-every length it compiles and keeps kernels of bfloat16: 6 ms and 5 MB.)"""
+_FEW_QUERIES = 4
+"""Up to so many queries per head, torch's CPU kernel is faster in bfloat16 if each query is its own head."""
+_DIM_STEP = 8  # CUDA kernels take multiples of this as head dim, the same for queries, keys and values.
+_MIN_BFLOAT16_NUMEL = 1 << 15
+"""Length times head dim from which torch's backward pass on CPU is faster in bfloat16 than in float32: in
+bfloat16 it compiles and keeps kernels for every length."""
 
 
 class _Flash(torch.autograd.Function):
-    """torch's flash attention on CPU, run by run, with one output of all runs: autograd would keep each run's
-    besides. It takes fewer heads of keys than of queries, and gives gradients so."""
+    """torch's flash attention on CPU, run by run, with one output for all runs.
+
+    Autograd alone would also keep the output of each run. Keys and their gradients may have fewer heads than
+    queries.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, runs: list[tuple[int, int]], scale: float
     ) -> Tensor:
-        out_TND, lse = torch.empty_like(q_TND, memory_format=torch.contiguous_format), []
+        out_TND = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
+        lse = []
         compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         for out, *qkv in _by_runs((out_TND, q_TND, k_TKD, v_TKD), runs):
             values, lse_of_run = compute(*qkv, 0.0, True, scale=scale)
             out.copy_(values)
             lse.append(lse_of_run)
         ctx.save_for_backward(q_TND, k_TKD, v_TKD, out_TND, *lse)
-        ctx.runs, ctx.scale = runs, scale
+        ctx.runs = runs
+        ctx.scale = scale
         return out_TND
 
     @staticmethod
@@ -122,18 +129,18 @@ class _Flash(torch.autograd.Function):
         compute = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = [x.new_empty(x.shape) for x in (q_TND, k_TKD, v_TKD)]
         views = _by_runs((grad_TND, q_TND, k_TKD, v_TKD, out_TND, *grads), ctx.runs)
-        for (*given, grad_q, grad_k, grad_v), lse_of_run in zip(views, lse, strict=True):
-            is_short = grad_q.shape[2] * grad_q.shape[3] < _BFLOAT16_PAYS
+        for (*inputs, grad_q, grad_k, grad_v), lse_of_run in zip(views, lse, strict=True):
+            is_short = grad_q.shape[2] * grad_q.shape[3] < _MIN_BFLOAT16_NUMEL
             if lacks_units(grad_q) or grad_q.dtype == torch.bfloat16 and is_short:
-                given = [x.float() for x in given]
-            found = compute(*given, lse_of_run, 0.0, True, scale=ctx.scale)
-            for place, grad in zip((grad_q, grad_k, grad_v), found, strict=True):
-                place.copy_(grad)
+                inputs = [x.float() for x in inputs]
+            found = compute(*inputs, lse_of_run, 0.0, True, scale=ctx.scale)
+            for target, grad in zip((grad_q, grad_k, grad_v), found, strict=True):
+                target.copy_(grad)
         return *grads, None, None
 
 
 def _by_runs(tensors: Sequence[Tensor], runs: list[tuple[int, int]]) -> Iterator[tuple[Tensor, ...]]:
-    """Views of each run's part of the tensors: (sequences, heads, positions, dim) each."""
+    """Yield, for each run, views of its part of the tensors, each (sequences, heads, positions, dim)."""
     start = 0
     for length, count in runs:
         stop = start + length * count
@@ -145,18 +152,18 @@ def _equal_lengths(q_SNLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, kind: Attenti
     length = q_SNLD.shape[2]
     windowed = kind.window is not None and kind.window < length
     if kind.softcap is None and not windowed:
-        # On CPU, `enable_gqa` beats expanded keys by 5 to 15 %.
+        # `enable_gqa` is faster than expanding the keys.
         grouped = q_SNLD.shape[1] != k_SKLD.shape[1]
         return F.scaled_dot_product_attention(
             q_SNLD, k_SKLD, v_SKLD, is_causal=True, scale=kind.scale, enable_gqa=grouped)
-    at = torch.arange(length, device=q_SNLD.device)
-    behind = at[:, None] - at
-    return masked_attention(
-        q_SNLD, k_SKLD, v_SKLD, (behind >= 0) & (behind < (kind.window or length)), kind)
+    position = torch.arange(length, device=q_SNLD.device)
+    distance = position[:, None] - position
+    visible = (distance >= 0) & (distance < (kind.window or length))
+    return masked_attention(q_SNLD, k_SKLD, v_SKLD, visible, kind)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kind: AttentionKind) -> Tensor:
-    """Grouped-query attention where `visible` is true; (sequences, heads, positions, dim) each."""
+    """Return grouped-query attention where `visible` is true; all are (sequences, heads, positions, dim)."""
     if lacks_units(q):
         return masked_attention(q.float(), k.float(), v.float(), visible, kind).to(q.dtype)
     grouped = q.shape[1] != k.shape[1]
@@ -174,14 +181,17 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kind: Att
 def attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, kind: AttentionKind, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over all positions, `mask` added to the scores, and the log-sum-exp of these, without
-    gradients; all as (sequences, heads, positions, dim), with as many heads of queries as of keys."""
+    """Return attention over all positions and the log-sum-exp of its scores; without gradients.
+
+    `mask` is added to the scores. All tensors are (sequences, heads, positions, dim), with as many heads of
+    queries as of keys.
+    """
     if q.device.type == "cpu" and kind.softcap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        few = q.dtype == torch.bfloat16 and q.shape[2] <= _FEW and (mask is None or mask.shape[2] == 1)
-        few = few and not lacks_units(q)
-        alone = q.flatten(1, 2)[:, :, None] if few else q
-        out, lse = flash(alone, k, v, attn_mask=mask, scale=kind.scale)
+        few = q.shape[2] <= _FEW_QUERIES and (mask is None or mask.shape[2] == 1)
+        few = few and q.dtype == torch.bfloat16 and not lacks_units(q)
+        query_heads = q.flatten(1, 2)[:, :, None] if few else q
+        out, lse = flash(query_heads, k, v, attn_mask=mask, scale=kind.scale)
         return out.view(q.shape), lse.view(q.shape[:-1])
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * kind.scale
@@ -196,7 +206,10 @@ def attention_with_lse(
 
 @lru_cache(maxsize=16)
 def _varlen_kernel(kind: AttentionKind) -> Callable[..., Tensor] | None:
-    """flash-attn's kernel, if that optional package is installed, else torch's own, which has no softcap."""
+    """Return the CUDA kernel for packed sequences, or None if there is none for this kind of attention.
+
+    It is flash-attn's, if that optional package is installed, else torch's own, which has no softcap.
+    """
     left = -1 if kind.window is None else kind.window - 1
     if find_spec("flash_attn"):
         flash = import_module("flash_attn").flash_attn_varlen_func
@@ -209,8 +222,8 @@ def _varlen_kernel(kind: AttentionKind) -> Callable[..., Tensor] | None:
         return by_flash
     if kind.softcap is not None:
         return None
-    varlen = import_module("torch.nn.attention.varlen")  # here, as only CUDA needs it and it takes a second
-    # torch 2.11 takes fewer heads of keys than of queries without being told.
+    varlen = import_module("torch.nn.attention.varlen")  # Slow to import, and only CUDA needs it.
+    # torch 2.11 has no such option: it accepts fewer heads of keys than of queries anyway.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
 
     def by_torch(*args: Any) -> Tensor:
@@ -220,7 +233,7 @@ def _varlen_kernel(kind: AttentionKind) -> Callable[..., Tensor] | None:
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # It may be kept for a backward pass later.
+@torch.inference_mode(False)  # Autograd may keep the result for a backward pass.
 def _cumulative(seq_lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Offsets of the sequences, kept so that the layers of one forward share one copy to the device."""
+    """Return the offsets of the sequences, cached so that all layers share one copy to the device."""
     return torch.tensor((0, *seq_lens)).cumsum(0).to(device, torch.int32)

@@ -1,7 +1,7 @@
-"""Block: one decoder layer's tensor-parallel part, for every family.
+"""Block: one decoder layer of any model family, split over tensor-parallel ranks.
 
-Shape suffixes: T tokens of all sequences end to end, H hidden; of this rank: F MLP width, N query heads, K
-key-value heads; D head dim.
+Shape suffixes: T tokens of all sequences end to end, H hidden, D head dim; on this rank: F MLP width, N query
+heads, K key-value heads.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from realhf.dist.group import Group
 from realhf.dist.parallel import ParallelGroups
 from realhf.model_config import ModelConfig
 from realhf.nn.activation import activated_linear, activation
-from realhf.nn.attention import Attend, AttentionKind, by_parts
+from realhf.nn.attention import Attend, AttentionKind, attend_in_parts
 from realhf.nn.latent_attention import LatentAttention
 from realhf.nn.lora import Adapted, linear
 from realhf.nn.moe import Moe, RouterLosses
@@ -25,11 +25,13 @@ from realhf.nn.rope import Angles, rotate
 
 
 class Norm:
-    """RMSNorm or LayerNorm over the last dim, or nothing where the family has no such norm."""
+    """RMSNorm or LayerNorm over the last dim, or the identity where the family has no such norm."""
 
     def __init__(self, config: ModelConfig, weights: Weights, part: str) -> None:
-        self.eps, self.offset = config.norm_eps, config.norm_offset
-        self.weight, self.bias = weights.get(f"{part}.weight"), weights.get(f"{part}.bias")
+        self.eps = config.norm_eps
+        self.offset = config.norm_offset
+        self.weight = weights.get(f"{part}.weight")
+        self.bias = weights.get(f"{part}.bias")
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.weight is None:
@@ -40,7 +42,7 @@ class Norm:
 
 
 class Block:
-    """Attention and MLP or experts, each between the norms that the family has."""
+    """A decoder layer: attention and an MLP or experts, each between the norms that the family has."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups, adapters: Adapted
@@ -52,16 +54,18 @@ class Block:
         self.attention = attention(config, weights, layer, groups.tp, adapters)
         self.mlp_norm = Norm(config, weights, "mlp_norm")
         self.mlp_out_norm = Norm(config, weights, "mlp_out_norm")
-        routed = config.has_experts(layer)
-        self.mlp = _moe(config, weights, layer, groups, adapters) if routed else Mlp(
-            config, weights, groups.tp, adapters)
+        self.mlp: Moe | Mlp
+        if config.has_experts(layer):
+            self.mlp = _moe(config, weights, layer, groups, adapters)
+        else:
+            self.mlp = Mlp(config, weights, groups.tp, adapters)
 
     def __call__(
         self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend],
         losses: RouterLosses | None = None,
     ) -> Tensor:  # fmt: skip
         more = (losses,) if isinstance(self.mlp, Moe) else ()
-        # Nothing has a name that it would outlive its use by: without gradients that would be the peak.
+        # Intermediate results have no names, so that they are freed at once: memory peaks here.
         x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attends)))
         return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), *more)))
 
@@ -85,10 +89,15 @@ class Attention:
     def __init__(
         self, config: ModelConfig, weights: Weights, layer: int, tp: Group, adapters: Adapted
     ) -> None:
-        self.config, self.tp, self.adapters = config, tp, adapters
-        self.qkv, self.qkv_bias = weights["qkv.weight"], weights.get("qkv.bias")
-        self.out, self.out_bias = weights["o.weight"], weights.get("o.bias")
-        self.q_norm, self.k_norm = Norm(config, weights, "q_norm"), Norm(config, weights, "k_norm")
+        self.config = config
+        self.tp = tp
+        self.adapters = adapters
+        self.qkv = weights["qkv.weight"]
+        self.qkv_bias = weights.get("qkv.bias")
+        self.out = weights["o.weight"]
+        self.out_bias = weights.get("o.bias")
+        self.q_norm = Norm(config, weights, "q_norm")
+        self.k_norm = Norm(config, weights, "k_norm")
         self.num_heads = self.out.shape[1] // config.head_dim
         self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
         scale = config.attention_scale
@@ -97,52 +106,58 @@ class Attention:
 
     @property
     def cache_heads(self) -> tuple[int, int, int | None]:
-        """As KVCache wants them: heads, their dim; values are not part of the keys."""
+        """Return (heads, head dim, None) for KVCache; None: the values are not a part of the keys."""
         return self.num_kv_heads, self.config.head_dim, None
 
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
-        adapters = self.adapters
-        qkv = linear(copy_to_group(x_TH, self.tp), self.qkv, self.qkv_bias, adapters.get("qkv.weight"))
+        x_TH = copy_to_group(x_TH, self.tp)
+        qkv = linear(x_TH, self.qkv, self.qkv_bias, self.adapters.get("qkv.weight"))
         qkv = qkv.view(len(qkv), N + 2 * K, self.config.head_dim)
         if self.config.qk_norm is not None:
             q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
-            q_TND, k_TKD = self._normed(q_TND, self.q_norm), self._normed(k_TKD, self.k_norm)
+            q_TND = self._normed(q_TND, self.q_norm)
+            k_TKD = self._normed(k_TKD, self.k_norm)
             qkv = torch.cat((q_TND, k_TKD, v_TKD), dim=1)
         if angles is not None:
             qkv = rotate(qkv, angles, interleaved=self.config.rope_interleaved, num_heads=N + K)
         q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
-        out_TND = by_parts(attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
-        y_TH = linear(out_TND.flatten(1), self.out, adapter=adapters.get("o.weight"))
+        out_TND = attend_in_parts(
+            attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
+        y_TH = linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
         y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.out_bias is None else y_TH + self.out_bias
 
     def _normed(self, x_TND: Tensor, norm: Norm) -> Tensor:
-        """Queries or keys by head, or all heads' together, those of other ranks included."""
+        """Return queries or keys normalised per head, or over all heads, those of other ranks included."""
         if self.config.qk_norm == "head":
             return norm(x_TND)
         if self.tp.size == 1:
             return norm(x_TND.flatten(1)).view_as(x_TND)
         assert norm.weight is not None
         whole = (self.config.num_heads if norm is self.q_norm else self.config.num_kv_heads) * x_TND.shape[2]
-        copies = self.tp.size * x_TND.shape[1] * x_TND.shape[2] // whole  # Ranks that have the same heads.
+        copies = self.tp.size * x_TND.shape[1] * x_TND.shape[2] // whole  # Number of ranks that hold a head.
         x = x_TND.to(torch.promote_types(x_TND.dtype, torch.float32))
         squares_T = sum_over_group(x.square().sum((1, 2)) / (copies * whole), self.tp)
-        squares_T = copy_to_group(squares_T, self.tp)  # Every rank's outputs depend on the sum.
+        squares_T = copy_to_group(squares_T, self.tp)  # The outputs of every rank depend on it.
         x = x * (squares_T + norm.eps).rsqrt()[:, None, None]
         return x.to(x_TND.dtype) * norm.weight.view(x_TND.shape[1:])
 
 
 class Mlp:
-    """Gated or plain MLP, split by width; `prefix` names which one of the layer's."""
+    """A gated or plain MLP, split by width. Its weights' names begin with `prefix`."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, tp: Group, adapters: Adapted, *, prefix: str = ""
     ) -> None:
-        self.tp, self.config, self.activation = tp, config, activation(config)
+        self.tp = tp
+        self.config = config
+        self.activation = activation(config)
         up = f"{prefix}{'gate_up' if config.gated else 'up'}"
-        self.up, self.up_bias = weights[f"{up}.weight"], weights.get(f"{up}.bias")
-        self.down, self.down_bias = weights[f"{prefix}down.weight"], weights.get(f"{prefix}down.bias")
+        self.up = weights[f"{up}.weight"]
+        self.up_bias = weights.get(f"{up}.bias")
+        self.down = weights[f"{prefix}down.weight"]
+        self.down_bias = weights.get(f"{prefix}down.bias")
         self.up_adapter = adapters.get(f"{up}.weight")
         self.down_adapter = adapters.get(f"{prefix}down.weight")
 

@@ -1,12 +1,12 @@
-"""Context parallelism: ranks share out the tokens, and around attention the heads (arXiv:2309.14509).
+"""Context parallelism: ranks split the tokens, and inside attention the heads (arXiv:2309.14509).
 
-Token-wise work is done for a rank's own part of the packed tokens; sequences may be cut anywhere. An
+Each rank does the token-wise work for its own part of the packed tokens; a sequence may be split anywhere. An
 all-to-all before attention turns all heads of a part of the tokens into a part of the heads of all tokens,
-another one behind it turns that back; attention itself knows nothing of it (DeepSpeed-Ulysses).
+and another one after attention turns that back. Attention itself does not change (DeepSpeed-Ulysses).
 
-Shape suffixes: T tokens of all sequences end to end, t this rank's part of them, C ranks of the group; heads
-before the exchange: N of queries, K of keys and values, after it: n and k; D dim of queries and keys, E of
-values, W numbers that one token sends to one rank, R = C * t.
+Shape suffixes: T tokens of all sequences end to end, t this rank's part of them, C ranks of the group, R =
+C * t; N heads of queries and K of keys and values before the exchange, n and k after it; D dim of queries
+and keys, E of values, W numbers that one token sends to one rank.
 """
 
 import math
@@ -21,7 +21,7 @@ from realhf.layout import even_split
 
 
 def token_range(num_tokens: int, group: Group) -> tuple[int, int]:
-    """This rank's part of the tokens of a micro-batch: [start, stop); it can be empty."""
+    """Return this rank's part [start, stop) of the tokens of a micro-batch; it may be empty."""
     return even_split(num_tokens, group.size, group.index)
 
 
@@ -29,21 +29,24 @@ def attend_over_group(
     attention: Callable[[Tensor, Tensor, Tensor], Tensor], q_tND: Tensor, k_tKD: Tensor, v_tKE: Tensor,
     *, group: Group, num_tokens: int,
 ) -> Tensor:  # fmt: skip
-    """out_tNE of this rank's tokens; each rank runs `attention` on all tokens, for N / C of the query heads.
+    """Return out_tNE of this rank's tokens; each rank runs `attention` on all tokens and N / C query heads.
 
     A key-value head goes to every rank that has one of its query heads, and its gradients are added up.
     """
-    (t, N, D), (K, E), C = q_tND.shape, v_tKE.shape[1:], group.size
+    t, N, D = q_tND.shape
+    K, E = v_tKE.shape[1:]
+    C = group.size
     assert N % C == 0 and N % K == 0, "check_layout refuses such layouts"
-    # Each rank gets whole groups of query heads that share a key-value head: those that there are, or parts.
+    # Each copy of a key-value head serves `share` query heads, all of which are on one rank.
     share = math.gcd(N // C, N // K)
     k_tKD, v_tKE = (x.repeat_interleave(N // K // share, dim=1) for x in (k_tKD, v_tKE))
     n, k = N // C, N // C // share
     shapes = ((n, D), (k, D), (k, E))
     widths = [heads * dim for heads, dim in shapes]
     parts = zip((q_tND, k_tKD, v_tKE), widths, strict=True)
-    mine, whole = [t] * C, [stop - start for start, stop in (even_split(num_tokens, C, i) for i in range(C))]
-    got_TW = exchange_rows(  # (C, t, W), of which each rank gets its t rows.
+    mine = [t] * C
+    whole = [stop - start for start, stop in (even_split(num_tokens, C, i) for i in range(C))]
+    got_TW = exchange_rows(  # Sends (C, t, W): t rows to each rank.
         torch.cat([x.reshape(t, C, width).transpose(0, 1) for x, width in parts], dim=2).flatten(0, 1),
         group, mine, whole,
     )  # fmt: skip

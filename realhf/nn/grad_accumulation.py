@@ -1,8 +1,8 @@
-"""Weight: a parameter whose gradients go straight into the gradient buffer.
+"""Weight: a parameter whose gradients are added directly to the gradient buffer.
 
-Autograd gives a fresh gradient for every use of a weight, which would then be added to the buffer. Linear
-layers and embeddings add to the buffer themselves, the first gradient of a step written over what is there:
-no gradient of a weight's size is ever made (Megatron-LM's gradient accumulation fusion).
+Autograd would allocate a gradient for every use of a weight and then add it to the buffer. Instead, linear
+layers and embeddings add to the buffer themselves, and the first gradient of a step overwrites it: no
+gradient of a weight's size is ever allocated (Megatron-LM's gradient accumulation fusion).
 
 Shape suffixes: T tokens, O and I outputs and inputs of a layer.
 """
@@ -13,19 +13,19 @@ from torch import Tensor
 from realhf.nn import narrow
 
 _BLOCK_NUMEL = 1 << 22
-"""Elements of a product that is made in one dtype and added in another; on CUDA many times more."""
+"""Elements per block of a product that is computed in one dtype and added in another; more on CUDA."""
 
 
 class Weight(torch.nn.Parameter):
-    """A parameter, frozen at first, with the sum of its gradients in this step."""
+    """A parameter, frozen at first, that sums up its gradients of a step."""
 
     total: Tensor | None = None
-    """The sum, a part of the gradient buffer; None before `collect`."""
+    """The sum of the gradients, a part of the gradient buffer; None before `collect`."""
     is_empty = True
-    """No gradient has come yet in this step: `total` may hold anything."""
+    """True before the first gradient of a step, while `total` may hold anything."""
 
     def collect(self, total: Tensor) -> None:
-        """Makes the parameter trainable; its gradients go to `total`."""
+        """Make the parameter trainable and add its gradients to `total` from now on."""
         self.total = total
         self.requires_grad_(True).register_post_accumulate_grad_hook(_move)
 
@@ -38,7 +38,7 @@ class Weight(torch.nn.Parameter):
         self.is_empty = False
 
     def add_product(self, grad_TO: Tensor, x_TI: Tensor) -> None:
-        """Adds grad^T x."""
+        """Add grad^T x to the sum."""
         assert self.total is not None
         total_OI = self.total
         if total_OI.dtype == grad_TO.dtype:
@@ -57,17 +57,17 @@ class Weight(torch.nn.Parameter):
         self.is_empty = False
 
     def add_rows(self, index_T: Tensor, rows_TI: Tensor) -> None:
-        """Adds rows to those of these indices."""
+        """Add rows to the rows of the sum at these indices."""
         self.finish()
         assert self.total is not None
         rows_TI = rows_TI.to(self.total.dtype)
-        if rows_TI.is_cuda:  # There index_add_ adds in any order, and runs would not repeat.
+        if rows_TI.is_cuda:  # On CUDA index_add_ adds in any order: runs would differ.
             self.total.index_put_((index_T,), rows_TI, accumulate=True)
         else:
             self.total.index_add_(0, index_T, rows_TI)
 
     def finish(self) -> None:
-        """Without any gradient the sum is 0."""
+        """Set the sum to 0 if the step had no gradient."""
         assert self.total is not None
         if self.is_empty:
             self.total.zero_()
@@ -75,7 +75,7 @@ class Weight(torch.nn.Parameter):
 
 
 def _move(weight: Tensor) -> None:
-    """Adds a gradient that autograd has made. (It calls this, too, for one that was added already.)"""
+    """Add a gradient that autograd has computed. Autograd also calls this when it has computed none."""
     if weight.grad is not None:
         assert isinstance(weight, Weight)
         weight.add_gradient(weight.grad)
@@ -83,5 +83,5 @@ def _move(weight: Tensor) -> None:
 
 
 def collects(weight: Tensor) -> bool:
-    """Whether a weight adds up its gradients itself."""
+    """Return whether a weight sums up its gradients itself."""
     return isinstance(weight, Weight) and weight.total is not None and weight.requires_grad

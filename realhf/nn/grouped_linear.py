@@ -1,4 +1,4 @@
-"""grouped_linear: rows in groups, each group times its own weight.
+"""grouped_linear: a linear layer in which each group of rows has its own weight.
 
 Shape suffixes: R rows, L groups (experts), I and O input and output dims.
 """
@@ -13,26 +13,28 @@ from realhf.nn import narrow
 
 
 def grouped_linear(x_RI: Tensor, weight_LOI: Tensor, ends_L: Tensor) -> Tensor:
-    """y_RO: rows up to ends_L[0] times the first weight, those up to ends_L[1] times the second, and so on.
+    """Return y_RO: rows ends_L[i - 1] to ends_L[i] of `x_RI` times the transpose of weight i.
 
-    By torch's grouped kernel where that takes the operands, else by one product a group. On a CPU core the
-    kernel needs 0.3 to 0.9 of the time of those (forward and backward; 8 or 64 groups, 16 to 4096 rows).
+    Uses torch's grouped kernel, which is faster, where it takes the operands; else one product per group.
     """
-    aligned = weight_LOI.shape[1] * weight_LOI.element_size() % 16 == 0  # Rows of y's gradient.
+    aligned = weight_LOI.shape[1] * weight_LOI.element_size() % 16 == 0  # For the rows of y's gradient.
     if aligned and _kernel_takes(x_RI) and _kernel_takes(weight_LOI):
         return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=ends_L)
     return _ByGroup.apply(x_RI, weight_LOI, ends_L.diff(prepend=ends_L.new_zeros(1)).tolist())
 
 
 def _kernel_takes(x: Tensor) -> bool:
-    """Rows and base must be aligned to 16 bytes. (On CUDA other dtypes wait for the ends on the host.)"""
+    """Return whether torch's grouped kernel takes an operand: its rows and base must be aligned to 16 bytes.
+
+    On CUDA it takes only bfloat16 here, because with other dtypes the host waits for the ends.
+    """
     dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     is_aligned = x.shape[-1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x.dtype in dtypes and is_aligned and not narrow.lacks_units(x)
 
 
 class _ByGroup(torch.autograd.Function):
-    """Products into slices of one result: a split's own gradients would each be as large as the whole."""
+    """A product for each group. Autograd would make a gradient of full size for every slice."""
 
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, weight_LOI: Tensor, counts: list[int]) -> Tensor:
@@ -46,7 +48,8 @@ class _ByGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_RI, weight_LOI = ctx.saved_tensors
-        grads, grad_x_RI, grad_weight_LOI = grad_RO.split(ctx.counts), None, None
+        grads = grad_RO.split(ctx.counts)
+        grad_x_RI = grad_weight_LOI = None
         if ctx.needs_input_grad[0]:
             grad_x_RI = torch.empty_like(x_RI)
             for grad, weight, grad_x in zip(grads, weight_LOI, grad_x_RI.split(ctx.counts), strict=True):

@@ -1,10 +1,11 @@
 """LatentAttention: DeepSeek's multi-head latent attention (arXiv:2405.04434, section 2.1).
 
-Shape suffixes: T tokens, H hidden, N this rank's heads, C latent dims; per head: P dims of queries and keys
-without position, R rotated ones, D = P + R, V value dims.
+Shape suffixes: T tokens, H hidden, N this rank's heads, C latent dims, L = C + R cached dims; per head: P
+dims of queries and keys without rotation, R rotated ones, D = P + R, V value dims.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,53 +13,60 @@ from torch import Tensor
 from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.model_config import ModelConfig
-from realhf.nn.attention import Attend, AttentionKind, by_parts
+from realhf.nn.attention import Attend, AttentionKind, attend_in_parts
 from realhf.nn.lora import Adapted, linear
 from realhf.nn.narrow import widened
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
 
-_NORM_EPS = 1e-6  # Of the latents' norms: transformers gives them none from config.json.
+_NORM_EPS = 1e-6  # The latents' norms do not use the epsilon of config.json, as in transformers.
 
 
 class LatentAttention:
-    """Attention over this rank's heads, whose keys and values are made from one latent a token.
+    """Attention over this rank's heads, with keys and values computed from one latent vector per token.
 
-    The cache holds that latent with the key's rotated dims, which all heads share. From the cache it is
-    multi-query attention: what would expand keys and values is applied to queries and outputs.
+    The cache holds the latent and the rotated dims of the key, which all heads share. Attention to the cache
+    is multi-query attention: the up-projection of the keys is applied to the queries instead, and that of the
+    values to the outputs.
     """
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Tensor], layer: int, tp: Group, adapters: Adapted
     ) -> None:
         assert config.mla is not None
-        self.config, self.mla, self.tp, self.adapters = config, config.mla, tp, adapters
+        self.config = config
+        self.mla = config.mla
+        self.tp = tp
+        self.adapters = adapters
         parts = ("q", "q_a", "q_b", "kv_a", "kv_b", "o")
         self.linears = {part: weights[f"{part}.weight"] for part in parts if f"{part}.weight" in weights}
-        self.q_a_norm, self.kv_a_norm = weights.get("q_a_norm.weight"), weights["kv_a_norm.weight"]
+        self.q_a_norm = weights.get("q_a_norm.weight")
+        self.kv_a_norm = weights["kv_a_norm.weight"]
         self.num_heads = self.linears["o"].shape[1] // config.mla.v_head_dim
         scale = config.attention_scale
         self.kind = AttentionKind(config.head_dim**-0.5 if scale is None else scale, config.window(layer))
 
     @property
     def cache_heads(self) -> tuple[int, int, int | None]:
-        """As KVCache wants them: heads, their dim, and how many of its dims are the values."""
+        """Return (heads, dim, value dims) for KVCache: the values are the first dims of the shared key."""
         return 1, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim, self.mla.kv_lora_rank
 
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
-        mla, interleaved = self.mla, self.config.rope_interleaved
+        mla = self.mla
         q_TNP, q_TNR = self._queries(x_TH).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
         latent_TC, k_TR = self._linear("kv_a", x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
         latent_TC = rms_norm(latent_TC, self.kv_a_norm, _NORM_EPS)
         latent_TC, k_T1R = (copy_to_group(x, self.tp) for x in (latent_TC, k_TR[:, None]))
         if angles is not None:
-            q_TNR, k_T1R = (rotate(x, angles, interleaved=interleaved) for x in (q_TNR, k_T1R))
-        out_TNV = by_parts(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
+            turn = partial(rotate, angles=angles, interleaved=self.config.rope_interleaved)
+            q_TNR, k_T1R = turn(q_TNR), turn(k_T1R)
+        out_TNV = attend_in_parts(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
         return sum_over_group(self._linear("o", out_TNV.flatten(1)), self.tp)
 
     def _attended(
         self, attend: Attend, q_TNP: Tensor, q_TNR: Tensor, latent_TC: Tensor, k_T1R: Tensor
     ) -> Tensor:
+        """Return out_TNV for the tokens of one Attend."""
         cached_T1L = torch.cat((latent_TC[:, None], k_T1R), dim=2)
         if attend.from_cache:
             up_NPC, up_NVC = self._up()
@@ -85,7 +93,7 @@ class LatentAttention:
         return linear(x, self.linears[part], adapter=self.adapters.get(f"{part}.weight"))
 
     def _up(self) -> tuple[Tensor, Tensor]:
-        """What makes keys (without position) and values of the latent."""
+        """Return the up-projections from the latent to keys (without rotation) and to values."""
         adapter = self.adapters.get("kv_b.weight")
         weight = self.linears["kv_b"] if adapter is None else adapter.merged()
         per_head = weight.unflatten(0, (self.num_heads, -1))

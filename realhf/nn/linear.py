@@ -1,4 +1,4 @@
-"""Linear layers and embeddings, which add their weights' gradients to the gradient buffer themselves.
+"""Linear layers and embeddings that add the gradients of their weights to the gradient buffer.
 
 Shape suffixes: T tokens, H hidden, O and I outputs and inputs of a layer.
 """
@@ -12,36 +12,36 @@ from torch import Tensor
 from realhf.nn import narrow
 from realhf.nn.grad_accumulation import Weight, collects
 
-_ROWS = 32
-"""In bfloat16 on CPU torch compiles a product anew, for a millisecond, for every number of rows: without
-gradients, as in generation, where that number changes from step to step, rows are filled up to a multiple."""
-_SMALL = 1 << 21
-"""Multiplications up to which it takes longer to prepare such a product than to make it in float32."""
+_ROW_MULTIPLE = 32
+"""Without gradients, as in generation, rows are padded to a multiple of this: in bfloat16 on CPU torch compiles
+a product anew for every number of rows, which in generation changes from step to step."""
+_SMALL_PRODUCT = 1 << 21
+"""Multiplications up to which a product is faster in float32 than torch can prepare it in bfloat16."""
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """y_TO = x W^T + b."""
+    """Return y_TO = x W^T + b."""
     if torch.is_grad_enabled() and (collects(weight_OI) or narrow.lacks_units(x_TI)):
         return _Linear.apply(x_TI, weight_OI, bias_O)
-    is_filled_up = x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled())
-    if is_filled_up and not narrow.lacks_units(x_TI):
+    is_padded = x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled())
+    if is_padded and not narrow.lacks_units(x_TI):
         return _narrow_linear(x_TI, weight_OI, bias_O)
     return narrow.linear(x_TI, weight_OI, bias_O)
 
 
 def _narrow_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """In bfloat16 on CPU, which adds up in float32 either way."""
-    if len(x_TI) * weight_OI.numel() <= _SMALL:
+    """Return x W^T + b for bfloat16 on CPU. Both ways to compute it add up in float32."""
+    if len(x_TI) * weight_OI.numel() <= _SMALL_PRODUCT:
         bias_O = None if bias_O is None else bias_O.float()
         return F.linear(x_TI.float(), weight_OI.float(), bias_O).to(x_TI.dtype)
-    lacking = -len(x_TI) % _ROWS
-    if not lacking:
+    padding = -len(x_TI) % _ROW_MULTIPLE
+    if not padding:
         return F.linear(x_TI, weight_OI, bias_O)
-    return F.linear(F.pad(x_TI, (0, 0, 0, lacking)), weight_OI, bias_O)[: len(x_TI)]
+    return F.linear(F.pad(x_TI, (0, 0, 0, padding)), weight_OI, bias_O)[: len(x_TI)]
 
 
 def embedding(ids_T: Tensor, weight_VH: Tensor) -> Tensor:
-    """The rows of these numbers."""
+    """Return the rows of the weight at these ids."""
     if torch.is_grad_enabled() and collects(weight_VH):
         return _Embedding.apply(ids_T, weight_VH)
     return F.embedding(ids_T, weight_VH)
@@ -56,7 +56,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        (x_TI,), weight_OI, grad_OI = ctx.saved_tensors, ctx.weight, None
+        (x_TI,) = ctx.saved_tensors
+        weight_OI = ctx.weight
+        grad_OI = None
         if collects(weight_OI):
             weight_OI.add_product(grad_TO, x_TI)
         elif ctx.needs_input_grad[1]:

@@ -1,4 +1,4 @@
-"""Adapters: what LoRA adds to the linear layers of a Transformer's blocks.
+"""LoRA adapters of the linear layers of a Transformer's blocks.
 
 Shape suffixes: T tokens; I and O inputs and outputs of a layer on this rank, R rank.
 """
@@ -18,17 +18,19 @@ from realhf.nn.parameters import ShardedParameters
 
 
 class Adapter:
-    """The adapters of one weight, in which several linear layers may lie side by side.
+    """The adapters of one weight, which may hold several linear layers side by side (such as q, k and v).
 
-    `down` has their A one below the other, or the one A that they have in common; `ups` have their B, None
-    where a layer has no adapter, and their numbers of outputs. Where rows are split over tp, x A^T is whole
-    on every rank; where columns are split, it is a part of a sum, as the layer's output is.
+    `down` stacks the layers' A by rows, or is the one A that they share. `ups` lists for each layer its B,
+    None if it has no adapter, and its number of outputs. If the weight's rows are split over tp, x A^T is
+    complete on every rank; if its columns are, x A^T is a partial sum, as the layer's output is.
     """
 
     def __init__(
         self, weight: Tensor, down: Tensor, ups: list[tuple[Tensor | None, int]], *, scale: float
     ) -> None:
-        self.weight, self._down, self._scale = weight, down, scale
+        self.weight = weight
+        self._down = down
+        self._scale = scale
         self._parts: list[tuple[slice, slice, Tensor]] = []
         rank, output = 0, 0
         for up, num_outputs in ups:
@@ -43,11 +45,13 @@ class Adapter:
         if self._merged is not None:
             return (plain_linear if lacks_units(x_TI) else F.linear)(x_TI, self._merged, bias)
         if lacks_units(x_TI):
-            y_TO, x_TR = plain_linear(x_TI, self.weight, bias), plain_linear(x_TI, self._down)
+            y_TO = plain_linear(x_TI, self.weight, bias)
+            x_TR = plain_linear(x_TI, self._down)
             for ranks, outputs, up_OR in self._parts:
                 y_TO[:, outputs].add_(plain_linear(x_TR[:, ranks], up_OR), alpha=self._scale)
             return y_TO
-        y_TO, x_TR = F.linear(x_TI, self.weight, bias), F.linear(x_TI, self._down)
+        y_TO = F.linear(x_TI, self.weight, bias)
+        x_TR = F.linear(x_TI, self._down)
         if len(self._parts) == 1 and len(self._parts[0][2]) == len(self.weight):
             return y_TO.addmm_(x_TR, self._parts[0][2].T, alpha=self._scale)
         for ranks, outputs, up_OR in self._parts:
@@ -56,17 +60,18 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """W + scale B A, computed in at least float32."""
+        """Return W + scale B A, computed in at least float32."""
         if self._merged is not None:
             return self._merged
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        sum_OI, down_RI = self.weight.to(wide, copy=True), self._down.to(wide)
+        sum_OI = self.weight.to(wide, copy=True)
+        down_RI = self._down.to(wide)
         for ranks, outputs, up_OR in self._parts:
             sum_OI[outputs].addmm_(up_OR.to(wide), down_RI[ranks], alpha=self._scale)
         return sum_OI.to(self.weight.dtype)
 
     def merge(self) -> None:
-        """Computes with a merged copy of the weight until `unmerge`."""
+        """Compute with a merged copy of the weight until `unmerge`."""
         self._merged = self.merged()
 
     def unmerge(self) -> None:
@@ -74,19 +79,18 @@ class Adapter:
 
 
 Adapted = Mapping[str, Adapter]
-"""Adapters by the part whose weight they are of; empty without LoRA."""
+"""Part ("qkv.weight") -> the adapter of that weight; empty without LoRA."""
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, adapter: Adapter | None = None
 ) -> Tensor:
-    """A linear layer, with its adapter if it has one."""
+    """Return the output of a linear layer, with its adapter if it has one."""
     return plain_linear(x, weight, bias) if adapter is None else adapter(x, bias)
 
 
 class Adapters(ShardedParameters):
-    """The adapters of a model, sharded like the layers that they are of, and the head that is trained with
-    them."""
+    """The adapters of a model, sharded like its layers, and the score head that is trained with them."""
 
     def __init__(
         self, config: ModelConfig, lora: LoraConfig, groups: ParallelGroups, *, dtype: torch.dtype,
@@ -96,8 +100,9 @@ class Adapters(ShardedParameters):
         self.lora = lora
 
     def of_weights(self, base: ShardedParameters, layer: int) -> dict[str, Adapter]:
-        """The adapters of a layer's weights by their parts, such as "qkv.weight"."""
-        mine, found = self.of_layer(layer), {}
+        """Return the adapters of a layer's weights by part, such as "qkv.weight"."""
+        mine = self.of_layer(layer)
+        found = {}
         for part, weight in base.of_layer(layer).items():
             module, _, kind = part.rpartition(".")
             if kind != "weight" or f"{module}.lora_A" not in mine:

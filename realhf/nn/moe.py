@@ -1,7 +1,8 @@
-"""Moe: routed experts in place of an MLP, spread over expert- and tensor-parallel ranks.
+"""Mixture of experts: routed experts in place of an MLP, split over expert- and tensor-parallel ranks.
 
-Shape suffixes: T tokens of all sequences end to end, S sequences, H hidden, E all experts, L this rank's, F
-this rank's part of an expert's width, K experts of a token, R rows (a token for one of its experts).
+Shape suffixes: T tokens of all sequences end to end, S sequences, H hidden, E all experts, L this rank's
+experts, F this rank's part of an expert's width, K experts per token, R rows (pairs of a token and one of its
+experts).
 """
 
 from collections.abc import Callable, Mapping
@@ -23,25 +24,32 @@ from realhf.nn.split_float32 import joined
 
 
 class RouterLosses:
-    """Load-balancing and z-loss of all routers in one pass over packed sequences.
+    """The load-balancing loss and the z-loss of all routers in one pass over packed sequences.
 
-    The balance loss is that of each sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20, without
-    alpha), the z-loss that of each token (ST-MoE, arXiv:2202.08906, equation 5). Each sum, times its scale,
-    is added to whatever loss the pass goes backward from.
+    The balance loss is computed per sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20, without
+    alpha), the z-loss per token (ST-MoE, arXiv:2202.08906, equation 5). Their sums, times the scales, are
+    added to the loss from which the pass goes backward.
     """
 
     def __init__(self, *, balance_scale: float = 0.0, z_scale: float = 0.0) -> None:
-        self._balance_scale, self._z_scale = balance_scale, z_scale
-        self._sums: dict[int, Tensor] = {}  # By layer: one that is recomputed counts once.
+        self._balance_scale = balance_scale
+        self._z_scale = z_scale
+        self._sums: dict[int, Tensor] = {}  # By layer, so that a recomputed layer counts once.
 
     def start(self, row_T: Tensor, length_T: Tensor, *, num_sequences: int, group: Group) -> None:
-        """The pass is over these tokens: of which sequence, and how long that is; `group` has the others."""
-        self._row_T, self._length_T, self._num_sequences = row_T, length_T, num_sequences
+        """Begin a pass over tokens with these sequence indices and sequence lengths.
+
+        The ranks of `group` share out the tokens of these sequences.
+        """
+        self._row_T = row_T
+        self._length_T = length_T
+        self._num_sequences = num_sequences
         self._group = group
 
     def add(self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, *, layer: int) -> Tensor:
-        """Counts one router's losses; gives `weights_TK`, whose backward pass adds their gradient."""
-        top_k, num_experts = weights_TK.shape[1], scores_TE.shape[1]
+        """Add one router's losses; return `weights_TK`, whose backward pass adds the losses' gradients."""
+        top_k = weights_TK.shape[1]
+        num_experts = scores_TE.shape[1]
         share_TE = scores_TE / scores_TE.sum(-1, keepdim=True) / self._length_T[:, None]
         chosen_TE = torch.zeros_like(share_TE).scatter_(1, scores_TE.topk(top_k).indices, 1)
         chosen_TE = chosen_TE * (num_experts / top_k / self._length_T[:, None])
@@ -49,24 +57,25 @@ class RouterLosses:
         chosen_SE, share_SE = (_with_rows(empty_SE, self._row_T, x) for x in (chosen_TE, share_TE))
         if self._group.size > 1:
             self._group.all_reduce(chosen_SE)
-        balance, z = (chosen_SE * share_SE).sum(), logits_TE.to(share_TE.dtype).logsumexp(-1).square().sum()
+        balance = (chosen_SE * share_SE).sum()
+        z = logits_TE.to(share_TE.dtype).logsumexp(-1).square().sum()
         self._sums[layer] = torch.stack((balance, z)).detach()
         return _WithLoss.apply(weights_TK, self._balance_scale * balance + self._z_scale * z)
 
     def sums(self) -> Tensor:
-        """Balance loss over sequences and layers, and z-loss over tokens and layers: this rank's part."""
+        """Return this rank's part of the balance loss and of the z-loss, each summed over all layers."""
         return torch.stack([x.double() for x in self._sums.values()]).sum(0) if self._sums else torch.zeros(2)
 
 
 def _with_rows(x_SE: Tensor, row_T: Tensor, rows_TE: Tensor) -> Tensor:
-    """Rows added to those of these numbers. (On CUDA index_add adds in any order: runs would not repeat.)"""
+    """Return `x_SE` with rows added at these indices; index_add on CUDA would add in a random order."""
     if rows_TE.is_cuda:
         return x_SE.index_put((row_T,), rows_TE, accumulate=True)
     return x_SE.index_add(0, row_T, rows_TE)
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity of `x` that goes backward from `loss` as well (Megatron-LM's MoEAuxLossAutoScaler)."""
+    """The identity of `x`, which also goes backward from `loss` (Megatron-LM's MoEAuxLossAutoScaler)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -79,9 +88,10 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Moe:
-    """Each token's sum of its best experts' outputs, weighted by the router, and of the shared experts'.
+    """A layer that sums each token's best experts' outputs, weighted by the router, and the shared experts'.
 
-    `shared` is those experts' MLP, if there are any. Every rank of an ep group must compute equally often.
+    `shared` is the MLP of the shared experts, if there are any. All ranks of an ep group must call the layer
+    equally often, because they exchange tokens.
     """
 
     def __init__(
@@ -89,13 +99,18 @@ class Moe:
         *, activation: Activation, shared: Callable[[Tensor], Tensor] | None,
     ) -> None:  # fmt: skip
         assert config.moe is not None
-        self.moe, self.layer, self.tp, self.ep = config.moe, layer, groups.tp, groups.ep
-        self.activation, self.shared = activation, shared
-        self.router, self.shared_router = weights["router.weight"], weights.get("shared_router.weight")
+        self.moe = config.moe
+        self.layer = layer
+        self.tp = groups.tp
+        self.ep = groups.ep
+        self.activation = activation
+        self.shared = shared
+        self.router = weights["router.weight"]
+        self.shared_router = weights.get("shared_router.weight")
         self.choice_bias = weights.get("router.e_score_correction_bias")
         num_experts = config.moe.num_experts
         self.experts = [even_split(num_experts, self.ep.size, i) for i in range(self.ep.size)]
-        """Of every rank of the ep group: [first, last)."""
+        """The experts [first, stop) of every rank of the ep group."""
         first, stop = self.experts[self.ep.index]
         self.num_local = stop - first
         self.up = weights["expert_gate_up.weight" if config.gated else "expert_up.weight"]
@@ -103,7 +118,7 @@ class Moe:
 
     def __call__(self, x_TH: Tensor, losses: RouterLosses | None = None) -> Tensor:
         weights_TK, expert_TK = self._route(x_TH, losses)
-        # The outputs that they multiply are parts of sums over tp.
+        # The weights multiply outputs that are partial sums over tp.
         weights_TK = copy_to_group(weights_TK, self.tp).to(x_TH.dtype)
         order_R = expert_TK.flatten().argsort(stable=True)
         back_R = _inverse(order_R)
@@ -116,17 +131,18 @@ class Moe:
             return y_TH
         shared_TH = self.shared(x_TH)
         if self.shared_router is not None:
-            shared_TH = _scores(x_TH, self.shared_router).sigmoid() * shared_TH
+            shared_TH = _router_logits(x_TH, self.shared_router).sigmoid() * shared_TH
         return y_TH + shared_TH
 
     def _route(self, x_TH: Tensor, losses: RouterLosses | None) -> tuple[Tensor, Tensor]:
-        """Each token's experts and their weights, in at least float32."""
-        moe, wide = self.moe, torch.promote_types(x_TH.dtype, torch.float32)
+        """Return weights_TK, in at least float32, and expert_TK: each token's experts."""
+        moe = self.moe
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
         if moe.scores == "sigmoid":
             logits_TE = F.linear(x_TH.to(wide), self.router.to(wide))
             scores_TE = logits_TE.sigmoid()
         else:
-            logits_TE = _scores(x_TH, self.router)
+            logits_TE = _router_logits(x_TH, self.router)
             scores_TE = logits_TE.softmax(-1, dtype=wide)
         bias_E = None if self.choice_bias is None else joined(self.choice_bias.detach())
         expert_TK = _choose(scores_TE.detach(), bias_E, moe)
@@ -140,7 +156,7 @@ class Moe:
         return weights_TK, expert_TK
 
     def _dispatch(self, rows_RH: Tensor, expert_TK: Tensor) -> Tensor:
-        """Rows in order of their experts through those, wherever they are, and back."""
+        """Return the experts' outputs of rows sorted by expert, which go to the experts' ranks and back."""
         counts_E = torch.bincount(expert_TK.flatten(), minlength=self.moe.num_experts)
         if self.ep.size == 1:
             return self._compute(rows_RH, counts_E)
@@ -149,7 +165,7 @@ class Moe:
         sends = [int(counts[self.ep.index, slice(*span)].sum()) for span in self.experts]
         recvs = counts[:, first:stop].sum(1).tolist()
         rows_RH = exchange_rows(rows_RH, self.ep, sends, recvs)
-        # They come by sender and, from each sender, by expert.
+        # Rows arrive sorted by sender and, from each sender, by expert.
         expert_R = torch.arange(self.num_local).repeat(self.ep.size).repeat_interleave(
             counts[:, first:stop].flatten())
         order_R = expert_R.argsort(stable=True).to(rows_RH.device)
@@ -159,21 +175,20 @@ class Moe:
         return exchange_rows(_Take.apply(y_RH, back_R, order_R, 1), self.ep, recvs, sends)
 
     def _compute(self, rows_RH: Tensor, counts_L: Tensor) -> Tensor:
-        """This rank's experts, each on its own rows: `counts_L` of them end to end."""
+        """Return the outputs of this rank's experts, which have `counts_L` consecutive rows each."""
         ends_L = counts_L.cumsum(0).int()
         up_RF = grouped_linear(rows_RH, self.up.view(self.num_local, -1, rows_RH.shape[1]), ends_L)
         down_LHF = self.down.view(self.num_local, rows_RH.shape[1], -1)
         return grouped_linear(self.activation(up_RF), down_LHF, ends_L)
 
 
-def _scores(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
-    """Return what a router makes of each token."""
+def _router_logits(x_TH: Tensor, weight_EH: Tensor) -> Tensor:
     return F.linear(widened(x_TH), widened(weight_EH)).to(x_TH.dtype)
 
 
 @torch.no_grad()
 def _choose(scores_TE: Tensor, bias_E: Tensor | None, moe: MoeConfig) -> Tensor:
-    """Each token's experts: expert_TK. With groups, out of those with the largest sums of two scores."""
+    """Return each token's experts: expert_TK, from the groups whose two best scores have the largest sums."""
     if bias_E is not None:
         scores_TE = scores_TE + bias_E
     if moe.num_groups > 1:
@@ -185,10 +200,9 @@ def _choose(scores_TE: Tensor, bias_E: Tensor | None, moe: MoeConfig) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """Reorders rows, of which each is there `copies` times: row i becomes row order[i] // copies of `x`.
+    """A reordering in which each row of `x` appears `copies` times: row i is row order[i] // copies of `x`.
 
-    Indexing would do, but its backward pass is several times slower on CPU, and that of index_select adds
-    copies up in any order on CUDA.
+    The backward pass of indexing is slow on CPU; that of index_select adds copies up in any order on CUDA.
     """
 
     @staticmethod
@@ -206,5 +220,5 @@ class _Take(torch.autograd.Function):
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes another."""
+    """Return the permutation that undoes `order`."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

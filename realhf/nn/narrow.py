@@ -1,7 +1,7 @@
-"""Products in a model's dtype, through float32 on a CPU that has no units for that dtype.
+"""Matrix products in 16-bit dtypes, computed in float32 on a CPU that has no units for them.
 
-There torch multiplies numbers of 16 bits one by one: 4 to 90 times slower than in float32. So operands are
-widened, a part at a time, which stays in a core's cache, and results are rounded to the model's dtype.
+On such a CPU torch multiplies 16-bit numbers one by one, which is far slower than float32. So the operands
+are converted to float32, one part at a time that stays in a core's cache, and the results are rounded.
 
 Shape suffixes: T tokens, O and I outputs and inputs of a layer; t some of the tokens, o some of the outputs.
 """
@@ -14,19 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _WEIGHT_NUMEL = 1 << 19
-"""Elements of a weight that are widened at a time."""
+"""Elements of a weight to convert at a time."""
 _TOKENS_NUMEL = 1 << 21
-"""Elements of the tokens that are widened at a time."""
+"""Elements of the tokens to convert at a time."""
 
 
 def lacks_units(x: Tensor) -> bool:
-    """Tell whether products of this tensor's dtype are slow where the tensor lies."""
+    """Return whether products of this tensor's dtype are slow on its device."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not _has_units(x.dtype)
 
 
 @cache
 def _has_units(dtype: torch.dtype) -> bool:
-    """Tell whether oneDNN multiplies numbers of this dtype on this CPU; ONEDNN_MAX_CPU_ISA can forbid it."""
+    """Return whether oneDNN multiplies this dtype on this CPU; ONEDNN_MAX_CPU_ISA can forbid it."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -35,12 +35,12 @@ def _has_units(dtype: torch.dtype) -> bool:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return the tensor in float32 if products of its dtype are slow, else as it is; autograd goes back."""
+    """Return the tensor in float32 if products of its dtype are slow, else unchanged; has gradients."""
     return x.float() if lacks_units(x) else x
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return x W^T + b; without autograd where units are lacking."""
+    """Return x W^T + b; without gradients if `lacks_units`."""
     if not lacks_units(x_TI):
         return F.linear(x_TI, weight_OI, bias_O)
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
@@ -53,7 +53,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def product(x_TO: Tensor, weight_OI: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return x W, which is written to `out` if that is given; without autograd."""
+    """Return x W, written to `out` if that is given; without gradients."""
     y_TI = x_TO.new_empty(len(x_TO), weight_OI.shape[1]) if out is None else out
     if not lacks_units(x_TO):
         return torch.mm(x_TO, weight_OI, out=y_TI)
@@ -66,7 +66,7 @@ def product(x_TO: Tensor, weight_OI: Tensor, *, out: Tensor | None = None) -> Te
 
 
 def add_product(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bool) -> None:
-    """Add grad^T x to a sum in float32, which may hold anything if it `is_empty`."""
+    """Add grad^T x to a sum in float32, which is overwritten if `is_empty`."""
     for tokens in _parts(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
         x_tI = x_TI[tokens].float()
         beta = 0 if is_empty and tokens.start == 0 else 1
@@ -75,13 +75,13 @@ def add_product(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bo
 
 
 def _outputs(weight_OI: Tensor, num_tokens: int) -> Iterator[slice]:
-    """Yield parts of a weight's rows of which also the outputs of so many tokens are small."""
+    """Yield parts of a weight's rows, so small that the outputs for `num_tokens` tokens are small, too."""
     share = _TOKENS_NUMEL // _WEIGHT_NUMEL
     yield from _parts(len(weight_OI), max(weight_OI.shape[1], num_tokens // share), _WEIGHT_NUMEL)
 
 
 def _parts(count: int, width: int, numel: int) -> Iterator[slice]:
-    """Yield parts of so many rows, of at most `numel` elements each; at least one."""
+    """Yield parts of `count` rows with at most `numel` elements each; at least one part."""
     step = max(1, numel // max(1, width))
     for start in range(0, max(1, count), step):
         yield slice(start, start + step)

@@ -1,9 +1,9 @@
-"""RMSNorm (arXiv:1910.07467) that keeps its input and one number a row for the backward pass.
+"""RMSNorm (arXiv:1910.07467) that keeps only its input and one number per row for the backward pass.
 
-torch has a kernel of its own for it on CUDA only; elsewhere it is put together from a dozen passes over
-memory, and their results are kept. Here they are made for as many rows at a time as fit a core's cache.
+torch has a fused kernel on CUDA only. On CPU it makes a dozen passes over memory and keeps their results;
+here the CPU processes as many rows at a time as fit a core's cache.
 
-Shape suffixes: T rows, N heads (or nothing), H the dim that is normalised; p of a part of the rows.
+Shape suffixes: H the dim that is normalised; p a part of the rows.
 """
 
 import math
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PART_NUMEL = 1 << 17
-"""Elements that are worked on at a time."""
+"""Elements to process at a time."""
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """x / rms(x) * (offset + weight) over the last dim, computed in at least float32."""
+    """Return x / rms(x) * (offset + weight) over the last dim, computed in at least float32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if offset != 0 and (x.is_cuda or not torch.is_grad_enabled()):
-        # A weight near -1 or 0 would lose its digits in the sum: Gemma adds in float32.
+        # Gemma adds in float32: in a narrower dtype, a weight near -1 or 0 would lose digits in the sum.
         weight_H = weight_H.to(wide) + offset
     is_small = not torch.is_grad_enabled() and x.numel() <= _PART_NUMEL
     if x.is_cuda or is_small:
@@ -39,18 +39,19 @@ def _parts(x: Tensor) -> Iterator[slice]:
 
 
 def _normalise(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The output, and 1 / rms of every row."""
+    """Return the output, and 1 / rms of every row."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    y, weight_H = x.new_empty(x.shape), weight_H.to(wide)
+    weight_H = weight_H.to(wide)
+    y = x.new_empty(x.shape)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=wide)
-    for at in _parts(x):
-        part = x[at].to(wide)
+    for rows in _parts(x):
+        part = x[rows].to(wide)
         norm = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
-        torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps), out=scale[at])
+        torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps), out=scale[rows])
         if wide == x.dtype:
-            torch.mul(part, scale[at], out=y[at]).mul_(weight_H)
+            torch.mul(part, scale[rows], out=y[rows]).mul_(weight_H)
         else:
-            y[at] = part.mul_(scale[at]).mul_(weight_H)
+            y[rows] = part.mul_(scale[rows]).mul_(weight_H)
     return y, scale
 
 
@@ -66,18 +67,24 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        """With n = x / rms and g = weight * grad: (g - n mean(g n)) / rms, and sum(grad n) of the weight."""
+        """Return (g - n mean(g n)) / rms and, for the weight, sum(grad n).
+
+        Here n = x / rms and g = weight * grad.
+        """
         x, narrow_H, scale = ctx.saved_tensors
         weight_H = narrow_H.to(scale.dtype) + ctx.offset
-        grad_x, grad_weight_H = x.new_empty(x.shape), torch.zeros_like(weight_H)
-        for at in _parts(x):
-            x_p, grad_p, scale_p = x[at].to(scale.dtype), grad_y[at].to(scale.dtype), scale[at]
+        grad_x = x.new_empty(x.shape)
+        grad_weight_H = torch.zeros_like(weight_H)
+        for rows in _parts(x):
+            x_p = x[rows].to(scale.dtype)
+            grad_p = grad_y[rows].to(scale.dtype)
+            scale_p = scale[rows]
             product_pH = (x_p * grad_p).reshape(-1, x.shape[-1])
             mean = (product_pH @ weight_H).view_as(scale_p) * scale_p.pow(3).div_(-x.shape[-1])
             if ctx.needs_input_grad[1]:
                 grad_weight_H.addmv_(product_pH.T, scale_p.reshape(-1))
             if grad_x.dtype == scale.dtype:
-                torch.mul(grad_p, weight_H, out=grad_x[at]).mul_(scale_p).addcmul_(x_p, mean)
+                torch.mul(grad_p, weight_H, out=grad_x[rows]).mul_(scale_p).addcmul_(x_p, mean)
             else:
-                grad_x[at] = (grad_p * weight_H).mul_(scale_p).addcmul_(x_p, mean)
+                grad_x[rows] = (grad_p * weight_H).mul_(scale_p).addcmul_(x_p, mean)
         return grad_x, grad_weight_H.to(narrow_H.dtype), None, None

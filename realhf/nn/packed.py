@@ -1,4 +1,4 @@
-"""Packed sequences: where each token stands, and how segments of a pass attend to a cache.
+"""Packed sequences: the positions of their tokens, and the interface of segments that attend to a cache.
 
 Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value heads, D head dim.
 """
@@ -13,19 +13,19 @@ from realhf.nn.attention import AttentionKind
 
 
 class CachedSegment(Protocol):
-    """Tokens of one pass that attend alike, and whose keys and values go into a cache."""
+    """Tokens of one pass that attend in the same way, and whose keys and values go into a cache."""
 
     @property
     def from_cache(self) -> bool:
-        """Whether they attend to the cache's contents; else they attend to one another."""
+        """Whether the tokens attend to the cache's contents, rather than to one another."""
 
     @property
     def longest(self) -> int:
-        """Tokens that the longest of the sequences will have; 0: that was checked in an earlier pass."""
+        """Final length of the longest sequence, in tokens; 0 if an earlier pass has checked it."""
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
-        """Each token's position, and the length that its sequence will have: position_T, length_T."""
+        """Each token's position, and the final length of its sequence: position_T, length_T."""
 
     def attend(
         self, cache: Any, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,

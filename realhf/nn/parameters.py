@@ -1,4 +1,4 @@
-"""ShardedParameters: one rank's regions of a parameter table, with their gradients."""
+"""ShardedParameters: one rank's regions of the parameters in a table, and their gradients."""
 
 import hashlib
 import math
@@ -16,27 +16,29 @@ from realhf.realloc.bind import shards_of
 from realhf.region import region_size, region_slices
 
 _DRAWN_NUMEL = 1 << 20
-"""Random numbers that are drawn at a time."""
+"""Random numbers to draw at a time."""
 _FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
-"""Parts that lie side by side and are computed with as one."""
+"""Parts that are stored side by side and computed with as one weight."""
 Weights = Mapping[str, Weight]
-"""A layer's weights by part ("o.weight"); q, k and v are one ("qkv.weight"), gate and up another."""
+"""Part ("o.weight") -> a layer's weight; q, k and v are one weight ("qkv.weight"), gate and up another."""
 
 
 class ShardedParameters:
-    """What a rank holds of the parameters of a table, in flat memory, and how its gradients are completed.
+    """The parameters of a table that one rank holds, in one flat tensor, and their gradients.
 
-    `flat` holds all parameters end to end in table order; what autograd sees are views into it, q/k/v as one
-    and gate/up as one, as they lie side by side. New parameters are frozen and zero: call `init_random` or
-    load them, and `enable_grad` to train.
+    `flat` holds all parameters end to end in table order. Autograd sees views of it, in which q, k and v are
+    one weight, and gate and up another. New parameters are zero and frozen: call `init_random` or load them,
+    and call `enable_grad` to train them.
     """
 
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None
     ) -> None:
-        self.spec, self.groups, self.config = spec, groups, spec.config
+        self.spec = spec
+        self.groups = groups
+        self.config = spec.config
         self.wide = torch.promote_types(dtype, torch.float32)
-        """Of what needs precision: float32, or float64 in a float64 model."""
+        """Dtype of values that need precision: float32, or float64 in a float64 model."""
         self.regions = spec.held_by(groups.layout, groups.rank)
         """Parameter name -> region that this rank holds."""
         sizes = [region_size(region) for region in self.regions.values()]
@@ -46,20 +48,20 @@ class ShardedParameters:
         assert self.flat.numel() == sum(sizes) and self.flat.dtype == dtype
         self._shards = shards_of(self.flat, self.regions)
         self.grad_buffer: Tensor | None = None
-        """Gradients in the places of `flat`: backward passes add to them, `finish_grads` completes them."""
+        """Gradients in the order of `flat`: backward passes add to them, `finish_grads` completes them."""
         self._grad_shards: dict[str, Tensor] = {}
         self._rows: dict[tuple[int | None, str], dict[str, int]] = {}
-        """Layer and part -> the parts that were fused into it, and their numbers of rows."""
+        """(layer, part) -> the parts that were fused into that weight -> their numbers of rows."""
         self._by_layer = self._fuse_weights()
         """Layer (as in ParamSpec) -> part -> weight."""
         held = [p for p in spec.params if p.name in self.regions]
         self._weight_of = {p.name: self._by_layer[p.layer][self._fused_part(p)] for p in held}
-        tp, index = groups.layout.tp, groups.at.tp
         self._partial: dict[tuple[int, ...], list[str]] = {}
-        """Members of the tp group that add their gradients -> of these parameters."""
+        """Members of the tp group -> parameters whose gradients they must add up."""
+        tp = groups.layout.tp
         for p in held:
             if p.has_partial_gradient(tp):
-                self._partial.setdefault(p.sharers(tp, index), []).append(p.name)
+                self._partial.setdefault(p.sharers(tp, groups.at.tp), []).append(p.name)
         self._sharers = {members: groups.tp_subgroup(members) for members in self._partial}
         at_both_ends = self.config.tied and groups.ends is not None
         self._at_both_ends = [p.name for p in held if p.part == "embedding.weight" and at_both_ends]
@@ -71,7 +73,8 @@ class ShardedParameters:
             if p.name not in self.regions:
                 continue
             start, stop = self._offsets[p.name]
-            part, (rows, *rest) = self._fused_part(p), (hi - lo for lo, hi in self.regions[p.name])
+            part = self._fused_part(p)
+            rows, *rest = (hi - lo for lo, hi in self.regions[p.name])
             self._rows.setdefault((p.layer, part), {})[p.part] = rows
             view = self.flat[starts.setdefault((p.layer, part), start) : stop].view(-1, *rest)
             weights.setdefault(p.layer, {})[part] = Weight(view, requires_grad=False)
@@ -90,30 +93,33 @@ class ShardedParameters:
         return param.part
 
     def of_layer(self, layer: int | None) -> Weights:
-        """The weights of a layer (as in ParamSpec) by part; none of a layer that is on another stage."""
+        """Return the weights of a layer (as in ParamSpec) by part; empty if the layer is on another stage."""
         return self._by_layer.get(layer, {})
 
     def fused(self, layer: int | None, part: str) -> Mapping[str, int]:
-        """The parts that lie in one weight, and their numbers of rows on this rank."""
+        """Return the parts that are fused into a weight -> their numbers of rows on this rank."""
         return self._rows[layer, part]
 
     def flat_offsets(self) -> dict[str, tuple[int, int]]:
-        """Parameter name -> [start, stop) in `flat` and `grad_buffer`."""
+        """Return parameter name -> [start, stop) in `flat` and `grad_buffer`."""
         return self._offsets
 
     def shards(self) -> dict[str, Tensor]:
-        """Parameter name -> this rank's region of it, a view of `flat`; always the same mapping."""
+        """Return parameter name -> this rank's region, a view of `flat`; always the same mapping."""
         return self._shards
 
     def grad_shards(self) -> dict[str, Tensor]:
-        """Parameter name -> gradient of this rank's region, a view of `grad_buffer`."""
+        """Return parameter name -> gradient of this rank's region, a view of `grad_buffer`."""
         assert self.grad_buffer is not None, "enable_grad comes first"
         return self._grad_shards
 
     @torch.no_grad()
     def init_random(self, seed: int, *, names: Collection[str] | None = None) -> None:
-        """Normal weights, norms 1, biases 0; of adapters, A as in PEFT and B 0. The same in every layout:
-        each parameter has its own generator. With `names` of these parameters only."""
+        """Initialise the parameters, or only those in `names`, to the same values in every layout.
+
+        Weights are normal, norms 1 and biases 0; an adapter's A is drawn as in PEFT, and its B is 0. Each
+        parameter has its own generator.
+        """
         params = {param.name: param for param in self.spec.params}
         for name, shard in self.shards().items():
             if names is not None and name not in names:
@@ -139,20 +145,20 @@ class ShardedParameters:
                     shard[low - rows[0] : high - rows[0]] = mine
 
     def enable_grad(self) -> None:
-        """Makes the parameters trainable; call it once."""
+        """Make the parameters trainable; call this once."""
         self.grad_buffer = torch.zeros_like(self.flat, dtype=self.wide)
         self._grad_shards = shards_of(self.grad_buffer, self.regions)
         for weight in self.weights():
             weight.collect(self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight))
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Switches autograd on or off for these parameters."""
+        """Switch autograd on or off for these parameters."""
         for weight in self.weights():
             weight.requires_grad_(requires_grad)
         return self
 
     def weights(self) -> list[Weight]:
-        """What autograd sees."""
+        """Return the parameters that autograd sees."""
         return [weight for weights in self._by_layer.values() for weight in weights.values()]
 
     def zero_grad_buffer(self) -> None:
@@ -160,17 +166,16 @@ class ShardedParameters:
         self.grad_buffer.zero_()
 
     def forget_grads(self) -> None:
-        """What comes next is the first gradient of a step."""
+        """Begin a step: let the next gradient of each weight overwrite its sum."""
         for weight in self.weights():
             weight.is_empty = True
 
     def finish_grads(self, names: Collection[str] | None = None) -> None:
-        """Completes the gradients, of these parameters only, when no backward pass of a step adds to them any
-        more; within one replica.
+        """Complete the gradients of this replica, or only those in `names`, after a step's last backward pass.
 
-        Adds up what tp ranks have of a parameter that they share and use each for itself (key-value heads,
-        norms of heads, the whole side of adapters), and what both stages have that hold a tied embedding.
-        What the replicas have, which are over dp and cp, the optimizer adds up.
+        Tp ranks that share a parameter, but use it for different work (key-value heads, norms of heads, the
+        unsplit side of adapters), add up their gradients; so do the two stages that hold a tied embedding.
+        The optimizer adds up the gradients of the replicas, which are over dp and cp.
         """
         some = set(self.regions if names is None else names)
         for name in some:
@@ -188,10 +193,10 @@ class ShardedParameters:
 
 
 def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield [first, stop) of the rows that are drawn at a time: to touch fresh memory takes time.
+    """Yield [first, stop) of the rows to draw at a time, because it takes time to touch fresh memory.
 
-    The generator gives what it would give for all at once: it makes normal numbers by 16, also for the last
-    block, which therefore is never a small one.
+    The numbers are those that would be drawn at once: the generator makes normal numbers 16 at a time, so
+    blocks are multiples of 16 rows, and the rest is a part of the last block.
     """
     width = math.prod(shape[1:])
     step = max(1, _DRAWN_NUMEL // (16 * max(1, width))) * 16

@@ -1,7 +1,7 @@
-"""Rotary position embeddings of all kinds that config.json can ask for, for packed sequences.
+"""Rotary position embeddings of all kinds that config.json can name, for packed sequences.
 
-Scaled frequencies come from transformers' own functions. Those of `dynamic` and `longrope` depend on the
-length of a sequence: each packed sequence goes by its own length, as if it were alone in its batch.
+Scaled frequencies come from transformers' own functions. With `dynamic` and `longrope` they depend on the
+length of the sequence; each packed sequence uses its own length, as if it were alone in its batch.
 
 Shape suffixes: T tokens, N heads, D head dim, R rotated dims (the first of each head).
 """
@@ -17,21 +17,23 @@ from torch import Tensor
 from realhf.model_config import ModelConfig
 
 Angles = tuple[Tensor, Tensor]
-"""cos and sin of every token's angles, each of shape (T, 1, R / 2)."""
+"""The cosines and sines of every token's angles, each of shape (T, 1, R / 2)."""
 _BY_LENGTH = ("dynamic", "longrope")
 
 
 class Rotary:
-    """The angles of a model's tokens. Layers of different types can turn at different speeds (Gemma 3)."""
+    """The rotation angles of a model's tokens. Types of layers may have different frequencies (Gemma 3)."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._config, self._dtype, self._device = config, dtype, device
+        self._config = config
+        self._dtype = dtype
+        self._device = device
         self._wide = torch.promote_types(dtype, torch.float32)
         self._kinds = config.rope_kinds()
         self._frequencies = lru_cache(maxsize=64)(self._compute_frequencies)
 
     def __call__(self, position_T: Tensor, length_T: Tensor) -> Callable[[int], Angles | None]:
-        """Layer -> angles at these positions of sequences of these lengths; None where it has no rotation."""
+        """Return layer -> angles at these positions of sequences of these lengths; None without rotation."""
         angles = {kind: self._angles(kind, position_T, length_T) for kind in self._kinds}
 
         def of_layer(layer: int) -> Angles | None:
@@ -45,14 +47,15 @@ class Rotary:
 
     def _angles(self, kind: str, position_T: Tensor, length_T: Tensor) -> Angles:
         if self._kinds[kind]["rope_type"] in _BY_LENGTH:
-            if (limit := self.boundary) is not None:  # Only its side counts.
+            if (limit := self.boundary) is not None:  # Only the side of the limit matters.
                 length_T = torch.where(length_T > limit, limit + 1, limit)
             else:
                 length_T = length_T.clamp(min=self._scaled_config.max_position_embeddings)
             lengths, index_T = length_T.unique(return_inverse=True)
-            # (There may be no tokens, of which the frequencies must have a shape all the same.)
+            # Even without tokens, the frequencies must have their shape.
             found = [self._frequencies(kind, length) for length in lengths.tolist() or [None]]
-            frequencies, factor = torch.stack([f for f, _ in found])[index_T][:, None], found[0][1]
+            frequencies = torch.stack([f for f, _ in found])[index_T][:, None]
+            factor = found[0][1]
         else:
             frequencies, factor = self._frequencies(kind, None)
         angles = position_T[:, None, None].to(self._wide) * frequencies
@@ -61,9 +64,9 @@ class Rotary:
             cos, sin = cos * factor, sin * factor
         return cos.to(self._dtype), sin.to(self._dtype)
 
-    @torch.inference_mode(False)  # They are kept for training, too.
+    @torch.inference_mode(False)  # Training uses the cached result, too.
     def _compute_frequencies(self, kind: str, length: int | None) -> tuple[Tensor, float]:
-        """Radians per position, shape (R / 2,), and the factor of cos and sin."""
+        """Return radians per position, of shape (R / 2,), and the factor of cos and sin."""
         rope = self._kinds[kind]
         if rope["rope_type"] == "default":
             mla = self._config.mla
@@ -83,36 +86,36 @@ class Rotary:
 
     @cached_property
     def boundary(self) -> int | None:
-        """Length past which longrope turns all positions of a sequence at other speeds."""
+        """Length beyond which longrope uses other frequencies for all positions of a sequence."""
         if all(rope["rope_type"] != "longrope" for rope in self._kinds.values()):
             return None
         return self._scaled_config.rope_parameters["original_max_position_embeddings"]
 
     @cached_property
     def _scaled_config(self) -> Any:
-        """transformers' own config object, for its functions. Importing it takes seconds: only on demand."""
+        """Return transformers' config object for its own functions; importing it takes seconds."""
         fields = {name: value for name, value in self._config.hf.items() if name != "model_type"}
         return import_module("transformers").AutoConfig.for_model(self._config.family, **fields)
 
 
 def rotate(x_TND: Tensor, angles: Angles, *, interleaved: bool, num_heads: int | None = None) -> Tensor:
-    """Turns the first R dims of each head: dim i with dim i + R/2, or neighbours where `interleaved`; without
-    gradients in place.
+    """Rotate the first R dims of the first `num_heads` heads (default: all), in place if gradients are off.
 
-    With `num_heads`, those behind the first so many stay as they are.
+    Dim i is rotated together with dim i + R / 2, or, with `interleaved`, with its neighbour.
     """
     num_heads = x_TND.shape[1] if num_heads is None else num_heads
     if torch.is_grad_enabled():
         return _Rotate.apply(x_TND, *angles, interleaved, num_heads)
     a, b = _halves(x_TND[:, :num_heads], angles[0], interleaved)
-    before, (cos, sin) = a.clone(), angles
+    cos, sin = angles
+    before = a.clone()
     a.mul_(cos).addcmul_(b, sin, value=-1)
     b.mul_(cos).addcmul_(before, sin)
     return x_TND
 
 
 def _halves(x_TND: Tensor, cos: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The dims that are turned with one another, as views."""
+    """Return views (a, b) of the rotated dims, in which a[i] is rotated together with b[i]."""
     size = 2 * cos.shape[-1]
     if size < x_TND.shape[2]:
         x_TND = x_TND[..., :size]
@@ -121,7 +124,7 @@ def _halves(x_TND: Tensor, cos: Tensor, interleaved: bool) -> tuple[Tensor, Tens
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient is turned the other way round: nothing but the angles is kept."""
+    """A rotation that rotates its gradient backward and therefore keeps only the angles."""
 
     @staticmethod
     def forward(
@@ -139,9 +142,10 @@ class _Rotate(torch.autograd.Function):
 def _rotated(
     x_TND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, num_heads: int, *, sign: int
 ) -> Tensor:
-    y_TND, size = x_TND.new_empty(x_TND.shape), 2 * cos.shape[-1]
+    y_TND = x_TND.new_empty(x_TND.shape)
     y_TND[:, num_heads:] = x_TND[:, num_heads:]
     x_TND, out_TND = x_TND[:, :num_heads], y_TND[:, :num_heads]
+    size = 2 * cos.shape[-1]
     if size < x_TND.shape[2]:
         out_TND[..., size:] = x_TND[..., size:]
     (a, b), (c, d) = (_halves(x, cos, interleaved) for x in (x_TND, out_TND))

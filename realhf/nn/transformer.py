@@ -1,7 +1,11 @@
-"""Transformer: one rank's shard of a decoder of any family, built from the parameter table.
+"""Transformer: one rank's shard of a decoder-only language model of any family.
 
-Shape suffixes: T tokens of all sequences end to end, H hidden; of this rank: N
-query heads, K key-value heads, V part of the vocabulary; D head dim.
+It is built from the parameter table (param_spec.py), which says how every parameter is split. A rank holds
+the layers of its pipeline stage and its part of each under tensor and expert parallelism. Layers communicate
+within the rank's groups; hidden states go from stage to stage outside this module.
+
+Shape suffixes: T tokens of all sequences end to end, H hidden, D head dim; on this rank: N query heads, K
+key-value heads, V part of the vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +36,12 @@ from realhf.param_spec import ModelSpec
 
 
 class Transformer(ShardedParameters):
-    """The layers of this rank's pipeline stage and its tensor-parallel part of each.
+    """A rank's shard of a model: its parameters (the base class) and the computations with them.
 
-    It is its own parameters; `adapters` are others, which are added to what its linear layers compute.
+    Call the model for a forward pass over whole sequences, and `advance` for tokens that extend a KV cache.
+    Either takes token ids on the first stage and hidden states on the others, and returns hidden states. The
+    last stage turns those into `logits` or `scores`, or into log-probabilities with the `head`. `adapters`
+    are LoRA parameters of their own, whose outputs are added to those of the linear layers.
     """
 
     def __init__(
@@ -43,19 +50,18 @@ class Transformer(ShardedParameters):
     ) -> None:  # fmt: skip
         super().__init__(spec, groups, dtype=dtype, memory=memory)
         self.adapters = adapters
-        layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
-        self._layers = layers
+        self._layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
         self._adapted: list[Adapter] = []
-        self.blocks = [self._block(layer) for layer in layers]
+        self.blocks = [self._block(layer) for layer in self._layers]
         self.cache_heads = self.blocks[0].attention.cache_heads
         self._final_norm = Norm(self.config, self.of_layer(None), "final_norm")
-        scale = torch.tensor(self.config.embedding_scale, dtype=dtype)  # Rounded first, as transformers does.
-        self._embedding_scale = float(scale)
+        # The scale is rounded to the model's dtype, as in transformers.
+        self._embedding_scale = float(torch.tensor(self.config.embedding_scale, dtype=dtype))
         self._rope = None
         if self.config.positions == "rope":
             self._rope = Rotary(self.config, dtype=dtype, device=self.flat.device)
-        embedding = next(p for p in spec.params if p.part == "embedding.weight")
-        self.vocab_range = embedding.region(groups.layout.tp, groups.at.tp)[0]
+        param = next(p for p in spec.params if p.part == "embedding.weight")
+        self.vocab_range = param.region(groups.layout.tp, groups.at.tp)[0]
         """Global token ids of this rank's logits: [start, stop)."""
 
     def _block(self, layer: int) -> Block:
@@ -65,7 +71,7 @@ class Transformer(ShardedParameters):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Computes with merged copies of the weights that have adapters."""
+        """Compute, inside this context, with merged copies of the weights that have adapters."""
         for adapter in self._adapted:
             adapter.merge()
         try:
@@ -76,8 +82,10 @@ class Transformer(ShardedParameters):
 
     @torch.no_grad()
     def merged_model(self) -> "Transformer":
-        """A copy in host memory, without adapters, with the same results. All ranks of the layout must call
-        this."""
+        """Return a copy of the model in host memory, with the adapters merged into its weights.
+
+        All ranks of the layout must call this.
+        """
         host = self.flat.to("cpu", copy=True)
         copy = Transformer(self.spec, self.groups, dtype=self.flat.dtype, memory=host)
         for adapter in self._adapted:
@@ -87,23 +95,23 @@ class Transformer(ShardedParameters):
             copy.of_layer(None)["score.weight"].copy_(self._score_weight)
         return copy
 
-    # Computation
-
     def __call__(
         self, x: Tensor, seq_lens: list[int], *, recompute: bool = False,
         router_losses: RouterLosses | None = None, layer_done: Callable[[int], None] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Packed sequences through this stage: ids_T on the first stage, else hidden_TH; gives hidden_TH.
+        """Run packed sequences through this stage, and return hidden_TH.
 
-        Ranks over cp share out the tokens: hidden_TH is of this rank's `token_range`. With `recompute`, every
-        block keeps only its input and is computed again in the backward pass (Chen et al. 2016). Routers add
-        what they find to `router_losses`. The backward pass calls `layer_done` with a layer's number when it
-        has left that layer behind.
+        `x` is ids_T of all tokens on the first stage, else hidden_TH of the stage before. With context
+        parallelism, hidden_TH has the tokens of this rank's `token_range`.
+
+        With `recompute`, each block keeps only its input and is computed again in the backward pass (Chen et
+        al. 2016). Routers add their losses to `router_losses`. The backward pass calls `layer_done(layer)`
+        when the gradients of that layer are complete. Raises UserError if a sequence has more tokens than the
+        model has positions.
         """
         self._check_lengths(seq_lens)
         row_T, position_T, length_T = token_places(seq_lens, x.device)
-        cp, more = self.groups.cp, dict[str, Any](recompute=recompute, router_losses=router_losses)
-        more["layer_done"] = layer_done if torch.is_grad_enabled() else None
+        cp = self.groups.cp
         mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
             router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
@@ -112,11 +120,17 @@ class Transformer(ShardedParameters):
             x = x[mine] if self.groups.is_first_stage else x
             attend = partial(self._attend_part, seq_lens)
         return self._stage(
-            x, position_T[mine], length_T[mine], lambda layer: [Attend(layer, attend)], **more)
+            x, position_T[mine], length_T[mine], lambda layer: [Attend(layer, attend)],
+            recompute=recompute, router_losses=router_losses,
+            layer_done=layer_done if torch.is_grad_enabled() else None,
+        )  # fmt: skip
 
     def advance(self, x: Tensor, cache: Any, segments: Sequence[CachedSegment]) -> Tensor:
-        """Tokens whose keys and values go into the cache, through this stage, without gradients and not over
-        cp: ids_T on the first stage, else hidden_TH, segment by segment; gives hidden_TH."""
+        """Run tokens through this stage, write their keys and values into `cache`, and return hidden_TH.
+
+        `x` is ids_T on the first stage, else hidden_TH, segment by segment. Gradients and context parallelism
+        are not supported. Raises UserError if a sequence is too long, as a forward pass does.
+        """
         self._check_lengths([segment.longest for segment in segments])
         places = [segment.places for segment in segments]
         position_T, length_T = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
@@ -125,14 +139,15 @@ class Transformer(ShardedParameters):
 
         def attends(layer: int) -> list[Attend]:
             return [
-                Attend(layer, partial(segment.attend, cache), segment.from_cache, at)
-                for segment, at in zip(segments, tokens, strict=True)
+                Attend(layer, partial(segment.attend, cache), segment.from_cache, part)
+                for segment, part in zip(segments, tokens, strict=True)
             ]
 
         return self._stage(x, position_T, length_T, attends)
 
     def _check_lengths(self, seq_lens: list[int]) -> None:
-        limit, longest = self.config.num_positions, max(seq_lens, default=0)
+        limit = self.config.num_positions
+        longest = max(seq_lens, default=0)
         if limit is not None and longest > limit:
             raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
 
@@ -146,7 +161,7 @@ class Transformer(ShardedParameters):
         self, seq_lens: list[int], _: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
         *__: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Attention of this rank's tokens, by exchanging them with the other ranks over cp."""
+        """Return the attention of this rank's tokens, which it exchanges with the other ranks over cp."""
         attention = partial(packed_attention, seq_lens=seq_lens, kind=kind)
         return attend_over_group(
             attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(seq_lens))
@@ -156,22 +171,25 @@ class Transformer(ShardedParameters):
         *, recompute: bool = False, router_losses: RouterLosses | None = None,
         layer_done: Callable[[int], None] | None = None,
     ) -> Tensor:  # fmt: skip
+        """Run the embedding (first stage), the blocks, and the final norm (last stage)."""
         x_TH = self._embed(x, position_T) if self.groups.is_first_stage else x
         angles = None if self._rope is None else self._rope(position_T, length_T)
         for index, (layer, block) in enumerate(zip(self._layers, self.blocks, strict=True)):
             if layer_done is not None and x_TH.requires_grad:
-                # (A view: autograd takes the gradients of leaves in any order, but before those of others.)
+                # Hooks of leaves run in any order; that of a view runs after the gradients of the layer.
                 x_TH = x_TH.view_as(x_TH) if x_TH.is_leaf else x_TH
                 x_TH.register_hook(partial(_tell, layer_done, layer))
-            # The ranks of a tp group compute it again at the same place of their backward passes and stop
-            # behind the same last saved tensor: their collectives stay in step.
-            again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
-            run = again if recompute else block
+            # All ranks of a tp group recompute a block at the same point of the backward pass, and stop after
+            # the same saved tensor, so that their collectives match.
+            checkpointed = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+            run = checkpointed if recompute else block
             x_TH = run(x_TH, None if angles is None else angles(layer), attends(index), router_losses)
         return self._final_norm(x_TH) if self.groups.is_last_stage else x_TH
 
     def _embed(self, ids_T: Tensor, position_T: Tensor) -> Tensor:
-        weights, (start, stop) = self.of_layer(-1), self.vocab_range
+        """Return the embeddings of the tokens, and of their positions if the model learns these."""
+        weights = self.of_layer(-1)
+        start, stop = self.vocab_range
         if self.groups.tp.size == 1:
             x_TH = embedding(ids_T, weights["embedding.weight"])
         else:
@@ -186,7 +204,7 @@ class Transformer(ShardedParameters):
 
     @property
     def recordable(self) -> bool:
-        """Whether `advance` of DecodeByTable can be recorded: it waits for nobody, neither ranks nor host."""
+        """Whether a CUDA graph can record `advance`: it waits neither for other ranks nor for the host."""
         groups = self.groups
         alone = all(group.size == 1 for group in (groups.tp, groups.pp, groups.ep))
         by_length = self._rope is not None and self._rope.by_length
@@ -194,39 +212,41 @@ class Transformer(ShardedParameters):
 
     @property
     def cache_limit(self) -> int | None:
-        """Length past which a sequence is computed anew: with longrope, all of its positions change."""
+        """Length beyond which all cached tokens of a sequence must be computed anew, as longrope rotates them
+        differently; None without longrope."""
         return None if self._rope is None else self._rope.boundary
 
     @cached_property
     def head(self) -> Head:
-        """Last stage: what makes logits over `vocab_range` of hidden states."""
+        """The output head over `vocab_range`, on the last stage."""
         c = self.config
         weight = self.of_layer(-1)["embedding.weight"] if c.tied else self.of_layer(None)["lm_head.weight"]
         return Head(weight, self.vocab_range[0], self.groups.tp, scale=c.logit_scale, softcap=c.logit_softcap)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Last stage: logits_TV over `vocab_range`, in `wide`."""
+        """Return logits_TV over `vocab_range`, in dtype `wide`, on the last stage."""
         return self.head.logits(hidden_TH)
 
     def scores(self, hidden_TH: Tensor) -> Tensor:
-        """Last stage of a model with a score head: scores_T, in `wide`."""
+        """Return scores_T, in dtype `wide`, on the last stage of a model with a score head."""
         assert self._score_weight is not None
         return F.linear(hidden_TH, self._score_weight)[:, 0].to(self.wide)
 
     @property
     def _score_weight(self) -> Tensor | None:
-        """The head of scores, on the last stage; the one that is trained beside adapters comes first."""
+        """The weight of the score head, on the last stage; one that is trained with adapters replaces it."""
         trained = self.adapters.of_layer(None) if self.adapters is not None else {}
         return trained.get("score.weight", self.of_layer(None).get("score.weight"))
 
     @property
     def cache_token_bytes(self) -> int:
-        """Of one token in the cache, in all layers of the stage that has most: alike on all stages."""
+        """Bytes per token in the KV cache of the stage with the most layers; the same on all stages."""
         heads, dim, value_dim = self.cache_heads
-        parts, num_layers = 1 if value_dim else 2, -(-self.config.num_layers // self.groups.layout.pp)
-        return num_layers * parts * heads * dim * self.flat.itemsize
+        num_tensors = 1 if value_dim else 2
+        num_layers = -(-self.config.num_layers // self.groups.layout.pp)
+        return num_layers * num_tensors * heads * dim * self.flat.itemsize
 
 
 def _tell(layer_done: Callable[[int], None], layer: int, _: Tensor) -> None:
-    """A hook of a layer's input, whose gradient is there."""
+    """Call `layer_done`, as a hook that runs when the gradient of the layer's input is complete."""
     layer_done(layer)

@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: every family, in layouts, and what a user reads when one is broken."""
+"""Loading and saving of Hugging Face directories: families, layouts, and errors for broken directories."""
 
 import json
 import re
@@ -44,14 +44,14 @@ def _all_tensors(directory):
 
 
 def _differing(theirs, ours):
-    """Names of tensors that are not the same, or on one side only."""
+    """Return the names of tensors that differ, or exist on one side only."""
     both = theirs.keys() & ours.keys()
     same = {n for n in both if theirs[n].dtype == ours[n].dtype and torch.equal(theirs[n], ours[n])}
     return (theirs.keys() | ours.keys()) - same
 
 
 def _copy(world, source, target, dtype, layout, leader=0, max_shard_bytes=5 * 10**9):
-    """Reads and writes this rank's shard in a layout; the parameters that the files lack."""
+    """Read and write this rank's shard in a layout; return the parameters that the files lack."""
     layout, spec = Layout.parse(layout), model_spec(ModelConfig.load(str(source)))
     regions = spec.held_by(layout, world.rank)
     shards = shards_of(torch.full((sum(map(region_size, regions.values())),), -1.0, dtype=dtype), regions)
@@ -75,7 +75,7 @@ def test_bfloat16_comes_out_as_transformers_wrote_it(tmp_path, case):
 
 
 def test_float32_in_a_bfloat16_model(tmp_path):
-    """DeepSeek's choice of experts: in memory, when it travels, and in both directions of files."""
+    """The bias of DeepSeek's choice of experts stays float32 in memory, when moved, and in files."""
     _save_by_transformers(tmp_path / "theirs", "deepseek-v3")
     config = ModelConfig.load(str(tmp_path / "theirs"))
     model = build(config.to_hf(), dtype=torch.bfloat16)
@@ -96,12 +96,12 @@ def test_float32_in_a_bfloat16_model(tmp_path):
 
 @pytest.mark.parametrize("dtype, lost", [
     (torch.float64, 0), (torch.float32, 0), (torch.bfloat16, 0), (torch.float16, 2**-25)])  # fmt: skip
-def test_limbs_add_up_to_the_values(dtype, lost):
+def test_parts_add_up_to_the_values(dtype, lost):
     values = torch.cat([torch.randn(1000) * scale for scale in (1, 1e-3, 30)])
     values = torch.cat([values, torch.tensor([0.0, 1.0, 1 - 2**-24, 2 - 2**-23, -(1 + 2**-23)])])
-    limbs = torch.empty(3, len(values), dtype=dtype)
-    split_into(limbs, values)
-    assert (joined(limbs) - values).abs().max() <= lost
+    parts = torch.empty(3, len(values), dtype=dtype)
+    split_into(parts, values)
+    assert (joined(parts) - values).abs().max() <= lost
 
 
 @pytest.mark.parametrize("layout", ["t2p2@0-3", "d2t2@0-3"])
@@ -184,7 +184,7 @@ def test_transformers_computes_the_same(tmp_path):
 
 
 def test_memory_can_go_and_come_back(directory):
-    """As that of offloaded models does."""
+    """A model's memory can be freed and allocated again after loading and saving, as offloading does."""
     memory = torch.zeros(build(hf_config()).flat.numel())
     model = build(hf_config(), dtype=torch.float32, memory=memory)
     load_weights(directory, model)
@@ -212,12 +212,12 @@ def test_a_directory_with_a_config_is_whole(tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.glob("*.*")}
 
 
-# What else lies in checkpoints
+# Further contents of checkpoints
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """A model directory of one file."""
+    """Return a model directory of one file."""
     save_weights(tmp_path, build(hf_config(), dtype=torch.float32))
     return tmp_path
 
@@ -282,7 +282,7 @@ def test_score_head_from_a_language_model_and_back(directory):
     assert load_weights(directory / "again", tied) == []
 
 
-# What is wrong -> change of the tensors, words of the sentence.
+# Error -> change of the tensors, words of the message.
 TENSORS = {
     "missing": (
         lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"},
@@ -351,7 +351,7 @@ def _header(text, length=None):
 
 ENTRY = '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [%d, %d]}}'
 
-# What is wrong -> the file's bytes, words of the sentence.
+# Error -> the file's bytes, words of the message.
 FILES = {
     "empty": (b"", "model.safetensors is truncated: its header ends at byte 8, the file at 0"),
     "no header": (_header("{}", 500), "is truncated: its header ends at byte 508, the file at 10"),
@@ -387,12 +387,12 @@ def test_broken_files_are_named(directory, fault):
 
 def test_a_file_that_shrinks_is_named(directory, monkeypatch):
     model = build(hf_config())
-    monkeypatch.setattr("os.preadv", lambda *_: 0)  # As the kernel answers behind the end of a file.
+    monkeypatch.setattr("os.preadv", lambda *_: 0)  # The kernel's answer behind the end of a file.
     with pytest.raises(ValueError, match="model.safetensors is truncated: it ends before byte"):
         load_weights(directory, model)
 
 
-# What is wrong -> the index, given the names of the tensors; words of the sentence.
+# Error -> the index, given the names of the tensors; words of the message.
 INDICES = {
     "no JSON": (lambda names: "{", "index.json is not an index of safetensors files: "),
     "a nest": (lambda names: "[" * 100_000, "it needs an object weight_map"),

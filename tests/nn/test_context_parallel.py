@@ -24,7 +24,7 @@ KINDS = [
 
 
 def _case(seed, *, cp):
-    """Random shapes: (sequence lengths, query heads, kv heads, dims of keys and values, kind)."""
+    """Return random shapes: (sequence lengths, query heads, kv heads, key dim, value dim, kind)."""
     rng = random.Random(seed)
     seq_lens = [rng.randrange(0, 12) for _ in range(rng.randrange(1, 5))]
     if seed % 5 == 0:
@@ -52,7 +52,7 @@ def _plain(seed, cp):
 
 
 def _spread(world, seed, cp):
-    """(token range, output and gradients of its tokens) of this rank."""
+    """Return this rank's token range, and the output and gradients of those tokens."""
     if world.rank >= cp:
         return None
     group = world.group(tuple(range(cp)))
@@ -83,7 +83,7 @@ def test_attention_is_that_of_one_process(pool, seed, cp):
 
 
 def _family(name):
-    """config.json, as transformers writes it."""
+    """Return a config.json as transformers writes it."""
     case = CASES[name]
     family = FAMILIES[case.family]
     config = transformers.AutoConfig.for_model(**case.hf())
@@ -91,7 +91,7 @@ def _family(name):
 
 
 def _logits_and_gradients(world, hf, text, seq_lens):
-    """Of this rank: (token range, logits of its tokens), and name -> (region, gradient) after all sums."""
+    """Return this rank's ranges of tokens and vocabulary, logits, and name -> (region, gradient)."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None

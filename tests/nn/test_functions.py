@@ -1,4 +1,4 @@
-"""What has a backward pass of its own: against autograd through the formula, and by differences."""
+"""Functions with their own backward pass, against autograd through the formula and numerical differences."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ def _random(*shape, dtype=torch.float64, seed=0):
 
 
 def _weight(*shape, dtype=torch.float64):
-    """A weight whose gradients go over what was there before."""
+    """Return a weight that collects gradients in a buffer of NaN, which the first one must overwrite."""
     weight = Weight(_random(*shape, dtype=dtype, seed=7), requires_grad=False)
     weight.collect(torch.full(shape, torch.nan, dtype=torch.promote_types(dtype, torch.float32)))
     return weight
@@ -33,7 +33,7 @@ def _value_and_gradients(function, *inputs):
 
 
 def _strided(rows, heads, dim):
-    """A part of every row of a wider tensor, as heads are of queries, keys and values."""
+    """Return a slice of every row of a wider tensor, like the queries' part of queries, keys and values."""
     return _random(rows, heads + 2, dim)[:, :heads]
 
 
@@ -89,7 +89,7 @@ class _Config:
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_activations(monkeypatch, name, gated):
-    """Gradients of the curve by autograd, over several parts."""
+    """Activations in several parts have the gradients that autograd finds for the formula."""
     monkeypatch.setattr(activation, "_PART_NUMEL", 50)
     curve = activation.ACTIVATIONS[name].compute
 
@@ -117,7 +117,7 @@ def test_a_gated_mlp_keeps_gate_and_up_only():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_linear_and_embedding_add_to_the_buffer(dtype):
-    """Of one tied weight, in two passes; what was in the buffer before does not count."""
+    """A tied weight sums up its gradients of two passes, and overwrites what the buffer held before."""
     weight, ids = _weight(13, 8, dtype=dtype), torch.tensor([3, 12, 3, 0])
     plain, bias = weight.detach().clone().requires_grad_(), _random(13, dtype=dtype).requires_grad_()
     for w, rows, product in ((weight, embedding, linear), (plain, lambda i, w: w[i], F.linear)):

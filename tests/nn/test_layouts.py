@@ -16,7 +16,7 @@ UNTIED = ("t4@0-3", "t2p2@0-3", "p4@0-3", "d2t2@0-3", "c4@0-3", "c4@3,0,2,1", "c
 
 
 def _pass_through(model, x_shape, x_ids, compute):
-    """One forward through the stages by hand; gives this stage's input and output."""
+    """Run a forward pass through the stages by hand; return this stage's input and output."""
     groups, stage = model.groups, model.groups.at.pp
     x = x_ids
     if not groups.is_first_stage:
@@ -30,7 +30,7 @@ def _pass_through(model, x_shape, x_ids, compute):
 
 
 def _train(world, hf, layout, recompute):
-    """A step, and every shard, of a rank in the layout."""
+    """Return the step's results and all shards of a rank in the layout."""
     if world.rank not in Layout.parse(layout):
         return None
     model = build(hf, world=world, layout=layout)
@@ -57,7 +57,7 @@ def test_logits_and_gradients_are_those_of_one_process(pool, layout, tied, recom
 
 
 def _decode(world, hf, layout):
-    """Hidden states of a prefill and three decoding steps, on the last stage."""
+    """Return the hidden states of a prefill and three decoding steps, on the last stage."""
     model = build(hf, world=world, layout=layout)
     ids, count, rows = tokens(), len(SEQ_LENS), CachedRows(model, SEQ_LENS)
     with torch.no_grad():

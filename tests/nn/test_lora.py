@@ -1,4 +1,4 @@
-"""Adapters against PEFT on one process, against one process under layouts, and PEFT directories.
+"""Adapters against PEFT on one process, layouts against one process, and PEFT directories.
 
 PEFT is imported where it is used: it takes seconds, and worker processes do without it.
 """
@@ -30,7 +30,7 @@ LAYOUTS = ("t4@0-3", "p2@0,1", "t2p2@0-3")
 
 
 def build(config, lora, *, world=None, layout="d1@0", dtype=torch.float64):
-    """A random base, and random adapters whose products are not zero."""
+    """Return a random base model with random adapters whose products are not zero."""
     groups = ParallelGroups.create(world or World(), Layout.parse(layout))
     adapters = Adapters(config, lora, groups, dtype=dtype)
     model = Transformer(model_spec(config), groups, dtype=dtype, adapters=adapters)
@@ -46,7 +46,7 @@ def build(config, lora, *, world=None, layout="d1@0", dtype=torch.float64):
 
 
 def by_peft(directory, name, *, head="lm", **settings):
-    """transformers' model in float32 with PEFT's adapters, saved to base/ and adapter/."""
+    """Return transformers' model in float32 with PEFT's adapters, saved to base/ and adapter/."""
     import peft
 
     torch.manual_seed(0)
@@ -199,7 +199,7 @@ def test_a_merged_directory_is_a_whole_model(tmp_path):
 
 
 def test_the_other_kind_of_export_goes_first(tmp_path):
-    """Adapters over a model of several files, and a model over adapters; what was cut short goes, too."""
+    """An export of adapters replaces a model of several files, and the reverse, with unfinished files."""
     model = build(ModelConfig.from_hf(hf_config()), LoraConfig(rank=3), dtype=torch.float32)
     save_weights(tmp_path, model, max_shard_bytes=20_000, beside={"README.md": "ours"})
     assert len(list(tmp_path.glob("model-*"))) > 3

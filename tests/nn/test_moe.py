@@ -27,7 +27,7 @@ VARIANTS = {
 
 
 def hf_config(name):
-    """config.json as transformers would write it."""
+    """Return a config.json as transformers would write it."""
     case, changes = VARIANTS[name]
     config = transformers.AutoConfig.for_model(**case.hf(**changes))
     prefix = type(config).__name__.removesuffix("Config")
@@ -35,7 +35,7 @@ def hf_config(name):
 
 
 def tokens(seq_lens=tuple(SEQ_LENS)):
-    """No padding token: transformers gives its embedding no gradient."""
+    """Return random tokens without the padding token, whose embedding has no gradient in transformers."""
     return torch.randint(1, 67, (sum(seq_lens),), generator=torch.Generator().manual_seed(1))
 
 
@@ -53,7 +53,7 @@ def _reference(name, directory):
 
 
 def _by_expert(grads, spec):
-    """transformers' gradients by the names of checkpoints: it holds the experts of a layer as one tensor."""
+    """Return transformers' gradients by their names in checkpoints, where each expert has its own tensors."""
     found = {}
     for p in spec.params:
         if p.expert is None:
@@ -92,7 +92,7 @@ HIDDEN = 32
 
 
 def _micro_batches(layout, rank):
-    """Numbers of the sequences in each of this dp replica's micro-batches; some of an ep group have fewer."""
+    """Return the sequences of each micro-batch of this dp replica, which can have fewer than another."""
     at = layout.coordinate(rank)
     mine = [list(range(i, len(SEQ_LENS), layout.dp)) for i in range(layout.dp)][at.dp]
     parts = [mine[i : i + 1] for i in range(len(mine))]
@@ -101,7 +101,7 @@ def _micro_batches(layout, rank):
 
 
 def _train(world, hf, text, recompute):
-    """Gradients of sum(logits * weights) and the router losses: (name, region, gradient) of every shard."""
+    """Train on random logit weights and router losses; return this rank's logits, gradients and losses."""
     layout = Layout.parse(text)
     if world.rank not in layout:
         return None
@@ -141,7 +141,7 @@ def _weights(length, seed):
 
 
 def _spread_choice(model):
-    """Gives DeepSeek's choice of experts its bias, which a new model lacks."""
+    """Set the bias of DeepSeek's choice of experts, which is zero in a new model."""
     for name, shard in model.shards().items():
         if name.endswith("e_score_correction_bias"):
             split_into(shard, torch.linspace(-0.2, 0.2, shard.shape[1]))
@@ -176,7 +176,7 @@ def test_logits_gradients_and_router_losses_are_those_of_one_process(pool, layou
 
 
 def test_balance_loss_is_that_of_transformers_on_one_sequence_and_layer():
-    """Theirs lacks the division by experts per token (equation 18)."""
+    """transformers' loss lacks the division by experts per token (equation 18)."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # (It takes seconds.)
 
     hf = {**hf_config("olmoe"), "num_hidden_layers": 1}
@@ -247,7 +247,7 @@ def test_grouped_products_and_their_gradients(counts, dtype, sizes):
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3"])
 def test_no_tokens_go_backward_through_all_weights(name):
-    """Whatever is frozen, an empty micro-batch has the same backward pass as a full one."""
+    """An empty micro-batch has the same backward pass as a full one, whatever is frozen."""
     model = build(hf_config(name))
     found = []
     for ids, lens in ((tokens(), SEQ_LENS), (tokens()[:0], [])):

@@ -1,4 +1,4 @@
-"""Products where a CPU has no units for numbers of 16 bits: their values, and that none is left."""
+"""On a CPU without units for 16-bit numbers, products are right and none is computed in 16 bits."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def _random(*shape, seed=0):
 
 
 def _is_rounded(found, exact):
-    """Whether a result differs from the exact one by its last rounding only."""
+    """Assert that a result differs from the exact one only by its final rounding."""
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
 
 
@@ -61,7 +61,7 @@ SHAPES = [(20000, 32, 4000), (500, 5000, 3000), (1, 64, 90000)]
 
 @pytest.mark.parametrize(("tokens", "width", "outputs"), SHAPES)
 def test_little_memory_is_taken_beside_the_result(without_units, tokens, width, outputs):
-    """At most 30 MiB, whatever the sizes."""
+    """Products take at most 30 MiB beside their results, whatever their sizes."""
     x, weight = torch.zeros(tokens, width, dtype=BF16), torch.zeros(outputs, width, dtype=BF16)
     grad, total = torch.zeros(tokens, outputs, dtype=BF16), torch.zeros(outputs, width)
     for run, held in (
@@ -74,7 +74,7 @@ def test_little_memory_is_taken_beside_the_result(without_units, tokens, width, 
 
 
 class _Products(TorchDispatchMode):
-    """Collects the products whose operands have 16 bits."""
+    """A list of the products whose operands have 16 bits."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def _engine(name, dtype, lora):
 
 
 def _train_and_generate(name, dtype, lora):
-    """The products of 16 bits, the loss and gradients of a train step, and what is generated after it."""
+    """Train a step and generate; return the 16-bit products, and the metrics and gradients of the step."""
     engine = _engine(name, dtype, lora)
     rows = [([3, 5, 9, 30], [7, 2]), ([4] * 9, [11] * 12), ([8], [13, 14, 15])]
     tokens = [torch.tensor([5, 6, 7])] * 2 + [torch.full((length,), 9) for length in (2, 11)]

@@ -16,7 +16,7 @@ from tests.realloc.test_memory import Storages
 
 
 class _Float64Rotary(torch.nn.Module):
-    """transformers computes angles in float32 even in a float64 model; this one does not."""
+    """Angles in float64; transformers computes them in float32 even in a float64 model."""
 
     def __init__(self, head_dim):
         super().__init__()
@@ -28,7 +28,7 @@ class _Float64Rotary(torch.nn.Module):
 
 
 def _float64_norm(weight, x):
-    """transformers normalises in float32 even in a float64 model; this does not."""
+    """Normalise in float64; transformers normalises in float32 even in a float64 model."""
     return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
@@ -105,7 +105,7 @@ def test_flat_buffers_are_the_shards():
 
 @pytest.mark.parametrize("layout", ["d1@0", "t2@0-1"])
 def test_random_weights_are_drawn_a_few_at_a_time(pool, layout):
-    """They are the numbers that would be drawn at once, and take little memory beside the weights."""
+    """Drawing in blocks gives the same numbers as drawing at once, and needs little memory."""
     results = [found for found in pool.run(_drawn, layout) if found is not None]
     for extra, most, numbers in results:
         assert extra < most / 4 and numbers

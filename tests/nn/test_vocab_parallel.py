@@ -1,5 +1,4 @@
-"""Log-probs and entropy of a head against torch.log_softmax, by chunks, on one rank and with the vocabulary
-split."""
+"""Log-probs and entropy in chunks, with the vocabulary whole or split, against torch.log_softmax."""
 
 import pytest
 import torch
@@ -23,11 +22,11 @@ def _inputs():
     weight = torch.randn(V, H, generator=generator, dtype=torch.float64)
     labels = torch.randint(V, (T,), generator=generator)
     factors = torch.randn(2, T, generator=generator).double()
-    return hidden, weight, labels, factors  # Of log-probs, and of entropies.
+    return hidden, weight, labels, factors  # `factors` weight log-probs and entropies.
 
 
 def _run(world, ranks, temperature, settings, chunk, uses=BOTH):
-    """This rank's log-probs, entropy, gradient of the hidden states and of its part of the weight."""
+    """Return this rank's log-probs, entropy, gradient of the hidden states, and of its part of the weight."""
     hidden, weight, labels, factors = _inputs()
     group = world.group(ranks)
     start, stop = even_split(V, group.size, group.index)
@@ -41,7 +40,7 @@ def _run(world, ranks, temperature, settings, chunk, uses=BOTH):
 
 
 def _value(factors, logprobs, entropy, uses):
-    """A loss of those outputs that are in `uses`."""
+    """Return a loss that uses only the outputs named in `uses`."""
     parts = {"logprobs": (factors[0] * logprobs).sum(), "entropy": (factors[1] * entropy).sum()}
     return sum(parts[name] for name in uses)
 
@@ -74,7 +73,7 @@ def test_one_output_alone(chunk, uses):
 
 
 class _Kernels(TorchDispatchMode):
-    """The names of the kernels that run, but for new handles of what is there."""
+    """A list of the names of the kernels that run, except detach."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +116,7 @@ def test_split_vocabulary(pool, num_ranks, chunk):
 
 @pytest.mark.parametrize("chunk", [2, 5])
 def test_gradients_by_differences(chunk):
-    """More often than once from the same forward pass, too, as gradcheck does it."""
+    """Gradients are right even if one forward pass has several backward passes, as in gradcheck."""
     hidden, weight, labels, _ = _inputs()
     inputs = hidden[:5].clone().requires_grad_(), weight[:9].clone().requires_grad_()
 

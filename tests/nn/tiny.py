@@ -47,7 +47,7 @@ def build(
     head: str | None = None,
     **options: Any,
 ) -> Transformer:
-    """This rank's shard, randomly initialised."""
+    """Return this rank's shard of a model, randomly initialised."""
     world = world or World()
     spec = model_spec(ModelConfig.from_hf(hf, head=head))
     options = {"dtype": torch.float64, **options}
@@ -61,15 +61,16 @@ def tokens() -> torch.Tensor:
 
 
 Logits = tuple[tuple[int, int], tuple[int, int], torch.Tensor]
-"""[first, last) of their tokens, [first, last) of the vocabulary, values."""
+"""Token range [first, stop), vocabulary range [first, stop), values."""
 Step = tuple[Logits | None, list[tuple[str, Region, torch.Tensor]]]
-"""What a rank finds: logits on the last stage, and every parameter's gradient."""
+"""The result of a rank: logits, on the last stage, and (name, region, gradient) of every parameter."""
 
 
 def step(model: Transformer, *, recompute: bool = False) -> Step:
-    """All tokens through the stages and back, from the sum of the logits times random numbers.
+    """Run all tokens forward and backward through the stages, with a random weighting of logits as loss.
 
-    The gradients are of the model, or of its adapters, and are summed over cp as the optimizer would do.
+    The gradients are those of the adapters, if there are any, else of the model. They are summed over cp, as
+    the optimizer does it.
     """
     trained = model if model.adapters is None else model.adapters
     trained.enable_grad()
@@ -95,7 +96,7 @@ def step(model: Transformer, *, recompute: bool = False) -> Step:
 
 
 def compare(results: Sequence[Step], alone: Step) -> tuple[list[str], set[int]]:
-    """What ranks have otherwise than one process, "logits" or parameters; and whose logits they have."""
+    """Return what differs from one process ("logits" or parameters), and which tokens have logits."""
     assert alone[0] is not None
     expected, whole = alone[0][2], {name: grad for name, _, grad in alone[1]}
     others, seen = [], set[int]()
@@ -114,7 +115,7 @@ def compare(results: Sequence[Step], alone: Step) -> tuple[list[str], set[int]]:
 def backward_of_both(
     model: Transformer, reference: Callable[..., Any], ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a model and of transformers'; from the sums of both, times random numbers, it goes back."""
+    """Return the logits of our and of transformers' model, after a backward pass through both."""
     logits = model.logits(model(ids, SEQ_LENS))
     expected = torch.cat([reference(part[None]).logits[0] for part in ids.split(SEQ_LENS)])
     weights = torch.randn(logits.shape, dtype=logits.dtype)
