@@ -60,7 +60,7 @@ class OnPolicy(Experiment):
     timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. Switch it off for
     runs that must repeat bit for bit."""
     cuda_graphs: bool = True
-    """Whether a GPU records decoding steps and replays them (only models without experts, whole on a rank)."""
+    """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -492,6 +493,12 @@ def test_help(experiment, call):
         assert (code, err) == (0, "")
         for part in says:
             assert part in out
+
+
+def test_version(call):
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert call("--version") == (0, f"realhf {project['version']}\n", "")
+    assert project["version"] == "0.1.0"
 
 
 def test_check_leaves_torch_alone(experiment):
