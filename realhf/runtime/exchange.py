@@ -97,7 +97,8 @@ class Exchange:
         for arrived, where in zip(inputs, located, strict=True):
             self._send_wanted(arrived, where, wanted, tag)
         mine = wanted[self._rank]
-        parts = [self._gather(arrived, where, mine, tag) for arrived, where in zip(inputs, located, strict=True)]
+        found = zip(inputs, located, strict=True)
+        parts = [self._gather(arrived, where, mine, tag) for arrived, where in found]
         whole = Batch(parts[0].ids, {key: part[key] for part in parts for key in part.fields})
         sizes = [len(minibatch[target.coordinate(self._rank).dp]) for minibatch in assignment]
         return [whole.select(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
@@ -117,7 +118,7 @@ class Exchange:
     def _locate(
         self, inputs: Sequence[_Arrived], target: Layout, tag: int
     ) -> tuple[dict[int, float], list[Locations]]:
-        """Return the cost of each sample (tokens of its longest column, at least 1), and each input's locations."""
+        """Return each sample's cost (tokens of its longest column, at least 1), and each input's locations."""
         holders = sorted({holder for arrived in inputs for holder in arrived.holders})
         mine = [None if arrived.batch is None else _costs(arrived.batch) for arrived in inputs]
         if self._rank in holders:
@@ -135,7 +136,9 @@ class Exchange:
             assert where.keys() == costs.keys(), "two inputs have different samples"
         return costs, located
 
-    def _send_wanted(self, arrived: _Arrived, where: Locations, wanted: dict[int, list[int]], tag: int) -> None:
+    def _send_wanted(
+        self, arrived: _Arrived, where: Locations, wanted: dict[int, list[int]], tag: int
+    ) -> None:
         """Send every rank those samples that it wants and this rank holds."""
         if arrived.batch is None:
             return

@@ -129,8 +129,8 @@ class Executor:
     def _reallocate(self, action: Reallocate, record: StepRecord, *, is_last: bool) -> None:
         """Start a reallocation, and wait for it unless it runs ahead of the next step.
 
-        One that the previous step has started ahead is awaited by the call that uses it, or by the role's next
-        update; an evaluation awaits it at once, and so counts it as its own.
+        One that the previous step has started ahead is awaited by the call that uses it, or by the role's
+        next update; an evaluation awaits it at once, and so counts it as its own.
         """
         if action.ahead and is_last:
             return

@@ -19,8 +19,8 @@ def call_host_function(
     """Return the output columns and the metrics of a host call.
 
     The function gets copies of lists of Python values, and the lists that it returns are converted to JSON's
-    types, even if they stay on this rank: so a plan cannot change what a function sees. Raises UserError if the
-    function fails, or if a column is missing or cannot be sent.
+    types, even if they stay on this rank: so a plan cannot change what a function sees. Raises UserError if
+    the function fails, or if a column is missing or cannot be sent.
     """
     assert isinstance(call.work, HostFunction)
     given = {key: json_form(column) if isinstance(column, list) else column
