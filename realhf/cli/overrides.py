@@ -111,7 +111,7 @@ def _sentence(complaint: str) -> str:
 
 
 def _no_number(experiment: Experiment, complaint: str) -> str:
-    """Return a plainer sentence than the parser's if a field should have been a number, else ''."""
+    """Return a plainer sentence than the parser's if a field should have been a number, else nothing."""
     if (found := re.match(r"Error parsing (--[\w.-]+):", complaint)) is None:
         return ""
     *path, name = _path(found[1])

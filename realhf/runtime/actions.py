@@ -166,8 +166,7 @@ def compile_actions(
     """Return the actions of one step, with its calls in topological order. `specs` are `parameter_specs`.
 
     A call's outputs are sent directly after it and received where they are used, so that no rank waits for
-    one that is busy with another call. Parameters that a train step has changed are reallocated directly
-    after it, ahead of the next step.
+    one that is busy. What a train step has changed is reallocated directly after it, ahead of the next step.
 
     There is no deadlock: an action waits only for earlier actions and for ranks that have not reached it yet,
     and every rank executes the actions of all steps in this order.

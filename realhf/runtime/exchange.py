@@ -118,7 +118,7 @@ class Exchange:
     def _locate(
         self, inputs: Sequence[_Arrived], target: Layout, tag: int
     ) -> tuple[dict[int, float], list[Locations]]:
-        """Return each sample's cost (tokens of its longest column, at least 1), and each input's locations."""
+        """Return costs of samples (tokens of their longest column, at least 1) and locations by input."""
         holders = sorted({holder for arrived in inputs for holder in arrived.holders})
         mine = [None if arrived.batch is None else _costs(arrived.batch) for arrived in inputs]
         if self._rank in holders:

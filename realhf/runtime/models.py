@@ -59,10 +59,10 @@ class ModelStore:
     Versions count the updates of a parameter set (see `actions.parameter_sets`). Every rank counts them, so
     that all agree on which copies are outdated.
 
-    Two frozen sets read from the same source, such as a reference and the weights under adapters, share memory
-    on every rank that holds the same part of both. Reallocations run one after the other in a thread of their
-    own, in the same order on all ranks. The weights of `offloaded` roles, which are frozen, are on the device
-    only while they are in use.
+    Two frozen sets read from the same source, such as a reference and the weights under adapters, share
+    memory on every rank that holds the same part of both. Reallocations run one after the other in a thread
+    of their own, in the same order on all ranks. The weights of `offloaded` roles, which are frozen, are on
+    the device only while they are in use.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ModelStore:
         adapters = self._equal_home(adapters_of(role), layout)
         if equal is not None:
             memory = self._engines[equal].flat
-        elif role in self._to_offload:  # Private memory: other ranks of the host cannot rely on it.
+        elif role in self._to_offload:  # Not shared with other ranks: it is freed between uses.
             held = self._specs[role].held_by(layout, self._world.rank)
             size = sum(map(region_size, held.values()))
             memory = torch.zeros(size, dtype=DTYPES[settings.dtype], device=self._world.device)
@@ -208,8 +208,9 @@ class ModelStore:
         if key not in self._reallocators:
             role = role_of(action.target_role)
             self._reallocators[key] = Reallocator(
-                self._specs[action.source_role], source=action.source, target=action.target, world=self._world, role=role,
-                dtype=DTYPES[self._roles[role].dtype], sharded=action.sharded, staging=self._staging,
+                self._specs[action.source_role], source=action.source, target=action.target,
+                world=self._world, role=role, dtype=DTYPES[self._roles[role].dtype],
+                sharded=action.sharded, staging=self._staging,
                 eta=1.0 if action.rate is None else action.rate, wires=self.links,
             )  # fmt: skip
         return self._reallocators[key]
@@ -230,7 +231,7 @@ class ModelStore:
         return self._engines[role, layout]
 
     def offloaded(self, role: str, layout: Layout) -> OffloadedWeights | None:
-        """Return the weights to load before `engine` is used and to release after it; None if not offloaded."""
+        """Return the weights to load before `engine` is used and to release after; None if not offloaded."""
         return self._offloaded.get((role, layout))
 
     @contextmanager
@@ -322,8 +323,8 @@ class ModelStore:
     ) -> None:  # fmt: skip
         """Write the role's home copy as a Hugging Face directory on rank 0's host.
 
-        Rank 0 gives the files `beside` and the `fields` to add to a model's config.json. Every rank calls this;
-        those that are neither rank 0 nor in the home do nothing.
+        Rank 0 gives the files `beside` and the `fields` to add to a model's config.json. Every rank calls
+        this; those that are neither rank 0 nor in the home do nothing.
         """
         if self._is_sharded(name := self._trained(role)):
             self.start(self._gathering(name))

@@ -38,9 +38,9 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _bandwidths(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Return the measured bandwidth of each role's reallocations: `perf/realloc_gbytes_per_s/<role>`, in GB/s.
+    """Return each role's measured bandwidth in GB/s, as `perf/realloc_gbytes_per_s/<role>`.
 
-    Each reallocation counts for the rank that receives most: its bytes, divided by the seconds from when it and
+    A reallocation counts for the rank that receives most: its bytes, divided by the seconds from when it and
     its senders were ready until it had received everything.
     """
     movements: dict[tuple[str, str, int], dict[int, Mapping[str, Any]]] = {}

@@ -192,7 +192,7 @@ class Trainer:
                 )
 
     def _make_loader(self, config: DatasetConfig, graph: DataflowGraph, group_size: int) -> Loader | None:
-        """Return the loader of a dataset on the rank that reads it and on rank 0, which shows its size; else None."""
+        """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size."""
         if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
             return None
         loader = Loader(

@@ -21,7 +21,7 @@ from realhf.transformers_config import TransformersConfig
 def warnings_of(
     program: Program, rows: TokenizedRows | None, eval_rows: TokenizedRows | None
 ) -> list[str]:
-    """Return warnings, one sentence each; `rows` are a whole dataset, or for `realhf check` a sample of it."""
+    """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it."""
     parts = [("dataset", program.graph, rows)]
     if program.eval_graph is not None:
         parts.append(("eval_dataset", program.eval_graph, eval_rows))

@@ -1,4 +1,4 @@
-"""The command line in one process: what `check` finds, its JSON, and help."""
+"""The command line in one process: faults that `check` finds, its JSON, and help."""
 
 import json
 import pickle
@@ -255,7 +255,7 @@ def experiment(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def call(capsys):
-    """Calls the command line; its exit code, standard output and standard error."""
+    """Return a function that calls the command line and returns exit code, output and error text."""
 
     def run(*words: Any) -> tuple[int, str, str]:
         try:
@@ -269,7 +269,7 @@ def call(capsys):
 
 @pytest.fixture
 def refused(call):
-    """Checks that a command is refused with exit code 2 and one sentence that has these words."""
+    """Return a function that asserts that a command is refused with exit code 2 and one sentence."""
 
     def run(*words: Any, says: list[str]) -> None:
         code, out, err = call(*words)
