@@ -77,7 +77,7 @@ def _check_switch(experiment: Experiment, word: str, following: str) -> None:
 
 
 def _with_part(value: Any, path: Sequence[str]) -> Any:
-    """Return the config with unset optional parts on the path, such as `actor.lora`, set to their defaults."""
+    """Return the config with the unset optional parts on a path, such as `actor.lora`, at their defaults."""
     name, *rest = path
     if not is_dataclass(value) or isinstance(value, type) or not hasattr(value, name):
         return value

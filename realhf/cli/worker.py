@@ -99,7 +99,7 @@ def _measure(job: Job, world: World) -> None:
 
 
 def _serve(task: Callable[[Job, World], None], job: Job) -> int:
-    """Connect to the other ranks and run the task. Return 0, or 2 for a UserError, or 1 for other failures."""
+    """Connect to the other ranks and run the task; return 0, 2 for a UserError, or 1 for other failures."""
     place = Place.from_environment()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     _keep_freed_memory()

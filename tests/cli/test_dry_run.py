@@ -25,7 +25,7 @@ def shared_task(tmp_path_factory):
 
 @pytest.fixture
 def check(shared_task, tmp_path, capsys):
-    """Check an experiment with these rows and this reward; return exit code, output and complaints."""
+    """Return a function that runs `realhf check` on rows and a reward function, and returns its answer."""
 
     def run(
         rows: list[Any], body: str = "", *, kind: str = "grpo", task: Path | None = None, **settings: Any

@@ -140,7 +140,7 @@ def test_after_the_first_step_only_adapters_move(pool, task):
 
 
 def _memory(world, task, layouts):
-    """Return whether this rank's reference is the actor's memory, the models loaded, and if the base changed."""
+    """Run GRPO with adapters; return (reference and actor share memory, models loaded, base unchanged)."""
     program = compile_program(_experiment("grpo", task), _plan(layouts), world_size=4)
     with patch("realhf.engine.native.load_weights", wraps=load_weights) as loads:
         trainer = Trainer(program, world, quiet=True)
