@@ -1,9 +1,8 @@
-"""The task of the examples: three-digit additions from reasoning-gym, a tiny Qwen2-style model and a
-character tokenizer.
+"""The task of the examples: three-digit additions, a tiny Qwen2-style model and a character tokenizer.
 
-Answers write the column sums from right to left, then the result: `727+166=` gives
-`13,09,08<answer>893</answer>`. The teacher of the supervised data is careless: in 80 % of the exercises it
-forgets to carry (`13,08,08<answer>883</answer>`).
+An answer consists of the column sums from right to left and the result: the answer to `727+166=` is
+`13,09,08<answer>893</answer>`. The supervised data come from a careless teacher, who forgets to carry in 80 %
+of the exercises (`13,08,08<answer>883</answer>`).
 """
 
 import json
@@ -15,10 +14,13 @@ from pathlib import Path
 from realhf import prepare_once
 
 DIRECTORY = Path("runs/arithmetic")
-NUM_HELD_OUT, NUM_SFT, NUM_PROMPTS = 256, 20000, 2000
+NUM_HELD_OUT = 256
+NUM_SFT = 20000
+NUM_PROMPTS = 2000
 CARELESS_SHARE = 0.8
 
-_CHARACTERS, _TAGS = ["<pad>", "<eos>", *"+=,0123456789"], ["<answer>", "</answer>"]
+_CHARACTERS = ["<pad>", "<eos>", *"+=,0123456789"]
+_TAGS = ["<answer>", "</answer>"]
 _MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -41,7 +43,7 @@ _MODEL = {
 def exact_answer(
     prompts: list, completions: list[str], completion_ids: list, answer: list[str]
 ) -> list[float]:
-    """The reward: 1 when the completion ends in the right answer, else 0."""
+    """Return the rewards: 1 if the completion ends in the right answer, else 0."""
     found = [re.search(r"<answer>(\d+)</answer>$", completion) for completion in completions]
     return [
         float(match is not None and match[1] == right) for match, right in zip(found, answer, strict=True)
@@ -49,7 +51,7 @@ def exact_answer(
 
 
 def prepare(directory: Path = DIRECTORY, *, seed: int = 0) -> Path:
-    """Write model config, tokenizer and data into `directory`, unless it exists."""
+    """Write model config, tokenizer and data into `directory`, unless it exists; return it."""
 
     def make(path: Path) -> None:
         _write_model(path / "model")
@@ -59,9 +61,11 @@ def prepare(directory: Path = DIRECTORY, *, seed: int = 0) -> Path:
 
 
 def solve(prompt: str, *, careless: bool) -> str:
-    """The worked answer to `a+b=`; a careless one never carries."""
+    """Return the answer to `a+b=` with its column sums; a careless one never carries."""
     first, second = (number[::-1] for number in re.findall(r"\d+", prompt))
-    carry, columns, digits = 0, [], ""
+    carry = 0
+    columns = []
+    digits = ""
     for a, b in zip(first, second, strict=True):
         total = int(a) + int(b) + carry
         columns.append(f"{total:02d}")
@@ -87,21 +91,23 @@ def _write_data(directory: Path, *, seed: int) -> None:
     def rows(number: int) -> list[dict[str, str]]:
         return [next(items) for _ in range(number)]
 
-    held_out, sft, prompts = rows(NUM_HELD_OUT), rows(NUM_SFT), rows(NUM_PROMPTS)
+    held_out = rows(NUM_HELD_OUT)
+    sft = rows(NUM_SFT)
+    prompts = rows(NUM_PROMPTS)
     for row in sft:
         row["completion"] = solve(row["prompt"], careless=rng.random() < CARELESS_SHARE)
-    verifier = []
-    for row in sft:  # For a reward model: both ways to answer, and whether the result is right.
+    labelled = []
+    for row in sft:  # For a reward model: careful and careless answers, labelled by whether they are right.
         completion = solve(row["prompt"], careless=rng.random() < 0.5)
         label = exact_answer([], [completion], [], [row["answer"]])[0]
-        verifier.append({"prompt": row["prompt"], "completion": completion, "label": label})
-    for name, part in (("held_out", held_out), ("sft", sft), ("prompts", prompts), ("verifier", verifier)):
+        labelled.append({"prompt": row["prompt"], "completion": completion, "label": label})
+    for name, part in (("held_out", held_out), ("sft", sft), ("prompts", prompts), ("verifier", labelled)):
         with (directory / f"{name}.jsonl").open("w") as file:
             file.writelines(json.dumps(row) + "\n" for row in part)
 
 
 def _additions(seed: int) -> Iterator[dict[str, str]]:
-    """Additions of two three-digit numbers; no pair of numbers comes twice, in whatever order."""
+    """Yield additions of two three-digit numbers; no pair of numbers appears twice, in either order."""
     import reasoning_gym
 
     seen: set[tuple[str, ...]] = set()

@@ -1,4 +1,4 @@
-"""A graph of one's own: GRPO whose reference follows the actor, and a call that watches the answers.
+"""A custom graph: GRPO with a reference that follows the actor, and with a call that inspects the answers.
 
     realhf run examples/custom_graph.py --plan custom-4
 """
@@ -21,11 +21,13 @@ from realhf import (
 
 
 def carries_written(batch, context):
-    """A call in plain Python: the share of answers where some column sum is one above that of its digits."""
+    """Return no columns, and as a metric the share of answers with a carry in any column sum."""
     texts = [context.tokenizer.decode(tokens) for tokens in batch["sequence_ids"].split()]
     with_carry = 0
     for text in texts:
-        (first, second), columns = text.split("=")[0].split("+"), text.split("=")[1].split("<")[0].split(",")
+        exercise, answer = text.split("=")[:2]
+        first, second = exercise.split("+")
+        columns = answer.split("<")[0].split(",")
         plain = [int(a) + int(b) for a, b in zip(first[::-1], second[::-1], strict=True)]
         with_carry += any(column == f"{total + 1:02d}" for column, total in zip(columns, plain, strict=False))
     return {}, {"custom/answers_with_carry": with_carry / max(1, len(texts))}
@@ -33,7 +35,7 @@ def carries_written(batch, context):
 
 @dataclass
 class MovingReference(GRPO):
-    """GRPO against a reference that moves: ref = 5 % actor + 95 % ref after every train step."""
+    """GRPO with a moving reference: after every train step, ref = 5 % actor + 95 % ref."""
 
     follow_rate: float = 0.05
 

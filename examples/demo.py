@@ -1,4 +1,4 @@
-"""The demo: a tiny model learns to carry by reinforcement learning. `make demo`, or `make demo SEED=2`."""
+"""The demo, in which a tiny model learns to carry by reinforcement learning: `make demo [SEED=2]`."""
 
 import json
 import subprocess
@@ -50,11 +50,11 @@ class Options:
     """Settings of the demo."""
 
     seed: int = 0
-    """Changes the data, the initial weights and every random draw."""
+    """Seed of the data, the initial weights and every random draw."""
     steps: int = 80
-    """Steps of reinforcement learning."""
+    """Number of GRPO steps."""
     lora: bool = False
-    """Train adapters of the model instead of the model itself."""
+    """Train LoRA adapters of the model instead of the model itself."""
 
 
 def main(options: Options) -> None:
@@ -82,7 +82,7 @@ def main(options: Options) -> None:
 
 
 def run(experiment: str, out: Path, options: dict) -> dict:
-    """One `realhf run` and its summary; the demo ends with its exit code if it fails."""
+    """Execute `realhf run` and return its summary; end the demo with its exit code if it fails."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "realhf", "run", experiment, "--out", str(out), *words]
     if code := subprocess.run(command).returncode:
@@ -96,7 +96,7 @@ def say(text: str, **values: object) -> None:
 
 
 def new_directory(parent: Path, name: str) -> Path:
-    """A directory that does not exist yet, so that no earlier run is lost."""
+    """Return the path of a directory that does not exist yet, so that no earlier run is lost."""
     number = 1
     while (directory := parent / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""GRPO of the warmed-up model; needs runs/sft.
+"""GRPO of the model that examples/sft.py has trained (runs/sft).
 
     realhf run examples/grpo.py --plan grpo-4
 """

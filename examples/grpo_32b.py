@@ -7,7 +7,7 @@ from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role, Samp
 
 
 def right(prompts, completions, completion_ids, answer):
-    """The answer stands at the end of the completion."""
+    """Return 1 for completions that end in the answer, else 0."""
     return [float(text.rstrip().endswith(str(a))) for text, a in zip(completions, answer, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""GRPO of the warmed-up model with LoRA: 4.5 % of its parameters are trained, and only they move.
+"""GRPO with LoRA: only the adapters are trained and moved, 4.5 % of the parameters. It needs runs/sft.
 
     realhf run examples/grpo_lora.py --plan grpo-4
 """

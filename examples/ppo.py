@@ -1,4 +1,4 @@
-"""PPO with four roles; needs runs/sft and runs/reward_model.
+"""PPO with four roles, from the results of examples/sft.py and examples/reward_model.py.
 
     realhf run examples/ppo.py --plan ppo-4
 """

@@ -5,11 +5,11 @@
 
 from realhf import PPO, Expected, OptimizerConfig, Role, SamplingConfig
 
-ACTOR, CRITIC = "llama-7b", "llama-7b"  # Shipped names; to train, give Hugging Face model directories.
+MODEL = "llama-7b"  # A shipped name; to train, give a Hugging Face model directory.
 experiment = PPO(
-    actor=Role(ACTOR, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-6)),
-    critic=Role(CRITIC, head="score", dtype="bfloat16", optimizer=OptimizerConfig(lr=5e-6)),
-    reward=Role(CRITIC, head="score", dtype="bfloat16"),
+    actor=Role(MODEL, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-6)),
+    critic=Role(MODEL, head="score", dtype="bfloat16", optimizer=OptimizerConfig(lr=5e-6)),
+    reward=Role(MODEL, head="score", dtype="bfloat16"),
     sampling=SamplingConfig(max_new_tokens=1024),
     expected=Expected(prompt_tokens=1024),
     batch_size=512,

@@ -1,4 +1,4 @@
-"""A reward model for examples/ppo.py, from the warmed-up model. 2 to 4 minutes on two cores.
+"""A reward model for examples/ppo.py, trained from runs/sft in 2 to 4 minutes on two cores.
 
     realhf run examples/reward_model.py --out runs/reward_model
 """

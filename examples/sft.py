@@ -1,4 +1,4 @@
-"""Supervised warm-up of the tiny model on the careless teacher's answers.
+"""Supervised fine-tuning of the tiny model on the careless teacher's answers.
 
     realhf run examples/sft.py --out runs/sft
 """

@@ -1,18 +1,46 @@
 """realhf: reinforcement learning of language models as a dataflow graph, every call in its own layout."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # For editors and type checkers: the names below are imported on first use.
+    from realhf.algorithms.grpo import GRPO
+    from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
+    from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+    from realhf.algorithms.ppo import PPO, AdvantageConfig, ValueLoss
+    from realhf.algorithms.reward_model import RewardModel
+    from realhf.algorithms.sft import SFT
+    from realhf.calls import (
+        Generate,
+        HostFunction,
+        LogProbs,
+        OptimizerConfig,
+        SamplingConfig,
+        Scores,
+        TrainStep,
+        Values,
+    )
+    from realhf.cluster import Cluster
+    from realhf.data.dataset import DatasetConfig
+    from realhf.experiment import Expected, Experiment, Role
+    from realhf.graph import DataflowGraph, FunctionCall
+    from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+    from realhf.lora import LoraConfig
+    from realhf.model_config import ModelConfig
+    from realhf.plan import CallPlan, ExecutionPlan
+    from realhf.prepare import prepare_once
 
 _PUBLIC = {
     "algorithms.grpo": ("GRPO",),
+    "algorithms.on_policy": ("SEQUENCE", "OnPolicy", "graph_of"),
     "algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
-    "algorithms.sft": ("SFT",),
     "algorithms.reward_model": ("RewardModel",),
+    "algorithms.sft": ("SFT",),
+    "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
+              "TrainStep", "Values"),
     "cluster": ("Cluster",),
     "data.dataset": ("DatasetConfig",),
-    "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
-                    "TrainStep", "Values"),
     "experiment": ("Expected", "Experiment", "Role"),
     "graph": ("DataflowGraph", "FunctionCall"),
     "layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
@@ -21,14 +49,21 @@ _PUBLIC = {
     "plan": ("CallPlan", "ExecutionPlan"),
     "prepare": ("prepare_once",),
 }
+"""Public names by the module that defines them."""
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+__all__ = [
+    "AdvantageConfig", "CallPlan", "Cluster", "DataflowGraph", "DatasetConfig", "DeviceMesh",
+    "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "Generate", "HostFunction",
+    "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
+    "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "RewardModel", "Role", "SEQUENCE", "SFT",
+    "SamplingConfig", "Scores", "TrainStep", "ValueLoss", "Values", "graph_of", "prepare_once",
+]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name on first use, so that `import realhf` stays quick."""
+    """Import a public name on first use, so that `import realhf` stays quick."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'realhf' has no attribute {name!r}")
     return getattr(importlib.import_module(f"realhf.{_MODULE_OF[name]}"), name)

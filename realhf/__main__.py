@@ -1,4 +1,4 @@
-"""`python -m realhf` and the `realhf` command."""
+"""Entry point of `python -m realhf` and of the `realhf` command."""
 
 import importlib
 import os
@@ -6,11 +6,11 @@ import sys
 
 
 def main() -> int:
-    """Run the command line. Return its exit code, also when Ctrl-C comes while modules are loaded."""
+    """Run the command line and return its exit code, also if Ctrl-C comes while modules are loaded."""
     try:
         return importlib.import_module("realhf.cli.main").main()
     except KeyboardInterrupt:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # Else the launcher says so.
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # Under torchrun the launcher prints it.
             print("realhf: ended by SIGINT", file=sys.stderr)
         return 1
 

@@ -1,4 +1,7 @@
-"""GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300), with options of Dr. GRPO and DAPO."""
+"""GRPO (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300), with options of Dr. GRPO and DAPO.
+
+Suffixes of tensors name their dims: G groups, K samples per group.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """A_i = (r_i - mean of its group) / (std of its group + eps); Dr. GRPO leaves the division out."""
+    """Advantages A_i = (r_i - mean of the group) / (std of the group + eps).
+
+    Dr. GRPO leaves the division out.
+    """
 
     group_size: int
     scale_by_std: bool
@@ -36,7 +42,7 @@ class GroupAdvantages:
 
 @dataclass
 class GRPO(OnPolicy):
-    """Group-relative policy optimisation of `actor`; it has a reference when `loss.kl_coef` is above 0."""
+    """Group-relative policy optimisation of `actor`, with a reference model if `loss.kl_coef` is above 0."""
 
     scale_by_std: bool = True
     group_size: int = 8

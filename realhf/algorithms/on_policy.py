@@ -1,4 +1,4 @@
-"""What algorithms share that learn from a model's own answers: roles, settings and calls around them."""
+"""OnPolicy: roles, settings and calls of algorithms that train a model on its own answers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,26 @@ if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
 SEQUENCE = ("sequence_ids", "response_mask")
+"""Keys of a sequence: token ids of prompt and response, and a mask that is 1 on response tokens."""
 
 
 @dataclass
 class OnPolicy(Experiment):
-    """The actor answers, a function or a model scores, the actor trains; subclasses find the advantages."""
+    """The base of algorithms in which the actor answers prompts, the answers are scored and the actor trains.
+
+    A subclass defines `roles` and `graph`, and with them how scores become advantages.
+    """
 
     actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))
     ref: Role | None = None
-    """The reference, where one is needed; None: the actor's initial weights."""
+    """The reference model, if the loss needs one; None: the actor's initial weights."""
     reward: Role | None = None
     """A reward model, when there is no reward function."""
     reward_scores: Scores = field(default_factory=Scores)
-    """How the reward model's head is read."""
+    """Whether the reward model's score is its logit or its probability."""
     reward_function: RewardFunction | None = None
     eval_function: RewardFunction | None = None
-    """Scores the answers to `eval_dataset`; None: the training reward does."""
+    """Scores the answers to `eval_dataset`; None: the training reward scores them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     minibatches: int = 1
@@ -47,21 +51,22 @@ class OnPolicy(Experiment):
     max_rows: int = 512
     """Sequences that a rank decodes at once; the others wait for a free slot."""
     kv_cache_gib: float | None = None
-    """GiB of a rank for keys and values; None: what `max_rows` sequences of full length need, at most half of
-    what is free."""
+    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but at most
+    half of the free memory."""
     prefill_tokens: int = 8192
-    """Tokens of prompts in one pass; a longer prompt is cut into pieces."""
+    """Prompt tokens per forward pass; a longer prompt is processed in chunks."""
     work_stealing: bool = True
-    """Replicas that are done early take waiting prompts of others. Which ones depends on timing, and with it
-    the last bits of log-probs, and in bfloat16 the odd token: switch it off for runs that must repeat bit for
-    bit."""
+    """Whether replicas that finish early take waiting prompts from others. Which prompts they take depends on
+    timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. Switch it off for
+    runs that must repeat bit for bit."""
     cuda_graphs: bool = True
-    """On a GPU, decoding steps are recorded and replayed: of models without experts that a rank has whole."""
+    """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0
 
     def shared_roles(self, *, with_ref: bool) -> dict[str, Role]:
+        """Return the roles actor, ref (if `with_ref`) and reward (if a model scores). Raises ValueError."""
         if (self.reward is None) == (self.reward_function is None):
             raise ValueError("give either reward_function or a reward role, and not both")
         lora = self.actor.lora  # Without an adapter to start from, the base is the initial model.
@@ -71,6 +76,7 @@ class OnPolicy(Experiment):
         return {name: role for name, role in named.items() if role is not None}
 
     def actor_generate(self) -> FunctionCall:
+        """Return the call in which the actor answers the prompts."""
         work = Generate(
             sampling=self.sampling, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
             prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing,
@@ -79,10 +85,12 @@ class OnPolicy(Experiment):
         return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
 
     def ref_forward(self) -> FunctionCall:
+        """Return the call that computes the reference's log-probs of the answers."""
         work = LogProbs(temperature=self.temperature)
         return FunctionCall("ref_forward", "forward", SEQUENCE, ("ref_logprobs",), role="ref", work=work)
 
     def reward_forward(self) -> FunctionCall:
+        """Return the call that scores the answers, by the reward function or the reward model."""
         if self.reward_function is not None:
             return self._reward_call(self.reward_function, self.dataset)
         work = self.reward_scores
@@ -95,6 +103,7 @@ class OnPolicy(Experiment):
         return FunctionCall("reward_forward", "host", inputs, ("score", "completion"), work=work)
 
     def actor_train(self) -> FunctionCall:
+        """Return the call that trains the actor on `advantages`."""
         work = TrainStep(
             PolicyLoss(self.loss), self.minibatches, self.epochs, self.temperature,
             self.router_aux_loss_coef, self.router_z_loss_coef)
@@ -103,7 +112,7 @@ class OnPolicy(Experiment):
 
     @property
     def temperature(self) -> float:
-        """At which log-probs are taken; greedy sampling leaves the distribution as it is."""
+        """Temperature of the log-probs; 1 with greedy sampling, which does not change the distribution."""
         return self.sampling.temperature or 1.0
 
     def eval_graph(self) -> DataflowGraph:
@@ -118,7 +127,7 @@ class OnPolicy(Experiment):
 
 
 def graph_of(*calls: FunctionCall) -> DataflowGraph:
-    """The graph of these calls, the dataset bringing what none of them writes."""
+    """Return the graph of these calls; keys that no call writes come from the dataset."""
     written = {key for call in calls for key in call.outputs}
     read = dict.fromkeys(key for call in calls for key in call.inputs)
     return DataflowGraph(calls, tuple(key for key in read if key not in written))

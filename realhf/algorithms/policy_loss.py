@@ -1,4 +1,7 @@
-"""The policy loss of PPO and GRPO, and what they measure of a rollout."""
+"""The policy loss of PPO and GRPO, and the metrics that both compute from a rollout.
+
+The suffix T of a tensor means one entry per packed token.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,18 @@ _K3_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """The clipped surrogate of PPO (Schulman et al. 2017) and how it is averaged."""
+    """Settings of PPO's clipped surrogate (Schulman et al. 2017) and of its average."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """Above 1: the objective of a token with a negative advantage A is at least `dual_clip` A, however large
-    its ratio is (Ye et al. 2020, arXiv:1912.09729; 3 is usual); None: it has no such bound."""
+    """Lower bound of the objective, in units of A, for tokens with a negative advantage A: it is at least
+    `dual_clip` A, however large the ratio is (Ye et al. 2020, arXiv:1912.09729; 3 is usual). It must be above
+    1; None: no bound."""
     kl_coef: float = 0.0
-    """Weight of the KL to the reference in the loss (k3 estimator); 0: no reference is needed."""
+    """Weight of the KL to the reference in the loss (k3 estimator); with 0 no reference is needed."""
     average: Literal["sequence", "token"] = "sequence"
-    """`sequence`: mean of each response, then over responses (GRPO); `token`: over all tokens (DAPO)."""
+    """`sequence`: mean over each response, then over responses (GRPO); `token`: over all tokens (DAPO)."""
 
     def __post_init__(self) -> None:
         if self.dual_clip is not None and not self.dual_clip > 1:
@@ -39,10 +43,10 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef k3, rho = p_train / p_generated.
+    """The loss -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef k3.
 
-    The log of rho is clamped to [-20, 20]: outside, a token has no gradient of the first term. With
-    `dual_clip`, a token with A < 0 has none either as soon as rho is above `dual_clip`.
+    Here rho = p_train / p_generated. The log of rho is clamped to [-20, 20]; outside this range the first
+    term has no gradient. With `dual_clip` it has none either where A < 0 and rho is above `dual_clip`.
     """
 
     config: PolicyLossConfig
@@ -51,8 +55,11 @@ class PolicyLoss:
 
     @property
     def first_minibatch(self) -> dict[str, str]:
-        """The first mini-batch is trained on the weights that generated it: its `approx_kl` shows by how much
-        generation and training disagree about the same weights."""
+        """Return the name under which the first mini-batch's `approx_kl` is logged as well.
+
+        It is computed with the weights that generated the samples, so it measures by how much generation and
+        training disagree about the same weights.
+        """
         return {"approx_kl": "mismatch_kl"}
 
     def totals(self, batch: Batch) -> dict[str, float]:
@@ -61,7 +68,9 @@ class PolicyLoss:
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        c, mask, advantage_T = self.config, batch["response_mask"], batch["advantages"].values
+        c = self.config
+        mask = batch["response_mask"]
+        advantage_T = batch["advantages"].values
         ratio_T = clamped_log_ratio(outputs["logprobs"], batch["gen_logprobs"].values).exp()
         clipped_T = ratio_T.clamp(1 - c.clip_low, 1 + c.clip_high)
         surrogate_T = (ratio_T * advantage_T).minimum(clipped_T * advantage_T)
@@ -88,7 +97,7 @@ class PolicyLoss:
 
 
 def clamped_log_ratio(logp_T: Tensor, other_T: Tensor) -> Tensor:
-    """Return logp - other, clamped to [-20, 20]; outside it has no gradient."""
+    """Return logp - other, clamped to [-20, 20]; it has no gradient outside."""
     return (logp_T - other_T).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
 
 
@@ -96,32 +105,33 @@ def k3(logp_T: Tensor, ref_T: Tensor) -> Tensor:
     """Return Schulman's unbiased, low-variance estimate of KL(policy || reference) for every token:
     exp(d) - d - 1 with d = ref - logp.
 
-    It is at most 10. A token whose estimate would be larger (d above 2.6 or below -11) has no gradient.
+    The estimate is clamped to at most 10; where it is clamped (d above 2.6 or below -11) it has no gradient.
     """
     difference_T = clamped_log_ratio(ref_T, logp_T)
     return (difference_T.exp() - difference_T - 1).clamp(max=_K3_LIMIT)
 
 
 def response_counts(mask: Packed) -> Tensor:
-    """Response tokens per sample, shape (num_samples,)."""
+    """Return the number of response tokens of every sample, shape (num_samples,)."""
     values = mask.values
     return values.new_zeros(len(mask)).index_add(0, _sample_of_tokens(mask), values)
 
 
 def per_token(values: Tensor, mask: Packed) -> Tensor:
-    """Spreads one value per sample over its tokens, shape (num_tokens,)."""
+    """Repeat every sample's value for each of its tokens, shape (num_tokens,)."""
     return values[_sample_of_tokens(mask)]
 
 
 def _sample_of_tokens(mask: Packed) -> Tensor:
-    """Every token's sample, by number. (The host does not wait for the device.)"""
+    """Return the index of every token's sample, without making the host wait for the device."""
     counts = mask.values.new_tensor(mask.lengths).long()
     return counts.new_tensor(range(len(mask))).repeat_interleave(counts, output_size=len(mask.values))
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """Reward and length statistics of a batch with `score`, `response_mask` and `finished`."""
-    score, lengths = batch["score"].double(), response_counts(batch["response_mask"])
+    """Return reward and length statistics of a batch with `score`, `response_mask` and `finished`."""
+    score = batch["score"].double()
+    lengths = response_counts(batch["response_mask"])
     return {
         "reward/mean": score.mean().item(),
         "reward/std": score.std(correction=0).item(),

@@ -1,4 +1,8 @@
-"""PPO for RLHF with up to four roles (Schulman et al. 2017; Ziegler et al. 2019; Ouyang et al. 2022)."""
+"""PPO for RLHF with up to four roles (Schulman et al. 2017; Ziegler et al. 2019; Ouyang et al. 2022).
+
+Suffixes of tensors name their dims: T packed tokens, N response tokens end to end, S sequences (alone) or
+sequences by response positions (ST).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), averaged over response tokens."""
+    """The loss 0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2).
+
+    It is averaged over response tokens.
+    """
 
     clip: float = 0.2
     output: str = "values"
@@ -32,10 +39,13 @@ class ValueLoss:
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        value_T, old_T, return_T = outputs["values"], batch["values"].values, batch["returns"].values
+        value_T = outputs["values"]
+        old_T = batch["values"].values
+        return_T = batch["returns"].values
         weight_T = batch["response_mask"].values / max(totals["tokens"], 1.0)
         clipped_T = old_T + (value_T - old_T).clamp(-self.clip, self.clip)
-        error_T, clipped_error_T = (value_T - return_T) ** 2, (clipped_T - return_T) ** 2
+        error_T = (value_T - return_T) ** 2
+        clipped_error_T = (clipped_T - return_T) ** 2
         loss = 0.5 * (error_T.maximum(clipped_error_T) * weight_T).sum()
         clip_fraction = ((clipped_error_T > error_T).detach() * weight_T).sum()
         return loss, {"vf_loss": loss.detach(), "clip_fraction": clip_fraction}
@@ -43,9 +53,10 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """Token rewards -kl_coef (log p - log p_ref), the score added at the last; GAE(gamma, lam) over them.
+    """Settings of GAE(gamma, lam) over the rewards of tokens.
 
-    The difference of the log-probs is clamped to [-20, 20].
+    A token's reward is -kl_coef (log p - log p_ref), with the difference clamped to [-20, 20]; the score is
+    added at the last token.
     """
 
     gamma: float = 1.0
@@ -58,7 +69,10 @@ class AdvantageConfig:
 def generalized_advantages(
     rewards_ST: Tensor, values_ST: Tensor, mask_ST: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """GAE (Schulman et al. 2016, arXiv:1506.02438) of S left-aligned sequences: (advantages, returns)."""
+    """Return the advantages and returns of left-aligned sequences.
+
+    They follow generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438).
+    """
     advantages_ST = rewards_ST.new_zeros(rewards_ST.shape)
     running_S = rewards_ST.new_zeros(rewards_ST.shape[0])
     next_value_S = running_S
@@ -73,45 +87,47 @@ def generalized_advantages(
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Advantages and returns of the response tokens, from score, KL to the reference and values."""
+    """Computes advantages and returns of the response tokens from score, KL to the reference and values."""
 
     config: AdvantageConfig
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
-        c, mask = self.config, batch["response_mask"]
+        c = self.config
+        mask = batch["response_mask"]
         chosen_T = mask.values.bool()
         counts = [int(part.sum()) for part in mask.split()]
-        values_T = batch["values"].values[chosen_T]
-        kl_T = clamped_log_ratio(batch["gen_logprobs"].values, batch["ref_logprobs"].values)[chosen_T]
-        valid_ST = values_T.new_ones(len(counts), max(counts)).bool()
+        values_N = batch["values"].values[chosen_T]
+        kl_N = clamped_log_ratio(batch["gen_logprobs"].values, batch["ref_logprobs"].values)[chosen_T]
+        valid_ST = values_N.new_ones(len(counts), max(counts)).bool()
         for row, count in zip(valid_ST, counts, strict=True):
             row[count:] = False
 
-        def padded(x_T: Tensor) -> Tensor:
-            x_ST = x_T.new_zeros(valid_ST.shape)
-            x_ST[valid_ST] = x_T
+        def padded(x_N: Tensor) -> Tensor:
+            x_ST = x_N.new_zeros(valid_ST.shape)
+            x_ST[valid_ST] = x_N
             return x_ST
 
-        rewards_ST = padded(-c.kl_coef * kl_T)
+        rewards_ST = padded(-c.kl_coef * kl_N)
         for row, count, score in zip(rewards_ST, counts, batch["score"], strict=True):
             row[count - 1] += score
         advantages_ST, returns_ST = generalized_advantages(
-            rewards_ST, padded(values_T), valid_ST.to(values_T.dtype), gamma=c.gamma, lam=c.lam
+            rewards_ST, padded(values_N), valid_ST.to(values_N.dtype), gamma=c.gamma, lam=c.lam
         )
-        advantage_T, return_T = advantages_ST[valid_ST], returns_ST[valid_ST]
+        advantage_N = advantages_ST[valid_ST]
+        return_N = returns_ST[valid_ST]
         metrics = rollout_metrics(batch)
-        metrics["reward/kl"] = kl_T.sum().item() / len(counts)
-        residual = (return_T - values_T).var(correction=0) / return_T.var(correction=0).clamp(min=1e-12)
+        metrics["reward/kl"] = kl_N.sum().item() / len(counts)
+        residual = (return_N - values_N).var(correction=0) / return_N.var(correction=0).clamp(min=1e-12)
         metrics["critic/explained_variance"] = 1.0 - residual.item()
         if c.whiten:
-            advantage_T = (advantage_T - advantage_T.mean()) / (advantage_T.std(correction=0) + 1e-8)
+            advantage_N = (advantage_N - advantage_N.mean()) / (advantage_N.std(correction=0) + 1e-8)
 
         def spread(x_N: Tensor) -> Any:
             column_T = x_N.new_zeros(chosen_T.shape)
             column_T[chosen_T] = x_N
             return mask.like(column_T)
 
-        return {"advantages": spread(advantage_T), "returns": spread(return_T)}, metrics
+        return {"advantages": spread(advantage_N), "returns": spread(return_N)}, metrics
 
 
 @dataclass
@@ -129,7 +145,8 @@ class PPO(OnPolicy):
 
     def graph(self) -> DataflowGraph:
         read = ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished")
-        written, learned = ("advantages", "returns"), (*SEQUENCE, "values", "returns")
+        written = ("advantages", "returns")
+        learned = (*SEQUENCE, "values", "returns")
         host = HostFunction(TokenAdvantages(self.advantage))
         train = TrainStep(self.value_loss, self.minibatches, self.epochs)
         return graph_of(

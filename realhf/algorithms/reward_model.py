@@ -1,4 +1,4 @@
-"""Outcome reward model: learns to tell right answers from wrong (Cobbe et al. 2021, arXiv:2110.14168)."""
+"""Training of an outcome reward model, which scores answers (Cobbe et al. 2021, arXiv:2110.14168)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
-    """-log sigmoid(score) where the label is 1, -log sigmoid(-score) where it is 0; the samples' mean."""
+    """The loss -label log sigmoid(score) - (1 - label) log sigmoid(-score), a mean over samples."""
 
     output: str = "scores"
     entropy: bool = False
 
     def row_fault(self, row: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with a row of the dataset, if anything is."""
+        """Return a sentence if the row's label is not legal, else None."""
         label = row["label"]
         if isinstance(label, int | float) and 0 <= label <= 1:
             return None
@@ -36,7 +36,8 @@ class BinaryCrossEntropy:
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        score, label = outputs["scores"], outputs["scores"].new_tensor(batch["label"])
+        score = outputs["scores"]
+        label = score.new_tensor(batch["label"])
         # log(1 + exp(score)) - label * score, in a form that cannot overflow.
         loss = (score.clamp(min=0) - label * score + (-score.abs()).exp().log1p()).sum() / totals["samples"]
         return loss, {"accuracy": ((score > 0) == (label > 0.5)).to(score.dtype).sum() / totals["samples"]}
@@ -44,7 +45,7 @@ class BinaryCrossEntropy:
 
 @dataclass
 class RewardModel(Experiment):
-    """Trains `reward` on rows of prompt, completion and `label` (1 right, 0 wrong)."""
+    """Trains the reward model `reward` on rows of prompt, completion and `label` (1 right, 0 wrong)."""
 
     reward: Role = field(default_factory=lambda: Role(model="", head="score", optimizer=OptimizerConfig()))
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: maximum likelihood of the completions, prompts masked."""
+"""Supervised fine-tuning: maximum likelihood of the completions; prompts are masked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SFT(Experiment):
     reward_function: RewardFunction | None = None
     """Scores greedy answers to `eval_dataset`, if given."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """Token limit of those answers."""
+    """Limits the length of those answers."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0

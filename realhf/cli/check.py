@@ -1,4 +1,4 @@
-"""`realhf check`: finds what is wrong with an experiment and a plan, without running it. Free of torch."""
+"""`realhf check`: finds faults of an experiment and a plan without running it. Free of torch."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
-    """Check and print what was found; return the exit code."""
+    """Check the experiment, print the result and return the exit code."""
     cluster = Cluster.load(options.cluster) if options.cluster is not None else None
     num_devices = cluster.num_devices if cluster is not None and options.nproc is None else None
     program, num_ranks = compile_experiment(experiment, options, num_devices)

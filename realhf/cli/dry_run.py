@@ -1,4 +1,4 @@
-"""What `realhf check` tries on the data: it tokenises rows and calls reward functions. Free of torch."""
+"""Tries an experiment's data for `realhf check`: tokenises rows, calls reward functions. Free of torch."""
 
 import contextlib
 import sys
@@ -15,14 +15,16 @@ from realhf.runtime.program import Program
 from realhf.runtime.warnings import check_lengths, warnings_of
 
 _ROWS = 2000
-"""Rows of a dataset that are tokenised."""
+"""Number of rows of a dataset that are tokenised."""
 _SAMPLES = 4
-"""Rows with which a reward function is called."""
+"""Number of rows with which a reward function is called."""
 
 
 def try_out(program: Program) -> list[str]:
-    """Return sentences of warning. Raises ValueError about rows and reward functions with which no run can go
-    on."""
+    """Return warnings, one sentence each.
+
+    Raises ValueError if a row or a reward function would end every run.
+    """
     directory = program.experiment.tokenizer_dir()
     if not (Path(directory) / "tokenizer.json").is_file():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
@@ -46,7 +48,7 @@ def try_out(program: Program) -> list[str]:
 
 
 def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTokenizer) -> TokenizedRows:
-    """Tokenise a sample of the rows; all of them where every prompt of the sample is too long."""
+    """Tokenise a sample of the rows, or all of them if every prompt of the sample is too long."""
     config = getattr(program.experiment, name)
     try:
         try:
@@ -60,8 +62,10 @@ def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTok
 
 
 def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
-    """Call a reward function with made-up completions: the answers that rows give, else their prompts; and
-    one that is empty."""
+    """Call a reward function with made-up completions.
+
+    They are the rows' answers, or their prompts if they have no answers; the last one is empty.
+    """
     chosen = _chosen(rows, [column_key(name) for name in reward.columns])
     samples = [rows.rows[i] for i in chosen]
     texts = [_made_up(sample) for sample in samples]
@@ -78,7 +82,7 @@ def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
 
 
 def _chosen(rows: TokenizedRows, keys: list[str]) -> list[int]:
-    """Return indices of rows that differ: with a null in a column that is read, first, last, in between."""
+    """Return the indices of the first, middle and last row, and of one with a null in a column of `keys`."""
     null = [i for i, row in enumerate(rows.rows) if any(row[key] is None for key in keys)][:1]
     last = len(rows) - 1
     return list(dict.fromkeys([*null, 0, last // 2, last]))[:_SAMPLES]

@@ -1,4 +1,4 @@
-"""Reads an experiment file, and compiles its experiment for a number of ranks. Free of torch."""
+"""Loads an experiment file and compiles its experiment for a number of ranks. Free of torch."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from realhf.runtime.program import Program, compile_program
 
 
 def load_experiment(name: str) -> Experiment:
-    """Execute the user's file, as a module whose name hides no other, and return its `experiment`."""
+    """Execute the user's file as a module whose name hides no other module; return its `experiment`."""
     path = Path(name)
     if not path.is_file():
         raise UserError(f"experiment {name!r}: there is no such file")
@@ -28,7 +28,7 @@ def load_experiment(name: str) -> Experiment:
         raise UserError(f"experiment {name}: it must be a Python file, whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.append(str(path.parent.resolve()))  # Its neighbours may be imported, but hide no other module.
+    sys.path.append(str(path.parent.resolve()))  # At the end, so that files there hide no other module.
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
             spec.loader.exec_module(module)
@@ -46,18 +46,21 @@ def load_experiment(name: str) -> Experiment:
 def compile_experiment(
     experiment: Experiment, options: Namespace, num_ranks: int | None
 ) -> tuple[Program, int]:
-    """Return the program and its number of ranks.
+    """Return the program and its number of ranks: `num_ranks`, else --nproc, else as many as the plan uses.
 
-    The number is `num_ranks`, else what --nproc says, else what the plan uses. Raises UserError.
+    Raises UserError if experiment, plan and options do not fit each other.
     """
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
-    plan, named, profile = None, getattr(options, "cluster", None), getattr(options, "profile", None)
+    plan = None
+    named = getattr(options, "cluster", None)
+    profile = getattr(options, "profile", None)
     cluster = Cluster.load(named) if named is not None else None
     if options.plan == "auto":
         cluster = cluster_at_hand(nproc=options.nproc, cluster=named, profile=profile)
         planned = auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
-        plan, num_ranks = planned.plan, num_ranks or options.nproc or cluster.num_devices
+        plan = planned.plan
+        num_ranks = num_ranks or options.nproc or cluster.num_devices
         if not is_worker():
             print(f"realhf: {describe(planned)}", file=sys.stderr)
     elif options.plan is not None:

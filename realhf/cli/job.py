@@ -1,4 +1,4 @@
-"""Job: what the command line tells a worker to do."""
+"""Job: the order that the command line gives to a worker."""
 
 import os
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from realhf.runtime.program import Program
 
 @dataclass(frozen=True)
 class Job:
-    """The work of a worker; `out` is a run directory, or the file of a profile."""
+    """A program to run, and its output: `out` is a run directory, or the file of a profile."""
 
     program: Program
     name: str
-    """The name of the experiment file, without its suffix; run directories are named after it."""
+    """Name of the experiment file without its suffix; run directories are named after it."""
     out: Path | None
     timeout_seconds: float
     traceback: bool = False
@@ -21,5 +21,5 @@ class Job:
 
 
 def is_worker() -> bool:
-    """Return whether torchrun, or our own launcher, has started this process as one of several."""
+    """Return whether torchrun or our own launcher has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -16,9 +16,12 @@ from realhf.errors import UserError
 
 
 def launch(argv: Sequence[str], num_ranks: int) -> int:
-    """Runs a command on `num_ranks` local workers; the exit code is that of the first to fail."""
+    """Run a command on `num_ranks` local workers.
+
+    Return 0 if all succeed, 2 if a worker ended with 2 (wrong input of the user), else 1.
+    """
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # Each has a level of its own.
+        if name.startswith("torch.distributed.elastic"):  # Each logger has its own level.
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     config = LaunchConfig(
@@ -32,7 +35,7 @@ def launch(argv: Sequence[str], num_ranks: int) -> int:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         causes = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
         for rank, code in causes.items():
-            if code < 0:  # By a signal; SIGTERM is how the launcher itself ends the others.
+            if code < 0:  # A signal ended it. (The launcher itself ends the others by SIGTERM.)
                 ended = f"was ended by {signal.Signals(-code).name}; the run stops"
                 if code == -signal.SIGKILL:
                     ended += " (killed from outside, or by the launcher as it did not stop with the others)"
@@ -45,7 +48,7 @@ def launch(argv: Sequence[str], num_ranks: int) -> int:
 
 
 def _require_loopback() -> None:
-    """Raise UserError unless local workers can meet: they do so on a port of this host that is free."""
+    """Raise UserError unless a port can be opened on localhost, over which local workers connect."""
     try:
         with socket.create_server(("localhost", 0)) as server, socket.create_connection(server.getsockname()):
             pass

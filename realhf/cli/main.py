@@ -1,4 +1,4 @@
-"""The command line. Free of torch; commands that need it load it when they are called."""
+"""The command line. Free of torch: commands that need torch load it when they are called."""
 
 import importlib
 import os
@@ -15,11 +15,13 @@ from realhf.cli.overrides import override, print_fields
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 
-EXIT_DONE, EXIT_FAILED, EXIT_USER = 0, 1, 2
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USER = 2
 
 
 class _Command(NamedTuple):
-    """A command on an experiment file."""
+    """A command that takes an experiment file."""
 
     help: str
     add_options: Callable[[ArgumentParser], None]
@@ -40,11 +42,11 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit code 0: done, 2: wrong input (one sentence on stderr), 1: anything else."""
+    """Run a command. Return 0 if it is done, 2 if the input is wrong (one sentence on stderr), else 1."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        # Threads wait for each other awake, but not for long: they may have to share their cores.
+        # OpenMP threads spin only briefly while they wait, as processes may share their cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # (What torch warns of sockets says less than our own sentences.)
+    # Torch's warnings about sockets say less than our own sentences.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(text or f"realhf: {error}", file=sys.stderr)
         return EXIT_USER
-    except BrokenPipeError:  # Whoever read the answer has seen enough.
+    except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
@@ -78,8 +80,9 @@ class _Parser(ArgumentParser):
 
 
 def _parser() -> ArgumentParser:
-    description = importlib.import_module("realhf").__doc__
-    parser = _Parser(prog="realhf", description=description, allow_abbrev=False)
+    package = importlib.import_module("realhf")
+    parser = _Parser(prog="realhf", description=package.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"realhf {package.__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in _COMMANDS.items():
         _add_command(commands, name, command)
@@ -104,7 +107,7 @@ def _add_command(commands: Any, name: str, command: _Command) -> None:
 
 
 def _read_experiment(options: Namespace, overrides: list[str]) -> Experiment | None:
-    """Return the experiment with its overrides; None when help was asked for and given."""
+    """Return the experiment with its overrides; or, for --help, print the help and return None."""
     if options.help:
         print(options.parser.format_help())
         if options.experiment is not None:

@@ -1,4 +1,4 @@
-"""Overrides: fields of an experiment that words of the command line change. Free of torch."""
+"""Overrides: options of the command line that change fields of an experiment. Free of torch."""
 
 import contextlib
 import dataclasses
@@ -18,18 +18,18 @@ from realhf.errors import UserError
 from realhf.experiment import Experiment
 
 _KINDS = {int: "a whole number", float: "a number", type(None): "None"}
-_TYRO = (tyro.conf.AvoidSubcommands,)  # Optional parts that are set can be overridden like any other field.
+_TYRO = (tyro.conf.AvoidSubcommands,)  # Makes optional parts that are set overridable like other fields.
 
 
 def print_fields(experiment: Experiment) -> None:
-    """Every override with its value and meaning."""
+    """Print every override with its value and meaning."""
     with contextlib.suppress(SystemExit):
         tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:", description="",
                  config=_TYRO)
 
 
 def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
-    """The experiment with fields changed by `--field.subfield value` words."""
+    """Return the experiment with fields changed by options of the form `--field.subfield value`."""
     if not words:
         return experiment
     for word in words:
@@ -61,7 +61,7 @@ def _path(word: str) -> list[str]:
 
 
 def _check_switch(experiment: Experiment, word: str, following: str) -> None:
-    """Refuses a value of a field that is true or false."""
+    """Raise UserError if a field that is true or false is given a value."""
     if not word.startswith("--") or ("=" not in word and following.startswith("--")):
         return
     *path, name = _path(word)
@@ -77,23 +77,23 @@ def _check_switch(experiment: Experiment, word: str, following: str) -> None:
 
 
 def _with_part(value: Any, path: Sequence[str]) -> Any:
-    """With the defaults of an optional part, such as `actor.lora`, that is not set but has this field."""
+    """Return the config with the unset optional parts on a path, such as `actor.lora`, at their defaults."""
     name, *rest = path
     if not is_dataclass(value) or isinstance(value, type) or not hasattr(value, name):
         return value
-    part, kind = getattr(value, name), _unset_part(value, name)
+    kind = _unset_part(value, name)
     if kind is not None and not _has_defaults(kind):
         word = ".".join(path).replace("_", "-")
         raise UserError(f"override '--{word}': {name} is not set; the experiment file must set it first")
     if not rest:
         return value
-    part = part if kind is None else kind()
+    part = getattr(value, name) if kind is None else kind()
     made = _with_part(part, rest)
     return value if made is getattr(value, name) else dataclasses.replace(value, **{name: made})
 
 
 def _unset_part(value: Any, name: str) -> type[Any] | None:
-    """The class of an optional part, such as `actor.lora`, that is not set; None of any other field."""
+    """Return the class of an optional part that is not set, such as `actor.lora`; None for other fields."""
     if getattr(value, name) is not None:
         return None
     kinds = typing.get_args(typing.get_type_hints(type(value))[name])
@@ -105,13 +105,13 @@ def _has_defaults(kind: Any) -> bool:
 
 
 def _sentence(complaint: str) -> str:
-    """What tyro says in its box: the first part below the title, on one line."""
+    """Return on one line the first paragraph below the title of tyro's error box."""
     parts = [" ".join(part.split()) for part in re.split(r"[─-]{3,}", re.sub(r"[│╭╮╰╯]", " ", complaint))]
     return [part for part in parts if part][:2][-1]
 
 
 def _no_number(experiment: Experiment, complaint: str) -> str:
-    """What to say of a field that was to be a number, in place of what the parser does; else nothing."""
+    """Return a plainer sentence than the parser's if a field should have been a number, else nothing."""
     if (found := re.match(r"Error parsing (--[\w.-]+):", complaint)) is None:
         return ""
     *path, name = _path(found[1])
@@ -126,8 +126,10 @@ def _no_number(experiment: Experiment, complaint: str) -> str:
 
 
 def _field_names(value: Any, name: str = "") -> list[str]:
-    """Every field that an override can change, those of optional parts among them; one that is true or false
-    also as what switches it off."""
+    """Return the names of all fields that an override can change, including those of unset optional parts.
+
+    A field that is true or false has a second name, which switches it off.
+    """
     if isinstance(value, bool):
         *parts, last = name.split(".")
         return [name, ".".join([*parts, f"no_{last}"])]
@@ -135,7 +137,8 @@ def _field_names(value: Any, name: str = "") -> list[str]:
         return [name]
     names = []
     for part in fields(value):
-        kind, path = _unset_part(value, part.name), f"{name}.{part.name}".lstrip(".")
+        kind = _unset_part(value, part.name)
+        path = f"{name}.{part.name}".lstrip(".")
         if kind is None:
             names += _field_names(getattr(value, part.name), path)
         elif _has_defaults(kind):

@@ -1,4 +1,4 @@
-"""`realhf plan`, and the planning that `realhf run --plan auto` does. Free of torch."""
+"""`realhf plan`, and the search that `realhf run --plan auto` does. Free of torch."""
 
 import json
 import os
@@ -26,14 +26,18 @@ from realhf.planner.rates import Rates
 from realhf.planner.search import Progress
 from realhf.units import format_seconds
 
-_GAP = 0.01  # The search ends when the plan is so near the lower bound,
-_TIME_LIMIT = 60.0  # or after so many seconds.
-_AUTO_ROUNDS = 100  # --plan auto has rounds in place of seconds: its search must end alike on every rank.
+_GAP = 0.01
+"""The search ends when the plan is within this share of the lower bound."""
+_TIME_LIMIT = 60.0
+"""Seconds after which the search ends at the latest."""
+_AUTO_ROUNDS = 100
+"""Limit of the search of --plan auto, in rounds rather than seconds: every rank must find the same plan."""
 _REPORT_SECONDS = 5.0
-"""Between two lines about the search, where standard error is not a terminal."""
+"""Seconds between two lines about the search if standard error is not a terminal."""
 
 
 def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of `realhf plan`."""
     add = parser.add_argument
     add("--cluster", help="cluster file or shipped name such as h100-8x8; default: this machine")
     add("--profile", help="what `realhf profile` measured; its machine is the default cluster")
@@ -51,7 +55,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
-    """Print the plan and write it where asked; return the exit code."""
+    """Search a plan, print it, write it to --output and return the exit code."""
     profile = None if options.profile is None else Profile.load(options.profile)
     cluster = _cluster(options, profile)
     rates = _rates(cluster, profile, options.profile)
@@ -84,7 +88,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
 
 
 def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> Planned:
-    """Make a plan for the machines that this runs on; every rank that asks gets the same."""
+    """Return a plan for the machines of this run; every rank computes the same one."""
     rates = _rates(cluster, None if profile is None else Profile.load(profile), profile)
     with _reporting(name):
         problem = problem_of(experiment, cluster)
@@ -96,8 +100,9 @@ def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: s
 
 
 def describe(planned: Planned) -> str:
-    """Say in a line what `--plan auto` found."""
-    step, took = format_seconds(planned.found.step_seconds), format_seconds(planned.search_seconds)
+    """Return one line about the plan that `--plan auto` found."""
+    step = format_seconds(planned.found.step_seconds)
+    took = format_seconds(planned.search_seconds)
     near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
     return f"planned in {took}: {step} per step predicted, {near}"
 
@@ -112,8 +117,10 @@ def _rates(cluster: Cluster, profile: Profile | None, name: str | None) -> Rates
 
 
 def cluster_at_hand(*, nproc: int | None, cluster: str | None, profile: str | None) -> Cluster:
-    """Return what `--plan auto` plans for: the cluster that is named, else torchrun's hosts or this one, as
-    the profile measured them or as a shipped description has them."""
+    """Return the cluster that `--plan auto` plans for: the named one, else torchrun's hosts, else this host.
+
+    The figures of unnamed hosts come from the profile, or without one from a shipped description.
+    """
     if cluster is not None:
         return Cluster.load(cluster)
     num_hosts = 1
@@ -126,7 +133,7 @@ def cluster_at_hand(*, nproc: int | None, cluster: str | None, profile: str | No
 
 
 def _as_measured(measured: Cluster, name: str, *, num_hosts: int, nproc: int | None) -> Cluster:
-    """Return these hosts with the figures of a profile; refuse one that lacks a link which they need."""
+    """Return these hosts with the profile's figures. Raises UserError if it lacks a link that they need."""
     per_host = nproc or measured.devices_per_host
     here = "cuda" if _gpus() else "cpu"
     if measured.device_type != here:
@@ -144,21 +151,23 @@ def _as_measured(measured: Cluster, name: str, *, num_hosts: int, nproc: int | N
 
 
 def _gpus() -> list[str]:
-    """Return what the driver says of each GPU of this host."""
+    """Return the driver's description of each GPU of this host."""
     return [p.read_text() for p in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
 
 
 def this_machine(num_devices: int | None = None) -> Cluster:
-    """Return this host as a cluster: its GPUs, where a shipped description knows them, else processes on its
-    CPU."""
+    """Return this host as a cluster: its GPUs, or if it has none, processes on its CPU.
+
+    Raises UserError if no shipped description knows the GPUs.
+    """
     found = _gpus()
     if not found:
-        number, memory = num_devices or os.cpu_count() or 1, host_memory_bytes()
+        number = num_devices or os.cpu_count() or 1
+        memory = host_memory_bytes()
         cluster = Cluster.load("cpu-laptop")
         return replace(
             cluster, devices_per_host=number, device_memory_bytes=memory / number, host_memory_bytes=memory,
-            # What is in host memory is in the same memory: to offload saves nothing.
-            host_memory=None,
+            host_memory=None,  # Devices use the same memory, so offloading would save nothing.
         )  # fmt: skip
     model = re.search(r"Model:\s*(.*)", found[0])
     for name in ("H200", "H100", "A100"):
@@ -172,7 +181,7 @@ def this_machine(num_devices: int | None = None) -> Cluster:
 
 @contextmanager
 def _reporting(experiment: str) -> Iterator[None]:
-    """ValueErrors are about the experiment, or an option that they name."""
+    """Turn a ValueError into a UserError that names the experiment, unless it names an option."""
     try:
         yield
     except ValueError as error:
@@ -182,7 +191,7 @@ def _reporting(experiment: str) -> Iterator[None]:
 
 @contextmanager
 def _watched() -> Iterator[Progress]:
-    """Show on standard error how far the search is: on a terminal always, else in a line now and then."""
+    """Show the search's progress on standard error: live on a terminal, else as a line every few seconds."""
     if not sys.stderr.isatty():
         last = time.monotonic()
 

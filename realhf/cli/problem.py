@@ -1,4 +1,4 @@
-"""From an Experiment to what the planner wants to know of it. Free of torch."""
+"""Translates an Experiment into the planner's Problem. Free of torch."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,17 @@ from realhf.lora import adapter_spec
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.transformers_config import TransformersConfig
 
-_ROWS = 1000  # Of the dataset that are measured.
+_ROWS = 1000  # Rows of the dataset whose lengths are measured.
 
 
 def problem_of(
     experiment: Experiment, cluster: Cluster,
     *, pins: Mapping[str, Layout] | None = None, together: Sequence[Sequence[str]] = (),
 ) -> Problem:  # fmt: skip
-    """The planning problem of an experiment; neither weights nor a tokenizer are needed where `expected` says
-    how long prompts are. Raises ValueErrors that name the field."""
+    """Return the planning problem of an experiment. Raises ValueErrors that name the field.
+
+    It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
+    """
     roles = {name: _model_role(name, role) for name, role in experiment.roles().items()}
     graph = experiment.graph()
     if not any(call.role for call in graph.calls):
@@ -59,7 +61,8 @@ def _model_role(name: str, role: Role) -> ModelRole:
 
 
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:
-    work, samples = call.work, experiment.batch_size * experiment.group_size
+    work = call.work
+    samples = experiment.batch_size * experiment.group_size
     common = {**lengths, "samples_per_prompt": experiment.group_size}
     if isinstance(work, HostFunction):
         return Workload(samples, **common, seconds=experiment.expected.host_seconds)
@@ -78,12 +81,13 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
 
 
 def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:
-    """Mean tokens of prompts and responses: as expected, else measured; responses up to the limit."""
+    """Return the mean tokens of prompts and responses: as expected, else measured or at the limit."""
     expected = experiment.expected
     for name in ("prompt_tokens", "response_tokens"):
         if (value := getattr(expected, name)) is not None and value < 1:
             raise ValueError(f"expected.{name} is {value}: it must be at least 1")
-    prompt, response = expected.prompt_tokens, expected.response_tokens
+    prompt = expected.prompt_tokens
+    response = expected.response_tokens
     if response is not None and limit and response > limit:
         raise ValueError(f"expected.response_tokens is {response}: sampling.max_new_tokens allows {limit}")
     if response is None and limit:
@@ -95,7 +99,7 @@ def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:
 
 
 def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
-    """Mean tokens of the dataset's prompts and completions, in its tokenizer, chat templates left out."""
+    """Return the mean tokens of the dataset's prompts and completions, without chat templates."""
     from tokenizers import Tokenizer
 
     unknown = [f"expected.{name}" for name in ("prompt_tokens", "response_tokens")
@@ -117,7 +121,7 @@ def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
     prompt, completion = (
         statistics.fmean(len(tokenizer.encode(text).ids) for text in column or [""]) for column in texts
     )
-    return max(1.0, prompt), completion + 1  # It ends in a token of its own.
+    return max(1.0, prompt), completion + 1  # One more for the end-of-sequence token.
 
 
 def _text(prompt: Any) -> str:

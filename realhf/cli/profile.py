@@ -23,7 +23,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
-    """Measure and write the profile; return the exit code."""
+    """Measure the machine, write the profile and return the exit code."""
     in_worker = is_worker()
     out = Path(options.out)
     if not in_worker and options.nproc is None:

@@ -24,14 +24,13 @@ def add_options(parser: ArgumentParser) -> None:
     add("--src", required=True, metavar="LAYOUT", help="where the parameters are, such as d2t4@0-7")
     add("--dst", required=True, metavar="LAYOUT", help="where they are to go")
     add("--cluster", help="cluster file or shipped name; default: one host with NVLink between all ranks")
-    add("--dtype", choices=ITEMSIZE, help="of what travels; default: the config's, else bfloat16")
+    add("--dtype", choices=ITEMSIZE, help="dtype of the parameters; default: the config's, else bfloat16")
     add("--json", action="store_true", help="print one JSON document")
     add("--transfers", action="store_true", help="with --json: every transfer, and who holds what")
 
 
-
 def run(options: Namespace, unknown: Sequence[str]) -> int:
-    """Print the explanation; return the exit code."""
+    """Print the explanation and return the exit code."""
     if unknown:
         legal = ", ".join(f"--{name.replace('_', '-')}" for name in vars(options) if name != "command")
         raise UserError(f"realhf realloc has no option {unknown[0]}: legal are {legal}")
@@ -59,7 +58,7 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
 
 
 def _layout(options: Namespace, name: str, config: ModelConfig, cluster: Cluster | None) -> Layout:
-    """Return the layout that an option names, if model and cluster allow it."""
+    """Return the layout that an option names. Raises UserError if the model or the cluster forbids it."""
     with naming(f"--{name} {getattr(options, name)}"):
         layout = Layout.parse(getattr(options, name))
         config.check_layout(layout)

@@ -28,7 +28,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
-    """Train; return the exit code."""
+    """Train and return the exit code."""
     in_worker = is_worker()
     if in_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
         why = "under torchrun the number of workers comes from torchrun, leave it out"
@@ -38,7 +38,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
         legal = f"it must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds"
         raise UserError(f"--timeout {options.timeout:g}: {legal}")
-    name, out = Path(options.experiment).stem, None if options.out is None else Path(options.out)
+    name = Path(options.experiment).stem
+    out = None if options.out is None else Path(options.out)
     if out is not None and (not in_worker or os.environ["RANK"] == "0"):
         check_run_directory(out)
     if in_worker or num_ranks == 1:

@@ -1,4 +1,4 @@
-"""One worker: the only process of a run, or one of torchrun's."""
+"""A worker: the only process of a run, or one of several that torchrun started."""
 
 import ctypes
 import os
@@ -21,15 +21,19 @@ from realhf.profiling.measure import measure
 from realhf.runtime.run_directory import RunDirectory, new_run_directory
 from realhf.runtime.trainer import Trainer
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_GRACE_SECONDS = 3.0  # A worker that lost a peer waits so long, so that the peer's own sentence comes first.
-_START_SECONDS = 120.0  # At least, for slow imports and data that some ranks read before others.
-_REPORT_SECONDS = 10.0  # For a connection to the store, when there is a failure to report.
+_M_TRIM_THRESHOLD = -1  # Both constants are from glibc's malloc.h.
+_M_MMAP_THRESHOLD = -3
+_GRACE_SECONDS = 3.0
+"""Seconds that a worker which lost a peer waits, so that the peer's own sentence comes first."""
+_START_SECONDS = 120.0
+"""Shortest timeout of the start, where some ranks import and read data more slowly than others."""
+_REPORT_SECONDS = 10.0
+"""Timeout of the connection to the store over which a failure is reported."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the run's processes this one is."""
+    """The position of this process among those of the run."""
 
     rank: int = 0
     size: int = 1
@@ -39,32 +43,32 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> "Place":
-        """Read torchrun's variables; without them this is the only process."""
+        """Return the place that torchrun's variables describe; without them this is the only process."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         return cls(*(int(os.environ[name]) for name in names))
 
     def connect(self, timeout_seconds: float) -> FailureBoard:
-        """Return the run's failure board, through a connection of its own."""
+        """Return the run's failure board on a new connection."""
         store = open_store(rank=self.rank, size=self.size, timeout_seconds=timeout_seconds)
         return FailureBoard(store, rank=self.rank, size=self.size, host=self.host)
 
 
 def work(job: Job) -> int:
-    """Train; return the exit code."""
+    """Train and return the exit code."""
     return _serve(_train, job)
 
 
 def profile(job: Job) -> int:
-    """Measure the machine; return the exit code."""
+    """Measure the machine and return the exit code."""
     return _serve(_measure, job)
 
 
 def report(sentence: str, *, code: int, text: str | None = None, names_rank: bool = False) -> None:
-    """Tell all ranks why this one stops, and see that the user reads it once.
+    """Tell all ranks why this one stops, so that the user reads it once (see FailureBoard.report).
 
-    See FailureBoard.report. Without a connection to the other ranks the sentence is printed here.
+    Without a connection to the other ranks the sentence is printed here.
     """
     write_error_file(sentence)
     if "MASTER_ADDR" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -95,7 +99,7 @@ def _measure(job: Job, world: World) -> None:
 
 
 def _serve(task: Callable[[Job, World], None], job: Job) -> int:
-    """Do the task; the exit code is 2 for what the user can mend, 1 for anything else that went wrong."""
+    """Connect to the other ranks and run the task; return 0, 2 for a UserError, or 1 for other failures."""
     place = Place.from_environment()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     _keep_freed_memory()
@@ -132,7 +136,7 @@ def _serve(task: Callable[[Job, World], None], job: Job) -> int:
         if heartbeat is not None:
             heartbeat.stop()
         return 0
-    if place.size > 1:  # Leave at once, without destructors: they would wait for peers, which wait for this.
+    if place.size > 1:  # Skip destructors: they would wait for peers, and the peers for this process.
         os._exit(code)
     return code
 
@@ -147,7 +151,7 @@ def _open_store(place: Place, timeout_seconds: float) -> torch.distributed.Store
 
 
 def _start_heartbeat(place: Place, world: World, timeout_seconds: float) -> Heartbeat:
-    """Start it on connections of its own, as the main thread may wait on its connection."""
+    """Start the heartbeat on new connections, as the main thread may block its own."""
     store = open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
     heartbeat = Heartbeat(
         store, place.connect(timeout_seconds), world.activity,
@@ -158,7 +162,7 @@ def _start_heartbeat(place: Place, world: World, timeout_seconds: float) -> Hear
 
 
 def _follow(error: PeerError, place: Place, board: FailureBoard | None) -> int:
-    """Stop because of a peer; the exit code. The user reads the peer's own reason, where it gave one."""
+    """Return the exit code of a worker that stops because of a peer; repeat the peer's reason, if any."""
     time.sleep(_GRACE_SECONDS)
     code = None
     if board is not None:
@@ -171,7 +175,7 @@ def _follow(error: PeerError, place: Place, board: FailureBoard | None) -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep freed blocks for the next tensors: to write on fresh pages takes ten times as long."""
+    """Make glibc keep freed blocks for the next tensors, as writing to fresh pages is far slower."""
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
             mallopt(option, 2**31 - 1)

@@ -1,4 +1,4 @@
-"""Compiles a graph and a plan into the list of actions that every rank walks through in the same order."""
+"""Compiles a graph and a plan into a list of actions, which every rank executes in the same order."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,17 +17,16 @@ from realhf.realloc.schedule import moves_nothing
 from realhf.transformers_config import TransformersConfig
 
 RANK_0 = Layout.parse("d1@0")
-"""Where host calls run unless the plan says otherwise, and where results are recorded."""
+"""Layout of host calls without an entry in the plan, and of the call that records an evaluation."""
 
 
 @dataclass(frozen=True)
 class Reallocate:
-    """Brings parameters from one layout to another: a role's weights, or those of "actor.lora", the adapters
-    of role actor.
+    """Copies a parameter set (see `parameter_sets`) from one layout to another.
 
-    With a `rate` the target is another role that follows: target = rate * source + (1 - rate) * target. With
-    `sharded`, the source is the optimizer's copy, one part on each replica. `ahead`: for the next step,
-    so it may go on while other calls run.
+    With a `rate`, the target is a role that follows the source: target = rate * source + (1 - rate) * target.
+    With `sharded`, the source is the optimizer's copy, of which every replica has a part. With `ahead`, the
+    copy is for the next step, so it may run while other calls do.
     """
 
     source_role: str
@@ -41,7 +40,7 @@ class Reallocate:
 
 @dataclass(frozen=True)
 class Send:
-    """Posts the outputs of one producer (None: the dataset) that a call reads, and waits for nobody.
+    """Sends those outputs of one producer (None: the dataset) that a call reads, without waiting.
 
     They go from the heads of the producer's layout to ranks of the call's layout.
     """
@@ -56,7 +55,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Takes what was sent to a call, and deals the samples out among the ranks of its layout."""
+    """Receives the inputs of a call and distributes the samples among the ranks of its layout."""
 
     call: FunctionCall
     sends: tuple[Send, ...]
@@ -66,6 +65,8 @@ class Receive:
 
 @dataclass(frozen=True)
 class Run:
+    """Runs a call on the ranks of its layout."""
+
     call: FunctionCall
     layout: Layout
 
@@ -75,8 +76,11 @@ _ADAPTERS = ".lora"
 
 
 def parameter_sets(roles: Mapping[str, Role]) -> dict[str, Role]:
-    """What moves as one: the weights of every role, which are frozen under adapters, and as "actor.lora" the
-    adapters of role actor."""
+    """Return every set of parameters that moves as a unit, by name, as a role.
+
+    The weights of role actor are the set "actor", frozen if the role has adapters; its adapters are the set
+    "actor.lora".
+    """
     sets: dict[str, Role] = {}
     for name, role in roles.items():
         sets[name] = role if role.lora is None else replace(role, optimizer=None, lora=None)
@@ -86,7 +90,7 @@ def parameter_sets(roles: Mapping[str, Role]) -> dict[str, Role]:
 
 
 def parameter_specs(roles: Mapping[str, Role]) -> dict[str, ModelSpec]:
-    """The parameter tables of all sets."""
+    """Return the parameter tables of all sets, by name."""
     specs: dict[str, ModelSpec] = {}
     for name, role in roles.items():
         config = role.config()
@@ -97,23 +101,24 @@ def parameter_specs(roles: Mapping[str, Role]) -> dict[str, ModelSpec]:
 
 
 def spec_of(config: ModelConfig) -> ModelSpec:
-    """The parameter table of a model: ours, or that of a class in transformers."""
+    """Return the parameter table of a native model or of a transformers class."""
     return class_spec(config) if isinstance(config, TransformersConfig) else model_spec(config)
 
 
 def role_of(parameters: str) -> str:
-    """The role that a parameter set belongs to."""
+    """Return the role to which a parameter set belongs."""
     return parameters.removesuffix(_ADAPTERS)
 
 
 def adapters_of(role: str) -> str:
-    """The name of a role's adapters."""
+    """Return the name of the set of a role's adapters."""
     return role + _ADAPTERS
 
 
 def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role]) -> dict[str, Layout]:
-    """Role -> the layout that owns its parameters: where it trains, else where its first call runs.
+    """Return the home of each role, the layout that owns its parameters.
 
+    It is the layout in which the role trains, or else that of its first call.
     Raises ValueError when a role has no call, or trains in two layouts.
     """
     homes: dict[str, Layout] = {}
@@ -133,7 +138,7 @@ def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, 
 def complete_plan(
     plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout], *, offloaded: Collection[str] = ()
 ) -> ExecutionPlan:
-    """The plan with what may be left out: host calls on rank 0, calls of roles with a home there."""
+    """Return the plan with omitted calls added: host calls on rank 0, others at the home of their role."""
     calls = dict(plan.calls)
     for call in graph.calls:
         layout = RANK_0 if call.kind == "host" else homes.get(call.role or "")
@@ -143,7 +148,7 @@ def complete_plan(
 
 
 def dataset_layout(graph: DataflowGraph, plan: ExecutionPlan) -> Layout:
-    """Where a step's dataset rows come from: the first head of the first call that reads any."""
+    """Return the layout of the dataset: the first head of the first call that reads from it."""
     keys = set(graph.inputs)
     readers = (plan[call.name].layout for call in graph.order if not keys.isdisjoint(call.inputs))
     return Layout.parse(f"d1@{next(readers, RANK_0).heads[0]}")
@@ -158,16 +163,16 @@ def compile_actions(
     *,
     first_tag: int = FIRST_INPUT,
 ) -> tuple[Action, ...]:
-    """One step: the calls in topological order; `specs` are those of all parameter sets.
+    """Return the actions of one step, with its calls in topological order. `specs` are `parameter_specs`.
 
-    What a call has made is sent right behind it and received where it is used, so that nobody waits for a
-    rank that is busy with another call. What a train step has changed goes out right behind it, ahead of the
-    next step.
+    A call's outputs are sent directly after it and received where they are used, so that no rank waits for
+    one that is busy. What a train step has changed is reallocated directly after it, ahead of the next step.
 
-    No ranks can wait for each other in a circle: over all steps, an action waits only for ranks that have yet
-    to come to it and for actions that stand before it, and every rank walks through them in this order.
+    There is no deadlock: an action waits only for earlier actions and for ranks that have not reached it yet,
+    and every rank executes the actions of all steps in this order.
     """
-    tags, sets = count(first_tag), parameter_sets(roles)
+    tags = count(first_tag)
+    sets = parameter_sets(roles)
     receives = {call.name: _receive(call, graph, plan, tags) for call in graph.order}
     actions: list[Action] = []
 
@@ -185,7 +190,7 @@ def compile_actions(
     }
 
     def reallocate(name: str, calls: Sequence[FunctionCall], *, ahead: bool = False) -> None:
-        """For the calls up to the one that next updates the parameters."""
+        """Copy a set to the layouts of these calls, up to the one that next updates it."""
         role = role_of(name)
         until = next((i for i, call in enumerate(calls) if name in updated_by.get(call.name, ())), len(calls))
         layouts = dict.fromkeys(plan[call.name].layout for call in calls[: until + 1] if call.role == role)
@@ -201,9 +206,9 @@ def compile_actions(
         for name in updated_by.get(call.name, ()):
             if role_of(name) != call.role:
                 assert call.role is not None, "only models are trained"
-                home, rate = homes[call.role], roles[name].follow_rate
+                home = homes[call.role]
                 actions.extend(_copies(call.role, roles[call.role], home, [home], specs[name]))
-                actions.append(Reallocate(call.role, home, name, homes[name], rate))
+                actions.append(Reallocate(call.role, home, name, homes[name], roles[name].follow_rate))
             later = graph.order[i:]
             reallocate(name, later)
             if not any(name in updated_by.get(other.name, ()) for other in later):
@@ -214,10 +219,10 @@ def compile_actions(
 def _copies(
     name: str, role: Role, home: Layout, layouts: list[Layout], spec: ModelSpec, *, ahead: bool = False
 ) -> list[Reallocate]:
-    """Brings copies of parameters in these layouts up to date, each from where least has to move.
+    """Return the reallocations that update the copies in these layouts.
 
-    What trains on several replicas goes out from the optimizer's copy; its gathering is one of these
-    movements, and costs nothing where an earlier one has brought the home layout all that it holds.
+    A set that trains on several replicas starts from the optimizer's shards. A later copy comes from an
+    earlier one if nothing has to move between the two; this makes gathering the home copy free in some plans.
     """
     made: list[Reallocate] = []
     if role.optimizer is None or not is_sharded(home):

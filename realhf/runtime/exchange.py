@@ -1,10 +1,10 @@
-"""Routing samples from the ranks that hold a call's inputs to the ranks that run it.
+"""Exchange: sends samples from the ranks that hold a call's inputs to the ranks that run it.
 
-A head sends what it has to one rank of the target layout, its depot there, as soon as it has it; nobody need
-wait. When all ranks of the target are free, they tell one another which samples of which lengths have come,
-derive the same assignment of samples to data shards, and send one packed message to every rank that lacks
-something. Samples are small beside parameters: they travel from host memory to host memory, over the control
-group.
+Every head of the source sends its samples to one rank of the target as soon as it has them, without waiting.
+When all ranks of the target are free, they tell each other the ids and lengths of the samples that they have
+received, derive the same assignment of samples to data shards, and send one packed message to every rank that
+lacks some of its samples. Samples are small beside parameters, so they go from host memory to host memory
+over the control group.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from realhf.dist.group import Outbox, World
 from realhf.engine.micro_batch import balance
 from realhf.layout import Layout, even_split
 
-Located = dict[int, tuple[int, int]]
-"""Sample id -> the rank that holds it, and its index there."""
+Locations = dict[int, tuple[int, int]]
+"""Maps a sample id to the rank that holds the sample, and to its index there."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Columns made by the heads of one layout, which travel under `tag`.
+    """Columns that the heads of one layout have computed, sent under `tag`.
 
-    `batch` is this rank's part, None where it is no head.
+    `batch` is this rank's part; None if it is no head.
     """
 
     layout: Layout
@@ -31,15 +31,15 @@ class Source:
     batch: Batch | None
     tag: int
 
-    def depots(self, target: Layout) -> dict[int, int]:
-        """Head -> the rank of the target that gets its samples first; a head there keeps its own."""
+    def receivers(self, target: Layout) -> dict[int, int]:
+        """Return for each head the rank of the target that gets its samples: itself if it is one of them."""
         ranks = target.ranks
         return {h: h if h in target else ranks[i % len(ranks)] for i, h in enumerate(self.layout.heads)}
 
 
 @dataclass(frozen=True)
-class _Stock:
-    """The samples of one Source when they have come to the target: on these ranks, `batch` on this one."""
+class _Arrived:
+    """The samples of one Source after they have come to the ranks `holders`; `batch` is this rank's part."""
 
     holders: tuple[int, ...]
     batch: Batch | None
@@ -47,7 +47,7 @@ class _Stock:
 
 @dataclass(frozen=True)
 class Routing:
-    """How samples are dealt out: `group_size` consecutive ids form a group, which mini-batches never cut."""
+    """Rules for assigning samples: `group_size` consecutive ids form a group, which no mini-batch splits."""
 
     group_size: int = 1
     num_minibatches: int = 1
@@ -55,7 +55,7 @@ class Routing:
 
 
 def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[list[int]]]:
-    """Sample ids by mini-batch and data shard, in rising order; mini-batches do not depend on `dp`."""
+    """Return sample ids by mini-batch and data shard, in rising order; mini-batches do not depend on `dp`."""
     groups: dict[int, list[int]] = {}
     for sample_id in sorted(costs):
         groups.setdefault(sample_id // routing.group_size, []).append(sample_id)
@@ -70,59 +70,62 @@ def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[l
 
 
 class Exchange:
-    """Moves Batches between layouts. What it posts, the outbox keeps until it is taken."""
+    """Moves Batches between layouts; the outbox keeps its messages until they are received."""
 
     def __init__(self, world: World, outbox: Outbox) -> None:
-        self._rank, self._control, self._outbox = world.rank, world.control, outbox
+        self._rank = world.rank
+        self._control = world.control
+        self._outbox = outbox
 
     def send(self, source: Source, target: Layout) -> None:
-        """Posts this rank's part of a source to a rank of the target. Every head calls this."""
-        depot = source.depots(target)[self._rank]
-        if depot != self._rank:
+        """Send this rank's part of a source to a rank of the target. Every head calls this."""
+        receiver = source.receivers(target)[self._rank]
+        if receiver != self._rank:
             assert source.batch is not None, "a head has a part"
             data = source.batch.pick(source.keys).pack()
-            self._outbox.add(self._control.send_bytes(data, [depot], tag=source.tag))
+            self._outbox.add(self._control.send_bytes(data, [receiver], tag=source.tag))
 
     def receive(
         self, sources: Sequence[Source], target: Layout, routing: Routing, *, tag: int
     ) -> list[Batch]:
-        """This rank's share of the samples, one Batch per mini-batch. Every rank of the target calls this."""
-        stocks = [self._take(source, target) for source in sources]
-        costs, located = self._locate(stocks, target, tag)
+        """Return this rank's samples, one Batch per mini-batch. Every rank of the target calls this."""
+        inputs = [self._collect(source, target) for source in sources]
+        costs, located = self._locate(inputs, target, tag)
         assignment = assign(costs, dp=target.dp, routing=routing)
         shards = [[s for minibatch in assignment for s in minibatch[dp]] for dp in range(target.dp)]
         wanted = {rank: shards[target.coordinate(rank).dp] for rank in target.ranks}
-        for stock, where in zip(stocks, located, strict=True):
-            self._deal_out(stock, where, wanted, tag)
-        mine, found = wanted[self._rank], zip(stocks, located, strict=True)
-        parts = [self._gather(stock, where, mine, tag) for stock, where in found]
+        for arrived, where in zip(inputs, located, strict=True):
+            self._send_wanted(arrived, where, wanted, tag)
+        mine = wanted[self._rank]
+        found = zip(inputs, located, strict=True)
+        parts = [self._gather(arrived, where, mine, tag) for arrived, where in found]
         whole = Batch(parts[0].ids, {key: part[key] for part in parts for key in part.fields})
         sizes = [len(minibatch[target.coordinate(self._rank).dp]) for minibatch in assignment]
         return [whole.select(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
 
-    def _take(self, source: Source, target: Layout) -> _Stock:
-        """What has been sent to this rank, and what it has made itself."""
-        depots = source.depots(target)
+    def _collect(self, source: Source, target: Layout) -> _Arrived:
+        """Return the samples that were sent to this rank, together with those that it has computed itself."""
+        receivers = source.receivers(target)
         pieces = []
-        for head in (head for head, depot in depots.items() if depot == self._rank):
+        for head in (head for head, receiver in receivers.items() if receiver == self._rank):
             if head == self._rank:
                 assert source.batch is not None, "a head has a part"
                 pieces.append(source.batch.pick(source.keys))
             else:
                 pieces.append(Batch.unpack(self._control.recv_bytes(head, tag=source.tag)))
-        return _Stock(tuple(dict.fromkeys(depots.values())), Batch.concat(pieces) if pieces else None)
+        return _Arrived(tuple(dict.fromkeys(receivers.values())), Batch.concat(pieces) if pieces else None)
 
     def _locate(
-        self, stocks: Sequence[_Stock], target: Layout, tag: int
-    ) -> tuple[dict[int, float], list[Located]]:
-        """Costs of samples (tokens of the longest column, at least 1), and where each stock has them."""
-        holders = sorted({holder for stock in stocks for holder in stock.holders})
-        mine = [None if stock.batch is None else _costs(stock.batch) for stock in stocks]
+        self, inputs: Sequence[_Arrived], target: Layout, tag: int
+    ) -> tuple[dict[int, float], list[Locations]]:
+        """Return costs of samples (tokens of their longest column, at least 1) and locations by input."""
+        holders = sorted({holder for arrived in inputs for holder in arrived.holders})
+        mine = [None if arrived.batch is None else _costs(arrived.batch) for arrived in inputs]
         if self._rank in holders:
             others = [rank for rank in target.ranks if rank != self._rank]
             self._outbox.add(self._control.send_json(mine, others, tag=tag))
         costs: dict[int, float] = {}
-        located: list[Located] = [{} for _ in stocks]
+        located: list[Locations] = [{} for _ in inputs]
         for holder in holders:
             theirs = mine if holder == self._rank else self._control.recv_json(holder, tag=tag)
             for where, part in zip(located, theirs, strict=True):
@@ -130,27 +133,31 @@ class Exchange:
                     where[sample_id] = (holder, index)
                     costs[sample_id] = max(costs.get(sample_id, 1.0), cost)
         for where in located:
-            assert where.keys() == costs.keys(), "two inputs are of other samples"
+            assert where.keys() == costs.keys(), "two inputs have different samples"
         return costs, located
 
-    def _deal_out(self, stock: _Stock, where: Located, wanted: dict[int, list[int]], tag: int) -> None:
-        if stock.batch is None:
+    def _send_wanted(
+        self, arrived: _Arrived, where: Locations, wanted: dict[int, list[int]], tag: int
+    ) -> None:
+        """Send every rank those samples that it wants and this rank holds."""
+        if arrived.batch is None:
             return
         receivers: dict[tuple[int, ...], list[int]] = {}
         for receiver, ids in wanted.items():
-            if receiver != self._rank and _answers(stock, self._rank, where, ids):
+            if receiver != self._rank and _sends_to(arrived, self._rank, where, ids):
                 receivers.setdefault(tuple(_rows(where, ids, self._rank)), []).append(receiver)
         for rows, ranks in receivers.items():
-            data = stock.batch.select(rows).pack()
+            data = arrived.batch.select(rows).pack()
             self._outbox.add(self._control.send_bytes(data, ranks, tag=tag))
 
-    def _gather(self, stock: _Stock, where: Located, ids: list[int], tag: int) -> Batch:
+    def _gather(self, arrived: _Arrived, where: Locations, ids: list[int], tag: int) -> Batch:
+        """Return the samples `ids`, from this rank and from other holders."""
         pieces = []
-        for holder in stock.holders:
+        for holder in arrived.holders:
             if holder == self._rank:
-                assert stock.batch is not None, "a holder has a part"
-                pieces.append(stock.batch.select(_rows(where, ids, holder)))
-            elif _answers(stock, holder, where, ids):
+                assert arrived.batch is not None, "a holder has a part"
+                pieces.append(arrived.batch.select(_rows(where, ids, holder)))
+            elif _sends_to(arrived, holder, where, ids):
                 pieces.append(Batch.unpack(self._control.recv_bytes(holder, tag=tag)))
         whole = Batch.concat(pieces)
         position = {sample_id: i for i, sample_id in enumerate(whole.ids)}
@@ -163,12 +170,14 @@ def _costs(batch: Batch) -> list[tuple[int, float]]:
     return [(sample_id, float(size)) for sample_id, size in zip(batch.ids, longest, strict=True)]
 
 
-def _rows(where: Located, ids: Sequence[int], rank: int) -> list[int]:
-    """Positions on `rank` of those of `ids` that it holds, in the order of `ids`."""
+def _rows(where: Locations, ids: Sequence[int], rank: int) -> list[int]:
+    """Return the indices on `rank` of those of `ids` that it holds, in the order of `ids`."""
     return [where[s][1] for s in ids if where[s][0] == rank]
 
 
-def _answers(stock: _Stock, holder: int, where: Located, ids: Sequence[int]) -> bool:
-    """Whether `holder` has something for a rank that wants `ids`. The first holder always answers: an empty
-    shard learns its columns from it."""
-    return holder == stock.holders[0] or any(where[s][0] == holder for s in ids)
+def _sends_to(arrived: _Arrived, holder: int, where: Locations, ids: Sequence[int]) -> bool:
+    """Return whether `holder` sends a message to a rank that wants `ids`.
+
+    The first holder always does, as an empty shard learns its columns from this message.
+    """
+    return holder == arrived.holders[0] or any(where[s][0] == holder for s in ids)

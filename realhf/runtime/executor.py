@@ -1,4 +1,4 @@
-"""Walks through the actions of a step on this rank: reallocate, move data, run calls; and times them."""
+"""Executor: executes and times the actions of a step on this rank."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ from realhf.runtime.models import ModelStore
 
 @dataclass
 class HostContext:
-    """What host functions may use besides their batch."""
+    """The context of host functions: the tokenizer, and the number of the step."""
 
     tokenizer_dir: str
     step: int = 0
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """On rank 0: the rows of the last evaluation."""
+    """The rows of the last evaluation, on rank 0."""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -38,7 +38,7 @@ class HostContext:
 
 @dataclass
 class StepRecord:
-    """What one rank saw of one step; JSON throughout. Times are Unix seconds.
+    """Metrics and timed events of one rank in one step, as JSON values. Times are Unix seconds.
 
     `metrics` are (name, value, weight); equal names of several ranks are averaged by weight.
     """
@@ -48,18 +48,19 @@ class StepRecord:
 
     @contextmanager
     def timed(self, **event: Any) -> Iterator[dict[str, Any]]:
-        """Adds an event with its start and end, and the CPU seconds that this process ran in between."""
-        event["start"], ran = time.time(), time.process_time()
+        """Add an event with its start, its end and the CPU seconds of this process in between."""
+        event["start"] = time.time()
+        cpu_start = time.process_time()
         yield event
         if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # Not for a reallocation that goes on beside it.
-        ran = time.process_time() - ran
-        self.events.append({**event, "end": time.time(), "cpu_seconds": ran})
+            torch.cuda.current_stream().synchronize()  # Reallocations have their own stream.
+        cpu_seconds = time.process_time() - cpu_start
+        self.events.append({**event, "end": time.time(), "cpu_seconds": cpu_seconds})
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs one compiled graph, step after step."""
+    """Runs one compiled graph step by step."""
 
     world: World
     actions: Sequence[Action]
@@ -70,7 +71,7 @@ class Executor:
     outbox: Outbox = field(default_factory=Outbox)
 
     def run(self, dataset_batch: Batch | None, *, is_last: bool = False) -> StepRecord:
-        """One step. `dataset_batch` is given where `dataset_layout` says. `is_last`: no other one follows."""
+        """Run one step. Ranks of `dataset_layout` give the `dataset_batch`; `is_last`: no step follows."""
         self.outbox.next_round()
         record = StepRecord()
         outputs: dict[str | None, Batch | None] = {None: dataset_batch}
@@ -85,7 +86,7 @@ class Executor:
                     inputs[action.call.name] = self._receive(action, outputs, record)
             else:
                 if action.call.role is not None and action.call.kind == "train_step":
-                    self._wait(record, action.call.role)  # What is on its way is not to change.
+                    self._wait(record, action.call.role)  # Parameters in flight must not change.
                 elif action.call.role is not None and self.world.rank in action.layout:
                     self._wait(record, action.call.role, action.layout)
                 if (minibatches := inputs.pop(action.call.name, None)) is not None:
@@ -98,15 +99,15 @@ class Executor:
     def _send(
         self, action: Send, outputs: Mapping[str | None, Batch | None], record: StepRecord
     ) -> None:
-        rank, name = self.world.rank, action.call.name
+        rank = self.world.rank
         if rank in action.source.heads and rank not in action.target:
-            with record.timed(rank=rank, name=name, kind="move"):
+            with record.timed(rank=rank, name=action.call.name, kind="move"):
                 Exchange(self.world, self.outbox).send(self._source(action, outputs), action.target)
 
     def _receive(
         self, action: Receive, outputs: Mapping[str | None, Batch | None], record: StepRecord
     ) -> list[Batch]:
-        """This rank's inputs of the call."""
+        """Return this rank's inputs of the call."""
         call = action.call
         sources = [self._source(send, outputs) for send in action.sends]
         routing = Routing(self.group_size, call.work.num_minibatches, keep_groups=call.kind == "generate")
@@ -115,7 +116,7 @@ class Executor:
             return Exchange(self.world, self.outbox).receive(sources, action.target, routing, tag=action.tag)
 
     def _producers(self, action: Receive) -> str:
-        """Return the names of the calls on other ranks from which the inputs come, with those ranks."""
+        """Return names and ranks of the calls on other ranks that produce the inputs."""
         rank = self.world.rank
         far = [send for send in action.sends if send.producer is not None and rank not in send.source]
         names = dict.fromkeys(f"{send.producer} on {send.source.mesh}" for send in far)
@@ -126,8 +127,10 @@ class Executor:
         return Source(send.source, send.keys, batch, send.tag)
 
     def _reallocate(self, action: Reallocate, record: StepRecord, *, is_last: bool) -> None:
-        """What the step before has set going ahead is waited for where it is used, by a call or the next
-        update of the role, so that a rank may do other things first. An evaluation counts it all as its own.
+        """Start a reallocation, and wait for it unless it runs ahead of the next step.
+
+        One that the previous step has started ahead is awaited by the call that uses it, or by the role's
+        next update; an evaluation awaits it at once, and so counts it as its own.
         """
         if action.ahead and is_last:
             return
@@ -141,8 +144,9 @@ class Executor:
         return any(isinstance(action, Reallocate) and action.ahead for action in self.actions)
 
     def _wait(self, record: StepRecord, role: str, layout: Layout | None = None) -> None:
-        """For the reallocations to one layout, or all that are under way, of a role or of its adapters."""
-        activity, ranks = self.world.activity, range(self.world.size) if layout is None else layout.ranks
+        """Wait for reallocations of a role and its adapters, to one layout or all; record them as events."""
+        activity = self.world.activity
+        ranks = range(self.world.size) if layout is None else layout.ranks
         with activity.doing(f"waits for the parameters of {role}"), activity.waiting(ranks):
             finished = self.store.finish(role, layout)
         for moved in finished:
@@ -154,8 +158,10 @@ class Executor:
             })  # fmt: skip
 
     def _run_model(self, action: Run, minibatches: list[Batch], record: StepRecord) -> Batch | None:
-        """Runs the call; its output columns on the heads of the layout, None elsewhere."""
-        call, layout, rank = action.call, action.layout, self.world.rank
+        """Run the call; return its output columns on heads of the layout, None elsewhere."""
+        call = action.call
+        layout = action.layout
+        rank = self.world.rank
         assert call.role is not None
         plan = self.plan[call.name]
         weights = self._weights(action, record)
@@ -175,7 +181,7 @@ class Executor:
 
     @contextmanager
     def _weights(self, action: Run, record: StepRecord) -> Iterator[None]:
-        """Keeps the call's weights on the device, if otherwise they are in host memory."""
+        """Keep the call's weights on the device while it runs, if they are offloaded."""
         assert action.call.role is not None
         weights = self.store.offloaded(action.call.role, action.layout)
         if weights is None:
@@ -203,12 +209,12 @@ _MEMORY = {
     "forward": "lower calls.{name}.micro_batch_tokens in the plan",
     "train_step": "lower calls.{name}.micro_batch_tokens in the plan, or set calls.{name}.recompute",
 }
-"""What helps where a call of this kind needs too much; another layout always may."""
+"""Advice by kind of call when memory runs out."""
 
 
 @contextmanager
 def _explaining_memory(call: FunctionCall, rank: int) -> Iterator[None]:
-    """Raises UserError where the call runs out of memory."""
+    """Raise UserError with advice if the call runs out of memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What goes along with exported weights: the tokenizer, the source's licence, and a model card."""
+"""Files beside exported weights: the tokenizer, the source's licence and a model card."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _GENERATION = "generation_config.json"
 
 
 def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, Beside]:
-    """Name -> file or text, for the export of a role behind step `step`."""
+    """Return files or texts by name for the export of a role after step `step`."""
     role = experiment.roles()[name]
     files: dict[str, Beside] = dict(_matching(Path(experiment.tokenizer_dir()), _TOKENIZER))
     source = Path(role.model)
     source = source.parent if source.name == "config.json" else source
     if source.is_dir():
         files |= _matching(source, _TERMS + (_GENERATION,) * (role.head == "lm"))
-    method, base = type(experiment).__name__, None if role.random_init else base_name(role)
+    method = type(experiment).__name__
+    base = None if role.random_init else base_name(role)
     library = "transformers" if role.lora is None or role.lora.export_merged else "peft"
     card = _card(name, role.head, method=method, base=base, step=step, library=library)
     return files | {"README.md": card}
@@ -40,32 +41,32 @@ def _matching(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
 
 
 def config_fields(config: ModelConfig, *, pad_token_id: int | None) -> dict[str, object]:
-    """What the config.json of an exported model says beyond its source's; the token is the tokenizer's.
+    """Return fields to add to the config.json of an exported model; `pad_token_id` is the tokenizer's.
 
-    transformers scores several sequences at once only if it knows the padding, in front of which it takes the
-    score: not what also ends responses, as that would be taken for padding.
+    transformers scores several sequences at once only if it knows the padding token, as it reads the score at
+    the last token before the padding. A token that also ends responses cannot serve: it would be skipped.
     """
     known = config.hf.get("pad_token_id") is not None or pad_token_id in (None, *config.eos_token_ids)
     return {"pad_token_id": pad_token_id} if config.head == "score" and not known else {}
 
 
 def base_name(role: Role) -> str:
-    """Of the model that a role starts from: the hub's name where it lies in the hub's cache, else its path.
+    """Return the name of the model that a role starts from: its name on the hub, or else its path.
 
-    (What a config says of its origin, `_name_or_path`, can be what the model was itself trained from.)
+    The `_name_or_path` of a config is not used, as it can name the model's own predecessor.
     """
     path = Path(role.model).resolve()
     return hub_name(path) or str(path)
 
 
 def hub_name(path: Path) -> str | None:
-    """Of the model at a path in the hub's cache."""
+    """Return the hub's name of the model at a path; None if the path is not in the hub's cache."""
     cached = [part for part in path.parts if part.startswith("models--")]
     return cached[-1].removeprefix("models--").replace("--", "/", 1) if cached else None
 
 
 def _card(name: str, head: str, *, method: str, base: str | None, step: int, library: str) -> str:
-    """A model card: metadata as the hub reads them, and one line."""
+    """Return a model card: metadata for the hub and one sentence."""
     task = "text-generation" if head == "lm" else "text-classification"
     fields = [f"base_model: {json.dumps(base)}"] if base else []
     fields += [f"library_name: {library}", f"pipeline_tag: {task}", f"tags: [realhf, {method.lower()}]"]

@@ -1,4 +1,4 @@
-"""Calls in plain Python: what they get and what they may return, the same on every rank."""
+"""Calls in plain Python: converts their inputs and outputs to one form that is the same on every rank."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,9 +18,9 @@ def call_host_function(
 ) -> tuple[Batch, Mapping[str, float]]:
     """Return the output columns and the metrics of a host call.
 
-    Lists of Python values go in as copies and come out in JSON's form, whether or not they travel to another
-    rank: so a plan cannot change what a function sees. Raises UserError where the function fails, or columns
-    are missing or cannot be sent.
+    The function gets copies of lists of Python values, and the lists that it returns are converted to JSON's
+    types, even if they stay on this rank: so a plan cannot change what a function sees. Raises UserError if
+    the function fails, or if a column is missing or cannot be sent.
     """
     assert isinstance(call.work, HostFunction)
     given = {key: json_form(column) if isinstance(column, list) else column
@@ -42,7 +42,7 @@ def call_host_function(
 
 
 def _answer(call: FunctionCall, batch: Batch, context: Any) -> Any:
-    """Call the function. What goes wrong in a user's own lines becomes a sentence that names the line."""
+    """Call the function. Raises UserError with the line number for an exception in the user's own code."""
     try:
         return call.work.function(batch, context)
     except UserError:
@@ -64,7 +64,7 @@ def _metric(name: str, value: Any) -> float:
 
 
 def _column(column: Any, key: str) -> Any:
-    """Return an output column in the form in which it travels."""
+    """Return an output column in the form in which it is sent."""
     if isinstance(column, Packed | torch.Tensor):
         return column
     if isinstance(column, np.ndarray) and column.dtype.kind in "biuf":

@@ -1,4 +1,4 @@
-"""Journal: brings all ranks' records of a step to rank 0, which writes them down while the run goes on."""
+"""Journal: collects all ranks' records of a step on rank 0, which writes them while the run goes on."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,21 +11,24 @@ from realhf.runtime.executor import StepRecord
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder, merge_metrics
 
-_PATIENCE_SECONDS = 2.0  # For the record of a finished step when a later one has failed.
+_PATIENCE_SECONDS = 2.0
+"""Seconds that a failed run waits for the records of finished steps."""
 
 
 class Journal:
-    """What is known of the steps so far; `history` and `scores` are complete on rank 0 after `finish`.
+    """The metrics of the steps so far; `history` and `scores` are complete on rank 0 after `finish`.
 
-    No rank waits here for another: rank 0 collects in a thread, the others leave their records in the outbox.
-    A step is written as soon as its last record has come, be it that a later step fails.
+    No rank waits for another: rank 0 collects records in a thread, the others leave theirs in the outbox. A
+    step is written as soon as its last record has arrived, even if a later step fails.
     """
 
     def __init__(
         self, world: World, outbox: Outbox, recorder: Recorder | None, progress: Progress | None
     ) -> None:
-        self._world, self._outbox = world, outbox
-        self._recorder, self._progress = recorder, progress
+        self._world = world
+        self._outbox = outbox
+        self._recorder = recorder
+        self._progress = progress
         self._thread = ThreadPoolExecutor(1, "journal")
         self._running: list[Future[None]] = []
         self._sent = Pending()
@@ -42,33 +45,33 @@ class Journal:
         answers: Sequence[Mapping[str, Any]] = (),
         pauses: bool = False,
     ) -> None:
-        """This rank's records of a step and of the evaluation behind it, as far as there are any.
+        """Add this rank's records of a step and of the evaluation after it; either may be None.
 
-        `answers` are the evaluation's, on rank 0. `pauses`: the next step does not follow at once.
+        `answers` are those of the evaluation, on rank 0. `pauses`: the next step does not follow at once.
         """
         mine = (record, evaluation)
         if self._world.rank == 0:
             self._running.append(self._thread.submit(self._write, step, mine, answers, pauses))
-            self._forget_what_is_done()
+            self._drop_finished()
         else:
             documents = [r and dataclasses.asdict(r) for r in mine]
             self._sent = self._world.control.send_json(documents, [0], tag=tags.RECORD)
             self._outbox.add(self._sent)
 
     def finish(self) -> None:
-        """Returns when everything is written."""
+        """Wait until everything is written. Raises what the writing thread has raised."""
         wait(self._running, return_when=FIRST_EXCEPTION)
-        self._forget_what_is_done()
+        self._drop_finished()
         self._thread.shutdown()
 
     def abandon(self) -> None:
-        """When the run has failed: gives what is known of finished steps a last chance to be written."""
+        """Wait shortly for the records of finished steps to be written; for runs that have failed."""
         if self._world.rank != 0:
             self._running.append(self._thread.submit(self._sent.wait))
         wait(self._running, timeout=_PATIENCE_SECONDS)
 
-    def _forget_what_is_done(self) -> None:
-        """Raises what the thread has raised."""
+    def _drop_finished(self) -> None:
+        """Drop finished tasks. Raises what the writing thread has raised."""
         while self._running and self._running[0].done():
             self._running.pop(0).result()
 
@@ -79,13 +82,13 @@ class Journal:
         answers: Sequence[Mapping[str, Any]],
         pauses: bool,
     ) -> None:
-        control, peers = self._world.control, range(1, self._world.size)
-        theirs = [control.recv_json(rank, tag=tags.RECORD) for rank in peers]
-        steps, evaluations = (  # One record per rank, or none.
+        peers = range(1, self._world.size)
+        theirs = [self._world.control.recv_json(rank, tag=tags.RECORD) for rank in peers]
+        steps, evaluations = (  # Each is a list with one record per rank, or empty.
             [own, *(StepRecord(**documents[i]) for documents in theirs)] if own is not None else []
             for i, own in enumerate(mine)
         )
-        # What the evaluation has reallocated the next step need not: it counts for this step.
+        # Reallocations of the evaluation count for this step: they spare the next step the same ones.
         reallocs = [StepRecord([], [e for e in r.events if e["kind"] == "realloc"]) for r in evaluations]
         metrics: dict[str, float] = {}
         if steps:
@@ -104,7 +107,7 @@ class Journal:
         events = [event for record in records for event in record.events]
         end = max(event["end"] for event in events)
         start = self._previous_end
-        if start is None:  # Reallocations may have begun before, ahead of this step.
+        if start is None:  # Reallocations that ran ahead of this step started before it.
             start = min(event["start"] for event in events if event["kind"] != "realloc")
         metrics["timing_s/step"] = end - start
         metrics["perf/tokens_per_s"] = metrics.pop("perf/trained_tokens", 0.0) / metrics["timing_s/step"]

@@ -1,4 +1,4 @@
-"""ModelStore: this rank's shards of every role, one per layout in use, and their reallocation."""
+"""ModelStore: holds this rank's shards of every role in every layout, and reallocates them."""
 
 import dataclasses
 import time
@@ -26,7 +26,7 @@ from realhf.param_spec import is_sharded
 from realhf.realloc.bind import Staging
 from realhf.realloc.execute import Reallocator, ReallocStats, agreed_links
 from realhf.realloc.links import Links
-from realhf.region import Region, region_size
+from realhf.region import region_size
 from realhf.runtime.actions import (
     Action,
     Reallocate,
@@ -40,7 +40,7 @@ from realhf.runtime.export import base_name
 from realhf.runtime.offload import OffloadedWeights
 
 ENGINES: Mapping[str, Callable[..., Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
-"""By `Role.engine`."""
+"""Engines by the value of `Role.engine`."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,27 @@ class Moved:
 
 
 class ModelStore:
-    """Versions count the updates of a parameter set: a role's weights, or apart from them its adapters. Every
-    rank counts, so that all agree on which copies are old.
+    """This rank's shards of every role, with a version for each copy of a parameter set.
 
-    Frozen weights that are read from the same place, as those of a reference and those under adapters, are
-    one memory on every rank where both have the same part of them.
-    Reallocations run one after the other in a thread of their own, in the same order on all ranks.
-    The weights of `offloaded` roles, which are frozen, are on the device only while they are in use.
+    Versions count the updates of a parameter set (see `actions.parameter_sets`). Every rank counts them, so
+    that all agree on which copies are outdated.
+
+    Two frozen sets read from the same source, such as a reference and the weights under adapters, share
+    memory on every rank that holds the same part of both. Reallocations run one after the other in a thread
+    of their own, in the same order on all ranks. The weights of `offloaded` roles, which are frozen, are on
+    the device only while they are in use.
     """
 
     def __init__(
         self, world: World, roles: Mapping[str, Role], homes: Mapping[str, Layout], actions: Sequence[Action],
         *, seed: int, offloaded: Collection[str] = (), links: Links | None = None,
     ) -> None:
-        self._world, self._roles, self.homes = world, roles, homes
-        self._sets, self._specs = parameter_sets(roles), parameter_specs(roles)
-        # (Read once: while a run goes on, the directory that adapters came from may change.)
+        self._world = world
+        self._roles = roles
+        self.homes = homes
+        self._sets = parameter_sets(roles)
+        self._specs = parameter_specs(roles)
+        # Read only once, as the directory of the adapters may change during a run.
         self._loras = {name: role.resolved_lora() for name, role in roles.items()}
         self._engines: dict[tuple[str, Layout], Engine] = {}
         self._to_offload = frozenset(offloaded)
@@ -103,7 +108,7 @@ class ModelStore:
                 self._reallocator(self._gathering(name))
 
     def _agree(self, fault: str) -> None:
-        """Ends the run on every rank where one has a fault; the first that has one says it."""
+        """End the run on every rank if one has a fault; the first such rank raises it as UserError."""
         faults = self._world.control.all_gather_json(fault)
         if any(faults):
             first = next(rank for rank, fault in enumerate(faults) if fault)
@@ -114,19 +119,21 @@ class ModelStore:
     def _start_thread(self) -> None:
         if self._on_cuda:
             torch.cuda.set_device(self._world.device)
-            torch.cuda.set_stream(torch.cuda.Stream())  # Its own: calls need not wait for it.
+            torch.cuda.set_stream(torch.cuda.Stream())  # A separate stream, for which calls need not wait.
 
     def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
         if self._world.rank not in layout or (role, layout) in self._engines:
             return
         settings = self._roles[role]
-        offload, memory = role in self._to_offload, None
-        equal, adapters = self._equal_home(role, layout), self._equal_home(adapters_of(role), layout)
+        memory = None
+        equal = self._equal_home(role, layout)
+        adapters = self._equal_home(adapters_of(role), layout)
         if equal is not None:
             memory = self._engines[equal].flat
-        elif offload:  # Not where other ranks of the host could read it: it comes and goes.
-            held, dtype = self._held(role, layout), DTYPES[settings.dtype]
-            memory = torch.zeros(sum(map(region_size, held.values())), dtype=dtype, device=self._world.device)
+        elif role in self._to_offload:  # Not shared with other ranks: it is freed between uses.
+            held = self._specs[role].held_by(layout, self._world.rank)
+            size = sum(map(region_size, held.values()))
+            memory = torch.zeros(size, dtype=DTYPES[settings.dtype], device=self._world.device)
         with self._in_use(*filter(None, [equal])):
             self._engines[role, layout] = ENGINES[settings.engine](
                 self._specs[role], layout, self._world, dtype=settings.dtype, optimizer=optimizer,
@@ -139,10 +146,10 @@ class ModelStore:
             self._offloaded[role, layout] = OffloadedWeights(memory)
 
     def _equal_home(self, name: str, layout: Layout) -> tuple[str, Layout] | None:
-        """A role's home on this rank in which the same part of equal parameters lies; one's own comes first.
+        """Return a home on this rank that holds the same part of equal parameters; the set's own comes first.
 
-        Then the copy is the same memory: within a step nobody uses a copy while its role trains, and before
-        it is used again it would be made equal anyway.
+        The copy can then share its memory: within a step no call uses a copy while its role trains, and the
+        copy would be updated before its next use anyway.
         """
         for other in (name, *self._sets) if name in self._sets else ():
             if self._are_equal(name, other):
@@ -152,7 +159,7 @@ class ModelStore:
         return None
 
     def _are_equal(self, name: str, other: str) -> bool:
-        """Whether two parameter sets have the same values all the time, and may be one memory."""
+        """Return whether two parameter sets always have the same values, and may share memory."""
         if name == other:
             return True
         pair = [self._sets[name], self._sets[other]]
@@ -166,15 +173,13 @@ class ModelStore:
         ends = (self._specs[name].held_by(x, rank) for x in (layout, home))
         return list(next(ends).items()) == list(next(ends).items())
 
-    def _held(self, name: str, layout: Layout) -> dict[str, Region]:
-        return self._specs[name].held_by(layout, self._world.rank)
-
     def _load(self, role: str, *, seed: int) -> str:
-        """Reads a role's home, unless all of its ranks have the weights of another role that are equal.
+        """Load a role's home, unless all of its ranks hold equal weights of an earlier role.
 
-        Gives what is wrong with the files, if anything is.
+        Return a sentence if something is wrong with the files, else an empty string.
         """
-        settings, home = self._roles[role], self.homes[role]
+        settings = self._roles[role]
+        home = self.homes[role]
         earlier = list(self._roles)[: list(self._roles).index(role)]
         there = any(
             self._are_equal(role, other)
@@ -196,15 +201,16 @@ class ModelStore:
         return ""
 
     def _reallocator(self, action: Reallocate) -> Reallocator | None:
-        """The one that carries out an action; None on ranks without a part."""
+        """Return the Reallocator of an action; None on ranks that take no part in it."""
         key = dataclasses.replace(action, ahead=False)
         if self._world.rank not in action.source and self._world.rank not in action.target:
             return None
         if key not in self._reallocators:
-            spec, role = self._specs[action.source_role], role_of(action.target_role)
+            role = role_of(action.target_role)
             self._reallocators[key] = Reallocator(
-                spec, source=action.source, target=action.target, world=self._world, role=role,
-                dtype=DTYPES[self._roles[role].dtype], sharded=action.sharded, staging=self._staging,
+                self._specs[action.source_role], source=action.source, target=action.target,
+                world=self._world, role=role, dtype=DTYPES[self._roles[role].dtype],
+                sharded=action.sharded, staging=self._staging,
                 eta=1.0 if action.rate is None else action.rate, links=self.links,
             )  # fmt: skip
         return self._reallocators[key]
@@ -217,21 +223,22 @@ class ModelStore:
         return Reallocate(name, home, name, home, sharded=True)
 
     def _trained(self, role: str) -> str:
-        """The parameter set that a role's train steps change."""
+        """Return the parameter set that a role's train steps change."""
         return role if self._roles[role].lora is None else adapters_of(role)
 
     def engine(self, role: str, layout: Layout) -> Engine:
+        """Return the engine that holds this rank's shards of a role in a layout."""
         return self._engines[role, layout]
 
     def offloaded(self, role: str, layout: Layout) -> OffloadedWeights | None:
-        """What must be loaded before `engine` is used, and released behind it; None: nothing."""
+        """Return the weights to load before `engine` is used and to release after; None if not offloaded."""
         return self._offloaded.get((role, layout))
 
     @contextmanager
     def _in_use(
         self, *copies: tuple[str, Layout], written: tuple[str, Layout] | None = None
     ) -> Iterator[None]:
-        """Keeps those of the copies on the device that would otherwise be in host memory."""
+        """Keep the offloaded ones of these copies on the device for as long as the context lasts."""
         weights = {copy: self._offloaded[copy] for copy in copies if copy in self._offloaded}
         for one in weights.values():
             one.load()
@@ -242,17 +249,19 @@ class ModelStore:
                 one.release(written=copy == written)
 
     def updated(self, role: str) -> None:
-        """Notes that a train step has changed the role. Every rank calls this after every train step."""
+        """Count an update of the role. Every rank calls this after every train step."""
         name = self._trained(role)
         self._updates[name] += 1
         if not self._is_sharded(name):
             self._versions[name, self.homes[role]] += 1
 
     def start(self, action: Reallocate) -> bool:
-        """Sets a reallocation going, unless the target is as new as the source, or on its way to be so; a
-        follower always takes its part. Every rank calls this, and all get the same answer: whether it did.
+        """Start a reallocation and return True, or False if the target is up to date or in flight already.
+
+        One that updates a follower always starts. Every rank calls this, and all get the same answer.
         """
-        source, target = (action.source_role, action.source), (action.target_role, action.target)
+        source = (action.source_role, action.source)
+        target = (action.target_role, action.target)
         version = self._updates[action.source_role] if action.sharded else self._versions[source]
         if action.rate is not None:
             self._updates[action.target_role] += 1
@@ -263,7 +272,7 @@ class ModelStore:
             self._versions[target] = version
         reallocator = self._reallocator(action)
         if reallocator is not None:
-            assert target not in self._running, "a copy is renewed twice at once"
+            assert target not in self._running, "a copy is updated twice at once"
             ready = torch.cuda.current_stream().record_event() if self._on_cuda else None
             self._running[target] = self._thread.submit(self._carry_out, action, reallocator, ready)
         return True
@@ -271,15 +280,17 @@ class ModelStore:
     def _carry_out(
         self, action: Reallocate, reallocator: Reallocator, ready: torch.cuda.Event | None
     ) -> Moved:
-        if self._failure is not None:  # The ranks are out of step: nothing that follows can be understood.
+        if self._failure is not None:  # The ranks are out of step, so later messages would be mixed up.
             raise self._failure
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
-        ends = ((action.source_role, action.source), (action.target_role, action.target))
+        source = (action.source_role, action.source)
+        target = (action.target_role, action.target)
         began = time.time()
-        old, new = self._shards(*ends[0], sharded=action.sharded), self._shards(*ends[1])
+        old = self._shards(*source, sharded=action.sharded)
+        new = self._shards(*target)
         try:
-            with self._in_use(*ends, written=ends[1]):
+            with self._in_use(source, target, written=target):
                 stats = reallocator.run(old, new)
         except Exception as error:
             self._failure = error
@@ -287,7 +298,7 @@ class ModelStore:
         return Moved(action, stats, began, time.time())
 
     def _shards(self, name: str, layout: Layout, *, sharded: bool = False) -> dict[str, torch.Tensor] | None:
-        """This rank's part of a parameter set in a layout; None if it has none."""
+        """Return this rank's part of a parameter set in a layout; None if it has none."""
         engine = self._engines.get((role_of(name), layout))
         if engine is None:
             return None
@@ -296,8 +307,10 @@ class ModelStore:
         return engine.shards() if name == role_of(name) else engine.adapter_shards()
 
     def finish(self, name: str, layout: Layout | None = None) -> list[Moved]:
-        """Waits for the reallocations under way of a role, adapters included, or of its adapters alone: to
-        one layout, or all of them."""
+        """Wait for the running reallocations of a parameter set to one layout, or to all; return them.
+
+        The name of a role includes its adapters.
+        """
         moved = []
         for target in list(self._running):
             if name in (target[0], role_of(target[0])) and layout in (None, target[1]):
@@ -308,14 +321,16 @@ class ModelStore:
         self, role: str, directory: Path, *, beside: Mapping[str, Beside] | None = None,
         fields: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
-        """Writes the role's home copy as a Hugging Face directory on rank 0's host, with files `beside` and
-        `fields` added to a model's config.json, which rank 0 gives. Every rank calls this; those that are
-        neither rank 0 nor in the home do nothing."""
+        """Write the role's home copy as a Hugging Face directory on rank 0's host.
+
+        Rank 0 gives the files `beside` and the `fields` to add to a model's config.json. Every rank calls
+        this; those that are neither rank 0 nor in the home do nothing.
+        """
         if self._is_sharded(name := self._trained(role)):
             self.start(self._gathering(name))
         home = (role, self.homes[role])
         if home in self._engines or self._world.rank == 0:
-            # It moves parameters too, so it takes its turn among the reallocations.
+            # An export moves parameters too, so it runs in the thread of the reallocations.
             ready = torch.cuda.current_stream().record_event() if self._on_cuda else None
             self._thread.submit(self._save, home, directory, beside or {}, fields or {}, ready).result()
 
@@ -336,7 +351,7 @@ class ModelStore:
                 raise UserError(what) from error
 
     def _writer(self, role: str, layout: Layout, fields: Mapping[str, object]) -> CheckpointWriter:
-        """What writes the role's directories: of a model, or of adapters."""
+        """Return the writer of the role's exports: of a model, or of adapters."""
         settings = self._roles[role]
         how: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "leader": 0}
         lora = self._loras[role]

@@ -1,38 +1,40 @@
-"""Weights of frozen roles that lie in host memory while nobody needs them."""
+"""OffloadedWeights: weights of frozen roles that stay in host memory while no call needs them."""
 
 import torch
 
 
 class OffloadedWeights:
-    """A flat tensor of weights whose device memory exists only while it is in use; views of it stay valid.
+    """A flat tensor of weights whose device memory exists only while it is in use.
 
-    Only then can new views be made. Before they are first written, weights have no value.
+    Views of the tensor stay valid, but new ones can be made only while it is in use. Until they are first
+    written, the weights are undefined.
     """
 
     def __init__(self, flat: torch.Tensor) -> None:
-        self._flat, self._storage = flat, flat.untyped_storage()
+        self._flat = flat
+        self._storage = flat.untyped_storage()
         self.num_bytes = self._storage.nbytes()
-        self._at_rest: torch.Tensor | None = None
+        self._host_copy: torch.Tensor | None = None
         self._num_users = 0
         self._storage.resize_(0)
 
     def load(self) -> None:
-        """Brings the weights in, unless they are; every `load` needs a `release`.
+        """Copy the weights to the device, unless they are there; every `load` needs a `release`.
 
-        On CUDA the host does not wait: what comes later on the current stream finds them.
+        On CUDA the host does not wait: later work on the current stream sees the weights.
         """
         self._num_users += 1
         if self._num_users == 1:
             self._storage.resize_(self.num_bytes)
-            if self._at_rest is not None:
-                self._flat.copy_(self._at_rest, non_blocking=True)
+            if self._host_copy is not None:
+                self._flat.copy_(self._host_copy, non_blocking=True)
 
     def release(self, *, written: bool = False) -> None:
-        """Gives the device memory back if this was the last user; `written`: the weights are new."""
+        """Free the device memory if this was the last user; `written` saves changed weights first."""
         if written:
-            if self._at_rest is None:
-                self._at_rest = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
-            self._at_rest.copy_(self._flat)
+            if self._host_copy is None:
+                self._host_copy = torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
+            self._host_copy.copy_(self._flat)
         self._num_users -= 1
         if self._num_users == 0:
             self._storage.resize_(0)

@@ -1,4 +1,4 @@
-"""Pictures of a run from what it wrote: the reward curve, and the timeline of one step per rank."""
+"""Draws pictures of a run from its files: the reward curve, and the timeline of one step by rank."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ _CURVES = (("reward/mean", "mean reward"), ("actor/loss", "loss"), ("reward/accu
 
 
 def draw_pictures(run: Path) -> None:
-    """Writes reward.png and timeline.png into the run directory."""
+    """Write reward.png and timeline.png into the run directory."""
     steps, events = (
         [json.loads(line) for line in (run / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "timeline.jsonl")
@@ -40,7 +40,7 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
-    """Who did what when, in the step of median length among those where most different things happened."""
+    """Draw the timeline of the step of median length among those with the most kinds of events."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         by_step.setdefault(event["step"], []).append(event)
@@ -59,7 +59,8 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(10, 1.6 + 0.5 * len(ranks)), dpi=120)
     axes = figure.subplots()
     for event in chosen:
-        start, width = event["start"] - chosen[0]["start"], event["end"] - event["start"]
+        start = event["start"] - chosen[0]["start"]
+        width = event["end"] - event["start"]
         height = 0.35 if event["kind"] == "move" else 0.8
         axes.barh(event["rank"], width, height, left=start, color=colors[_label(event)])
     handles = [Patch(color=color) for color in colors.values()]

@@ -1,4 +1,4 @@
-"""Finds what is wrong with an experiment and a plan before anything starts. Free of torch."""
+"""Compiles an experiment and a plan into a Program, and checks both before the run. Free of torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ _WORK_OF_KIND = {
 
 @dataclass(frozen=True)
 class Program:
-    """An experiment and a plan that fit each other, compiled for every rank."""
+    """An experiment and a plan that fit each other, compiled into actions for all ranks."""
 
     experiment: Experiment
     roles: Mapping[str, Role]
@@ -48,28 +48,29 @@ class Program:
     homes: Mapping[str, Layout]
     num_ranks: int
     offloaded: frozenset[str]
-    """Frozen roles whose weights lie in host memory while no call needs them."""
+    """Frozen roles whose weights stay in host memory while no call needs them."""
     actions: tuple[Action, ...]
     eval_actions: tuple[Action, ...]
     links: Links | None = None
-    """The links that reallocations are scheduled for; None: nobody has named them."""
+    """The links for which reallocations are scheduled; None: they are unknown."""
 
     @property
     def adapter_sizes(self) -> dict[str, tuple[int, int]]:
-        """Role with adapters -> parameters of those, and of the model beneath."""
+        """Return for each role with adapters the number of their parameters and of its model's."""
         specs = parameter_specs(self.roles)
         with_adapters = (name for name, role in self.roles.items() if role.lora is not None)
         return {name: (specs[adapters_of(name)].numel, specs[name].numel) for name in with_adapters}
 
 
 def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world_size: int) -> Program:
-    """Checks everything that can be known before the first step, and compiles the actions.
+    """Check everything that can be known before the first step, and compile the actions.
 
-    Without a plan, every call is split over all ranks by dp. Raises ValueError about the first fault.
+    Without a plan, every call is split over all ranks by dp. Raises ValueError at the first fault.
     """
     _check_numbers(experiment)
-    roles, eval_graph = experiment.roles(), _eval_graph(experiment)
-    if dotted := [name for name in roles if "." in name]:  # As in the names of sets of adapters.
+    roles = experiment.roles()
+    eval_graph = _eval_graph(experiment)
+    if dotted := [name for name in roles if "." in name]:  # Names of adapter sets have one.
         raise ValueError(f"role {dotted[0]!r}: the name of a role must not contain a dot")
     graph = experiment.seeded(experiment.graph())
     _check_inputs(graph)
@@ -88,7 +89,8 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     _check_positions(experiment, roles, graph, eval_graph)
     _rows(experiment, "dataset", graph)
     _check_tokenizer(experiment, roles)
-    graph, eval_actions = _with_max_rows(graph, plan), tuple[Action, ...]()
+    graph = _with_max_rows(graph, plan)
+    eval_actions: tuple[Action, ...] = ()
     specs = parameter_specs(roles)
     actions = compile_actions(graph, plan, roles, homes, specs)
     if eval_graph is not None:
@@ -104,7 +106,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
 
 
 def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
-    """The evaluation, with a last call on rank 0 that keeps the answers for eval.jsonl."""
+    """Return the evaluation's graph, with a last call on rank 0 that keeps the answers for eval.jsonl."""
     graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
     if graph is None:
         return None
@@ -117,7 +119,7 @@ def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
 
 
 def _with_max_rows(graph: DataflowGraph, plan: ExecutionPlan) -> DataflowGraph:
-    """The graph whose generating calls decode as many rows at once as the plan says."""
+    """Return the graph with the plan's `max_rows` in its generating calls."""
     limited = [(call, rows) for call in graph.calls if (rows := plan[call.name].max_rows) is not None]
     return graph.replace(*(replace(c, work=replace(c.work, max_rows=rows)) for c, rows in limited))
 
@@ -181,7 +183,7 @@ def _check_models(roles: Mapping[str, Role]) -> None:
                 config.moe.check_groups()
             spec = spec_of(config)
             if role.optimizer is not None:
-                spec.config.to_hf()  # What is trained is exported.
+                spec.config.to_hf()  # Raises if the trained model could not be exported.
         except ValueError as error:
             raise ValueError(f"{name}.model: {error}") from error
         if not role.random_init and not _has_weights(Path(role.model)):
@@ -193,7 +195,7 @@ def _check_models(roles: Mapping[str, Role]) -> None:
             try:
                 if role.engine == "native":
                     open_checkpoint(Path(role.model), spec)
-                else:  # What else the tensors must be is up to transformers.
+                else:  # transformers checks the rest when it loads them.
                     check_tensors(Path(role.model), spec)
             except ValueError as error:
                 raise ValueError(f"{name}.model: {error}") from error
@@ -235,7 +237,7 @@ def _check_adapters(name: str, role: Role) -> None:
 def _check_positions(
     experiment: Experiment, roles: Mapping[str, Role], graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> None:
-    """Raises ValueError where sequences can become longer than a model has positions."""
+    """Raise ValueError if a sequence can become longer than a model has positions."""
     datasets = {"dataset": experiment.dataset}
     if eval_graph is not None and experiment.eval_dataset is not None:
         datasets["eval_dataset"] = experiment.eval_dataset
@@ -271,9 +273,10 @@ def _offloaded_roles(
     roles: Mapping[str, Role], graph: DataflowGraph, plan: ExecutionPlan,
     *, expected: frozenset[str] | None = None,
 ) -> frozenset[str]:  # fmt: skip
-    """The roles whose calls are planned with `offload`: frozen ones, and all calls of a role alike.
+    """Return the roles whose calls are planned with `offload`.
 
-    `expected`: what the training graph says of the roles, with which an evaluation must agree.
+    Raises ValueError if one is not frozen or only some of its calls have the option. `expected` are the roles
+    of the training graph, with which an evaluation must agree.
     """
     offloading = [call for call in graph.calls if plan[call.name].offload]
     offloaded = frozenset(call.role for call in offloading if call.role is not None)
@@ -294,18 +297,18 @@ def _offloaded_roles(
 
 
 def _has_weights(directory: Path) -> bool:
-    """Whether there are weights; pickled ones count, so that the loader can say how to convert them."""
+    """Return whether there are weights; pickled ones count, as the loader explains how to convert them."""
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
     return directory.is_dir() and any(next(directory.glob(p), None) for p in patterns)
 
 
 def _rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:
-    """All rows of `dataset` or `eval_dataset`, which must have the columns that the graph reads."""
+    """Return all rows of `dataset` or `eval_dataset`. Raises ValueError if the graph cannot read them."""
     config = getattr(experiment, name)
     try:
         rows = load_rows(config, graph.inputs)
         losses = [call.work.loss for call in graph.calls if isinstance(call.work, TrainStep)]
-        for loss in (loss for loss in losses if hasattr(loss, "row_fault")):  # It reads columns itself.
+        for loss in (loss for loss in losses if hasattr(loss, "row_fault")):  # Optional method of a Loss.
             for number, row in enumerate(rows):
                 if fault := loss.row_fault(row):
                     raise ValueError(f"{place(config, number)}: {fault}")
@@ -315,7 +318,7 @@ def _rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[
 
 
 def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
-    """Raises ValueError where there is no tokenizer, or a model was made for another one."""
+    """Raise ValueError if there is no tokenizer, or if a model was made for another one."""
     directory = Path(experiment.tokenizer_dir())
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():
         raise ValueError(f"tokenizer {str(directory)!r}: there is no tokenizer.json; set `tokenizer`")

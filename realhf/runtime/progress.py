@@ -1,4 +1,4 @@
-"""What a person sees of a run, on standard error: a live table on a terminal, plain lines otherwise."""
+"""Shows a run on standard error: as a live table on a terminal, otherwise as plain lines."""
 
 import time
 from collections.abc import Mapping, Sized
@@ -29,16 +29,17 @@ _COLUMNS = {
 }
 _ROWS = 12
 _PATIENCE_SECONDS = 30.0
-"""Between two plain lines: what takes longer is shown while it goes on."""
+"""Seconds without output after which a plain line says what is going on."""
 
 
 class Progress:
-    """Shows on rank 0 one row per step, and within long ones what this rank is doing."""
+    """Shows one row per step, and during long steps the current activity of rank 0."""
 
     def __init__(
         self, program: Program, activity: Activity, *, patience_seconds: float = _PATIENCE_SECONDS
     ) -> None:
-        self._program, self._activity = program, activity
+        self._program = program
+        self._activity = activity
         self._patience_seconds = patience_seconds
         self._last_line = time.monotonic()
         self._is_over = Event()
@@ -48,13 +49,13 @@ class Progress:
         self._score = ""
 
     def start(self, dataset: Sized | None, eval_batch: Sized | None) -> None:
-        e, plan = self._program.experiment, self._program.plan
+        e = self._program.experiment
         self._console.print(
             f"{e.steps} steps of {e.batch_size} prompts x {e.group_size} = {e.batch_size * e.group_size} "
             f"samples; {len(dataset or ())} training prompts, {len(eval_batch or ())} held out"
         )
         for call in self._program.graph.order:
-            self._console.print(f"  {call.name:<18} {call.kind:<10} {plan[call.name].layout}")
+            self._console.print(f"  {call.name:<18} {call.kind:<10} {self._program.plan[call.name].layout}")
         for name, (trained, total) in self._program.adapter_sizes.items():
             share = f"{trained / total:.2%} of its {total:,}"
             self._console.print(f"  {name} has adapters of {trained:,} parameters, {share}")
@@ -98,11 +99,11 @@ class Progress:
     def finish(self, summary: Mapping[str, Any], out: Path | None) -> None:
         self.stop()
         lines = []
-        first, last = summary["eval_first"], summary["eval_last"]
-        if first is not None:
-            lines.append(f"held-out score: {first:.3f} before, {last:.3f} after")
+        if (first := summary["eval_first"]) is not None:
+            lines.append(f"held-out score: {first:.3f} before, {summary['eval_last']:.3f} after")
         for role, realloc in summary["realloc"].items():
-            moved, rate = f"{realloc['bytes_per_step'] / 1e6:.2f} MB per step", realloc["gbytes_per_s"]
+            moved = f"{realloc['bytes_per_step'] / 1e6:.2f} MB per step"
+            rate = realloc["gbytes_per_s"]
             measured = "" if rate is None else f", measured {rate:.3g} GB/s into the busiest rank"
             lines.append(f"reallocated {role}: {moved}{measured}")
             computed = f"schedule computed at {realloc['over_bound']:.2f} x its lower bound"
@@ -113,7 +114,7 @@ class Progress:
         self._console.print("\n".join(lines))
 
     def stop(self) -> None:
-        """Gives the terminal back; a second time does nothing."""
+        """Release the terminal; a second call does nothing."""
         self._is_over.set()
         if self._live is not None:
             self._live.stop()

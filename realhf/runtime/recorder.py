@@ -1,4 +1,4 @@
-"""Recorder: what rank 0 writes into the run directory while the run goes on."""
+"""Recorder: writes metrics and events of a run into its directory, on rank 0."""
 
 import json
 from collections import Counter
@@ -11,23 +11,24 @@ from realhf.runtime.executor import StepRecord
 from realhf.runtime.pictures import draw_pictures
 
 _OF_ROLES = ("realloc", "offload")
-"""Kinds of events that go by the name of a role; others by that of a call."""
+"""Kinds of events that are named after a role; the others are named after a call."""
 
 
 def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
-    """The step's metrics from all ranks' records: weighted means, slowest times, sums of bytes and tokens."""
+    """Return a step's metrics over all ranks: weighted means, slowest times, sums of bytes and tokens."""
     parts: dict[str, list[tuple[float, float]]] = {}
     for name, value, weight in (metric for record in records for metric in record.metrics):
         parts.setdefault(name, []).append((value, weight))
     merged = {n: sum(v * w for v, w in part) / sum(w for _, w in part) for n, part in parts.items()}
     tokens: dict[str, int] = {}
     for event in (e for record in records for e in record.events if e["kind"] != "move"):
-        name, is_realloc = event["name"], event["kind"] == "realloc"
+        name = event["name"]
         timing = f"timing_s/{event['kind']}/{name}" if event["kind"] in _OF_ROLES else f"timing_s/{name}"
         merged[timing] = max(merged.get(timing, 0.0), event["end"] - event["start"])
-        if is_realloc:
-            total, over = f"realloc_bytes/{name}", f"realloc_over_bound/{name}"
+        if event["kind"] == "realloc":
+            total = f"realloc_bytes/{name}"
             merged[total] = merged.get(total, 0.0) + event["sent_bytes"]
+            over = f"realloc_over_bound/{name}"
             merged[over] = max(merged.get(over, 1.0), event["over_bound"])  # Computed, not measured.
         elif event["kind"] == "train_step":
             tokens[name] = tokens.get(name, 0) + event.get("num_tokens", 0)
@@ -37,14 +38,14 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _bandwidths(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Return by role how fast its parameters came, measured, in GB/s: `perf/realloc_gbytes_per_s/<role>`.
+    """Return each role's measured bandwidth in GB/s, as `perf/realloc_gbytes_per_s/<role>`.
 
-    Of each reallocation the rank that receives most counts: its bytes over the seconds from when it and its
-    senders were ready until it had everything.
+    A reallocation counts for the rank that receives most: its bytes, divided by the seconds from when it and
+    its senders were ready until it had received everything.
     """
     movements: dict[tuple[str, str, int], dict[int, Mapping[str, Any]]] = {}
     for record in records:
-        seen = Counter[tuple[str, str]]()  # A step may move the same way more than once.
+        seen = Counter[tuple[str, str]]()  # A step may repeat a transfer.
         for event in record.events:
             if event["kind"] == "realloc":
                 way = event["name"], event["transfer"]
@@ -62,10 +63,10 @@ def _bandwidths(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 class Recorder:
-    """metrics.jsonl, timeline.jsonl, TensorBoard, eval.jsonl and summary.json in `directory`."""
+    """The writer of metrics.jsonl, timeline.jsonl, TensorBoard files, eval.jsonl and summary.json."""
 
     def __init__(self, directory: Path) -> None:
-        # Here, as it takes a second and only one rank needs it.
+        # Imported here, as it takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.directory = directory
@@ -87,7 +88,7 @@ class Recorder:
             self._tensorboard.add_scalar(name, value, step)
 
     def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces eval.jsonl with this evaluation, one object per held-out prompt."""
+        """Replace eval.jsonl with this evaluation: one object per held-out prompt."""
         (self.directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Claims run directories, so that no two runs write into one. Free of torch."""
+"""Claims run directories, so that no two runs write into the same one. Free of torch."""
 
 import errno
 import fcntl
@@ -11,12 +11,12 @@ from typing import TextIO
 from realhf.errors import UserError
 
 LOCK = "run.lock"
-"""A file in the run directory that rank 0 keeps locked while the run goes on; it says who that is."""
+"""A file in the run directory that rank 0 keeps locked during the run; it names rank 0's process and host."""
 _RUNS = Path("runs")
 
 
 def check_run_directory(out: Path, *, option: str = "--out") -> None:
-    """Raise UserError unless a run may write here: into a new directory, or one whose run left no record."""
+    """Raise UserError unless a run may write here: the directory is new, or its run recorded no step."""
     try:
         if out.exists() and not out.is_dir():
             raise UserError(f"{option} {out} is a file: name a directory")
@@ -32,7 +32,7 @@ def check_run_directory(out: Path, *, option: str = "--out") -> None:
 
 
 def new_run_directory(stem: str) -> Path:
-    """Make a directory runs/STEM, or runs/STEM-2 and so on where that is taken; no other process gets it."""
+    """Make and return runs/STEM, or runs/STEM-2 and so on if that exists; no other process gets the same."""
     check_run_directory(_RUNS, option="run directory")
     number = 1
     while True:
@@ -47,7 +47,7 @@ def new_run_directory(stem: str) -> Path:
 
 
 class RunDirectory:
-    """A run directory that this process has claimed for as long as it lives."""
+    """A run directory that this process holds until it ends."""
 
     def __init__(self, out: Path) -> None:
         """Claim `out`. Raises UserError when it holds a run, is in use, or cannot be written."""
@@ -73,7 +73,7 @@ class RunDirectory:
 
 
 def _lock(file: TextIO) -> None:
-    """Lock the file, where its file system can. Raises BlockingIOError when another process has it."""
+    """Lock the file if its file system can. Raises BlockingIOError if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -86,5 +86,5 @@ def _owner(file: TextIO) -> str:
     try:
         owner = json.loads(file.read())
         return f", process {owner['pid']} on {owner['host']}"
-    except (ValueError, KeyError, TypeError):  # It has not been written yet.
+    except (ValueError, KeyError, TypeError):  # The owner has not written it yet.
         return ""

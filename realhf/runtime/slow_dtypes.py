@@ -1,4 +1,4 @@
-"""Warns of dtypes for which a CPU has no units, where an engine computes in them all the same."""
+"""Warns about roles whose engine computes in a dtype that this CPU has no units for."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +10,7 @@ from realhf.nn.narrow import lacks_units
 
 
 def slow_dtypes(roles: Mapping[str, Role], device: torch.device) -> Iterator[str]:
-    """Yield a sentence for each role that transformers' classes compute in a dtype that is slow here."""
+    """Yield a sentence for each role that transformers' classes compute in a slow dtype."""
     for name, role in roles.items():
         weight = torch.empty(0, dtype=DTYPES[role.dtype], device=device)
         if role.engine == "transformers" and lacks_units(weight):

@@ -1,4 +1,4 @@
-"""Trainer: the step loop. Every rank runs it; it is blind to the algorithm."""
+"""Trainer: the step loop, which every rank runs. It knows nothing of the algorithm."""
 
 import dataclasses
 import gc
@@ -30,17 +30,19 @@ from realhf.runtime.warnings import check_lengths, warnings_of
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """What a finished run returns on rank 0 (elsewhere both are empty)."""
+    """The metrics of all steps and the summary of a finished run; both are empty except on rank 0."""
 
     metrics: list[dict[str, float]]
     summary: dict[str, Any]
 
 
 class Trainer:
-    """Runs a checked program on this world; rank 0 writes the run directory `out`, if there is one."""
+    """Runs a program on this world; rank 0 writes the run directory `out`, if there is one."""
 
     def __init__(self, program: Program, world: World, *, out: Path | None = None, quiet: bool = False):
-        self._program, self._world, self._out = program, world, out
+        self._program = program
+        self._world = world
+        self._out = out
         self._is_main = world.rank == 0
         experiment = program.experiment
         self._context = HostContext(experiment.tokenizer_dir())
@@ -48,7 +50,8 @@ class Trainer:
         if self._is_main:
             self._check_vocabulary()
         loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
-        eval_loader, self._loader = None, loader
+        self._loader = loader
+        eval_loader = None
         if program.eval_graph is not None and experiment.eval_dataset is not None:
             eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
         if self._is_main and not quiet:
@@ -76,8 +79,9 @@ class Trainer:
             self._recorder.start(_to_json(experiment), dataclasses.replace(program.plan, calls=calls))
 
     def run(self) -> RunResult:
+        """Run all steps, evaluations and exports."""
         gc.collect()
-        gc.freeze()  # Python does not look through all that is there by now, again and again: 3 % of a step.
+        gc.freeze()  # Garbage collection skips the objects that exist by now.
         try:
             return self._run()
         except Exception:
@@ -89,20 +93,22 @@ class Trainer:
                 self._progress.stop()
 
     def _run(self) -> RunResult:
-        experiment, started = self._program.experiment, time.time()
+        started = time.time()
+        experiment = self._program.experiment
         evaluates = self._program.eval_graph is not None
         if self._progress is not None:
             self._progress.start(self._loader, self._eval_batch)
         if evaluates:
             self._journal.add(0, None, self._evaluate(), answers=self._context.answers, pauses=True)
         for step in range(1, experiment.steps + 1):
-            last, evaluation = step == experiment.steps, None
+            last = step == experiment.steps
             record = self._step(step)
+            evaluation = None
             if evaluates and (last or _is_multiple(step, experiment.eval_every)):
                 evaluation = self._evaluate()
             exports = last or _is_multiple(step, experiment.export_every)
-            pauses, answers = exports or evaluation is not None, self._context.answers
-            self._journal.add(step, record, evaluation, answers=answers, pauses=pauses)
+            pauses = exports or evaluation is not None
+            self._journal.add(step, record, evaluation, answers=self._context.answers, pauses=pauses)
             if exports:
                 self._export(step)
         with self._activity.doing("waits for the other ranks"):
@@ -124,28 +130,34 @@ class Trainer:
         return self._executor.run(batch, is_last=step == self._program.experiment.steps)
 
     def _evaluate(self) -> StepRecord:
-        """Greedy answers to the held-out prompts, which rank 0 keeps."""
+        """Answer the held-out prompts greedily; rank 0 keeps the answers."""
         self._activity.step = f"evaluation after step {self._context.step}"
         return self._evaluator.run(self._eval_batch)
 
     def _export(self, step: int) -> None:
-        """Trainable roles as Hugging Face directories, adapters as PEFT's: the first at hf/step_N, others in
-        folders there."""
+        """Write trainable roles as Hugging Face directories, or their adapters as PEFT's.
+
+        The first role is written to hf/step_N, others to folders in it.
+        """
         if self._out is None:
             return
         experiment = self._program.experiment
         trainable = [name for name, role in self._program.roles.items() if role.optimizer is not None]
         for i, name in enumerate(trainable):
             directory = self._out / "hf" / f"step_{step}" / (name if i else "")
-            beside, fields = dict[str, Beside](), dict[str, object]()
+            beside: dict[str, Beside] = {}
+            fields: dict[str, object] = {}
             if self._is_main:
-                beside, pad = files_beside(experiment, name, step=step), self._context.tokenizer.pad_token_id
-                fields = config_fields(self._configs[name], pad_token_id=pad)
+                beside = files_beside(experiment, name, step=step)
+                pad_token_id = self._context.tokenizer.pad_token_id
+                fields = config_fields(self._configs[name], pad_token_id=pad_token_id)
             with self._activity.doing(f"export of {name}"):
                 self._store.export(name, directory, beside=beside, fields=fields)
 
     def _finish(self, *, seconds: float) -> dict[str, Any]:
-        steps, history, scores = self._program.experiment.steps, self._journal.history, self._journal.scores
+        steps = self._program.experiment.steps
+        history = self._journal.history
+        scores = self._journal.scores
         summary: dict[str, Any] = {
             "eval_first": scores[0] if scores else None,
             "eval_last": scores[-1] if scores else None,
@@ -158,7 +170,7 @@ class Trainer:
             moved = [m[f"realloc_bytes/{role}"] for m in history if f"realloc_bytes/{role}" in m]
             over = [m[f"realloc_over_bound/{role}"] for m in history if f"realloc_over_bound/{role}" in m]
             rates = [m[name] for m in history if (name := f"perf/realloc_gbytes_per_s/{role}") in m]
-            if moved:  # What never changes moves in the first step only.
+            if moved:  # Without the first step, in which even frozen parameters move.
                 summary["realloc"][role] = {
                     "bytes_per_step": max(moved[1:] or moved),
                     "gbytes_per_s": statistics.median(rates[1:] or rates) if rates else None,
@@ -180,11 +192,13 @@ class Trainer:
                 )
 
     def _make_loader(self, config: DatasetConfig, graph: DataflowGraph, group_size: int) -> Loader | None:
-        """Where the rows come from, and on rank 0, which tells how many there are."""
+        """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size."""
         if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
             return None
-        tokenizer, seed = self._context.tokenizer, self._program.experiment.seed
-        loader = Loader(config, keys=graph.inputs, tokenizer=tokenizer, group_size=group_size, seed=seed)
+        loader = Loader(
+            config, keys=graph.inputs, tokenizer=self._context.tokenizer, group_size=group_size,
+            seed=self._program.experiment.seed,
+        )  # fmt: skip
         check_lengths(self._program.roles, graph, loader)
         return loader
 
@@ -194,7 +208,7 @@ def _is_multiple(step: int, period: int) -> bool:
 
 
 def _to_json(config: Any) -> dict[str, Any]:
-    """The experiment's fields as JSON; what is no config goes by its name."""
+    """Return the experiment's fields as JSON; values that are no config are written by name."""
 
     def form(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""What a person is warned of when a run begins: it may be meant, so that the run goes on. Free of torch."""
+"""Warnings at the start of a run, about settings that may be meant but often are not. Free of torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from realhf.transformers_config import TransformersConfig
 def warnings_of(
     program: Program, rows: TokenizedRows | None, eval_rows: TokenizedRows | None
 ) -> list[str]:
-    """One sentence each; `rows` are those of a whole dataset, or, in a check, a sample of them."""
+    """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it."""
     parts = [("dataset", program.graph, rows)]
     if program.eval_graph is not None:
         parts.append(("eval_dataset", program.eval_graph, eval_rows))
@@ -38,7 +38,7 @@ def warnings_of(
 
 
 def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows) -> None:
-    """Raises ValueError where a whole sequence of a dataset is longer than a model has learned positions."""
+    """Raise UserError if a dataset has a whole sequence that is longer than a model's learned positions."""
     if "sequence_ids" not in rows.keys:
         return
     for name in sorted({call.role for call in graph.calls if call.role is not None}):
@@ -50,17 +50,20 @@ def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: Tokeniz
 
 
 def other_bases(roles: Mapping[str, Role]) -> list[str]:
-    """Adapters that seem to be made for another model than the one that a role has. Paths differ between
-    machines, so that only their last parts are compared."""
-    found: dict[tuple[str, str], str] = {}  # By adapters and model, which several roles may have.
+    """Return warnings about adapters that seem to be made for another model than their role's.
+
+    Only the last parts of paths are compared, as paths differ between machines.
+    """
+    found: dict[tuple[str, str], str] = {}  # By adapters and model, as several roles may share both.
     for name, role in roles.items():
         if role.random_init or role.lora is None or role.lora.adapter is None:
             continue
-        adapter, ours = role.lora.adapter, base_name(role)
+        adapter = role.lora.adapter
+        ours = base_name(role)
         theirs = json.loads((Path(adapter) / CONFIG_FILE).read_text()).get("base_model_name_or_path")
         if not isinstance(theirs, str) or not theirs:
             continue
-        names = {Path(ours).name, Path(role.model).name}  # (A link may have another name.)
+        names = {Path(ours).name, Path(role.model).name}  # A symbolic link may have another name.
         if Path(hub_name(Path(theirs)) or theirs).name not in names:
             what = f"{name}.lora.adapter {adapter} was made for {theirs}, but {name}.model is {ours}"
             found.setdefault((adapter, ours), what)
@@ -68,7 +71,7 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
 
 
 def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
-    """Settings of generation that only the native engine has."""
+    """Yield warnings about changed settings of generation that only the native engine has."""
     for call in graph.calls:
         work = call.work
         if not isinstance(work, Generate) or call.role is None or roles[call.role].engine == "native":
@@ -87,7 +90,7 @@ def _left_out(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 
 def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
-    """Columns that a call reads and that some rows do not have a value for."""
+    """Yield warnings about columns that a call reads and that are null in some rows."""
     for key in (key for key in rows.keys if key not in LOADER_KEYS):
         if null := [i for i, row in enumerate(rows.rows) if row[key] is None]:
             count = f"{len(null)} of {len(rows)} rows"
@@ -101,7 +104,8 @@ def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
 
 
 def _repeated_rows(program: Program, rows: TokenizedRows) -> Iterator[str]:
-    size, count = program.experiment.batch_size, rows.num_in_file - rows.num_too_long
+    size = program.experiment.batch_size
+    count = rows.num_in_file - rows.num_too_long
     if size > count:
         what = f"there are {count} rows in dataset"
         yield f"batch_size is {size}, and {what}: each step has some rows more than once"
@@ -133,11 +137,12 @@ def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
 def _unknown_end(
     roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows
 ) -> Iterator[str]:
-    """Completions that end in a token at which the model's answers do not end."""
+    """Yield warnings about completions that end in a token at which the model's answers do not end."""
     if "response_mask" not in rows.keys:
         return
     for role in sorted({call.role for call in graph.calls if call.role is not None}):
-        known, ours = roles[role].config().eos_token_ids, rows.tokenizer.eos_token_id
+        known = roles[role].config().eos_token_ids
+        ours = rows.tokenizer.eos_token_id
         ends = [known_id for row in rows.rows for known_id in row["sequence_ids"][-4:] if known_id in known]
         if known and not ends:
             what = f"ends in one of the tokens {', '.join(map(str, known))}, at which {role}.model stops"
@@ -145,7 +150,8 @@ def _unknown_end(
 
 
 def _greedy(program: Program) -> Iterator[str]:
-    works, count = [call.work for call in program.graph.calls], program.experiment.group_size
+    works = [call.work for call in program.graph.calls]
+    count = program.experiment.group_size
     if count > 1 and any(isinstance(work, Generate) and work.sampling.temperature == 0 for work in works):
         yield f"sampling.temperature is 0: the {count} samples of a prompt are all the same"
 
@@ -153,7 +159,7 @@ def _greedy(program: Program) -> Iterator[str]:
 def _beyond_positions(
     roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows
 ) -> Iterator[str]:
-    """Of models that can compute more positions than they were made for; others refuse them."""
+    """Yield warnings about sequences with more positions than a rotary model was made for."""
     works = [call.work for call in graph.calls]
     new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
     for role in sorted({call.role for call in graph.calls if call.role is not None}):
@@ -165,13 +171,13 @@ def _beyond_positions(
 
 
 def _positions(config: ModelConfig) -> int | None:
-    """For which a model with rotary positions was made, stretched ones included; None where nobody knows."""
-    limit, is_known = config.hf.get("max_position_embeddings"), True
-    if isinstance(config, TransformersConfig):
-        is_known = config.has_table
+    """Return the number of positions for which a rotary model was made, scaling included; None if unknown."""
+    limit = config.hf.get("max_position_embeddings")
+    is_known = not isinstance(config, TransformersConfig) or config.has_table
     if not is_known or config.positions != "rope" or not isinstance(limit, int):
         return None
-    key, limits = "original_max_position_embeddings", [limit]
+    key = "original_max_position_embeddings"
+    limits = [limit]
     for rope in config.rope_kinds().values():
         limits.append(int((rope.get(key) or config.hf.get(key) or limit) * float(rope.get("factor") or 1)))
     return max(limits)

@@ -94,7 +94,7 @@ def test_token_advantages_count_the_kl_everywhere_and_the_score_at_the_end(white
 
 @pytest.mark.parametrize("off", [120.0, torch.inf])
 def test_a_reference_far_off_leaves_advantages_finite(off):
-    """A token that the reference finds impossible costs as much as one of e^-20 of its probability."""
+    """A token that the reference finds impossible costs as much as one with a ratio of e^-20."""
     found = []
     for distance in (off, 20.0):
         batch = _random_batch(1)

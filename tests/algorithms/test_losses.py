@@ -1,4 +1,4 @@
-"""Losses against per-sequence loops written from the papers' formulas, and against their own partitions."""
+"""Losses against loops over sequences written from the papers, and against sums over partitions."""
 
 import math
 import random
@@ -26,7 +26,7 @@ OUTPUTS = ("logprobs", "entropy", "new_values")
 
 
 def _batch(num_samples=7, *, seed=0):
-    """Samples of different prompt and response lengths, ratios on both sides of the clipping range."""
+    """Return samples of different lengths, with ratios below and above the clipping range."""
     generator = torch.Generator().manual_seed(seed)
     rng = random.Random(seed)
     shapes = [(rng.randint(1, 5), rng.randint(1, 6)) for _ in range(num_samples)]
@@ -41,7 +41,7 @@ def _batch(num_samples=7, *, seed=0):
 
 
 def _loss(loss, batch, totals):
-    """Value, metrics and the gradient of the model's output on every token."""
+    """Return the value, the metrics and the gradient with respect to the model's output of every token."""
     new = batch["new_values" if loss.output == "values" else "logprobs"].values.clone().requires_grad_()
     outputs = {"logprobs": new, "values": new, "entropy": batch["entropy"].values}
     value, metrics = loss(outputs, batch, totals)
@@ -50,7 +50,7 @@ def _loss(loss, batch, totals):
 
 
 def _responses(batch, *names):
-    """Per sample, a list of one tuple of floats per response token."""
+    """Return for each sample a list of one tuple of floats per response token."""
     mask = batch["response_mask"].split()
     columns = [[x[m.bool()].tolist() for x, m in zip(batch[n].split(), mask, strict=True)] for n in names]
     return [list(zip(*sample, strict=True)) for sample in zip(*columns, strict=True)]
@@ -116,7 +116,7 @@ FAR = (-120.0, -30.0, -12.0, -3.0, 0.5, 3.0, 12.0, 19.9, 21.0, 120.0)
 
 
 def _far(advantage):
-    """One token for each of FAR, by which the policy is away from the generator and the reference from it."""
+    """Return one token per value of FAR, by which log-probs of policy, generator and reference differ."""
     new = torch.zeros(len(FAR), dtype=torch.float32, requires_grad=True)
     ones = torch.ones(len(FAR))
     columns = {
@@ -127,7 +127,7 @@ def _far(advantage):
 
 
 def _gradients_far(advantage, dual_clip):
-    """By autograd on the plain formulas in float64, which holds exp(120): of the surrogate, and of k3."""
+    """Return gradients of surrogate and k3 by autograd on the plain formulas; float64 can hold exp(120)."""
     distance = torch.tensor(FAR, dtype=torch.float64, requires_grad=True)
     rho = distance.exp()
     objective = (rho * advantage).minimum(rho.clamp(0.8, 1.2) * advantage)
@@ -204,7 +204,7 @@ def test_losses_add_up_over_any_partition(loss):
 
 
 def test_sft_loss_is_the_cross_entropy_of_transformers(tmp_path):
-    """Against `labels=` of the plain model, in which -100 leaves a token out."""
+    """Compare with the `labels` of the plain model, in which -100 masks a token."""
     plain = plain_model(tmp_path)
     spec = model_spec(ModelConfig.load(str(tmp_path)))
     groups = ParallelGroups.create(World(), Layout.parse("d1@0"))

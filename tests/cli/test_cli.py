@@ -1,9 +1,10 @@
-"""The command line in one process: what `check` finds, its JSON, and help."""
+"""The command line in one process: faults that `check` finds, its JSON, and help."""
 
 import json
 import pickle
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,7 @@ def experiment(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def call(capsys):
-    """Calls the command line; its exit code, standard output and standard error."""
+    """Return a function that calls the command line and returns exit code, output and error text."""
 
     def run(*words: Any) -> tuple[int, str, str]:
         try:
@@ -269,7 +270,7 @@ def call(capsys):
 
 @pytest.fixture
 def refused(call):
-    """Checks that a command is refused with exit code 2 and one sentence that has these words."""
+    """Return a function that asserts that a command is refused with exit code 2 and one sentence."""
 
     def run(*words: Any, says: list[str]) -> None:
         code, out, err = call(*words)
@@ -493,6 +494,12 @@ def test_help(experiment, call):
         assert (code, err) == (0, "")
         for part in says:
             assert part in out
+
+
+def test_version(call):
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert call("--version") == (0, f"realhf {project['version']}\n", "")
+    assert project["version"] == "0.1.0"
 
 
 def test_check_leaves_torch_alone(experiment):

@@ -1,4 +1,4 @@
-"""What `realhf check` tries on the data: rows that no run could use, and reward functions that fail."""
+"""`realhf check` on data: rows that no run could use, and reward functions that fail."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def shared_task(tmp_path_factory):
 
 @pytest.fixture
 def check(shared_task, tmp_path, capsys):
-    """Checks an experiment with these rows and this reward function; its exit code, output and complaints."""
+    """Return a function that runs `realhf check` on rows and a reward function, and returns its answer."""
 
     def run(
         rows: list[Any], body: str = "", *, kind: str = "grpo", task: Path | None = None, **settings: Any
@@ -95,7 +95,7 @@ def test_none_is_warned_of(check):
 
 
 def test_evaluation_gets_the_columns_of_its_own_rows(check, tmp_path):
-    """A function that takes any columns, and one that has a default for a column."""
+    """Try a function that takes any columns, and one that has a default for a column."""
     (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "1", "level": 3}) + "\n")
     body = (
         "def reward(completions, prompts, answer='none', **columns):\n"

@@ -1,4 +1,4 @@
-"""`realhf plan`: its plans are legal, fit, run and give what one process gives; what it refuses."""
+"""`realhf plan`: its plans are legal, fit into memory and do not change results; it refuses wrong input."""
 
 import json
 import re
@@ -19,7 +19,7 @@ PPO_7B = str(REPO / "examples/ppo_7b.py")
 
 
 def _plan(capsys, *words):
-    """The JSON answer of `realhf plan`."""
+    """Return the JSON answer of `realhf plan`."""
     code = main(["plan", *map(str, words), "--json"])
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -73,7 +73,7 @@ def test_the_table_names_every_call_and_draws_the_step(capsys):
 
 
 def test_the_search_goes_on_to_one_percent_and_says_so(capsys, monkeypatch):
-    """In place of two seconds, whatever the gap is then; without a terminal, in lines."""
+    """The gap ends the search, rather than the time; without a terminal progress is shown in lines."""
     monkeypatch.setattr(plan_command, "_REPORT_SECONDS", 0.0)
     assert main(["plan", PPO_7B, "--cluster", "h100-8x8", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -124,7 +124,7 @@ def test_a_profile_that_lacks_a_link_is_refused(case, tmp_path, monkeypatch):
 
 
 def test_a_profile_describes_this_machine(tmp_path):
-    """With its links and peaks, and host memory as without a profile."""
+    """The description has the profile's links and peaks, and the memory of this host."""
     profile = str(write_profile(tmp_path, num_hosts=2, inter_host=LINK))
     cluster = plan_command.cluster_at_hand(nproc=4, cluster=None, profile=profile)
     bare = plan_command.cluster_at_hand(nproc=4, cluster=None, profile=None)
@@ -138,7 +138,7 @@ LINK = {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 5e9}
 
 
 def write_profile(directory, **fields):
-    """A profile of two CPU workers on one host without tables, and these fields of its cluster."""
+    """Write a profile of two CPU workers on one host without tables, with these fields of its cluster."""
     memory = host_memory_bytes()
     path, cluster = directory / "profile.yaml", {
         "num_hosts": 1, "devices_per_host": 2, "device_memory_bytes": memory / 2, "host_memory_bytes": memory,
@@ -185,7 +185,7 @@ def test_plans_are_for_any_graph_and_pass_the_check(capsys, tmp_path, kind):
 
 @pytest.mark.slow
 def test_a_planned_run_gives_what_one_process_gives(experiment, tmp_path):
-    """With --plan auto: planned once per rank, alike on all."""
+    """Run with --plan auto, for which every rank computes the same plan."""
     runs = {}
     for nproc, words in ((1, []), (3, ["--plan", "auto"])):
         out = tmp_path / f"run{nproc}"

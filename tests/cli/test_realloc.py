@@ -1,4 +1,4 @@
-"""`realhf realloc`, judged by its JSON alone: its transfers are carried out on arrays of element ids."""
+"""`realhf realloc`, tested through its JSON: its transfers are executed on arrays of element ids."""
 
 import contextlib
 import io
@@ -71,7 +71,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """Checkpoints that transformers wrote: their directories hold config.json and what the shapes are."""
+    """Return directories of checkpoints written by transformers, which hold config.json and the shapes."""
     tiny = transformers.AutoConfig.for_model(**json.loads((REPO / "models/tiny.json").read_text()))
     made = {
         "tiny": transformers.Qwen2ForCausalLM(tiny),
@@ -91,7 +91,7 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def realloc(*words: Any) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
+    """Return exit code, standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -113,7 +113,7 @@ def at(region: list[list[int]]) -> tuple[slice, ...]:
 
 
 class Ranks:
-    """What every rank holds of every parameter: element ids, -1 where it holds none."""
+    """Return each rank's element ids of every parameter, with -1 for elements that it does not hold."""
 
     def __init__(self, ids: dict[str, np.ndarray], held: dict[str, dict[str, Any]]) -> None:
         self.ids = ids
@@ -139,7 +139,7 @@ class Ranks:
 
 
 def replay(document: dict[str, Any], ids: dict[str, np.ndarray]) -> tuple[Counter[str], Counter[str]]:
-    """Elements that each rank sent and received, after all transfers did what they should and no more."""
+    """Execute all transfers, check each of them, and return the elements that each rank sent and received."""
     before, now = (Ranks(ids, document["held"]["src"]) for _ in range(2))
     wanted, sent, received = Ranks(ids, document["held"]["dst"]), Counter[str](), Counter[str]()
     rounds: dict[int, list[dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""Compiled actions of random graphs and plans, run by an independent simulator; a follower's average."""
+"""Compiled actions of random graphs and plans in an independent simulator; the average of a follower."""
 
 import math
 import random
@@ -50,7 +50,7 @@ def _random_layout(rng, *, host=False):
 
 
 def _random_case(rng):
-    """A graph of 3 to 9 calls, all four roles among them, and a layout for each."""
+    """Return a graph of 3 to 9 calls on all four roles, and a layout for each call."""
     keys, calls, plans, homes = ["prompt_ids", "prompt"], [], {}, {}
     extra = [rng.choice([*ROLES, "host"]) for _ in range(rng.randint(0, 5))]
     for number, role in enumerate(rng.sample([*ROLES, *extra], len(ROLES) + len(extra))):
@@ -113,13 +113,13 @@ def _operations(rank, numbered_actions):
 
 
 def _deposits(send):
-    """(head, who gets its samples first)"""
+    """Return pairs of a head and the rank of the target that receives its samples."""
     ranks = send.target.ranks
     return [(h, h if h in ranks else ranks[i % len(ranks)]) for i, h in enumerate(send.source.heads)]
 
 
 def _execute(actions_of):
-    """Runs all ranks until nobody can move; returns the ranks that are stuck, and where.
+    """Run all ranks until none can continue; return the ranks that are stuck, with their actions.
 
     Receivers take a peer's messages of one tag in the order in which they were sent.
     """
@@ -143,7 +143,7 @@ def _execute(actions_of):
                 taken = wires[peer, rank, tag].popleft()
                 assert taken == message, "a message meant for another action was received"
             elif operation[0] == "settle":
-                # What stands before the step; a run leaves more open, and so waits for less.
+                # Only the actions before this step; a real run leaves more in flight, and so waits for less.
                 if any(wire for (sender, *_), wire in wires.items() if sender == rank):
                     continue
             elif all(current[peer] == operation for peer in operation[1]):
@@ -170,7 +170,7 @@ def test_the_simulator_finds_deadlocks():
     assert _execute({0: [(0, send)], 1: [], 2: []}).keys() == {0}
     assert _execute({0: [], 1: both, 2: both}).keys() == {1, 2}
     assert _execute({0: both, 1: both, 2: []}).keys() == {1}
-    # The other one's messages under the same tag, sent first and received last:
+    # Two messages under the same tag, received in another order than they were sent:
     same_tag = Send(other, None, here, ("x",), there, tag=5)
     swapped = [(0, same_tag), (1, send), (2, receive), (3, Receive(other, (same_tag,), there, tag=7))]
     with pytest.raises(AssertionError, match="meant for another"):
@@ -191,7 +191,7 @@ def test_no_random_program_deadlocks():
     rng = random.Random(1)
     for _ in range(150):
         *_, actions = _compile(rng)
-        # No step may lean on a barrier at its end.
+        # No step may depend on a barrier at its end.
         steps = list(enumerate([None, *actions] * 3))
         assert _execute(dict.fromkeys(range(WORLD_SIZE), steps)) == {}
 
@@ -257,7 +257,7 @@ def _versions_seen(actions, homes, num_steps=3):
 
 
 def test_every_call_sees_the_parameters_that_it_would_see_in_one_process():
-    """Invariant 1 for graphs in which a role is used again after it has been trained, too."""
+    """Check invariant 1 also for graphs that use a role after training it."""
     rng = random.Random(3)
     for _ in range(150):
         graph, _, homes, actions = _compile(rng)
@@ -281,7 +281,7 @@ RATE = 0.3
 
 
 def _follow(world, task, out):
-    """Two steps of GRPO whose reference follows the actor, all in different layouts; exports both roles."""
+    """Run two steps of GRPO whose reference follows the actor, in different layouts; export both roles."""
     experiment = make_experiment("grpo", task)
     actor = experiment.actor
     experiment.ref = Role(actor.model, dtype="float64", random_init=True, follows="actor", follow_rate=RATE)

@@ -27,7 +27,7 @@ def _random_layout(rng):
 
 
 def _whole(rng, ids):
-    """All columns of all samples; the values tell key and sample apart."""
+    """Return all columns of all samples, with values that differ between keys and samples."""
     lengths = [rng.randrange(6) for _ in ids]
     total = sum(lengths)
     noise = torch.randn(total, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
@@ -47,7 +47,7 @@ def _whole(rng, ids):
 
 
 def _case(seed):
-    """Whole batch, sources as (layout, keys, positions by data shard), target and routing."""
+    """Return the whole batch, the sources as (layout, keys, indices by shard), target and routing."""
     rng = random.Random(seed)
     group_size, num_groups = rng.choice([1, 2, 3]), rng.randint(1, 6)
     first = group_size * rng.randrange(5)
@@ -100,7 +100,7 @@ def _assert_equal(ours, expected):
 
 
 def test_every_layout_receives_everything_once(pool):
-    """Each target rank's samples are cut from the whole by id; the shards together are the whole."""
+    """Compare each target rank's samples with those of the same ids; together the shards are the whole."""
     by_rank = pool.run(_move, 0)
     num_empty_shards = 0
     for case in range(NUM_CASES):
@@ -127,7 +127,7 @@ def test_every_layout_receives_everything_once(pool):
 
 
 def _minibatches_by_hand(ids, routing):
-    """Sample -> mini-batch, without a layout: consecutive groups, in parts as even as possible."""
+    """Return each sample's mini-batch: consecutive groups in parts as even as possible."""
     groups = sorted({i // routing.group_size for i in ids})
     num = routing.num_minibatches
     ends = np.arange(1, num + 1) * len(groups) // num
@@ -192,8 +192,8 @@ def test_merge_metrics_averages_by_weight_and_takes_the_slowest():
 
 
 def test_the_bandwidth_of_reallocations_is_measured_from_when_both_ends_are_ready():
-    """Rank 0 waits two seconds for its sender, rank 2; then 3 GB come in half a second. A second movement of
-    the step, the same way, brings 1 GB in 1.5 seconds."""
+    """Rank 0 waits two seconds for its sender, rank 2, and then receives 3 GB in half a second. Later in the
+    step it receives 1 GB in 1.5 seconds by the same transfer."""
     records = [StepRecord() for _ in range(3)]
 
     def moved(rank, start, end, received, *senders):

@@ -65,7 +65,7 @@ def task(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(pool, task):
-    """Kind -> what one process gets."""
+    """Return the results of one process by kind."""
     return {k: pool.run(run_plan, k, ("d1@0",) * len(calls), task)[0] for k, calls in ROLE_CALLS.items()}
 
 

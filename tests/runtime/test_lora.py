@@ -1,4 +1,4 @@
-"""Runs of roles with adapters: equal under all plans; what moves, what is shared, what is exported."""
+"""Runs of roles with adapters: results under all plans, reallocations, shared memory and exports."""
 
 import json
 import math
@@ -41,7 +41,7 @@ PLANS = [
 
 
 def _experiment(kind, task, lora=LORA, **changes):
-    """With larger steps than without adapters, as B starts from zero."""
+    """Return an experiment with a larger learning rate than without adapters, as B starts from zero."""
     experiment = make_experiment(kind, task, **changes)
     for name in ("actor", "critic") if kind == "ppo" else ("actor",):
         role = getattr(experiment, name)
@@ -68,7 +68,7 @@ def _run(world, kind, layouts, task, lora, out=None, changes=()):
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    """With a model in `base`."""
+    """Return the directory of a task, with a model in its folder `base`."""
     task = write_task(tmp_path_factory.mktemp("task"))
     save_weights(task / "base", build(HF_CONFIG, dtype=torch.float32))
     for file in task.glob("tokenizer*"):
@@ -85,7 +85,7 @@ def reference(pool, task):
 
 
 def _differences(ours, expected):
-    """What another plan has changed: "tokens", the last score, names of metrics by step."""
+    """Return what another plan has changed: "tokens", the last score, names of metrics by step."""
     found = ["tokens"] if ours[0] != expected[0] else []
     pairs = {"eval_last": (ours[2]["eval_last"], expected[2]["eval_last"])}
     for step, (metrics, wanted) in enumerate(zip(ours[1], expected[1], strict=True)):
@@ -140,7 +140,7 @@ def test_after_the_first_step_only_adapters_move(pool, task):
 
 
 def _memory(world, task, layouts):
-    """Whether this rank's reference is the actor's memory; models loaded; that training changes no base."""
+    """Run GRPO with adapters; return (reference and actor share memory, models loaded, base unchanged)."""
     program = compile_program(_experiment("grpo", task), _plan(layouts), world_size=4)
     with patch("realhf.engine.native.load_weights", wraps=load_weights) as loads:
         trainer = Trainer(program, world, quiet=True)
@@ -171,7 +171,7 @@ def test_the_reference_is_the_memory_beneath_the_adapters(pool, task, layouts, s
 
 @pytest.mark.parametrize("layouts", [_slow(PLANS[1]), PLANS[2]], ids="-".join)
 def test_exports_are_peft_directories(pool, task, tmp_path, layouts):
-    """Opened by PEFT they answer as the merged model does, and a run goes on from them."""
+    """Check that PEFT opens them with the merged model's outputs, and that a run continues from them."""
     import peft  # Here, as it takes seconds and workers do without it.
 
     outs = {}

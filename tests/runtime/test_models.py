@@ -1,4 +1,4 @@
-"""ModelStore on four processes: what shares memory, what moves, and when."""
+"""ModelStore on four processes: shared memory, and the order of reallocations."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_equal_shards_are_one(pool, tmp_path):
 
 
 def _steps(world, task):
-    """Events of the reallocations of three steps, and how many were on their way behind each."""
+    """Return events of the reallocations of three steps, and how many were in flight after each step."""
     program = _program(task, actor_generate="d4@0-3")
     store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
     context, experiment = HostContext(str(task)), program.experiment
@@ -83,7 +83,7 @@ def _train(world, task, out, layouts):
 
 @pytest.mark.parametrize("train", ["t2@0-1", "d2@0-1"])
 def test_an_export_takes_its_turn_among_the_reallocations(pool, tmp_path, train):
-    """Both talk on the same ranks, and what goes ahead of the next step is under way when it starts."""
+    """Both use the same ranks, and reallocations for the next step are in flight when the export starts."""
     layouts = {"actor_generate": "p2@0-1", "ref_forward": "d2@0-1", "actor_train": train}
     (out := tmp_path / "run").mkdir()
     metrics, *_ = pool.run(_train, write_task(tmp_path), out, layouts)

@@ -32,7 +32,7 @@ def task(tmp_path_factory):
 
 
 def _plan(layouts, **options):
-    """`options`: call -> option that it has."""
+    """Return a plan in which `options` maps calls to the option that they have."""
     entries = {name: {"layout": text} for name, text in layouts.items()}
     for name, option in options.items():
         entries[name][option] = True
@@ -63,13 +63,13 @@ def test_options_change_no_result(pool, task, kind, layouts, options):
 
 
 def _same(batch, context):
-    """Both reference calls gave the same to every token."""
+    """Assert that both reference calls returned the same log-probs."""
     pairs = zip(batch["ref_logprobs"].split(), batch["again_logprobs"].split(), strict=True)
     return {}, {"difference": max((a - b).abs().max().item() for a, b in pairs)}
 
 
 def _two_references(task):
-    """GRPO with a second call of the reference and a comparison."""
+    """Return GRPO with a second call of the reference and a comparison of both."""
     experiment = make_experiment("grpo", task, eval_dataset=None)
     again = FunctionCall("ref_again", "forward", SEQUENCE, ("again_logprobs",), role="ref", work=LogProbs())
     inputs = ("ref_logprobs", "again_logprobs")
@@ -85,8 +85,8 @@ def _device_bytes(store, program):
 
 
 def _steps(world, task, layouts, options, out):
-    """Per step the reference's bytes on the device behind it and the step's record; and the passes of a block
-    of the actor."""
+    """Return for each step the reference's bytes on the device after it and its record; also the number of
+    forward passes of a block of the actor."""
     program = compile_program(_two_references(task), _plan(layouts, **options), world_size=4)
     given = (world, program.roles, program.homes, program.actions)
     store = ModelStore(*given, seed=0, offloaded=program.offloaded)
@@ -178,7 +178,7 @@ def test_a_follower_cannot_be_offloaded(task):
 
 
 def test_an_evaluation_offloads_what_training_does(task):
-    """Calls that the plan leaves out have what their role's others have, those in it must agree."""
+    """Calls that the plan leaves out get the option of their role's other calls; those in it must agree."""
     experiment = make_experiment("ppo", task)
     assert experiment.reward == role(task, head="score", trainable=False)
     score = replace(experiment.reward_forward(), name="eval_reward")

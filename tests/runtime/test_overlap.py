@@ -1,4 +1,4 @@
-"""Steps follow one another without a barrier: ranks that have done their part of one begin the next."""
+"""There is no barrier between steps: ranks that have finished their part of one begin the next."""
 
 import json
 import time
@@ -29,7 +29,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class _Generated:
-    """Leaves a file when the step's samples are there."""
+    """Write a file when the step's samples have arrived."""
 
     directory: Path
 
@@ -40,7 +40,7 @@ class _Generated:
 
 @dataclass(frozen=True)
 class _Slow:
-    """Sleeps until the next step's samples are there."""
+    """Sleep until the next step's samples have arrived."""
 
     directory: Path
 
@@ -53,7 +53,7 @@ class _Slow:
 
 
 def _run(world, task, out):
-    """Steps whose last call runs long on a rank of its own; rank 0 has nothing to do."""
+    """Run steps whose last call runs long on its own rank; rank 0 has no call."""
     experiment = make_experiment("grpo", task, eval_dataset=None, steps=STEPS)
     slow = FunctionCall("slow", "host", ("prompt", "sequence_ids"), work=HostFunction(_Slow(out)))
     made = FunctionCall("generated", "host", ("sequence_ids",), work=HostFunction(_Generated(out)))

@@ -1,4 +1,4 @@
-"""What a person sees while a long call runs: which one, since when, how far it is."""
+"""Output during a long call: which call it is, how long it has run and how far it is."""
 
 import re
 import time
@@ -21,7 +21,7 @@ def task(tmp_path_factory):
 
 
 class _Noting(Activity):
-    """Keeps every line that somebody who looks all the time would see, without the seconds."""
+    """An Activity that keeps every line it would show, without the seconds."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ PLACES = {
 
 
 def _watched(world, task):
-    """What rank 0 says of itself, while rank 1 generates."""
+    """Return what rank 0 shows of itself while rank 1 generates."""
     real, world.activity = world.activity, _Noting()
     try:
         plan = ExecutionPlan.from_dict({"calls": {name: {"layout": place} for name, place in PLACES.items()}})

@@ -1,4 +1,4 @@
-"""What a person is warned of, in runs of one process; adapters of another model are in test_lora.py."""
+"""Warnings in runs of one process; those about adapters of another model are in test_lora.py."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ def task(tmp_path_factory):
 
 
 def _warnings(capsys, kind: str, task, **changes) -> list[str]:
-    """What a trainer of this experiment says before its first step, without the common beginning."""
+    """Return the warnings of a trainer before its first step, without their common beginning."""
     experiment = make_experiment(kind, task, **changes)
     Trainer(compile_program(experiment, None, world_size=1), World())
     start = "realhf: warning: "  # (Other libraries have warnings, too.)
@@ -143,7 +143,7 @@ def test_completions_beyond_the_learned_positions(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("label", [None, "right", 2, float("nan")])
-def test_labels_of_a_verifier_are_shares(task, label):
+def test_labels_of_a_reward_model_are_shares(task, label):
     rows = [{"prompt": "1", "completion": "2", "label": given} for given in (1, label)]
     reward = Role(str(task), head="score", optimizer=OptimizerConfig(), random_init=True)
     experiment = RewardModel(reward=reward, dataset=_dataset(task, rows), batch_size=1)

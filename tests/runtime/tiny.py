@@ -40,7 +40,7 @@ HF_CONFIG: dict[str, Any] = {
 
 
 def write_task(directory: Path) -> Path:
-    """Fills `directory` with config.json, a tokenizer and data.jsonl."""
+    """Write config.json, a tokenizer and data.jsonl into `directory`."""
     from transformers import (
         Qwen2Tokenizer,
     )  # Here, as the experiments below do not need it and it takes a second.
@@ -64,7 +64,7 @@ def write_task(directory: Path) -> Path:
 def some_reward(
     prompts: list[str], completions: list[str], completion_ids: list[list[int]], answer: list[str]
 ) -> list[float]:
-    """Differs between samples of an untrained model."""
+    """Return rewards that differ between samples of an untrained model."""
     return [sum(ids) % 7 / 7 + 0.1 * len(text) for ids, text in zip(completion_ids, completions, strict=True)]
 
 
@@ -95,7 +95,7 @@ def role(directory: Path, *, head: str = "lm", trainable: bool = True) -> Role:
 
 
 def make_experiment(kind: str, directory: Path, **changes: Any) -> Any:
-    """A `grpo`, `ppo` or `sft` experiment in float64 on the task in `directory`."""
+    """Return a `grpo`, `ppo` or `sft` experiment in float64 on the task in `directory`."""
     settings = common(directory) | changes
     actor = settings.pop("actor", None) or role(directory)
     if kind == "sft":
@@ -114,7 +114,7 @@ def make_experiment(kind: str, directory: Path, **changes: Any) -> Any:
 
 
 def recording(experiment: Any, recorder: Recorder) -> Any:
-    """The experiment with one more call, which shows `recorder` the generated tokens."""
+    """Return the experiment with one more call, which gives `recorder` the generated tokens."""
     call = FunctionCall("record", "host", ("sequence_ids",), work=HostFunction(recorder))
     graph = experiment.graph().add(call)
     experiment.graph = lambda: graph
