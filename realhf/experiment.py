@@ -91,7 +91,7 @@ class Experiment:
         raise TypeError(f"{type(self).__name__} must define graph()")
 
     def eval_graph(self) -> DataflowGraph | None:
-        """Return the calls of an evaluation, which must write `completion` and `score`; None: there is none."""
+        """Return the calls of an evaluation, which write `completion` and `score`; None: no evaluation."""
         return None
 
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
