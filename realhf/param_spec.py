@@ -57,8 +57,8 @@ class ParamSpec:
     in_file: InFile = InFile("")
     trainable: bool = True  # The optimizer changes it.
     limbs: int = 1
-    """Number of parts of a split float32 (nn/split_float32.py); if above 1, the first dim of `shape`. The sum of
-    the parts, which checkpoints hold, keeps float32 precision in a model of any dtype."""
+    """Parts of a split float32 (nn/split_float32.py); if above 1, the first dim of `shape`. Their sum,
+    which checkpoints hold, keeps float32 precision in a model of any dtype."""
 
     @property
     def numel(self) -> int:
