@@ -1,4 +1,4 @@
-"""The experiments of plan_accuracy.py: PPO with four roles, or GRPO, on a model of a size that is given."""
+"""The experiments of plan_accuracy.py: PPO with four roles, or GRPO, on a model of a given size."""
 
 import json
 import random
@@ -11,7 +11,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how much a step does with it."""
+    """The size of a model and of a step."""
 
     hidden: int
     mlp: int
@@ -31,8 +31,10 @@ SIZES = {
 
 
 def write_experiment(directory: Path, *, algorithm: str, size: Size, steps: int) -> Path:
-    """Writes model config, tokenizer, prompts and the experiment; its learning rate is zero, so that all
-    steps do the same work."""
+    """Write model config, tokenizer, prompts and the experiment, and return the experiment's path.
+
+    The learning rate is zero, so that all steps do the same work.
+    """
     from transformers import Qwen2Tokenizer
 
     specials = ["<pad>", "<eos>"]

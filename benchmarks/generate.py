@@ -1,32 +1,32 @@
-"""Our generation beside transformers' `generate` and its continuous batching (`generate_batch`).
+"""Compares our generation with transformers' `generate` and its continuous batching (`generate_batch`).
 
     make bench-setup
     python benchmarks/generate.py                                 # everything; about an hour
     python benchmarks/generate.py --models tiny --dtypes float32  # minutes
     python benchmarks/generate.py --quick                         # a try: one repetition of the tiny model
 
-All have the same random weights and prompts, sample at temperature 1 without filters, and use two threads;
-256 rows at once. Ours is one process or two of one thread each (layouts d1 and d2), whichever a trial
-finds faster. Workloads:
+All sides have the same random weights and prompts, sample at temperature 1 without filters, use two threads,
+and decode 256 rows at once. Our side is one process, or two of one thread each (layouts d1 and d2), whichever
+a trial finds faster. The workloads are:
 
-- equal: prompts of 16 to 32 tokens, 64 new ones, nobody ends early;
-- spread: four times as many, whose lengths are geometric with a mean of a quarter of the 64; `generate`
-  gets them in four batches;
-- shared: 32 prompts of 192 tokens, 8 samples of each, of 32 tokens.
+- equal: prompts of 16 to 32 tokens with 64 new tokens each; no row ends early;
+- spread: four times as many prompts, with lengths that are geometric with a mean of a quarter of 64;
+  `generate` gets them in four batches;
+- shared: 32 prompts of 192 tokens, with 8 samples of 32 tokens each.
 
-Each way is a process of its own that has loaded before; they take turns, each time another one first. A
-speed is response tokens really made (padding is none) per second of the whole call, prefill included; a ratio
-is the median over repetitions of ours to theirs in the same one. Memory is the peak of the process less what
-it had before the model was loaded.
+Each side is a separate process that has loaded its model before. They take turns, and each time another one
+is first. The speed is the number of response tokens (without padding) per second of the whole call, with
+prefill. The ratio is ours to theirs in the same repetition, as a median over repetitions. The memory is the
+peak of the process minus what it had before the model was loaded.
 
-Decode efficiency: seconds per decoding step, from equal calls with few and with all new tokens, which differ
-in nothing but the number of steps, beside what the machine allows: FLOPs at the fastest measured matrix
-product, or bytes (weights, cached keys and values, logits) at the measured speed of a copy, whichever takes
-longer.
+The seconds of a decoding step come from two calls, with few and with all new tokens, that differ only in the
+number of steps. Decode efficiency compares them with what the machine allows: the time of the FLOPs at the
+fastest measured matrix product, or of the bytes (weights, cached keys and values, logits) at the measured
+speed of a copy, whichever is longer.
 
 On a machine that is not idle, `ratio_of_cpu_seconds` in the JSON is a better guide than `ratio`.
 
-Exit code 1: a goal was missed.
+The exit code is 1 if a goal was missed.
 """
 
 import argparse
@@ -47,7 +47,8 @@ from workloads import SIZES, Scene, config_of, sequences, write_model
 
 ROWS = 256
 GOALS = {"equal": 1.5, "spread": 3.0, "shared": 4.0}
-_CONTINUOUS_GOAL, _DECODE_GOAL = 1.0, 0.5
+_CONTINUOUS_GOAL = 1.0
+_DECODE_GOAL = 0.5
 _FEW_TOKENS = 8
 _SCRATCH_BYTES = 2 << 30
 _RIVALS = ("generate", "generate_batch")
@@ -74,7 +75,7 @@ def model_of(scene: Scene) -> Path:
 
 
 def prepare(scene: Scene) -> dict[str, Any]:
-    """Settings of the sides; writes the model and the prompts that they name, unless they are there."""
+    """Return the settings of the sides, after writing the prompts and, if it is missing, the model."""
     workload = WORKLOADS[scene.workload]
     if not model_of(scene).exists():
         write_model(model_of(scene), scene.size, end_probability=workload.end_probability)
@@ -89,8 +90,9 @@ def prepare(scene: Scene) -> dict[str, Any]:
 
 
 def run(scene: Scene, *, repeats: int, rivals: Sequence[str]) -> dict[str, Any]:
-    """A row of the table."""
-    settings, most = prepare(scene), WORKLOADS[scene.workload].max_new_tokens
+    """Return a row of the table."""
+    settings = prepare(scene)
+    most = WORKLOADS[scene.workload].max_new_tokens
     with ExitStack() as stack:
         ranks = best_ranks(settings, most)
         ours = stack.enter_context(Replicas(OURS, settings, count=ranks))
@@ -109,7 +111,7 @@ def run(scene: Scene, *, repeats: int, rivals: Sequence[str]) -> dict[str, Any]:
 
 
 def best_ranks(settings: dict[str, Any], most: int) -> int:
-    """Whether one process with both threads or two with one each, as `d2`, are the faster of ours."""
+    """Return which is faster for our side: 1 process with both threads, or 2 with one each (`d2`)."""
     seconds = {}
     for count in (1, 2):
         with Replicas(OURS, settings, count=count) as ours:
@@ -121,7 +123,7 @@ def best_ranks(settings: dict[str, Any], most: int) -> int:
 def summary(
     answers: dict[str, list[dict[str, Any]]], base: dict[str, int], *, num_samples: int
 ) -> dict[str, Any]:
-    """Medians of the sides, and ours relative to the others."""
+    """Return the medians of the sides, and the ratios of ours to the others."""
     speeds = {name: [a["tokens"] / a["seconds"] for a in found] for name, found in answers.items()}
     peaks = {name: max(a["peak_bytes"] for a in found) - base[name] for name, found in answers.items()}
     cpu = {name: [a["tokens"] / a["cpu_seconds"] for a in found] for name, found in answers.items()}
@@ -143,7 +145,7 @@ def summary(
 
 
 def decode(scene: Scene, ours: Replicas, *, most: int, repeats: int) -> dict[str, float]:
-    """Achieved and attainable seconds of a decoding step."""
+    """Return the achieved and the attainable seconds of a decoding step."""
     asks = {n: partial(ours.ask, max_new_tokens=n) for n in (_FEW_TOKENS, most)}
     answers = alternate({str(n): ask for n, ask in asks.items()}, repeats=repeats)
     with Side(OURS, prepare(scene)) as alone:
@@ -182,7 +184,9 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
     for column in (*words[:2], *columns):
         limits.add_column(column, justify="left" if column in words else "right")
     for row in rows:
-        speed, ratio, mib = row["tokens_per_second"], row["ratio"], row["peak_mib"]
+        speed = row["tokens_per_second"]
+        ratio = row["ratio"]
+        mib = row["peak_mib"]
         others = [f"{speed[r]:.0f} ({ratio[r]:.2f})" if r in ratio else "-" for r in _RIVALS]
         theirs = f"{mib['generate']:.0f}" if "generate" in mib else "-"
         speeds.add_row(
@@ -212,7 +216,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.models, args.dtypes, args.repeats = ["tiny"], ["float32"], 1
-    hardware, rows = machine(), []
+    hardware = machine()
+    rows = []
     with scratch_directory(_SCRATCH_BYTES) as scratch:
         for size in args.models:
             for dtype in args.dtypes:

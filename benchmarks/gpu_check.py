@@ -1,13 +1,13 @@
-"""Everything that a GPU is needed for, in one command: the tests marked `gpu`, then the speed.
+"""Runs everything that needs a GPU, in one command: the tests marked `gpu`, then the measurements of speed.
 
     python benchmarks/gpu_check.py --json gpu.json
     python benchmarks/gpu_check.py --only models nccl        # some of the checks
     python benchmarks/gpu_check.py --device cpu              # a try of the checks themselves, with tiny sizes
 
-Each check is a process of its own with a limit of time: what one does, the others do not feel. Tests run some
-at a time, then what is measured runs alone. Results are printed and written as they come.
+Each check is a separate process with a time limit, so that a failure does not affect the others. Some tests
+run at the same time; the measurements then run alone. Results are printed and written as they come.
 
-Exit code 1: a check failed; 2: there is no CUDA device.
+The exit code is 1 if a check failed, and 2 if there is no CUDA device.
 """
 
 import argparse
@@ -28,12 +28,14 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-_ROOM_BYTES, _LAST_LINES, _TESTS_AT_ONCE = 16 << 30, 40, 4
+_SCRATCH_BYTES = 16 << 30
+_LAST_LINES = 40
+_TESTS_AT_ONCE = 4
 _SHARED = Path("/dev/shm")
 
 
 class Check(NamedTuple):
-    """A file of tests/gpu, or the words after gpu_speed.py and a device."""
+    """A check: a file of tests/gpu, or arguments of gpu_speed.py."""
 
     about: str
     seconds: int
@@ -56,10 +58,12 @@ CHECKS = {
 
 
 def run_check(name: str, device: str, scratch: Path) -> dict[str, Any]:
-    """Its result: `status`, `seconds`, what it found, and the end of its output."""
-    check, directory = CHECKS[name], scratch / name
+    """Run a check, and return its `status`, its `seconds`, its findings, and the end of its output."""
+    check = CHECKS[name]
+    directory = scratch / name
     directory.mkdir()
-    found, python = directory / "found", [sys.executable, "-u"]
+    found = directory / "found"
+    python = [sys.executable, "-u"]
     if check.tests:
         command = [*python, "-m", "pytest", "-v", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider",
                    f"tests/gpu/{check.tests}", f"--junitxml={found}"]  # fmt: skip
@@ -88,7 +92,7 @@ def run_check(name: str, device: str, scratch: Path) -> dict[str, Any]:
 
 
 def _run(command: list[str], environment: dict[str, str], output: Path, *, seconds: float) -> int | None:
-    """The exit code; None: it had to be ended."""
+    """Run a command and return its exit code; None if it was ended after `seconds`."""
     with output.open("w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -97,7 +101,7 @@ def _run(command: list[str], environment: dict[str, str], output: Path, *, secon
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:  # With all that it has started.
+            if process.poll() is None:  # End the processes that it has started, too.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
@@ -115,7 +119,7 @@ def _environment(device: str, directory: Path) -> dict[str, str]:
 
 
 def _tests(report: Path) -> Iterator[dict[str, Any]]:
-    """Outcomes and figures of the tests of a JUnit report."""
+    """Yield the outcome and the figures of each test of a JUnit report."""
     for case in ElementTree.parse(report).iter("testcase"):
         outcomes = {"failure": "failed", "error": "failed", "skipped": "skipped"}
         notes = [child for child in case if child.tag in outcomes]
@@ -129,7 +133,7 @@ def _tests(report: Path) -> Iterator[dict[str, Any]]:
 
 
 def _figures(found: dict[str, Any]) -> str:
-    """What was measured, on one line."""
+    """Return the measurements as a line of text."""
     if "ratio" not in found:
         peak, copy = (found["bfloat16"][key] for key in ("peak_flops", "copy_bytes_per_second"))
         name = found.get("gpu", "cpu")
@@ -147,10 +151,12 @@ def _figures(found: dict[str, Any]) -> str:
 
 
 class Report:
-    """Prints results as they come, and keeps all of them in a file."""
+    """A report that prints results as they come, and keeps all of them in a file."""
 
     def __init__(self, path: Path | None, device: str) -> None:
-        self._path, self._device, self._results = path, device, dict[str, Any]()
+        self._path = path
+        self._device = device
+        self._results = dict[str, Any]()
 
     def add(self, name: str, result: dict[str, Any]) -> None:
         self._results[name] = result
@@ -173,7 +179,7 @@ class Report:
 
 
 def run_all(names: list[str], device: str, report: Report, *, at_once: int) -> None:
-    """Tests, so many at once; then one by one what is measured. The environment comes first."""
+    """Run the environment check, then the tests, `at_once` at a time, then the measurements one by one."""
     with _scratch() as scratch:
         tests = [name for name in names if CHECKS[name].tests]
         first = [name for name in names if name == "environment"]
@@ -190,8 +196,8 @@ def run_all(names: list[str], device: str, report: Report, *, at_once: int) -> N
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """In memory where there is room."""
-    in_memory = _SHARED.is_dir() and shutil.disk_usage(_SHARED).free > _ROOM_BYTES
+    """Make a temporary directory, in memory if there is enough."""
+    in_memory = _SHARED.is_dir() and shutil.disk_usage(_SHARED).free > _SCRATCH_BYTES
     with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=_SHARED if in_memory else None) as path:
         yield Path(path)
 
@@ -208,7 +214,7 @@ def main() -> int:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         parser.error(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
     if args.device == "cuda":
-        import torch  # Only for this question: the checks are other processes.
+        import torch  # Imported only here: the checks are other processes.
 
         if not torch.cuda.is_available():
             print("gpu_check: there is no CUDA device (torch.cuda.is_available() is false)", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""What gpu_check.py measures, one kind in a process:
+"""Measures speed for gpu_check.py, one kind per process:
 
     python benchmarks/gpu_speed.py environment|generation|training DEVICE OUT.json [equal|spread]
 
-Both sides run in this process, in turns, in bfloat16 on the same random weights. `model` is "1b" of
-workloads.py on CUDA, "tiny" on the CPU. Of the memory each side's own counts, its weights included.
+Both sides run in this process, in turns, in bfloat16 on the same random weights. The model is "1b" of
+workloads.py on CUDA, "tiny" on the CPU. The memory of a side includes its weights, but not the other side's.
 """
 
 import gc
@@ -34,21 +34,22 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
 from realhf.graph import FunctionCall
 
-DTYPE, PINNED_BYTES = "bfloat16", 1 << 28
+DTYPE = "bfloat16"
+PINNED_BYTES = 1 << 28
 OPTIMIZER = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.01}
 
 
 class Scale(NamedTuple):
-    """How much is done on a device."""
+    """The sizes of the measurements on a device."""
 
     model: str
-    rows: int  # At once.
+    rows: int  # Decoded at once.
     prompt_tokens: tuple[int, int]
     few_tokens: int
     new_tokens: int
-    sequences: int  # Of a training batch.
+    sequences: int  # Per training batch.
     sequence_tokens: int
-    micro_batch_sequences: int  # Of the other side's; ours has as many tokens.
+    micro_batch_sequences: int  # For the other side; our micro-batches have as many tokens.
     repeats: int
 
 
@@ -70,8 +71,10 @@ class Device(NamedTuple):
         return SCALES["cuda" if self.is_cuda else "cpu"]
 
     def measured(self, work: Callable[[], dict[str, Any]], *, own_bytes: int = 0) -> dict[str, Any]:
-        """What `work` gives, with its seconds and its peak of memory: `own_bytes`, which it has all the time,
-        and what it needs besides."""
+        """Return the result of `work` with its seconds and its peak memory.
+
+        The peak is `own_bytes`, which the side always has, plus what the work adds.
+        """
         if self.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -87,7 +90,7 @@ class Device(NamedTuple):
         return torch.cuda.memory_allocated() if self.is_cuda else 0
 
     def profile(self, work: Callable[[], object], *, rows: int = 14) -> dict[str, Any]:
-        """Where the time of `work` goes: the seconds of the call, of its kernels, the longest of these."""
+        """Profile `work`: return the seconds of the call, of its kernels, and the longest kernels."""
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if self.is_cuda else []
         with torch.profiler.profile(activities=kinds) as profiler:
@@ -102,7 +105,7 @@ class Device(NamedTuple):
 
 
 def environment(device: Device, _: str) -> dict[str, Any]:
-    """The machine and its limits."""
+    """Return the machine and its limits."""
     found: dict[str, Any] = {
         "python": sys.version.split()[0], "torch": torch.__version__,
         "transformers": transformers.__version__, "flash_attn": find_spec("flash_attn") is not None,
@@ -131,21 +134,24 @@ def _driver() -> str:
 
 
 def generation(device: Device, workload: str) -> dict[str, Any]:
-    """Tokens per second beside those of `generate`, and of a decoding step what it takes and what it might.
+    """Compare tokens per second with those of `generate`, and a decoding step with what the machine allows.
 
-    equal: `rows` samples of as many tokens; spread: four times as many samples of geometric lengths.
+    equal: `rows` samples of the same length; spread: four times as many samples of geometric lengths.
     """
-    scale, directory = device.scale, _directory()
+    scale = device.scale
+    directory = _directory()
     end = 4 / scale.new_tokens if workload == "spread" else 0.0
     write_model(directory, scale.model, end_probability=end, dtype=DTYPE, device=device.name)
     gc.collect()
-    config, (first, last) = config_of(scale.model), scale.prompt_tokens
+    config = config_of(scale.model)
+    first, last = scale.prompt_tokens
     count = scale.rows * (4 if workload == "spread" else 1)
     lengths = [first + i % (last - first + 1) for i in range(count)]
     prompts = sequences(lengths, vocab_size=config.vocab_size)
     sides = {"ours": partial(_our_generation, device, directory, prompts),
              "generate": partial(_their_generation, device, directory, prompts)}  # fmt: skip
-    made, own = {}, {}
+    made = {}
+    own = {}
     for name, side in sides.items():
         before = device.allocated()
         made[name] = side()
@@ -176,7 +182,8 @@ def _our_generation(
 ) -> Callable[[int], dict[str, Any]]:
     engine = engine_of({"model": str(directory), "dtype": DTYPE}, World(device=device.name))
     columns = {"prompt_ids": Packed.of([torch.tensor(prompt) for prompt in prompts])}
-    batch, given = Batch(list(range(len(prompts))), columns), sum(map(len, prompts))
+    batch = Batch(list(range(len(prompts))), columns)
+    given = sum(map(len, prompts))
 
     def run(new_tokens: int) -> dict[str, Any]:
         work = Generate(SamplingConfig(max_new_tokens=new_tokens), max_rows=device.scale.rows)
@@ -206,15 +213,17 @@ def _their_generation(
 
 
 def training(device: Device, workload: str) -> dict[str, Any]:
-    """Tokens per second of an optimizer step beside a loop over padded micro-batches, and their share of the
-    peak. bfloat16 is mixed precision on both sides: theirs is autocast.
+    """Compare optimizer steps with a loop over padded micro-batches: tokens per second, share of the peak.
 
-    equal: sequences of one length; spread: twice as many, geometric with a mean of a quarter.
+    bfloat16 is mixed precision on both sides: theirs is autocast. equal: sequences of one length; spread:
+    twice as many, geometric with a mean of a quarter.
     """
-    scale, directory = device.scale, _directory()
+    scale = device.scale
+    directory = _directory()
     write_model(directory, scale.model, end_probability=0.0, device=device.name)
     gc.collect()
-    config, lengths = config_of(scale.model), [scale.sequence_tokens] * scale.sequences
+    config = config_of(scale.model)
+    lengths = [scale.sequence_tokens] * scale.sequences
     if workload == "spread":
         lengths = geometric_lengths(
             2 * scale.sequences, mean=scale.sequence_tokens / 4, most=scale.sequence_tokens)
@@ -226,14 +235,15 @@ def training(device: Device, workload: str) -> dict[str, Any]:
         "optimizer": OPTIMIZER, "micro_batch": micro_batch,
     }  # fmt: skip
     before = device.allocated()
-    ours, middle = train_step(settings, World(device=device.name)), device.allocated()
+    ours = train_step(settings, World(device=device.name))
+    middle = device.allocated()
     theirs = _padded_loop(device, directory, rows)
-    theirs()  # Makes the optimizer's state.
+    theirs()  # Allocates the optimizer's state.
     asks: dict[str, Any] = {
         "ours": partial(device.measured, ours, own_bytes=middle - before),
         "padded": partial(device.measured, theirs, own_bytes=device.allocated() - middle),
     }
-    ours()  # As many steps as theirs.
+    ours()  # Both sides have then made as many steps.
     answers = alternate(asks, repeats=scale.repeats)
     tokens = {name: [answer | {"tokens": sum(lengths)} for answer in x] for name, x in answers.items()}
     limits = measure_limits(DTYPE, device.name)
@@ -248,12 +258,13 @@ def training(device: Device, workload: str) -> dict[str, Any]:
 
 
 def _padded_loop(device: Device, directory: Path, rows: list[list[int]]) -> Callable[[], dict[str, Any]]:
-    """What Trainer does."""
+    """Return a train step over padded micro-batches, as Trainer does it."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device.name).train()
     betas = (OPTIMIZER["betas"][0], OPTIMIZER["betas"][1])  # type: ignore[index]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=betas, weight_decay=0.01, fused=True)
-    size, targets = device.scale.micro_batch_sequences, sum(len(row) - 1 for row in rows)
+    size = device.scale.micro_batch_sequences
+    targets = sum(len(row) - 1 for row in rows)
 
     def run() -> dict[str, Any]:
         loss = torch.zeros((), device=device.name)
@@ -272,7 +283,7 @@ def _padded_loop(device: Device, directory: Path, rows: list[list[int]]) -> Call
 
 
 def _speeds(answers: dict[str, list[dict[str, Any]]], rival: str) -> dict[str, Any]:
-    """Medians, and ours relative to the other's in the same repetition."""
+    """Return the medians of both sides, and the ratio of ours to the other's in the same repetition."""
     rates = {name: [a["tokens"] / a["seconds"] for a in found] for name, found in answers.items()}
     return {
         "tokens_per_second": {name: statistics.median(rate) for name, rate in rates.items()},
@@ -288,7 +299,7 @@ def _median(answers: list[dict[str, Any]]) -> float:
 
 
 def _directory() -> Path:
-    """In memory where there is one; it goes with the process that started this one."""
+    """Make a scratch directory; the process that started this one removes it."""
     return Path(tempfile.mkdtemp(prefix="model-"))
 
 

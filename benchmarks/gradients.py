@@ -1,13 +1,13 @@
-"""Train steps of two replicas on two hosts: gradients summed during the backward pass, and after it.
+"""Times train steps of two replicas on two hosts, with gradients summed during the backward pass or after it.
 
     python benchmarks/gradients.py                    # as root; minutes
     python benchmarks/gradients.py --mbit 500 --tokens 1024 --repeats 3
 
-The hosts are network namespaces with one rank of one thread each, joined by a wire of --mbit each way. Both
-ways train the same model of 100M parameters in float32 on the same sequences, in turns, by the same engine:
-one cuts the gradients into sections, which are summed while the backward pass goes on (ModelSpec.sections),
-the other has them in one. Half of the gradients must cross the wire each way. Exit code 1: a goal was missed;
-2: no namespaces can be made here.
+The hosts are network namespaces with one rank of one thread each, joined by a link of --mbit each way. Both
+ways train the same model of 100M parameters in float32 on the same sequences, in turns, with the same engine.
+One splits the gradients into sections, which are summed while the backward pass continues
+(ModelSpec.sections); the other has a single section. Half of the gradients must cross the link each way. The
+exit code is 1 if a goal was missed, and 2 if no namespaces can be made here.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _LENGTH = 256
 
 
 def work(rank: int, address: str, args: argparse.Namespace) -> dict[str, list[float]]:
-    """On every rank: seconds of a step by way, and of one whose gradients stay where they are ("alone")."""
+    """Return, on every rank, the seconds of steps by way; "alone" is a step that does not sum gradients."""
     world = meet(rank, address, ranks_per_host=1)
     steps = {way: step_of(world, "d2@0-1", tokens=args.tokens, **how) for way, how in WAYS.items()}
     steps["alone"] = step_of(World(), "d1@0", tokens=args.tokens)
@@ -59,7 +59,7 @@ def work(rank: int, address: str, args: argparse.Namespace) -> dict[str, list[fl
                 seconds[way].append(time.perf_counter() - start)
         if rank == 0:
             progress(f"repetition {repeat}: {({way: times[-1:] for way, times in seconds.items()})}")
-    world.control.barrier()  # Rank 0 keeps the store until all are done.
+    world.control.barrier()  # Rank 0 keeps the store alive until all are done.
     return seconds
 
 
@@ -69,8 +69,10 @@ def model(**changes: Any) -> ModelSpec:
 
 
 def step_of(world: World, layout: str, *, tokens: int, **changes: Any) -> Callable[[], object]:
-    """An optimizer step on so many tokens of this rank. What it gives back is not gathered: in a run that is
-    part of the reallocation."""
+    """Return an optimizer step on so many tokens of this rank.
+
+    The step does not gather the new weights, because in a run this is part of the reallocation.
+    """
     spec = model(**changes)
     engine = NativeEngine(spec, Layout.parse(layout), world, dtype="float32", optimizer=OptimizerConfig())
     engine.load(None, seed=0)
@@ -78,7 +80,8 @@ def step_of(world: World, layout: str, *, tokens: int, **changes: Any) -> Callab
     ids = [torch.tensor(row) for row in rows]
     mask = [torch.ones(len(row)) for row in rows]
     columns = {"sequence_ids": Packed.of(ids), "response_mask": Packed.of(mask)}
-    batch, work = Batch(list(range(len(rows))), columns), TrainStep(CrossEntropy())
+    batch = Batch(list(range(len(rows))), columns)
+    work = TrainStep(CrossEntropy())
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
     return partial(engine.run, call, [batch], micro_batch_tokens=tokens, gather=False)
 
@@ -111,7 +114,7 @@ def main() -> int:
         "seconds": seconds, "wire_seconds": wire, "num_sections": sections, "ratio": ratio,
         "beside_computing": {"after": statistics.median(apart), "during": statistics.median(left)},
     }  # fmt: skip
-    found = Table(title=f"Seconds of a train step; the wire alone needs {wire:.2f}")
+    found = Table(title=f"Seconds of a train step; the link alone needs {wire:.2f}")
     for column in ("gradients", "sections", "seconds", "of these beside computing"):
         found.add_column(column, justify="left" if column == "gradients" else "right")
     for way, count in (("during", sections), ("after", 1)):

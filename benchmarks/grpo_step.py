@@ -1,32 +1,32 @@
-"""A whole GRPO step beside that of TRL's GRPOTrainer; and ours on two processes beside one.
+"""Compares a whole GRPO step with that of TRL's GRPOTrainer, and ours on two processes with ours on one.
 
     make bench-setup
     python benchmarks/grpo_step.py                                 # everything; about an hour
     python benchmarks/grpo_step.py --models tiny --dtypes float32  # minutes
     python benchmarks/grpo_step.py --quick                         # a try: one repetition of the tiny model
 
-A step answers 32 prompts 8 times with up to 64 tokens, scores the answers by a function, and makes one
-optimizer step; no KL term, so no reference. Ours runs an experiment as `realhf run` does, in one process or
-in two of one thread each (layouts d1 and d2), whichever a trial finds faster.
-Both have the same random weights, prompts and hyperparameters, two threads, and of the micro-batches
-within 3 % of the fastest here the one with the least memory (it is tried first; `--micro-batch OURS THEIRS
---ranks N` saves that time).
-bfloat16 is mixed precision on both sides: theirs is `bf16=True`, ours bfloat16 weights with a float32 master
-copy. Lengths:
+A step answers 32 prompts 8 times with up to 64 tokens, scores the answers with a function, and makes one
+optimizer step. There is no KL term, and so no reference. Our side runs an experiment as `realhf run` does, in
+one process or in two of one thread each (layouts d1 and d2), whichever a trial finds faster. Both sides have
+the same random weights, prompts and hyperparameters, and two threads. Of the micro-batches within 3 % of the
+fastest, each side takes the one with the least memory. A trial finds it; `--micro-batch OURS THEIRS --ranks
+N` saves the time for that. bfloat16 is mixed precision on both sides: theirs is `bf16=True`, ours has
+bfloat16 weights with a float32 master copy. The lengths are:
 
 - equal: every answer has 64 tokens;
 - spread: they are geometric with a mean of about a quarter of 64.
 
-Both are processes that have loaded before and take turns, each time the other one first. A ratio is the
-median over repetitions of their seconds per answer token to ours (on equal lengths that is: per step).
-Losses and gradient norms are compared on the same answers, with log-probs of an earlier policy made up.
+Both sides are processes that have loaded before. They take turns, and each time the other one is first. The
+ratio is their seconds per answer token to ours, as a median over repetitions; with equal lengths this is the
+ratio per step. Losses and gradient norms are compared on the same answers, with invented log-probs of an
+earlier policy.
 
-Two processes of one thread against one of two: the demo's experiment after its warm-up, by `realhf run`, in
-turns; seconds of its calls say where the rest goes.
+To compare two processes of one thread with one process of two, `realhf run` runs the demo's experiment after
+its warm-up, in turns. The seconds of its calls show which of them differ.
 
 On a machine that is not idle, `ratio_of_cpu_seconds` in the JSON is a better guide than `ratio`.
 
-Exit code 1: a goal was missed.
+The exit code is 1 if a goal was missed.
 """
 
 import argparse
@@ -51,7 +51,9 @@ WORKLOADS = ("equal", "spread")
 GOALS = {"equal": 1.3, "spread": 2.5}
 _SCALING_GOAL = 0.9
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
-_PROMPTS, _GROUP, _MAX_NEW = 32, 8, 64
+_PROMPTS = 32
+_GROUP = 8
+_MAX_NEW = 64
 _OUR_TRIES, _THEIR_TRIES = (2048, 4096, 8192, 16384, 32768), (8, 16, 32, 64, 128, 256)
 _OPTIMIZER = {"lr": 1e-6, "betas": [0.9, 0.99], "weight_decay": 0.0}
 _SCRATCH_BYTES = 2 << 30
@@ -59,8 +61,9 @@ _EXAMPLES = HERE.parent / "examples"
 
 
 def prepare(scene: Scene) -> dict[str, Any]:
-    """Settings of the sides; writes the model and the prompts that they name."""
-    model, data = scene.directory / f"{scene.size}-{scene.workload}", scene.directory / f"{scene.size}.jsonl"
+    """Return the settings of the sides, after writing the model and the prompts that they name."""
+    model = scene.directory / f"{scene.size}-{scene.workload}"
+    data = scene.directory / f"{scene.size}.jsonl"
     if not model.exists():
         write_model(model, scene.size, end_probability={"equal": 0.0, "spread": 1 / 16}[scene.workload])
     prompts = texts([16 + i % 17 for i in range(4 * _PROMPTS)])
@@ -72,14 +75,17 @@ def prepare(scene: Scene) -> dict[str, Any]:
 
 
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks: int) -> dict[str, Any]:
-    """A row of the table."""
-    settings, tried = prepare(scene), dict[str, list[Trial]]()
+    """Return a row of the table."""
+    settings = prepare(scene)
+    tried = dict[str, list[Trial]]()
     if micro_batch is not None:
         sizes = dict(zip(("ours", "trl"), micro_batch, strict=True))
     else:
         ours_tried = [t for n in (1, 2) for t in try_micro_batches(OURS, settings, _OUR_TRIES, ranks=n)]
-        theirs_tried, chosen = try_micro_batches(THEIRS, settings, _THEIR_TRIES), best(ours_tried)
-        sizes, ranks = {"ours": chosen.micro_batch, "trl": best(theirs_tried).micro_batch}, chosen.ranks
+        theirs_tried = try_micro_batches(THEIRS, settings, _THEIR_TRIES)
+        chosen = best(ours_tried)
+        sizes = {"ours": chosen.micro_batch, "trl": best(theirs_tried).micro_batch}
+        ranks = chosen.ranks
         tried = {"ours": ours_tried, "trl": theirs_tried}
         progress(f"{scene.name}: tried {tried}")
     with (
@@ -116,8 +122,9 @@ def median(answers: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def compare_losses(scene: Scene, settings: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Loss and gradient norm of both sides on the same 32 answers."""
-    rng, count = random.Random(0), 32
+    """Return the loss and the gradient norm of both sides on the same 32 answers."""
+    rng = random.Random(0)
+    count = 32
     lengths = geometric_lengths(count, mean=16, most=_MAX_NEW, seed=2)
     vocab_size = config_of(scene.size).vocab_size
     prompts = sequences([16 + i % 17 for i in range(count)], vocab_size=vocab_size, seed=3)
@@ -141,7 +148,7 @@ def compare_losses(scene: Scene, settings: dict[str, Any]) -> dict[str, dict[str
 
 
 def scaling(directory: Path, *, repeats: int, steps: int) -> dict[str, Any]:
-    """Seconds per step of the demo's experiment on one process and on two, and of its calls."""
+    """Return the seconds of steps and calls of the demo's experiment, on one process and on two."""
     _realhf(directory, "sft", 1, directory / "sft", [])
     warm = json.loads((directory / "sft" / "summary.json").read_text())["hf_dir"]
     found: dict[str, list[list[dict[str, float]]]] = {"one": [], "two": []}
@@ -165,7 +172,7 @@ def scaling(directory: Path, *, repeats: int, steps: int) -> dict[str, Any]:
 
 
 def _realhf(directory: Path, example: str, nproc: int, out: Path, words: list[str]) -> None:
-    """`realhf run` of an example on processes with two threads in all."""
+    """Run an example with `realhf run` on processes that have two threads in total."""
     command = [sys.executable, "-m", "realhf", "run", str(_EXAMPLES / f"{example}.py"), "--nproc", str(nproc)]
     path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"OMP_NUM_THREADS": str(2 // nproc), "PYTHONPATH": path}
@@ -184,7 +191,8 @@ def goals(rows: Sequence[dict[str, Any]], scaled: dict[str, Any] | None) -> list
         found.append(Goal(f"{name}: ours / TRL", row["ratio"], at_least=GOALS[row["workload"]]))
         for key, what in (("loss", "losses"), ("grad_norm", "gradient norms")):
             ours, theirs = (row["equal_data"][side][key] for side in ("ours", "trl"))
-            apart, most = 1000 * abs(ours / theirs - 1), 1000 * _LOSS_TOLERANCE[row["dtype"]]
+            apart = 1000 * abs(ours / theirs - 1)
+            most = 1000 * _LOSS_TOLERANCE[row["dtype"]]
             found.append(Goal(f"{name}: {what} apart, relative, x 1000", apart, at_most=most))
     if scaled is not None:
         what = "two processes of one thread / one of two, steps per second"
@@ -194,7 +202,8 @@ def goals(rows: Sequence[dict[str, Any]], scaled: dict[str, Any] | None) -> list
 
 def tables(rows: Sequence[dict[str, Any]], scaled: dict[str, Any] | None) -> list[Table]:
     made = Table(title="Seconds of a GRPO step (micro-batch: our tokens, their sequences)")
-    words, each = ("model", "dtype", "lengths"), ("micro", "MiB", "mean tokens")
+    words = ("model", "dtype", "lengths")
+    each = ("micro", "MiB", "mean tokens")
     for column in (*words, "our ranks", "ours", *each, "TRL", *each, "ratio", "our generation", "training"):
         made.add_column(column, justify="left" if column in words else "right")
     forms = {"seconds": ".2f", "micro_batch": "d", "peak_mib": ".0f", "response_length": ".1f"}
@@ -230,7 +239,9 @@ def main() -> int:
     if args.quick:
         args.models, args.dtypes, args.repeats, args.no_scaling = ["tiny"], ["float32"], 1, True
         args.micro_batch = args.micro_batch or [16384, 64]
-    hardware, rows, scaled = machine(), [], None
+    hardware = machine()
+    rows = []
+    scaled = None
     with scratch_directory(_SCRATCH_BYTES) as scratch:
         for size in args.models:
             for dtype in args.dtypes:

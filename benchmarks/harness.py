@@ -1,4 +1,4 @@
-"""What the benchmarks share: starting ranks, timing rivals side by side, goals, and the report."""
+"""Shared parts of the benchmarks: starting ranks, timing rivals in turns, goals, and the report."""
 
 import json
 import math
@@ -26,10 +26,10 @@ from rich.table import Table
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
-    """Results by rank of `fn(rank, num_ranks, store, *args)`, each in a fresh process with one thread.
+    """Run `fn(rank, num_ranks, store, *args)` in a fresh process of one thread per rank; return the results.
 
-    The store is ours to keep alive, on a port that the system chooses. The first exception of a rank ends the
-    others and is raised here with its traceback as a note.
+    This process keeps the store alive, on a port that the system chooses. The first exception of a rank ends
+    the others and is raised here with its traceback as a note.
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # before the fork server imports torch
     context = multiprocessing.get_context("forkserver")
@@ -78,7 +78,7 @@ def _rank_main(
         pipe.send((None, fn(rank, num_ranks, store, *args)))
     except BaseException:
         pipe.send((traceback.format_exc(), None))
-    orphaned.join()  # the parent ends us; leaving early would break the others' connections
+    orphaned.join()  # The parent ends this process: to leave early would break the others' connections.
 
 
 def _end_with_parent() -> None:
@@ -90,7 +90,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def scratch_directory(need_bytes: int) -> Iterator[str]:
-    """A directory in memory (tmpfs) when there is room; also a terminated run removes it."""
+    """Make a directory, in memory (tmpfs) if there is enough; even a run that is terminated removes it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     shared = "/dev/shm"
     in_memory = os.path.isdir(shared) and shutil.disk_usage(shared).free > need_bytes
@@ -103,9 +103,9 @@ def scratch_directory(need_bytes: int) -> Iterator[str]:
 def time_interleaved(
     rivals: Mapping[str, Callable[[], object]], *, repeats: int, barrier: Callable[[], object]
 ) -> dict[str, list[float]]:
-    """This rank's seconds per rival and repetition.
+    """Return this rank's seconds per rival and repetition.
 
-    Every repetition runs all rivals, each time another first, so that a slow moment of the machine hits all.
+    Every repetition runs all rivals and starts with another one, so that a slow moment affects all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     names = list(rivals)
@@ -120,7 +120,7 @@ def time_interleaved(
 
 
 def median_of_slowest(by_rank: Sequence[Sequence[float]]) -> float:
-    """A repetition takes as long as its slowest rank; the median over repetitions."""
+    """Return the median over repetitions, each of which takes as long as its slowest rank."""
     return statistics.median(max(times) for times in zip(*by_rank, strict=True))
 
 
@@ -129,7 +129,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What the timings depend on."""
+    """Return the properties of the machine and the software that timings depend on."""
     cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -140,7 +140,7 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a benchmark promises: `value` is at least `at_least` or at most `at_most`, whichever is given."""
+    """A goal of a benchmark: `value` is at least `at_least`, or at most `at_most`, whichever is given."""
 
     what: str
     value: float
@@ -154,12 +154,12 @@ class Goal:
 
 
 def progress(text: str) -> None:
-    """A line on standard error; standard output is for the result."""
+    """Print a line on standard error; standard output is for the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def report(document: dict[str, Any], *, tables: Sequence[Table], goals: Sequence[Goal], as_json: bool) -> int:
-    """Prints one JSON document, or tables and goals, and returns the exit code: 1 when a goal is missed."""
+    """Print one JSON document, or tables and goals; return the exit code, which is 1 if a goal is missed."""
     if as_json:
         document = {**document, "goals": [{**asdict(goal), "met": goal.met} for goal in goals]}
         print(json.dumps(document, indent=2))

@@ -1,18 +1,19 @@
-"""Reads a sharded checkpoint into models of several layouts and compares with safetensors alone.
+"""Reads a sharded checkpoint into models of several layouts, and compares this with safetensors alone.
 
     python benchmarks/load.py                    # 2 GiB of bfloat16 on 4 processes
     python benchmarks/load.py --mib 256 --layouts t4 --repeats 3
 
-In every repetition all ways read into the same memory, each time another one first; a time is the median over
-repetitions of the slowest rank's. The files are in the page cache. Exit code 1: a goal was missed.
+In every repetition all ways read into the same memory, and each time another one is first. The time is that
+of the slowest rank, as a median over repetitions. The files are in the page cache. The exit code is 1 if a
+goal was missed.
 
-- `load_weights`: ours, every rank its own regions;
-- `get_slice`: the same regions by `safetensors.safe_open`, copied into the model;
-- `load_file`: `safetensors.torch.load_file`, copied into memory, each process as large a share of the files
-  as it holds of the model.
+- `load_weights` is ours: every rank reads its own regions.
+- `get_slice` reads the same regions with `safetensors.safe_open`, and copies them into the model.
+- `load_file` is `safetensors.torch.load_file`, copied into memory. A process reads as large a share of the
+  files as it holds of the model.
 
-Memory is that of the whole process, all kinds of pages, at its peak while `load_weights` runs for the first
-time, less what it had before the model was made.
+The memory is the peak of all pages of the process during the first `load_weights`, minus what it had before
+the model was built.
 """
 
 import argparse
@@ -42,7 +43,8 @@ from realhf.region import region_slices
 
 NPROC = 4
 LAYOUTS = ("t4", "d2t2", "p4", "d4")
-_MAX_EXTRA_MIB, _MAX_RATIO = 256, 1.5
+_MAX_EXTRA_MIB = 256
+_MAX_RATIO = 1.5
 _TIMEOUT_SECONDS = 600.0
 
 
@@ -55,7 +57,7 @@ class Settings:
 
 
 def llama(mib: int) -> ModelSpec:
-    """A Llama with Llama-3-8B's ratios in as many layers as make `mib` of bfloat16, at least four."""
+    """Return a Llama with Llama-3-8B's ratios and enough layers for `mib` of bfloat16, but at least four."""
     width = 2048 if mib >= 1024 else 512
     shape = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16 * width,
@@ -68,7 +70,7 @@ def llama(mib: int) -> ModelSpec:
 
 
 def write(rank: int, nproc: int, store: dist.Store, settings: Settings) -> None:
-    """The checkpoint: random bits, of which no bfloat16 is a NaN."""
+    """Write the checkpoint: random bits that are no NaN as bfloat16."""
     world = World(rank=rank, size=nproc, store=store, timeout_seconds=_TIMEOUT_SECONDS)
     model = make(settings.mib, world, f"t{nproc}")
     bits = model.flat.view(torch.int16)
@@ -84,7 +86,7 @@ def make(mib: int, world: World, layout: str) -> Transformer:
 
 
 def status_mib(key: str) -> float:
-    """VmRSS (memory now) or VmHWM (its peak) of this process."""
+    """Return VmRSS (memory now) or VmHWM (its peak) of this process in MiB."""
     found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
@@ -92,11 +94,12 @@ def status_mib(key: str) -> float:
 
 def measure(rank: int, nproc: int, store: dist.Store, settings: Settings, layout: str) -> dict[str, Any]:
     world = World(rank=rank, size=nproc, store=store, timeout_seconds=_TIMEOUT_SECONDS)
-    Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
     before = status_mib("VmRSS")
     model = make(settings.mib, world, layout)
     assert load_weights(settings.directory, model) == []
-    shard, peak = model.flat.nbytes / 2**20, status_mib("VmHWM") - before
+    shard = model.flat.nbytes / 2**20
+    peak = status_mib("VmHWM") - before
     wanted = checksum(model)
     files = sorted(Path(settings.directory).glob("*.safetensors"))
     share = model.groups.layout.tp * model.groups.layout.pp
@@ -119,7 +122,7 @@ def checksum(model: Transformer) -> int:
 def read_slices(files: list[Path], model: Transformer) -> None:
     for file in files:
         with safe_open(file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 (it is no mapping)
+            for name in reader.keys():  # noqa: SIM118 (the reader is no mapping)
                 if name in model.regions:
                     part = reader.get_slice(name)[region_slices(model.regions[name])]
                     model.shards()[name].copy_(part)
@@ -163,7 +166,8 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     args = parser.parse_args()
-    hardware, rows = harness.machine(), []
+    hardware = harness.machine()
+    rows = []
     with harness.scratch_directory(7 * args.mib << 20) as scratch:
         settings = Settings(args.mib, args.repeats, tuple(args.layouts), scratch)
         harness.run_ranks(write, NPROC, settings)

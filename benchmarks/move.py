@@ -1,4 +1,4 @@
-"""One move of a model's weights, as one rank sees it: what it holds, what it wants, who has what."""
+"""A move of a model's weights from one layout to another, from the view of one rank."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from realhf.realloc.execute import Reallocator
 from realhf.region import Region, region_size
 
 DTYPE = torch.float32
-Copies = list[tuple[torch.Tensor, torch.Tensor]]  # destination, source
+Copies = list[tuple[torch.Tensor, torch.Tensor]]  # Pairs of destination and source.
 
 
 class Shards:
-    """What a rank holds: views of one flat buffer in table order, as nn.Transformer has them."""
+    """The parameters that a rank holds, as views of one flat buffer in table order, as in nn.Transformer."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World) -> None:
         self.regions = spec.held_by(layout, world.rank)
@@ -26,16 +26,17 @@ class Shards:
         self.tensors = shards_of(self.flat, self.regions)
 
     def view(self, name: str, region: Region) -> torch.Tensor:
-        """`region` (in global indices) of what is held here."""
+        """Return the view of `region` (in global indices), which this rank holds."""
         return self.tensors[name][within(region, self.regions[name])]
 
 
 @dataclass(frozen=True)
 class Move:
-    """One move as one rank sees it; `holders` is who has which region of each parameter at the source.
+    """A move from the view of one rank; `holders` has the ranks that hold each region at the source.
 
-    All ranks build it in step, since the Reallocators meet the others. The `messenger` sends messages where
-    the `reallocator` looks into its neighbours' memory. `scratch` is a directory for all.
+    All ranks must build it at the same time, because the Reallocators communicate. The `messenger` sends
+    messages in cases where the `reallocator` reads its neighbours' memory. All ranks share the directory
+    `scratch`.
     """
 
     spec: ModelSpec
@@ -66,7 +67,7 @@ class Move:
         return self.world.rank
 
     def into_target(self, name: str, region: Region, values: torch.Tensor) -> Copies:
-        """The copy of what of `values` (of `region`) is wanted here: one or none."""
+        """Return the copy of the part of `values` (of `region`) that this rank wants: one or none."""
         common = overlap(region, self.wanted.regions.get(name))
         if common is None:
             return []
@@ -74,7 +75,7 @@ class Move:
 
 
 def overlap(one: Region, other: Region | None) -> Region | None:
-    """The box that two regions share, if there is one."""
+    """Return the box that two regions share, if there is one."""
     if other is None:
         return None
     spans = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]

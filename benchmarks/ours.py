@@ -1,4 +1,4 @@
-"""Our side of generate.py, train.py and grpo_step.py: see sides.py for how it is spoken to."""
+"""Our side of generate.py, train.py and grpo_step.py; sides.py describes the protocol."""
 
 import gc
 import json
@@ -36,9 +36,10 @@ GENERATED = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
 
 
 def engine_of(settings: dict[str, Any], world: World | None = None) -> NativeEngine:
-    """Trainable when the settings have the fields of an optimizer; data-parallel over all ranks."""
+    """Return an engine, data-parallel over all ranks; it is trainable if the settings have an optimizer."""
     optimizer = OptimizerConfig(**settings["optimizer"]) if "optimizer" in settings else None
-    spec, world = model_spec(ModelConfig.load(settings["model"])), world or World()
+    spec = model_spec(ModelConfig.load(settings["model"]))
+    world = world or World()
     layout = Layout.parse(f"d{world.size}@0-{world.size - 1}")
     engine = NativeEngine(spec, layout, world, dtype=settings["dtype"], optimizer=optimizer)
     engine.load(Path(settings["model"]), seed=0)
@@ -46,8 +47,9 @@ def engine_of(settings: dict[str, Any], world: World | None = None) -> NativeEng
 
 
 def generate(desk: Desk) -> None:
-    """Prompts, each `group` times, in one call."""
-    settings, base = desk.settings, memory_bytes("VmRSS")
+    """Generate for all prompts, each `group` times, in one call."""
+    settings = desk.settings
+    base = memory_bytes("VmRSS")
     engine = engine_of(settings)
     prompts = json.loads(Path(settings["data"]).read_text())
     index, count = settings.get("part", (0, 1))
@@ -72,10 +74,11 @@ def generate(desk: Desk) -> None:
 
 
 class SecondRank:
-    """The second rank of a side, if it has two: a process that runs `follow(settings, world, leader)`."""
+    """The second rank of a side that has two: a process that runs `follow(settings, world, leader)`."""
 
     def __init__(self, follow: Callable[..., None], settings: dict[str, Any]) -> None:
-        ranks, store = settings.get("ranks", 1), None
+        ranks = settings.get("ranks", 1)
+        store = None
         self._pipe: Connection | None = None
         if ranks == 2:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -86,7 +89,7 @@ class SecondRank:
         self.world = World(size=ranks, store=store)
 
     def wait(self) -> int:
-        """Until it is there; the memory of both before the model is loaded."""
+        """Wait until the rank has started; return the memory of both before the model is loaded."""
         base = memory_bytes("VmRSS")
         return base if self._pipe is None else base + self._pipe.recv()
 
@@ -95,7 +98,7 @@ class SecondRank:
             self._pipe.send(None)
 
     def finish(self) -> dict[str, float]:
-        """Waits for the other one; what it took."""
+        """Wait for the second rank, and return its cost."""
         return {} if self._pipe is None else self._pipe.recv()
 
 
@@ -115,9 +118,11 @@ def _of_both(cost: dict[str, float], theirs: dict[str, float]) -> dict[str, floa
 
 
 def train(desk: Desk) -> None:
-    """Optimizer steps of the causal language model's loss, every time on the same sequences."""
-    settings, other = desk.settings, SecondRank(_train_along, desk.settings)
-    base, step = other.wait(), train_step(settings, other.world)
+    """Make optimizer steps of the causal language model's loss, always on the same sequences."""
+    settings = desk.settings
+    other = SecondRank(_train_along, desk.settings)
+    base = other.wait()
+    step = train_step(settings, other.world)
     desk.answer(base_bytes=base)
     for request in desk.requests():
         if request["do"] == "limits":
@@ -147,7 +152,8 @@ def train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str,
     rows = [rows[i] for i in balance([len(row) for row in rows], world.size)[world.rank]]
     mask = [(torch.arange(len(row)) > 0).float() for row in rows]
     columns = {"sequence_ids": Packed.of(rows), "response_mask": Packed.of(mask)}
-    batch, engine = Batch(list(range(len(rows))), columns), engine_of(settings, world)
+    batch = Batch(list(range(len(rows))), columns)
+    engine = engine_of(settings, world)
     gc.collect()
     gc.freeze()  # As a Trainer does.
     work = TrainStep(CrossEntropy())
@@ -156,14 +162,16 @@ def train_step(settings: dict[str, Any], world: World) -> Callable[[], dict[str,
 
 
 class Paced(Trainer):
-    """Takes a step when it is asked for one, and lets the other rank take it, too."""
+    """A Trainer that makes a step on each request, together with the other rank."""
 
     def pace(self, desk: Desk, other: SecondRank) -> None:
-        self._desk, self._other, self._requests = desk, other, desk.requests()
+        self._desk = desk
+        self._other = other
+        self._requests = desk.requests()
 
     def _step(self, step: int) -> StepRecord:
         if next(self._requests, None) is None:
-            raise SystemExit  # Nobody asks any more.
+            raise SystemExit  # The benchmark has ended.
         with Measured() as measured:
             self._other.start()
             record = super()._step(step)
@@ -176,7 +184,7 @@ class Paced(Trainer):
 
 
 class Led(Trainer):
-    """The other rank's: takes a step when the first one does."""
+    """The Trainer of the other rank, which makes a step when the first one does."""
 
     def follow(self, leader: Connection) -> None:
         self._leader = leader
@@ -190,13 +198,13 @@ class Led(Trainer):
 
 
 def grpo(desk: Desk) -> None:
-    """Steps of a GRPO experiment by the runtime in `ranks` processes; with a batch in the settings, its
-    loss."""
+    """Make steps of a GRPO experiment in `ranks` processes; or compute the loss of the settings' batch."""
     settings = desk.settings
     if "batch" in settings:
         return _policy_loss(desk)
     other = SecondRank(_grpo_along, settings)
-    base, trainer = other.wait(), Paced(_program(settings), other.world, quiet=True)
+    base = other.wait()
+    trainer = Paced(_program(settings), other.world, quiet=True)
     trainer.pace(desk, other)
     desk.answer(base_bytes=base)
     trainer.run()
@@ -224,7 +232,7 @@ def _program(settings: dict[str, Any]) -> Program:
 
 
 def _policy_loss(desk: Desk) -> None:
-    """Loss and gradient norm of the policy loss on given samples."""
+    """Compute the policy loss and its gradient norm on given samples."""
     settings = desk.settings
     rows = json.loads(Path(settings["batch"]).read_text())
     names = (*GENERATED[:3], "advantages")
@@ -237,7 +245,8 @@ def _policy_loss(desk: Desk) -> None:
         columns["gen_logprobs"].append(torch.tensor(zeros + row["logprobs"]))
         columns["advantages"].append(torch.tensor(zeros + [row["advantage"]] * after))
     batch = Batch(list(range(len(rows))), {name: Packed.of(values) for name, values in columns.items()})
-    engine, work = engine_of(settings), TrainStep(PolicyLoss(PolicyLossConfig()))
+    engine = engine_of(settings)
+    work = TrainStep(PolicyLoss(PolicyLossConfig()))
     call = FunctionCall("actor_train", "train_step", tuple(columns), role="actor", work=work)
     desk.answer()
     for _ in desk.requests():

@@ -1,9 +1,10 @@
-"""How well `realhf profile` and the planner's costs foresee real runs, on this machine, with two processes.
+"""Compares the planner's costs, with a profile of this machine, with real runs of two processes.
 
     python benchmarks/plan_accuracy.py [--json] [--size small|demo] [--algorithm ppo|grpo]
 
-Profiles, then runs plans of one experiment in turns, and compares seconds of steps and of calls. Of measured
-steps the lower quartile counts, as in the profile: what else happens on the machine only adds.
+It profiles the machine, runs plans of one experiment in turns, and compares seconds of steps and of calls.
+The lower quartile of the measured steps counts, as in the profile, because other work on the machine can only
+make a step longer.
 """
 
 import dataclasses
@@ -33,11 +34,11 @@ from realhf.planner.predict import predict, step_seconds
 from realhf.planner.profile import Profile, ProfiledRates
 
 NUM_RANKS = 2
-WARM_UP = 2  # Steps of each run that do not count.
+WARM_UP = 2  # The first steps of each run do not count.
 
 
 def plans_of(algorithm: str, tokens: int) -> dict[str, dict[str, str | tuple[str, int]]]:
-    """Name -> call -> layout, or layout and micro-batch tokens; `*` stands for all calls not named."""
+    """Return name -> call -> layout, or layout and micro-batch tokens; `*` stands for all other calls."""
     plans: dict[str, dict[str, Any]] = {
         "one rank": {"*": "d1@0"},
         "data": {"*": "d2@0-1"},
@@ -62,22 +63,22 @@ class Options:
     size: Literal["small", "demo"] = "small"
     algorithm: Literal["ppo", "grpo"] = "ppo"
     rounds: int = 3
-    """Every plan is run so often."""
+    """Number of runs of every plan."""
     steps: int = 8
     profile: Path | None = None
-    """One that exists, instead of measuring."""
+    """Use this profile instead of measuring one."""
     keep: Path | None = None
-    """Directory for the runs, which are measured again instead of repeated where they exist."""
+    """Directory for the runs; runs that exist in it are evaluated and not repeated."""
     cpu_clock: bool = False
-    """On a machine that others use: take the CPU seconds of calls, and steps that are made of these. What
-    calls wait for is left out then: bubbles of pipelines, latencies of tensor parallelism."""
+    """For a machine that others use: take the CPU seconds of calls, and sum them up to steps. This leaves out
+    waits: bubbles of pipelines, latencies of tensor parallelism."""
     json: bool = False
     """Print one JSON document."""
 
 
 @dataclass
 class Measured:
-    """Seconds of steps and, by name, of calls; what a call takes is that of its slowest rank."""
+    """The seconds of steps and, by name, of calls; a call takes as long as its slowest rank."""
 
     steps: list[float] = field(default_factory=list)
     calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -132,7 +133,7 @@ def spearman(a: list[float], b: list[float]) -> float:
 def run_all(
     directory: Path, experiment: Path, plans: dict[str, ExecutionPlan], options: Options
 ) -> dict[str, Measured]:
-    """Every plan in turns."""
+    """Run all plans in turns."""
     measured = {name: Measured() for name in plans}
     for turn in range(options.rounds):
         for number, name in enumerate(plans):
@@ -172,7 +173,8 @@ def show(rows: list[dict[str, Any]], about: dict[str, Any], options: Options) ->
 
 
 def main(options: Options) -> int:
-    before, size = machine(), SIZES[options.size]
+    before = machine()
+    size = SIZES[options.size]
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as scratch:
         directory = Path(scratch) if options.keep is None else options.keep
         directory.mkdir(exist_ok=True, parents=True)
@@ -194,7 +196,7 @@ def main(options: Options) -> int:
         planned.save(directory / f"plan-{len(plans) - 1}.yaml")
         measured = run_all(directory, path, plans, options)
         lengths = [x for m in measured.values() for x in m.response_tokens]
-        taken = measured["data"].calls  # What host functions take is the user's to say.
+        taken = measured["data"].calls  # In an experiment, the user gives the seconds of host functions.
         host = [lower_quartile(taken[call.name]) for call in experiment.graph().calls if call.kind == "host"]
         expected = dataclasses.replace(
             experiment.expected, response_tokens=statistics.fmean(lengths),
@@ -202,7 +204,8 @@ def main(options: Options) -> int:
         problem = problem_of(dataclasses.replace(experiment, expected=expected), rates.cluster)
     rows = []
     for name, plan in plans.items():
-        predicted, own = predict(problem, rates, plan), measured[name]
+        predicted = predict(problem, rates, plan)
+        own = measured[name]
         if options.cpu_clock:
             taken = {call.name: lower_quartile(own.calls[call.name]) for call in problem.model_calls}
             own.steps = [step_seconds(problem, rates, plan, taken)]

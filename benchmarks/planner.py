@@ -1,15 +1,17 @@
-"""The planner on PPO and GRPO of 7B to 70B models on 8 to 1024 H100s: how good its plans are, how near to the
-best by its own proof, and how long it searches.
+"""Plans PPO and GRPO of 7B to 70B models on 8 to 1024 H100s: quality of the plans, gaps and search times.
 
     python benchmarks/planner.py --no-metropolis
     python benchmarks/planner.py --only ppo-70b --devices 64
     python benchmarks/planner.py --write plans/scenarios
 
-Nothing runs but the search: seconds per step are those of the cost model. Plans are compared with (a) the
-heuristic of ReaL's evaluation, tp=8 in every host and the rest a pipeline, for every call on all devices,
-with the best options that fit together ("-" where none do); (b) the best single layout of all calls on all
-devices; (c) ReaL's search by Metropolis-Hastings on our costs, with ten times our search time. Search seconds
-are of one core (CPU time), as the search's limit is. Exit code 1: a goal was missed.
+Only the search runs: seconds per step are those of the cost model. Plans are compared with
+
+- (a) the heuristic of ReaL's evaluation: tp=8 in every host and the rest a pipeline, for every call on all
+  devices, with the best options that fit together ("-" if none do);
+- (b) the best single layout of all calls on all devices;
+- (c) ReaL's search by Metropolis-Hastings on our costs, with ten times our search time.
+
+Search seconds are CPU seconds of one core, as in the search's limit. The exit code is 1 if a goal was missed.
 """
 
 import argparse
@@ -39,23 +41,27 @@ from realhf.planner.evaluate import SearchSpace  # noqa: E402
 from realhf.planner.make import Planned, make_plan  # noqa: E402
 from realhf.planner.rates import Rates  # noqa: E402
 
-GAP = 0.001  # At which the search ends.
+GAP = 0.001  # The search ends at this gap.
 NO_SLOWER = 1 - 1e-6
-HEURISTIC_MEAN = 1.35  # That of ReaL's published speedups over its heuristic.
+HEURISTIC_MEAN = 1.35  # The mean of ReaL's published speedups over its heuristic.
 GAPS = {16: 0.01, 128: 0.05, 1024: 0.10}
-"""Devices, and how large gaps may be on that many (and fewer)."""
+"""Number of devices -> the largest gap allowed on that many (and fewer)."""
 SECONDS = {64: 2.0, 1024: 20.0}
 START_SECONDS = 0.5
 METROPOLIS_TIMES = 10
 _SHIPPED = {"7b": "llama-7b", "13b": "llama-13b", "32b": "qwen2.5-32b", "34b": "codellama-34b",
             "70b": "llama-70b"}  # fmt: skip
 _CLUSTERS = {8: "h100-1x8", 16: "h100-2x8", 64: "h100-8x8", 128: "h100-16x8", 1024: "h100-128x8"}
-_PROMPT_TOKENS, _GROUP_SIZE = 1024, 8
+_PROMPT_TOKENS = 1024
+_GROUP_SIZE = 8
 _RIVALS = {"heuristic": "(a) heuristic", "symmetric": "(b) one layout", "metropolis": "(c) Metropolis"}
 
 
 class Scenario(NamedTuple):
-    """`models` are actor and critic of PPO, the actor of GRPO; references and rewards are of their sizes."""
+    """An experiment and its cluster.
+
+    `models` are PPO's actor and critic, or GRPO's actor. References and reward models have their sizes.
+    """
 
     algorithm: str
     models: tuple[str, ...]
@@ -72,7 +78,7 @@ class Scenario(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Return the number of sequences per step."""
         if self.context == "2k":
             return 512 if self.devices <= 128 else 4096
         return {128: 256, 1024: 2048}.get(self.devices, 128)
@@ -87,12 +93,12 @@ SCENARIOS = [
 
 
 def right(completions: list[str], answer: list[str]) -> list[float]:
-    """A reward function; it is never called."""
+    """Stand in for a reward function; it is never called."""
     raise NotImplementedError
 
 
 def experiment_of(case: Scenario) -> Experiment:
-    """The experiment as a user would write it."""
+    """Return the experiment as a user would write it."""
     actor = Role(_SHIPPED[case.models[0]], dtype="bfloat16", optimizer=OptimizerConfig())
     common: dict[str, Any] = {
         "sampling": SamplingConfig(max_new_tokens=case.response_tokens),
@@ -108,7 +114,7 @@ def experiment_of(case: Scenario) -> Experiment:
     return PPO(actor=actor, critic=critic, reward=reward, batch_size=case.sequences, **common)
 
 
-# One row
+# One row of the results
 
 
 def time_limit(num_devices: int) -> float:
@@ -117,12 +123,13 @@ def time_limit(num_devices: int) -> float:
 
 
 def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str, Any]:
-    """The row of a scenario; without numbers and with the reason where nothing fits.
+    """Return the row of a scenario; if nothing fits, the row has the reason and no numbers.
 
-    The baseline (c) walks at most `most_seconds`; 0: not at all.
+    The baseline (c) searches for at most `most_seconds`; 0: it does not run.
     """
     cluster = Cluster.load(_CLUSTERS[case.devices])
-    problem, rates = problem_of(experiment_of(case), cluster), Rates(cluster)
+    problem = problem_of(experiment_of(case), cluster)
+    rates = Rates(cluster)
     row = {"name": case.name, "devices": case.devices, "context": case.context, "fits": False}
     started, began = time.monotonic(), time.process_time()
     try:
@@ -130,10 +137,12 @@ def run(case: Scenario, *, most_seconds: float, write: Path | None) -> dict[str,
     except ValueError as error:
         return {**row, "reason": str(error)}
     spent, wall = time.process_time() - began, time.monotonic() - started
-    ours, gap = float(planned.found.step_seconds), float(planned.found.gap)
+    ours = float(planned.found.step_seconds)
+    gap = float(planned.found.gap)
     if write is not None:
         planned.plan.save(write / f"{case.name}.yaml")
-    space, rule = planned.space, planned.heuristic
+    space = planned.space
+    rule = planned.heuristic
     rival = {"heuristic": rule.seconds if rule is not None and rule.fits else None}
     rival["symmetric"] = symmetric_seconds(space)
     walked = {}
@@ -159,9 +168,12 @@ def _layouts(planned: Planned) -> dict[str, str]:
 
 
 def symmetric_seconds(space: SearchSpace) -> float | None:
-    """The step's seconds if all calls run in one layout on all devices, the best one and each call with the
-    options that are best for the whole; None where no such plan fits."""
-    everywhere, best = Mesh(0, space.problem.cluster.num_devices), np.inf
+    """Return the step's seconds with the best single layout of all calls on all devices; None if none fits.
+
+    Each call has the options that are best for the whole step.
+    """
+    everywhere = Mesh(0, space.problem.cluster.num_devices)
+    best = np.inf
     common = set.intersection(
         *({c.strategy for c in unit.candidates if c.mesh == everywhere} for unit in space.groups)
     )
@@ -170,11 +182,11 @@ def symmetric_seconds(space: SearchSpace) -> float | None:
     return best if np.isfinite(best) else None
 
 
-def _best_options(
-    space: SearchSpace, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float
-) -> float:
-    """The shortest step in these layouts, all of them on all devices; infinity if none fits, or none that
-    takes less than `below`."""
+def _best_options(space: SearchSpace, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float) -> float:
+    """Return the shortest step in these layouts, all of them on all devices.
+
+    Returns infinity if no plan fits that takes less than `below`.
+    """
     picks = [
         np.array([i for i, c in enumerate(unit.candidates) if c.layout_key == key])
         for unit, key in zip(space.groups, keys, strict=True)
@@ -184,8 +196,9 @@ def _best_options(
     if resting + max(unit.running[pick].min() for unit, pick in columns) > space.capacity:
         return np.inf
     plans = np.stack(np.meshgrid(*picks, indexing="ij"), axis=-1).reshape(-1, len(picks))
-    # All share their devices: a step takes no less than its calls one after the other.
-    columns, best = list(zip(space.groups, plans.T, strict=True)), np.inf
+    # All calls share their devices, so that a step takes at least the sum of its calls.
+    columns = list(zip(space.groups, plans.T, strict=True))
+    best = np.inf
     least = np.sum([unit.seconds[pick].sum(axis=1) for unit, pick in columns], axis=0)
     order = np.argsort(least, kind="stable")
     for part in np.array_split(order, len(order) // 2048 + 1):
@@ -200,7 +213,7 @@ def _best_options(
 
 
 def start_seconds(*arguments: str) -> float:
-    """Of a `realhf` command as the shell sees it, the median of five."""
+    """Return the median of five times in seconds that a `realhf` command takes in the shell."""
     seconds = []
     for _ in range(5):
         began = time.monotonic()
@@ -214,7 +227,7 @@ def start_seconds(*arguments: str) -> float:
 
 
 def goals(rows: Sequence[dict[str, Any]], starts: dict[str, float]) -> list[Goal]:
-    """The promises that can be judged by the rows at hand, each by its worst row."""
+    """Return the goals that the rows at hand can decide, each with its worst row."""
     found = []
     for rival, title in _RIVALS.items():
         key = f"over_{rival}"
@@ -234,8 +247,9 @@ def goals(rows: Sequence[dict[str, Any]], starts: dict[str, float]) -> list[Goal
 def _worst(
     rows: Sequence[dict[str, Any]], key: str, title: str, most: dict[int, float], scale: float = 1.0
 ) -> list[Goal]:
-    """The worst row of every range of numbers of devices."""
-    found, fewer = [], 0
+    """Return a goal for every range of numbers of devices, with the worst row of each."""
+    found = []
+    fewer = 0
     for devices, limit in most.items():
         if some := [row for row in rows if fewer < row["devices"] <= devices]:
             worst = max(some, key=lambda row: row[key])
@@ -246,7 +260,7 @@ def _worst(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """All rows for people."""
+    """Return a table of all rows."""
     title = f"Plans, and their speed relative to:\n{', '.join(_RIVALS.values())}"
     plans = Table(title=title, padding=(0, 1, 0, 0))
     for column in ("scenario", "step s", "gap %", "wall s", "CPU s", "(a)", "(b)", "(c)"):
@@ -282,7 +296,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.write is not None:
         args.write.mkdir(parents=True, exist_ok=True)
-    hardware, rows = machine(), list[dict[str, Any]]()
+    hardware = machine()
+    rows = list[dict[str, Any]]()
     starts = {f"realhf {words}": start_seconds(*words.split()) for words in ("--help", "plan --help")}
     most_seconds = 0.0 if args.no_metropolis else args.most_seconds
     for case in SCENARIOS:

@@ -1,12 +1,13 @@
-"""Moves a model's weights between two hosts, and compares with what must cross the wire between them.
+"""Moves a model's weights between two hosts, and compares the bytes with those that must cross the link.
 
     python benchmarks/realloc_hosts.py                                    # as root; about two minutes
     python benchmarks/realloc_hosts.py --pairs "dense t4@0-3 d4@0-3" --mbit 100 --repeats 3
 
-The hosts are network namespaces with two ranks each, joined by a wire of --mbit each way. What must cross in
-a direction are the bytes that some rank on the receiving host wants and no rank there holds, each once, found
-on masks. The kernel counts what does cross, headers, acknowledgements and our barriers included. Exit code 1:
-a goal was missed; 2: no namespaces can be made here.
+The hosts are network namespaces with two ranks each, joined by a link of --mbit each way. The bytes that must
+cross in a direction are those that some rank on the receiving host wants and no rank there holds, each
+counted once; they are found with masks. The kernel counts the bytes that do cross, including headers,
+acknowledgements and our barriers. The exit code is 1 if a goal was missed, and 2 if no namespaces can be made
+here.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from realhf.region import region_slices
 
 RANKS_PER_HOST = 2
 MTU = 9000
-"""Jumbo frames, as in data centres: 1 % of headers. With 1500 bytes they alone would take 5 %."""
+"""Jumbo frames, as in data centres, have 1 % of headers; frames of 1500 bytes would have 5 %."""
 PAIRS = (
     "dense t4@0-3 d4@0-3",
     "dense d2@0-1 d4@0-3",
@@ -56,7 +57,7 @@ def parse(pair: str, mib: int) -> tuple[ModelSpec, Layout, Layout]:
 
 
 def must_cross_bytes(spec: ModelSpec, source: Layout, target: Layout) -> list[int]:
-    """By receiving host: bytes that some rank there wants and none there holds, each counted once."""
+    """Return, by receiving host, the bytes that some rank there wants and none there holds, counted once."""
     needed = []
     for first in (0, RANKS_PER_HOST):
         host = range(first, first + RANKS_PER_HOST)
@@ -70,7 +71,7 @@ def must_cross_bytes(spec: ModelSpec, source: Layout, target: Layout) -> list[in
 
 
 def work(rank: int, address: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """On every rank: one row per pair."""
+    """Return a row per pair, on every rank."""
     world = meet(rank, address, ranks_per_host=RANKS_PER_HOST)
     rows = []
     for pair in args.pairs:
@@ -80,16 +81,17 @@ def work(rank: int, address: str, args: argparse.Namespace) -> list[dict[str, An
         rows.append({"pair": pair, "num_rounds": move.reallocator.schedule.num_rounds, **row})
         if rank == 0:
             progress(f"{pair}: {statistics.median(row['seconds']):.3f} s")
-    world.control.barrier()  # Rank 0 keeps the store until all have their results.
+    world.control.barrier()  # Rank 0 keeps the store alive until all have their results.
     return rows
 
 
 def measure(move: Move, *, repeats: int) -> dict[str, Any]:
-    """The first run, checked, sets up connections and is not counted.
+    """Return, by repetition, the seconds of the slowest rank and the bytes that came to each host.
 
-    By repetition: seconds of the slowest rank, and bytes that came to each host.
+    The first run sets up connections: its result is checked, but its time is not counted.
     """
-    barrier, truth = move.world.control.barrier, Truth(move.spec)
+    barrier = move.world.control.barrier
+    truth = Truth(move.spec)
     truth.write(move)
     move.wanted.flat.fill_(-1)
     shards = (move.held.tensors or None, move.wanted.tensors or None)
@@ -107,7 +109,7 @@ def measure(move: Move, *, repeats: int) -> dict[str, Any]:
         barrier()
         sent.append(_sent_bytes() - before)
     everyones = move.world.control.all_gather_json({"seconds": seconds, "sent": sent, "wrong": wrong})
-    came = [everyones[rank]["sent"] for rank in (RANKS_PER_HOST, 0)]  # what the other host has sent
+    came = [everyones[rank]["sent"] for rank in (RANKS_PER_HOST, 0)]  # Each host gets what the other sends.
     return {
         "wrong": [name for one in everyones for name in one["wrong"]],
         "seconds": [max(times) for times in zip(*(one["seconds"] for one in everyones), strict=True)],
@@ -116,13 +118,13 @@ def measure(move: Move, *, repeats: int) -> dict[str, Any]:
 
 
 def _sent_bytes() -> int:
-    """What this host has put on the wire; what its ranks say to one another goes through `lo`."""
+    """Return the bytes that this host has sent over the link; messages inside the host use `lo`."""
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
 def judge(row: dict[str, Any], needed: list[int], *, mbit: int) -> dict[str, Any]:
-    """A row with its two ratios: most bytes counted over those needed, median of seconds over least."""
+    """Return a row with two ratios: most counted bytes to needed bytes, median seconds to least seconds."""
     least = max(needed) * 8 / (mbit * 1e6)
     return {
         **row, "must_cross_bytes": needed, "least_seconds": least,

@@ -1,10 +1,11 @@
-"""Moves a model's weights between layouts in six ways and compares: ours, four baselines, and the bare wire.
+"""Compares six ways to move a model's weights between layouts: ours, four baselines, and bare messages.
 
     python benchmarks/realloc_run.py                      # 2, 4 and 8 processes, 512 MiB, takes a while
     python benchmarks/realloc_run.py --nproc 4 --models experts --methods ours unpacked
 
-All methods run in the same processes on the same tensors, in turn; a time is the median over repetitions of
-the slowest rank's. Every method is checked against the full tensors first. Exit code 1: a goal was missed.
+All methods run in the same processes on the same tensors, in turn. The time is that of the slowest rank, as a
+median over repetitions. Every method is checked against the full tensors first. The exit code is 1 if a goal
+was missed.
 """
 
 import argparse
@@ -42,11 +43,11 @@ from realhf.region import region_slices
 
 _TIMEOUT_SECONDS = 600.0
 _SMALL_MIB = 512
-"""Below this a model is narrow, so that at least eight layers fit: for trying out, not for measuring."""
+"""A smaller model is narrow, so that at least eight layers fit; it serves to try the benchmark out."""
 
 
 def dense(mib: int) -> ModelSpec:
-    """A Llama with Llama-3-8B's ratios of width, MLP and heads, in as many layers as make `mib`."""
+    """Return a Llama with Llama-3-8B's ratios of width, MLP and heads, and enough layers for `mib`."""
     width = 1024 if mib >= _SMALL_MIB else 128
     shape = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 16 * width, "hidden_size": width,
@@ -56,7 +57,7 @@ def dense(mib: int) -> ModelSpec:
 
 
 def experts(mib: int) -> ModelSpec:
-    """A Qwen3-MoE with Qwen3-30B-A3B's ratio of width to expert: thousands of small tensors."""
+    """Return a Qwen3-MoE with Qwen3-30B-A3B's ratio of width to expert: thousands of small tensors."""
     width = 384 if mib >= _SMALL_MIB else 64
     shape = {
         "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 16 * width, "hidden_size": width,
@@ -71,18 +72,19 @@ MODELS = {"dense": dense, "experts": experts}
 
 
 def _sized(shape: dict[str, Any], mib: int) -> ModelSpec:
-    """With the fewest layers, but at least eight (for p8), that reach `mib` of float32."""
+    """Return a model with the fewest layers, but at least eight (for p8), that reach `mib` of float32."""
     one, two = (model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": n})).numel for n in (1, 2))
     layers = max(8, 1 + math.ceil(((mib << 18) - one) / (two - one)))
     return model_spec(ModelConfig.from_hf({**shape, "num_hidden_layers": layers}))
 
 
 def layout_pairs(model: str, nproc: int) -> list[tuple[Layout, Layout]]:
-    """The moves of an RLHF step, by rule and not by result: nothing is left out but what moves nothing.
+    """Return the moves of an RLHF step, chosen by rule and not by result.
 
-    Between training and generation on all ranks, there and back, with each of pipeline, tensor, data and
-    (for experts) expert parallelism on one of the sides; then the generator grows onto ranks that have
-    nothing yet, shrinks to the last half, and sits on ranks apart. `measure` drops what moves nothing.
+    They go between training and generation on all ranks, in both directions, with each of pipeline, tensor,
+    data and (for experts) expert parallelism on one of the sides. Then the generator grows onto ranks that
+    have nothing yet, shrinks to the last half, and is on separate ranks. `measure` drops pairs that move
+    nothing.
     """
     half, every = nproc // 2, f"0-{nproc - 1}"
     first, last = f"0-{half - 1}", f"{half}-{nproc - 1}"
@@ -121,7 +123,7 @@ class Settings:
 
 
 def measure(rank: int, nproc: int, store: dist.Store, settings: Settings) -> list[dict[str, Any]]:
-    """On every rank: one row per model and pair of layouts."""
+    """Return a row per model and pair of layouts, on every rank."""
     world = World(
         rank=rank, size=nproc, store=dist.PrefixStore("realhf", store), timeout_seconds=_TIMEOUT_SECONDS
     )  # fmt: skip
@@ -151,7 +153,7 @@ def measure(rank: int, nproc: int, store: dist.Store, settings: Settings) -> lis
 
 
 def measure_move(move: Move, settings: Settings) -> dict[str, Any]:
-    """Builds the methods, checks them, times them."""
+    """Build the methods, check them, and time them."""
     truth = Truth(move.spec)
     truth.write(move)
     rivals = {name: RIVALS[name](move) for name in settings.methods}
@@ -178,9 +180,9 @@ def measure_move(move: Move, settings: Settings) -> dict[str, Any]:
 
 
 class Truth:
-    """The values that every element must have; parameters are windows of one tensor, so nothing is computed.
+    """The values that every element must have. Parameters are windows of one tensor of consecutive numbers.
 
-    float32 counts to 2**24: beyond that neighbours get equal values, elements further apart still differ.
+    float32 counts to 2**24. Beyond that, neighbours have equal values, but elements further apart differ.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -196,7 +198,7 @@ class Truth:
             tensor.copy_(self.whole(name)[region_slices(move.held.regions[name])])
 
     def wrong(self, move: Move) -> list[str]:
-        """Names of parameters whose shard at the target is not the slice that it should be."""
+        """Return the names of parameters whose shard at the target is wrong."""
         wanted = ((n, t, region_slices(move.wanted.regions[n])) for n, t in move.wanted.tensors.items())
         return [name for name, tensor, index in wanted if not torch.equal(tensor, self.whole(name)[index])]
 
@@ -207,12 +209,12 @@ def _numbers(count: int) -> torch.Tensor:
 
 
 def ratios(rows: Sequence[dict[str, Any]], method: str) -> list[float]:
-    """How many times as long as ours a method took, by row."""
+    """Return, by row, the seconds of a method divided by ours."""
     return [row["seconds"][method] / row["seconds"]["ours"] for row in rows]
 
 
 def goals(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[Goal]:
-    """The promises that can be judged by the rows and methods at hand."""
+    """Return the goals that the rows and methods at hand can decide."""
     found = []
     if "ours" not in methods:
         return []
@@ -232,7 +234,7 @@ def goals(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[Goal]:
 
 
 def tables(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[Table]:
-    """Every move, then geometric means by model and number of processes."""
+    """Return a table of all moves, and one of geometric means by model and number of processes."""
     rivals = [method for method in methods if method != "ours"]
     has_ours = "ours" in methods
     moves = Table(title="Seconds by method (times ours)" if has_ours else "Seconds by method")
@@ -242,7 +244,8 @@ def tables(rows: Sequence[dict[str, Any]], methods: Sequence[str]) -> list[Table
     for column in ("model", "processes", *rivals):
         means.add_column(column, justify="left" if column == "model" else "right")
     for row in rows:
-        seconds, ours = row["seconds"], row["seconds"].get("ours")
+        seconds = row["seconds"]
+        ours = row["seconds"].get("ours")
         times = [f"{seconds[m]:.3f}" + (f" ({seconds[m] / ours:.2f})" if ours else "") for m in rivals]
         speed = (f"{ours:.3f}", f"{row['moved_bytes'] / ours / 1e9:.2f}") if ours else ("", "")
         moved = f"{row['moved_bytes'] / 2**20:.0f}", f"{row['over_bound']:.3f}"

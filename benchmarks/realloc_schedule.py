@@ -1,11 +1,11 @@
-"""Schedules of the movements of RLHF on 8 to 1024 H100s: how near to the bound, and how long they take to
-compute.
+"""Schedules the movements of RLHF on 8 to 1024 H100s: ratio to the bound, and time to compute the schedule.
 
     python benchmarks/realloc_schedule.py
     python benchmarks/realloc_schedule.py --models deepseek-v3 --only growing disjoint
 
-Nothing is moved. Seconds are of one core (CPU time, which other programs on the machine disturb least), the
-median of three, or of one where that takes more than two. Exit code 1: a goal was missed.
+Nothing is moved. Seconds are CPU seconds of one core, which other programs on the machine disturb least. They
+are the median of three runs, or one run if it takes more than two seconds. The exit code is 1 if a goal was
+missed.
 """
 
 import argparse
@@ -28,10 +28,11 @@ from realhf.region import region_size
 
 OVER_BOUND = 1.05
 SECONDS = {64: 1.0, 1024: 10.0}
-"""Devices, and within how many seconds schedules for that many (and fewer) are to be there."""
+"""Number of devices -> the most seconds for a schedule on that many (and fewer)."""
 _ITEMSIZE = 2  # bfloat16
-_HOSTS = (1, 2, 8, 16, 128)  # of the shipped clusters h100-*x8
-_REPEATS, _LONG_SECONDS = 3, 2.0
+_HOSTS = (1, 2, 8, 16, 128)  # The shipped clusters h100-*x8.
+_REPEATS = 3
+_LONG_SECONDS = 2.0
 
 
 class Case(NamedTuple):
@@ -45,9 +46,10 @@ TO_GENERATE, TO_TRAIN = "train -> generate", "generate -> train"
 COLOCATED, DISJOINT, GROWING, SHRINKING = "colocated", "disjoint", "growing", "shrinking"
 MOVEMENTS = (TO_GENERATE, TO_TRAIN, COLOCATED, DISJOINT, GROWING, SHRINKING)
 
-# Training spreads memory by pp, by tp inside a host and by ep; generation has little tp and many replicas, of
-# the experts by ep. Colocated: another role or sequence length on the same ranks. Disjoint: a generator apart
-# from the trainer. Growing and shrinking: ranks are added to the generator, or given back.
+# Training spreads memory by pp, by tp inside a host, and by ep. Generation has little tp and many replicas,
+# and splits experts by ep. Colocated: another role or sequence length on the same ranks. Disjoint: the
+# generator and the trainer are on different ranks. Growing and shrinking: the generator gets ranks, or gives
+# them back.
 CASES = [
     Case(model, *case) for model, cases in {
         "llama-7b": [
@@ -107,13 +109,15 @@ CASES = [
 
 
 def run(case: Case, config: ModelConfig) -> dict[str, Any]:
-    """The row of a case."""
+    """Return the row of a case."""
     devices = 1 + max(*Layout.parse(case.source).ranks, *Layout.parse(case.target).ranks)
     name = f"h100-{next(hosts for hosts in _HOSTS if 8 * hosts >= devices)}x8"
     cluster = Cluster.load(name)
     seconds = list[float]()
     while not seconds or len(seconds) < _REPEATS and seconds[0] <= _LONG_SECONDS:
-        spec, source, target = model_spec(config), Layout.parse(case.source), Layout.parse(case.target)
+        spec = model_spec(config)
+        source = Layout.parse(case.source)
+        target = Layout.parse(case.target)
         started = time.process_time()
         schedule = make_schedule(
             spec, source=source, target=target, itemsize=_ITEMSIZE, links=Links.of_cluster(cluster)
@@ -132,7 +136,7 @@ def run(case: Case, config: ModelConfig) -> dict[str, Any]:
 
 
 def _most_held(spec: ModelSpec, layout: Layout) -> int:
-    """Bytes of weights on the fullest rank."""
+    """Return the bytes of weights on the fullest rank."""
     held = (sum(map(region_size, spec.held_by(layout, rank).values())) for rank in layout.ranks)
     return _ITEMSIZE * max(held)
 
@@ -142,7 +146,7 @@ def _num_stages(schedule: Schedule) -> int:
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
-    """The promises that can be judged by the rows at hand, each by its worst row."""
+    """Return the goals that the rows at hand can decide, each with its worst row."""
     found = [Goal("scheduled / bound, worst row", max(row["over_bound"] for row in rows), at_most=OVER_BOUND)]
     fewer = 0
     for devices, most in SECONDS.items():
@@ -154,7 +158,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """All rows for people."""
+    """Return a table of all rows."""
     moves = Table(title="Schedules", padding=(0, 1, 0, 0))
     left = ("model", "movement", "src -> dst", "limit")
     for column in (*left[:3], "devices", "GB needed", "bound ms", "scheduled ms", "ratio", "rounds", "legs",
@@ -179,7 +183,8 @@ def main() -> int:
                         help=f"of these movements: {', '.join(MOVEMENTS)}")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     args = parser.parse_args()
-    hardware, rows = machine(), list[dict[str, Any]]()
+    hardware = machine()
+    rows = list[dict[str, Any]]()
     for case in CASES:
         if case.model in args.models and case.movement in args.only:
             rows.append(run(case, ModelConfig.load(case.model)))

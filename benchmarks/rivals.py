@@ -1,7 +1,8 @@
 """Six ways to move a model's weights from one layout to another, behind one interface.
 
-Each is built once per move (plans, views and memory are made there, and do not count) and then `run`s any
-number of times. All but `raw` leave the target's shards right. Baselines are as strong as their idea allows.
+Each is built once per move, which makes plans, views and memory and is not timed. Then it `run`s any number
+of times. All except `raw` leave correct shards at the target. Each baseline is made as fast as its idea
+allows.
 """
 
 import functools
@@ -17,7 +18,7 @@ from move import DTYPE, Copies, Move, overlap, shape_of
 from realhf.realloc.execute import Reallocator
 from realhf.region import Region, region_size, region_slices
 
-BROADCAST_BYTES, GATHER_BYTES = 256 << 20, 16 << 20  # of a bucket; of 4 MiB to 256 MiB the fastest on gloo
+BROADCAST_BYTES, GATHER_BYTES = 256 << 20, 16 << 20  # Bucket sizes: the fastest on gloo from 4 to 256 MiB.
 
 
 class Rival:
@@ -38,17 +39,17 @@ class Ours(Rival):
 
 
 class Messages(Rival):
-    """The same without shared memory, as between hosts."""
+    """realhf's Reallocator without shared memory, as between hosts."""
 
     def run(self) -> None:
         self.move.messenger.run(self.move.held.tensors, self.move.wanted.tensors)
 
 
 class Broadcast(Rival):
-    """Weight sync as most frameworks do it: one rank collects whole parameters and broadcasts them.
+    """Weight synchronisation as in most frameworks: a rank collects whole parameters and broadcasts them.
 
     Parameters share flat buckets, each holder sends its part of a bucket in one message, and only the ranks
-    that want something listen.
+    that want something take part in the broadcast.
     """
 
     def __init__(self, move: Move) -> None:
@@ -63,7 +64,7 @@ class Broadcast(Rival):
         self.rounds = [self._plan(move, *both) for both in zip(buckets, pieces, strict=True)]
 
     def _plan(self, move: Move, bucket: list[tuple[str, int]], pieces: "dict[int, list[_Box]]") -> tuple:
-        """Copies before sending, messages, copies on arrival, the bucket, copies of what was wanted."""
+        """Return copies before sending, messages, copies on arrival, the bucket, copies into the target."""
         shapes = {param.name: param.shape for param in move.spec.params}
         sizes = [size if self.listening else 0 for _, size in bucket]
         flat = self.buffer[: sum(sizes)]
@@ -103,23 +104,26 @@ class Broadcast(Rival):
 
 
 class AllGather(Rival):
-    """Every rank gets every parameter whole, by all-gathers, and keeps its part.
+    """All-gathers that bring every whole parameter to every rank, which keeps its part.
 
-    Each source rank streams an equal share of what it and its replicas hold, so that little is padding;
-    received boxes are copied straight into the target's shards.
+    Each source rank sends an equal share of what it and its replicas hold, so that there is little padding.
+    Received boxes are copied directly into the target's shards.
     """
 
     def __init__(self, move: Move) -> None:
         members = tuple(sorted({*move.source.ranks, *move.target.ranks}))
-        self.group, self.taking_part = _group(members), move.rank in members
+        self.group = _group(members)
+        self.taking_part = move.rank in members
         chunk = GATHER_BYTES // DTYPE.itemsize // len(members)
         streams = {rank: _rounds(boxes, chunk) for rank, boxes in _shares(move, chunk).items()}
         num_rounds = max(map(len, streams.values()))
         lengths = [max(_total(s[i]) for s in streams.values() if i < len(s)) for i in range(num_rounds)]
-        self.mine, self.all = torch.zeros(max(lengths)), torch.zeros(max(lengths) * len(members))
+        self.mine = torch.zeros(max(lengths))
+        self.all = torch.zeros(max(lengths) * len(members))
         self.rounds: list[tuple[Copies, torch.Tensor, list[torch.Tensor], Copies]] = []
         for number, length in enumerate(lengths if self.taking_part else []):
-            mine, everyones = self.mine[:length], list(self.all[: length * len(members)].split(length))
+            mine = self.mine[:length]
+            everyones = list(self.all[: length * len(members)].split(length))
             pack, unpack = [], []
             for rank, part in zip(members, everyones, strict=True):
                 boxes = streams[rank][number] if number < len(streams.get(rank, [])) else []
@@ -139,13 +143,13 @@ class AllGather(Rival):
 
 
 class Unpacked(Rival):
-    """One message per parameter and pair of ranks, as in Megatron-Core's resharding of 2025 and 2026.
+    """A message per parameter and pair of ranks, as in Megatron-Core's resharding of 2025 and 2026.
 
-    Replicas take turns sending. What is contiguous is sent and received in place, the rest one by one
-    through memory of its own.
+    Replicas take turns sending. Contiguous data are sent and received in place; the rest is copied one by one
+    through separate memory.
     """
 
-    OPS_AT_ONCE = 4096  # of all ranks together, which all cut at the same places: none waits for a later one
+    OPS_AT_ONCE = 4096  # Of all ranks together, which split alike, so that none waits for a later round.
 
     def __init__(self, move: Move) -> None:
         self.local: Copies = []
@@ -161,7 +165,7 @@ class Unpacked(Rival):
                         turn += 1
                     elif common and target == move.rank:
                         self.local.append((move.wanted.view(name, common), move.held.view(name, common)))
-        transfers.sort(key=lambda transfer: transfer[2])  # by name, so that all ranks take part in each round
+        transfers.sort(key=lambda transfer: transfer[2])  # By name, so that all ranks take part in each round.
         for start in range(0, len(transfers), self.OPS_AT_ONCE):
             self.rounds.append(self._plan(move, transfers[start : start + self.OPS_AT_ONCE]))
 
@@ -190,18 +194,22 @@ class Unpacked(Rival):
 
 
 class Checkpoint(Rival):
-    """torch.distributed.checkpoint: saved under the source's layout, loaded under the target's, in tmpfs.
+    """torch.distributed.checkpoint in tmpfs, saved in the source's layout and loaded in the target's.
 
-    Every region that somebody holds is one entry, written by one of its holders in turn. A target reads the
-    entries that overlap its shards, straight into them where they lie inside.
+    Every region that some rank holds is an entry, which one of its holders writes in turn. A target reads the
+    entries that overlap its shards, directly into the shard if the entry is inside it.
     """
 
     def __init__(self, move: Move) -> None:
-        self.path, self.saved, self.loaded, self.copies = move.scratch, {}, {}, []
+        self.path = move.scratch
+        self.saved = {}
+        self.loaded = {}
+        self.copies = []
         turn = 0
         for name, regions in move.holders.items():
             for region, ranks in regions.items():
-                key, wanted = f"{name}@{region}", move.wanted.regions.get(name)
+                key = f"{name}@{region}"
+                wanted = move.wanted.regions.get(name)
                 if ranks[(turn := turn + 1) % len(ranks)] == move.rank:
                     self.saved[key] = move.held.view(name, region)
                 common = overlap(region, wanted)
@@ -213,7 +221,7 @@ class Checkpoint(Rival):
 
     def run(self) -> None:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # that an old checkpoint is overwritten
+            warnings.simplefilter("ignore")  # It warns that an old checkpoint is overwritten.
             writer = dcp.FileSystemWriter(self.path, sync_files=False)
             dcp.save(self.saved, storage_writer=writer)
             dcp.load(self.loaded, storage_reader=dcp.FileSystemReader(self.path))
@@ -221,17 +229,17 @@ class Checkpoint(Rival):
 
 
 class Raw(Rival):
-    """What the wire can do: ours' bytes between ours' pairs of ranks, one warm contiguous message per pair.
+    """Bare messages: as many bytes as ours between each pair of ranks, in one contiguous message per pair.
 
-    It uses the shards' buffers where they are long enough; what arrives is nonsense.
+    It uses the shards' buffers if they are long enough; the data that arrive have no meaning.
     """
 
     def __init__(self, move: Move) -> None:
         elements = message_elements(move.messenger)
         sends = {target: n for (source, target), n in elements.items() if source == move.rank}
         recvs = {source: n for (source, target), n in elements.items() if target == move.rank}
-        outgoing = _room(max(sends.values(), default=0), move.held.flat)
-        incoming = _room(sum(recvs.values()), move.wanted.flat).split(list(recvs.values()))
+        outgoing = _buffer_of(max(sends.values(), default=0), move.held.flat)
+        incoming = _buffer_of(sum(recvs.values()), move.wanted.flat).split(list(recvs.values()))
         self.ops = [dist.P2POp(dist.irecv, part, peer) for peer, part in zip(recvs, incoming, strict=True)]
         self.ops += [dist.P2POp(dist.isend, outgoing[:n], peer) for peer, n in sends.items()]
 
@@ -246,24 +254,24 @@ RIVALS: dict[str, type[Rival]] = {
 
 
 def message_elements(reallocator: Reallocator) -> Counter[tuple[int, int]]:
-    """Elements that our schedule sends, by (source, target)."""
+    """Return (source, target) -> elements that our schedule sends."""
     elements = Counter[tuple[int, int]]()
     for _, transfer in reallocator.schedule.transfers():
         elements[transfer.source, transfer.target] += region_size(transfer.region)
     return elements
 
 
-_Box = tuple[str, Region]  # of a parameter
+_Box = tuple[str, Region]  # A region of the named parameter.
 
 
 @functools.cache
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Made once, by all ranks together."""
+    """Return the process group of these ranks; all ranks make it together, once."""
     return dist.new_group(ranks)
 
 
-def _room(num_elements: int, buffer: torch.Tensor) -> torch.Tensor:
-    """The start of a buffer, or fresh memory if it is too short."""
+def _buffer_of(num_elements: int, buffer: torch.Tensor) -> torch.Tensor:
+    """Return the start of a buffer, or new memory if the buffer is too short."""
     return buffer[:num_elements] if len(buffer) >= num_elements else torch.zeros(num_elements)
 
 
@@ -286,7 +294,7 @@ def _exchange(ops: list[dist.P2POp]) -> None:
 
 
 def _buckets(sizes: Sequence[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-    """Neighbouring parameters (name, elements) in buckets of up to BROADCAST_BYTES, larger ones alone."""
+    """Group neighbouring parameters (name, elements) in buckets of BROADCAST_BYTES, larger ones alone."""
     buckets: list[list[tuple[str, int]]] = [[]]
     for name, size in sizes:
         if buckets[-1] and sum(n for _, n in buckets[-1]) + size > BROADCAST_BYTES // DTYPE.itemsize:
@@ -296,7 +304,7 @@ def _buckets(sizes: Sequence[tuple[str, int]]) -> list[list[tuple[str, int]]]:
 
 
 def _collected(move: Move, root: int, *, names: Sequence[str]) -> dict[int, list[_Box]]:
-    """What `root` lacks of some parameters, by the first holder of each region."""
+    """Return holder -> the boxes that `root` lacks of some parameters, by the first holder of each region."""
     pieces: dict[int, list[_Box]] = {}
     for name in names:
         for region, ranks in move.holders[name].items():
@@ -306,7 +314,7 @@ def _collected(move: Move, root: int, *, names: Sequence[str]) -> dict[int, list
 
 
 def _shares(move: Move, max_elements: int) -> dict[int, list[_Box]]:
-    """What each source rank contributes: its share of the rows of every region, in boxes of limited size."""
+    """Return, for each source rank, its share of the rows of every region, in boxes of limited size."""
     shares: dict[int, list[_Box]] = defaultdict(list)
     for name, regions in move.holders.items():
         for region, ranks in regions.items():
@@ -318,7 +326,7 @@ def _shares(move: Move, max_elements: int) -> dict[int, list[_Box]]:
 
 
 def _rows(region: Region, max_elements: int) -> Iterator[Region]:
-    """A region in boxes of whole rows."""
+    """Split a region into boxes of whole rows."""
     (low, high), *rest = region
     step = max(1, max_elements // max(1, region_size(tuple(rest))))
     for start in range(low, high, step):
@@ -326,7 +334,7 @@ def _rows(region: Region, max_elements: int) -> Iterator[Region]:
 
 
 def _rounds(boxes: Sequence[_Box], max_elements: int) -> list[list[_Box]]:
-    """Boxes in their order, up to `max_elements` per round."""
+    """Group boxes into rounds of up to `max_elements`, in their order."""
     rounds: list[list[_Box]] = [[]]
     size = 0
     for box in boxes:

@@ -1,8 +1,8 @@
-"""The two ends between a benchmark and the sides that it compares. Needs the standard library only, as one
-end runs in a rival's environment.
+"""The protocol between a benchmark and the sides that it compares.
 
-A side is a process that loads once and does one repetition per line of JSON on its standard input, which it
-answers with a line of JSON. While it waits it blocks in `read`: only one side computes at a time.
+A side is a process that loads once and makes one repetition per line of JSON on its standard input. It
+answers with a line of JSON. While it waits it blocks in `read`, so that only one side computes at a time.
+This module needs only the standard library, because one end runs in a rival's environment.
 """
 
 import json
@@ -22,23 +22,25 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 OURS, THEIRS = HERE / "ours.py", HERE / "theirs.py"
 BENCH_PYTHON = HERE.parent / ".venv-bench" / "bin" / "python"
-"""Made by `make bench-setup`."""
-_MUCH_SLOWER, _NEARLY, _TRIES = 1.15, 1.03, 2
+"""The environment that `make bench-setup` makes."""
+_MUCH_SLOWER = 1.15
+_NEARLY = 1.03
+_TRIES = 2
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
 _OUR_SETTINGS = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1),
                  "GOMP_SPINCOUNT": "2000"}  # fmt: skip
 _ENVIRONMENT = {OURS: _OUR_SETTINGS | {"PYTHONPATH": str(HERE.parent)}, THEIRS: {}}
-"""Of ours, what `realhf run` sets for itself; a rival runs as its user starts it."""
+"""Our side has the variables that `realhf run` sets for itself; a rival runs as its user starts it."""
 
 
 class SideError(RuntimeError):
-    """A side failed or ended; the message is its own traceback where there is one."""
+    """An error: a side failed or ended. The message is the side's own traceback, if there is one."""
 
 
 class Side:
-    """The benchmark's end: a process that runs `script` with these settings (JSON)."""
+    """A side from the benchmark's view: a process that runs `script` with these settings (JSON)."""
 
     def __init__(self, script: Path, settings: Mapping[str, Any], *, threads: int = 2) -> None:
         python = sys.executable if script == OURS else str(BENCH_PYTHON)
@@ -52,18 +54,18 @@ class Side:
 
     @property
     def loaded(self) -> dict[str, Any]:
-        """What it said when it had loaded, for which this waits."""
+        """Wait until the side has loaded, and return its first message."""
         if self._loaded is None:
             self._loaded = self.answer()
         return self._loaded
 
     def ask(self, do: str = "run", **request: Any) -> dict[str, Any]:
-        """Its answer to one request."""
+        """Send a request and return the answer."""
         self.tell(do, **request)
         return self.answer()
 
     def tell(self, do: str = "run", **request: Any) -> None:
-        """One request, which `answer` must follow."""
+        """Send a request; a call of `answer` must follow."""
         assert self.loaded is not None and self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **request}) + "\n")
         self._process.stdin.flush()
@@ -89,8 +91,10 @@ class Side:
 
 
 class Replicas:
-    """A side of several processes, each with a part of the data and of the threads, which compute at once;
-    for work in which they have nothing to tell one another."""
+    """A side of several processes that compute at the same time, each with a part of the data and threads.
+
+    It serves for work in which the processes need not communicate.
+    """
 
     def __init__(self, script: Path, settings: Mapping[str, Any], *, count: int, threads: int = 2) -> None:
         parts = [{**settings, "part": [index, count]} for index in range(count)]
@@ -101,7 +105,7 @@ class Replicas:
         return {"base_bytes": sum(side.loaded["base_bytes"] for side in self._sides)}
 
     def ask(self, do: str = "run", **request: Any) -> dict[str, Any]:
-        """The sums of all answers; of the time, from the request to the last answer."""
+        """Return the sums of all answers; the seconds are those from the request to the last answer."""
         start = time.perf_counter()
         for side in self._sides:
             side.tell(do, **request)
@@ -121,7 +125,7 @@ class Replicas:
 def alternate(
     sides: Mapping[str, Callable[[], dict[str, Any]]], *, repeats: int, warmups: int = 1
 ) -> dict[str, list[dict[str, Any]]]:
-    """Answers by side and repetition. Every repetition asks all sides, each time another one first."""
+    """Return answers by side and repetition. Every repetition runs all sides, starting with another one."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     names = list(sides)
     for repeat in range(-warmups, repeats):
@@ -134,7 +138,7 @@ def alternate(
 
 
 class Trial(NamedTuple):
-    """What a side took with a micro-batch; of ours, on how many ranks."""
+    """The cost of a side with a micro-batch; our side may have several ranks."""
 
     micro_batch: int
     seconds: float
@@ -145,7 +149,7 @@ class Trial(NamedTuple):
 def try_micro_batches(
     script: Path, settings: Mapping[str, Any], sizes: Sequence[int], *, ranks: int = 1
 ) -> list[Trial]:
-    """Of rising sizes, without those behind a much slower one."""
+    """Try rising sizes, until one is much slower."""
     trials: list[Trial] = []
     for size in sizes:
         with Side(script, {**settings, "micro_batch": size, "ranks": ranks}) as side:
@@ -160,18 +164,20 @@ def try_micro_batches(
 
 
 def best(trials: Sequence[Trial], *, at_most_bytes: float = math.inf) -> Trial:
-    """The one with the least memory that is nearly as fast as the fastest; of those within a bound, if there
-    are any."""
+    """Return the trial with the least memory among those nearly as fast as the fastest.
+
+    Trials above `at_most_bytes` count only if there are no others.
+    """
     trials = [trial for trial in trials if trial.peak_bytes <= at_most_bytes] or list(trials)
     limit = _NEARLY * min(trial.seconds for trial in trials)
     return min((t for t in trials if t.seconds <= limit), key=lambda trial: trial.peak_bytes)
 
 
-# The other end
+# The side's own end
 
 
 class Desk:
-    """The side's end. What libraries print goes to standard error from now on."""
+    """The side's end of the connection. Once it exists, libraries print to standard error."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
@@ -179,7 +185,7 @@ class Desk:
         self.settings: dict[str, Any] = json.loads(sys.argv[1])
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """The requests, each of which must be answered before the next."""
+        """Yield the requests, each of which must be answered before the next."""
         for line in sys.stdin:
             yield json.loads(line)
 
@@ -188,7 +194,7 @@ class Desk:
         self._out.flush()
 
     def serve(self, work: Callable[["Desk"], None]) -> None:
-        """Runs `work`, which answers; its exception is the last answer."""
+        """Run `work`, which answers; its exception becomes the last answer."""
         try:
             work(self)
         except Exception:
@@ -196,10 +202,10 @@ class Desk:
 
 
 class Measured:
-    """Times what runs inside: `cost` has wall and CPU seconds, and the peak of memory in bytes."""
+    """A context manager that measures its block: `cost` has wall and CPU seconds, and peak bytes."""
 
     def __enter__(self) -> "Measured":
-        Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
+        Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
         self._cpu, self._start = time.process_time(), time.perf_counter()
         self.cost: dict[str, float] = {}
         return self
@@ -210,12 +216,12 @@ class Measured:
 
 
 def memory_bytes(key: str) -> int:
-    """VmRSS (memory now) or VmHWM (its peak) of this process."""
+    """Return VmRSS (memory now) or VmHWM (its peak) of this process."""
     found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Of both sides' GRPO: cheap, and different for the samples of a prompt."""
+    """Return the rewards for GRPO on both sides: cheap, and different for the samples of a prompt."""
     return [float(sum(ids) % 7) for ids in completion_ids]

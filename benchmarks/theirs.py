@@ -1,7 +1,7 @@
-"""The side of transformers and TRL, in their own environment: see sides.py for how it is spoken to.
+"""The side of transformers and TRL, in their own environment; sides.py describes the protocol.
 
-bfloat16 means what it means to their users: weights of that type in generation, and in training float32
-weights under autocast.
+bfloat16 has the meaning that it has for their users: bfloat16 weights in generation, and float32 weights
+under autocast in training.
 """
 
 import json
@@ -25,7 +25,9 @@ from transformers import (
     TrainingArguments,
 )
 
-_PAGE_SIZE, _SPARE_BLOCKS, _BATCH_TOKENS = 32, 16, 512
+_PAGE_SIZE = 32
+_SPARE_BLOCKS = 16
+_BATCH_TOKENS = 512
 
 
 def load(settings: dict[str, Any], dtype: str) -> PreTrainedModel:
@@ -33,9 +35,12 @@ def load(settings: dict[str, Any], dtype: str) -> PreTrainedModel:
 
 
 def generate(desk: Desk) -> None:
-    """`model.generate` on left-padded prompts, each continued `group` times, `rows` samples at once, batch
-    after batch; or, with `continuous`, `generate_batch`."""
-    settings, base = desk.settings, memory_bytes("VmRSS")
+    """Run `model.generate` on batches of left-padded prompts; or, with `continuous`, `generate_batch`.
+
+    Each prompt is continued `group` times, with `rows` samples at once.
+    """
+    settings = desk.settings
+    base = memory_bytes("VmRSS")
     model = load(settings, settings["dtype"]).eval()
     prompts = json.loads(Path(settings["data"]).read_text())
     config = GenerationConfig(
@@ -46,7 +51,8 @@ def generate(desk: Desk) -> None:
     batches = [prompts[start : start + share] for start in range(0, len(prompts), share)]
     run = padded
     if settings["continuous"]:
-        run, batches = partial(_continuous, rows=settings["rows"]), [prompts]
+        run = partial(_continuous, rows=settings["rows"])
+        batches = [prompts]
     desk.answer(base_bytes=base)
     for number, request in enumerate(desk.requests()):
         config.max_new_tokens = request["max_new_tokens"]
@@ -57,7 +63,7 @@ def generate(desk: Desk) -> None:
 
 
 def padded(model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig) -> int:
-    """Response tokens, end tokens among them, padding not."""
+    """Generate, and return the number of response tokens, with end tokens and without padding."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[config.pad_token_id] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -70,7 +76,7 @@ def padded(model: PreTrainedModel, prompts: list[list[int]], config: GenerationC
 def _continuous(
     model: PreTrainedModel, prompts: list[list[int]], config: GenerationConfig, *, rows: int
 ) -> int:
-    # By default its cache takes most of the machine's memory, and the mask of its attention grows with that.
+    # By default the cache takes most of the machine's memory, and the attention mask grows with it.
     longest = max(map(len, prompts)) + config.max_new_tokens
     num_blocks = rows * -(-longest // _PAGE_SIZE) + _SPARE_BLOCKS
     batching = ContinuousBatchingConfig(
@@ -82,10 +88,12 @@ def _continuous(
 
 
 class Pace(TrainerCallback):
-    """Lets the trainer take a step when it is asked for one, and tells what it took and `more`."""
+    """A callback that lets the trainer make a step on each request, and answers with its cost and `more`."""
 
     def __init__(self, desk: Desk, more: Callable[[], dict[str, Any]] = dict) -> None:
-        self._desk, self._requests, self._more = desk, desk.requests(), more
+        self._desk = desk
+        self._requests = desk.requests()
+        self._more = more
         self._log: dict[str, float] = {}
         self._open = False
 
@@ -98,19 +106,20 @@ class Pace(TrainerCallback):
         self._open = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if self._open:  # The step's own line, which the trainer writes behind it.
+        if self._open:  # The step's log line, which the trainer writes after it.
             self._open = False
             told = {name: logs[name] for name in ("loss", "grad_norm")}
             self._desk.answer(**told, **self._more(), **self._measured.cost)
 
     def _asked(self) -> None:
         if next(self._requests, None) is None:
-            raise SystemExit  # Nobody asks any more.
+            raise SystemExit  # The benchmark has ended.
 
 
 def train(desk: Desk) -> None:
-    """Trainer's loop over padded micro-batches; every step sees the same sequences."""
-    settings, base = desk.settings, memory_bytes("VmRSS")
+    """Run Trainer's loop over padded micro-batches; every step has the same sequences."""
+    settings = desk.settings
+    base = memory_bytes("VmRSS")
     rows = json.loads(Path(settings["data"]).read_text())
     model = load(settings, "float32")
     with tempfile.TemporaryDirectory() as out:
@@ -134,8 +143,9 @@ def padded_rows(rows: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 def _arguments(kind: Any, settings: dict[str, Any], num_rows: int, out: str, **more: Any) -> Any:
-    """One optimizer step over `num_rows` sequences, in micro-batches of so many as the settings say."""
-    optimizer, micro_batch = settings["optimizer"], settings["micro_batch"]
+    """Return arguments for an optimizer step over `num_rows` sequences in the settings' micro-batches."""
+    optimizer = settings["optimizer"]
+    micro_batch = settings["micro_batch"]
     assert num_rows % micro_batch == 0, f"{num_rows} rows are no multiple of {micro_batch}"
     return kind(
         output_dir=out, use_cpu=True, bf16=settings["dtype"] == "bfloat16", max_steps=settings["steps"],
@@ -148,17 +158,18 @@ def _arguments(kind: Any, settings: dict[str, Any], num_rows: int, out: str, **m
 
 
 def grpo(desk: Desk) -> None:
-    """Steps of TRL's GRPOTrainer; or, if the settings name a batch, its loss on that."""
+    """Make steps of TRL's GRPOTrainer; or, if the settings name a batch, compute the loss on it."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    settings, base = desk.settings, memory_bytes("VmRSS")
+    settings = desk.settings
+    base = memory_bytes("VmRSS")
     model = load(settings, "float32")
     lines = Path(settings["data"]).read_text().splitlines()
     lengths: list[float] = []
 
     class Told(GRPOTrainer):
-        """Also counts the tokens of the answers."""
+        """A GRPOTrainer that also counts the tokens of the answers."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             made = super()._generate_and_score_completions(inputs)
@@ -190,7 +201,7 @@ def _reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -
 
 
 def _policy_loss(desk: Desk, trainer: Any) -> None:
-    """Loss and gradient norm of TRL's loss on given samples."""
+    """Compute TRL's loss and its gradient norm on given samples."""
     rows = json.loads(Path(desk.settings["batch"]).read_text())
     before, after = (max(len(row[key]) for row in rows) for key in ("prompt", "completion"))
     inputs: dict[str, Any] = {

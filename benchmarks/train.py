@@ -1,4 +1,4 @@
-"""Our optimizer step beside that of the Hugging Face Trainer, on the same sequences.
+"""Compares our optimizer step with that of the Hugging Face Trainer, on the same sequences.
 
     make bench-setup
     python benchmarks/train.py                                 # everything; about an hour
@@ -6,27 +6,27 @@
     python benchmarks/train.py --quick                         # a try: one repetition of the tiny model
 
 A step is forward and backward pass over a batch with the causal language model's loss, clipping, and fused
-AdamW: ours a train step on packed sequences, in one process or data-parallel in two of one thread each,
-theirs `Trainer` with padded micro-batches. Both have the same random weights, hyperparameters and data, and
-two threads. What is compared is found by trying first: theirs with the micro-batch that is fastest here
-(within 3 %, the one with the least memory), ours the fastest that needs no more memory than that.
-`--micro-batch OURS THEIRS --ranks N` saves the time for it. bfloat16 is mixed precision on both sides: theirs
-is autocast, ours bfloat16 weights with a float32 master copy. Batches:
+AdamW. Our side is a train step on packed sequences, in one process or data-parallel in two of one thread
+each; theirs is `Trainer` with padded micro-batches. Both have the same random weights, hyperparameters and
+data, and two threads. Trials find the settings: theirs has the fastest micro-batch (of those within 3 %, the
+one with the least memory), ours the fastest that needs no more memory than theirs. `--micro-batch OURS THEIRS
+--ranks N` saves the time for the trials. bfloat16 is mixed precision on both sides: theirs is autocast, ours has
+bfloat16 weights with a float32 master copy. The batches are:
 
 - equal: sequences of 256 tokens;
 - spread: twice as many, of geometric lengths with a mean of a quarter of the maximum of 512.
 
-Both are processes that have loaded before and take turns, each time the other one first. A ratio is the
-median over repetitions of ours to theirs in tokens per second, padding not counted. Memory is the peak of the
-processes less what they had before the model was loaded, with torch's own code in memory. Both follow the
-same loss curve, or a goal is missed.
+Both sides are processes that have loaded before. They take turns, and each time the other one is first. The
+ratio is ours to theirs in tokens per second without padding, as a median over repetitions. The memory is the
+peak of the processes minus what they had before the model was loaded, with torch's own code in memory. A goal
+is missed if the loss curves differ.
 
-Efficiency is the seconds that the FLOPs take (6 per parameter and token, and attention) at the fastest matrix
-product measured beside the run, divided by those that the step takes.
+The efficiency is the time of the FLOPs (6 per parameter and token, plus attention) at the fastest matrix
+product measured beside the run, divided by the time of the step.
 
 On a machine that is not idle, `ratio_of_cpu_seconds` in the JSON is a better guide than `ratio`.
 
-Exit code 1: a goal was missed.
+The exit code is 1 if a goal was missed.
 """
 
 import argparse
@@ -57,7 +57,7 @@ _WARMUPS = 3  # The second step of a process is the slowest.
 
 
 def lengths_of(scene: Scene) -> list[int]:
-    """Of the sequences of a batch."""
+    """Return the lengths of the sequences of a batch."""
     count = _NUM_EQUAL[scene.size]
     if scene.workload == "equal":
         return [256] * count
@@ -65,8 +65,9 @@ def lengths_of(scene: Scene) -> list[int]:
 
 
 def prepare(scene: Scene) -> dict[str, Any]:
-    """Settings of the sides; writes the model and the data that they name."""
-    model, data = scene.directory / scene.size, scene.directory / f"{scene.size}-{scene.workload}.json"
+    """Return the settings of the sides, after writing the model and the data that they name."""
+    model = scene.directory / scene.size
+    data = scene.directory / f"{scene.size}-{scene.workload}.json"
     if not model.exists():
         write_model(model, scene.size, end_probability=0.0)
     vocab_size = config_of(scene.size).vocab_size
@@ -79,7 +80,9 @@ def prepare(scene: Scene) -> dict[str, Any]:
 
 def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks: int) -> dict[str, Any]:
     """A row of the table."""
-    settings, lengths, tried = prepare(scene), lengths_of(scene), dict[str, list[Trial]]()
+    settings = prepare(scene)
+    lengths = lengths_of(scene)
+    tried = dict[str, list[Trial]]()
     if micro_batch is not None:
         sizes = dict(zip(("ours", "trainer"), micro_batch, strict=True))
     else:
@@ -88,7 +91,8 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
         ours_tried = [t for n in (1, 2) for t in try_micro_batches(OURS, settings, _OUR_TRIES, ranks=n)]
         their_best = best(theirs_tried)
         chosen = best(ours_tried, at_most_bytes=_WITHIN * their_best.peak_bytes)
-        sizes, ranks = {"ours": chosen.micro_batch, "trainer": their_best.micro_batch}, chosen.ranks
+        sizes = {"ours": chosen.micro_batch, "trainer": their_best.micro_batch}
+        ranks = chosen.ranks
         tried = {"ours": ours_tried, "trainer": theirs_tried}
         progress(f"{scene.name}: tried {tried}")
     with (
@@ -113,7 +117,7 @@ def run(scene: Scene, *, repeats: int, micro_batch: Sequence[int] | None, ranks:
 def summary(
     answers: dict[str, list[dict[str, Any]]], base: dict[str, int], *, num_tokens: int
 ) -> dict[str, Any]:
-    """Medians of both sides, ours relative to theirs, and how far their losses are apart."""
+    """Return the medians of both sides, the ratios of ours to theirs, and the difference of their losses."""
     pairs = list(zip(answers["ours"], answers["trainer"], strict=True))
     return {
         "tokens_per_second": {name: num_tokens / median(found, "seconds") for name, found in answers.items()},
@@ -134,7 +138,8 @@ def median(answers: Sequence[dict[str, Any]], key: str) -> float:
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     found = []
     for row in rows:
-        name, mib = f"{row['size']} {row['dtype']} {row['workload']}", row["peak_mib"]
+        name = f"{row['size']} {row['dtype']} {row['workload']}"
+        mib = row["peak_mib"]
         apart = f"{name}: losses apart, relative, x 1000"
         found += [
             Goal(f"{name}: ours / Trainer", row["ratio"], at_least=GOALS[row["workload"]]),
@@ -149,7 +154,8 @@ def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     made = Table(title="Tokens per second of an optimizer step (micro-batch: our tokens, their sequences)")
-    words, each = ("model", "dtype", "batch"), ("micro", "MiB", "efficiency")
+    words = ("model", "dtype", "batch")
+    each = ("micro", "MiB", "efficiency")
     for column in (*words, "our ranks", "ours", *each, "Trainer", *each, "ratio", "peak GFLOP/s"):
         made.add_column(column, justify="left" if column in words else "right")
     forms = {"tokens_per_second": ".0f", "micro_batch": "d", "peak_mib": ".0f", "efficiency": ".2f"}
@@ -178,7 +184,8 @@ def main() -> int:
     if args.quick:
         args.models, args.dtypes, args.repeats = ["tiny"], ["float32"], 1
         args.micro_batch = args.micro_batch or [8192, 16]
-    hardware, rows = machine(), []
+    hardware = machine()
+    rows = []
     with scratch_directory(_SCRATCH_BYTES) as scratch:
         for size in args.models:
             for dtype in args.dtypes:

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a wire. Needs root and iproute2."""
+"""Makes two hosts on one machine: network namespaces joined by a link. Needs root and iproute2."""
 
 import json
 import os
@@ -19,16 +19,16 @@ _PORT = 29400
 _TIMEOUT_SECONDS = 120.0
 
 _BURST_BYTES = 1 << 15
-"""What an idle wire may send at once: a few of the largest packets."""
+"""An idle link may send this much at once: a few of the largest packets."""
 
 
 class NoNamespacesError(RuntimeError):
-    """This machine does not let us make network namespaces."""
+    """An error: this machine does not let us make network namespaces."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace with one end of the wire."""
+    """A network namespace with one end of the link."""
 
     namespace: str
     interface: str
@@ -36,15 +36,15 @@ class Host:
 
     @property
     def inside(self) -> list[str]:
-        """What a command starts with to run on this host."""
+        """Return the words that make a command run on this host, if they are put before it."""
         return ["ip", "netns", "exec", self.namespace]
 
 
 @contextmanager
 def two_hosts(*, mbit: int | None = None, mtu: int = 1500) -> Iterator[list[Host]]:
-    """Two hosts whose wire carries `mbit` megabits per second each way, or as much as the machine can.
+    """Make two hosts whose link carries `mbit` megabits per second each way, or as much as the machine can.
 
-    With a rate, packets leave one by one as on a real wire, none larger than `mtu`, so that the counters of
+    With a rate, packets leave one by one as on a real link, none larger than `mtu`, so that the counters of
     the interfaces count every header.
     """
     pid = os.getpid()
@@ -59,7 +59,7 @@ def two_hosts(*, mbit: int | None = None, mtu: int = 1500) -> Iterator[list[Host
             ) from None
         yield hosts
     finally:
-        for host in hosts:  # The wire goes with its ends.
+        for host in hosts:  # The link disappears with its ends.
             for what in (["netns", "delete", host.namespace], ["link", "delete", host.interface]):
                 subprocess.run(["ip", *what], capture_output=True, check=False)
 
@@ -70,7 +70,8 @@ def _make(hosts: list[Host], *, mbit: int | None, mtu: int) -> None:
     one, other = (host.interface for host in hosts)
     _run("ip", "link", "add", one, "mtu", mtu, "type", "veth", "peer", "name", other, "mtu", mtu)
     for host in hosts:
-        ip, name = ("ip", "-n", host.namespace), host.interface
+        ip = ("ip", "-n", host.namespace)
+        name = host.interface
         _run("ip", "link", "set", name, "netns", host.namespace)
         _run(*ip, "address", "add", f"{host.address}/24", "dev", name)
         if mbit is not None:
@@ -86,8 +87,8 @@ def _run(*words: object) -> None:
 
 
 def add_options(parser: ArgumentParser, *, mbit: int) -> None:
-    """What the benchmarks between two hosts have in common, and what `run_again` adds."""
-    parser.add_argument("--mbit", type=int, default=mbit, help="rate of the wire, each way")
+    """Add the options that benchmarks between two hosts share, and those that `run_again` sets."""
+    parser.add_argument("--mbit", type=int, default=mbit, help="rate of the link, each way")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.add_argument("--rank", type=int, help=SUPPRESS)
@@ -95,8 +96,10 @@ def add_options(parser: ArgumentParser, *, mbit: int) -> None:
 
 
 def run_again(hosts: list[Host], *, ranks_per_host: int) -> Any:
-    """This command once more in processes of one thread on each host, with `--rank` and `--address` of the
-    first host; what rank 0 prints, which is JSON."""
+    """Run this command again in processes of one thread on each host, and return the JSON that rank 0 prints.
+
+    The processes get `--rank`, and the `--address` of the first host.
+    """
     processes = []
     try:
         for rank in range(ranks_per_host * len(hosts)):
@@ -105,7 +108,7 @@ def run_again(hosts: list[Host], *, ranks_per_host: int) -> Any:
             command += ["--rank", str(rank), "--address", hosts[0].address]
             settings = {
                 "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": host.interface,
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # hosts without names are fine
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # Hosts need no names.
             }  # fmt: skip
             out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             processes.append(subprocess.Popen(command, env=os.environ | settings, stdout=out, text=True))
@@ -121,7 +124,7 @@ def run_again(hosts: list[Host], *, ranks_per_host: int) -> Any:
 
 
 def meet(rank: int, address: str, *, ranks_per_host: int) -> World:
-    """The world of such a process."""
+    """Return the world of a process that `run_again` has started."""
     timeout = timedelta(seconds=_TIMEOUT_SECONDS)
     store = dist.TCPStore(address, _PORT, is_master=rank == 0, wait_for_workers=False, timeout=timeout)
     return World(

@@ -1,8 +1,8 @@
-"""What the sides of a benchmark get alike: a model with random weights as a Hugging Face directory; prompts.
+"""Workloads that all sides of a benchmark share: a Hugging Face directory with random weights, and prompts.
 
-How long answers are is decided by the model: one dim of its residual stream is constant, and the end token's
-output weight there makes that token come with a given probability after every token, or never. So every
-library samples lengths from the same, nearly geometric distribution, with one plain end token.
+The model decides how long answers are. One dim of its residual stream is constant, and the end token's output
+weight there makes that token come with a given probability after every token, or never. So every library
+samples lengths from the same, nearly geometric distribution, with one plain end token.
 """
 
 import json
@@ -30,11 +30,11 @@ _LARGEST = _LARGE | {
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 8192, "max_position_embeddings": 4096,
 }  # fmt: skip
-_NEVER = -30.0  # Its logit.
+_NEVER = -30.0  # The end token's logit if it must never come.
 
 
 class Scene(NamedTuple):
-    """What is measured at once."""
+    """One measurement: model size, dtype and workload."""
 
     size: str
     dtype: str
@@ -47,8 +47,11 @@ class Scene(NamedTuple):
 
 
 def config_of(size: str) -> Qwen2Config:
-    """`tiny`: the shipped model of that name, as large as the demo's. `100m`: 100M parameters, like Qwen2;
-    `1b`, for a GPU: ten times as many, in the shape of Llama 3.2."""
+    """Return the config of a size.
+
+    `tiny` is the shipped model of that name, as large as the demo's. `100m` has 100M parameters and Qwen2's
+    shape. `1b`, for a GPU, has ten times as many and the shape of Llama 3.2.
+    """
     fields: dict[str, Any] = _LARGEST if size == "1b" else _LARGE
     if size == "tiny":
         fields = json.loads((shipped_dir("models") / "tiny.json").read_text())
@@ -60,7 +63,7 @@ def write_model(
     directory: Path, size: str, *, end_probability: float, seed: int = 0, dtype: str = "float32",
     device: str = "cpu",
 ) -> None:  # fmt: skip
-    """Config, weights, made on a device, and a tokenizer that makes a token of every letter."""
+    """Write config, weights (drawn on `device`), and a tokenizer that turns every letter into a token."""
     torch.manual_seed(seed)
     config = config_of(size)
     with torch.device(device):
@@ -78,8 +81,9 @@ def write_model(
 
 @torch.no_grad()
 def _set_end(model: Qwen2ForCausalLM, probability: float) -> None:
-    """Makes the end token come with this mean probability after random tokens; 0: never."""
-    weight, inner = model.get_input_embeddings().weight, model.model
+    """Make the end token come with this mean probability after random tokens; 0: never."""
+    weight = model.get_input_embeddings().weight
+    inner = model.model
     weight[:, 0] = weight.std()
     for layer in inner.layers:
         layer.self_attn.o_proj.weight[0] = 0
@@ -91,7 +95,8 @@ def _set_end(model: Qwen2ForCausalLM, probability: float) -> None:
     logits = hidden @ weight.T
     others = logits.clone()
     others[:, END] = -torch.inf
-    odds, state = others.logsumexp(-1), hidden[:, 0]
+    odds = others.logsumexp(-1)
+    state = hidden[:, 0]
     rest = logits[:, END] - state * weight[END, 0]
     low, high = _NEVER, 30.0
     for _ in range(60 if probability > 0 else 0):
@@ -102,18 +107,18 @@ def _set_end(model: Qwen2ForCausalLM, probability: float) -> None:
 
 
 def geometric_lengths(count: int, *, mean: float, most: int, seed: int = 0) -> list[int]:
-    """Lengths from 1 to `most`, geometric but for their cut at the end."""
+    """Return lengths from 1 to `most`, geometric except that they are truncated there."""
     rng = random.Random(seed)
     return [min(most, 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean))) for _ in range(count)]
 
 
 def texts(lengths: list[int], *, seed: int = 0) -> list[str]:
-    """Random letters, so many tokens."""
+    """Return texts of random letters with these numbers of tokens."""
     rng = random.Random(seed)
     return ["".join(rng.choices(LETTERS, k=length)) for length in lengths]
 
 
 def sequences(lengths: list[int], *, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Random tokens."""
+    """Return sequences of random tokens."""
     rng = random.Random(seed)
     return [[rng.randrange(_FIRST_WORD, vocab_size) for _ in range(length)] for length in lengths]

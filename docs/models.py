@@ -1,4 +1,4 @@
-"""Writes docs/models.md from the tables that the code and the tests use: `python docs/models.py`."""
+"""Writes docs/models.md from the tables of the code and the tests: `python docs/models.py`."""
 
 import sys
 from pathlib import Path
@@ -19,37 +19,37 @@ HEAD = """\
 
 A model is a Hugging Face directory, in and out: causal language models, and the sequence classification
 models of the same families with one label (reward models, critics). transformers has no such class for
-{without}: critics and reward models of these are not trained, as nothing could open them.
+{without}, so that no critics and reward models of these are trained: nothing could open them.
 
-Of each row a tiny random model, made by transformers' own class, is compared in float32 under all of its
-layouts (tests/test_families.py): logits within 1e-5, gradients within 1e-4 of each tensor's largest entry, 64
-tokens of greedy generation identical, and the tensors of a directory that was read and written again byte for
-byte the same (`make test-families`). To add a family, see [adding-a-model.md](adding-a-model.md). Families
-without a row train as they are, in whole replicas, with transformers' own classes: `engine="transformers"`
+For each row, a test builds a tiny random model with transformers' own class and compares it in float32 under
+all of its layouts (tests/test_families.py): logits within 1e-5, gradients within 1e-4 of each tensor's largest
+entry, 64 tokens of greedy generation identical, and the tensors of a directory that was read and written again
+equal byte for byte (`make test-families`). To add a family, see [adding-a-model.md](adding-a-model.md).
+Families without a row train in whole replicas with transformers' own classes: `engine="transformers"`
 ([how](adding-a-model.md#without-a-table); tested with Phi, GPT-NeoX, OPT, Mamba and Mixtral).
 
 """
 NOTES = """\
 
 Rotary embeddings: {ropes}. `dynamic` and `longrope` depend on the length of
-a sequence; each sequence of a packed batch goes by its own. While a sequence grows past the boundary
+a sequence; each sequence of a packed batch uses its own length. When a sequence grows past the boundary
 (`original_max_position_embeddings` of longrope, `max_position_embeddings` of dynamic), the tokens before it
-are sampled at the shorter sequence's frequencies: the log-probs of generation then differ from those that
-training computes of the whole sequence.
+have been sampled at the shorter sequence's frequencies. The log-probs of generation then differ from those that
+training computes for the whole sequence.
 
-What a config.json says of dropout is ignored: reinforcement learning needs the probabilities that sampling
-had. Quantised checkpoints are refused. DeepSeek-V3's layer for predicting a second token is left out.
-Gemma 3 is the text model (the 1B checkpoints): those published from 4B on are Gemma3ForConditionalGeneration,
-with a vision tower, and are refused.
+Dropout in a config.json is ignored, because reinforcement learning needs the probabilities of sampling.
+Quantised checkpoints are refused. DeepSeek-V3's layer that predicts a second token is left out. Gemma 3 is the
+text model (the 1B checkpoints): those published from 4B on are Gemma3ForConditionalGeneration, with a vision
+tower, and are refused.
 
 ## Shipped configs
 
-For planning without weights, `realhf plan` and `realhf realloc` take these names (parameters as published, a
-tied head once, less the vision towers of Gemma 3 and the layer of DeepSeek-V3 that predicts a second token;
-tests/test_shipped_models.py). A name brings no tokenizer: for an experiment with such a model, say how long
-prompts are, in the file by `expected=Expected(prompt_tokens=512)` or on the command line by
-`--expected.prompt-tokens 512`; `response_tokens`, too, where nothing is generated, else it is
-`sampling.max_new_tokens` if it is left out.
+`realhf plan` and `realhf realloc` take these names, to plan without weights. The numbers of parameters are those
+published, with a tied head counted once, and without the vision towers of Gemma 3 and the layer of DeepSeek-V3
+that predicts a second token (tests/test_shipped_models.py). A name has no tokenizer. For an experiment with such
+a model, say how long prompts are: `expected=Expected(prompt_tokens=512)` in the file, or
+`--expected.prompt-tokens 512` on the command line. If nothing is generated, give `response_tokens` as well;
+otherwise its default is `sampling.max_new_tokens`.
 
 """
 

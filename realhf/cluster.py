@@ -1,6 +1,7 @@
 """Cluster: the machines that a plan is made for, read from plans/clusters/*.yaml.
 
-Quantities may have units there (`80 GB`, `400 Gbit/s`, `5 us`); without, they are in what the names say.
+Quantities there may have units (`80 GB`, `400 Gbit/s`, `5 us`). A plain number is in the unit of the field's
+name.
 """
 
 import os
@@ -19,7 +20,7 @@ _ROUNDED_BYTES = 4e9
 
 @dataclass(frozen=True)
 class Link:
-    """A class of wires: seconds before the first byte arrives, and bytes per second in each direction."""
+    """A kind of link: seconds before the first byte arrives, and bytes per second in each direction."""
 
     latency_seconds: float
     bandwidth_bytes_per_second: float
@@ -27,17 +28,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts, their devices and what joins them. Ranks fill one host after the other."""
+    """Hosts, their devices and the links between them. Ranks fill one host after the other."""
 
     num_hosts: int
     devices_per_host: int
     device_memory_bytes: float
     host_memory_bytes: float
     memory_bandwidth_bytes_per_second: float
-    peak_flops: Mapping[str, float]  # By dtype name (`bfloat16`, `float32`), of one device, per second.
-    intra_host: Link  # The port of one device inside its host,
-    inter_host: Link | None = None  # and towards other hosts; may be left out where there is one host.
-    host_bandwidth_bytes_per_second: float | None = None  # Of one host; None: its devices' ports.
+    peak_flops: Mapping[str, float]  # Dtype name (`bfloat16`, `float32`) -> FLOP/s of one device.
+    intra_host: Link  # From one device to others in its host.
+    inter_host: Link | None = None  # From one device to other hosts; may be left out if there is one host.
+    host_bandwidth_bytes_per_second: float | None = None  # From one host; None: the sum of its devices'.
     device_type: str = "cuda"  # Or `cpu`: processes on the cores of the hosts.
     host_memory: Link | None = None  # Between one device and its host's memory (PCIe); None: no offload.
 
@@ -48,7 +49,7 @@ class Cluster:
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         for name, value in asdict(self).items():
-            if value is None or name == "device_type":  # (those that are None may be left out)
+            if value is None or name == "device_type":
                 continue
             parts = {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
             for where, number in parts.items():
@@ -63,12 +64,12 @@ class Cluster:
 
     @property
     def outward(self) -> Link:
-        """The link of a device towards ranks on any host: inside its own where that is the only one known."""
+        """Return the link from a device to any rank: the one to other hosts, if it is known."""
         return self.inter_host or self.intra_host
 
     @property
     def host_port_bytes_per_second(self) -> float:
-        """What all devices of a host together send to other hosts, or receive from them."""
+        """Return the rate at which all devices of a host together can send to other hosts, or receive."""
         ports = self.devices_per_host * self.outward.bandwidth_bytes_per_second
         return self.host_bandwidth_bytes_per_second or ports
 
@@ -88,20 +89,26 @@ class Cluster:
 
     @classmethod
     def load(cls, name: str) -> "Cluster":
-        """Reads a cluster file, or a shipped one by its short name. UserErrors name file and field."""
+        """Load a cluster file, or a shipped one by its short name. UserErrors name the file and the field."""
         return load_yaml(name, cls.from_dict, kind="plans/clusters", what="cluster")
 
 
 def host_memory_bytes() -> float:
-    """Return the memory of this host, rounded down to 4 GB, so that hosts that are nearly alike count as
-    equal."""
+    """Return the memory of this host in bytes.
+
+    It is rounded down to a multiple of 4 GB, so that hosts that are nearly alike count as equal.
+    """
     whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return whole // _ROUNDED_BYTES * _ROUNDED_BYTES or whole
 
 
 def _checked(document: Any, cls: type, where: str = "") -> dict[str, Any]:
-    """A copy of a mapping (the whole document or its field `where`) that has the class's fields."""
-    legal, prefix = [f.name for f in fields(cls)], where and f"{where}."
+    """Return a copy of a mapping: the whole document, or its field `where`.
+
+    Raises ValueError unless it is a mapping that has the fields of the class.
+    """
+    prefix = where and f"{where}."
+    legal = [f.name for f in fields(cls)]
     required = [f.name for f in fields(cls) if f.default is MISSING]
     if not isinstance(document, dict):
         shown = textwrap.shorten(repr(document), 60)
@@ -116,7 +123,7 @@ def _checked(document: Any, cls: type, where: str = "") -> dict[str, Any]:
 
 
 def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values in bytes, seconds and FLOP/s, as their names say."""
+    """Return the values as plain numbers of bytes, seconds or FLOP/s, according to the fields' names."""
     plain = dict(values)
     for name, value in values.items():
         endings = [end for end in ("bytes_per_second", "bytes", "seconds") if name.endswith(end)]

@@ -1,4 +1,4 @@
-"""UserError: what a user caused and can mend; printed without traceback, with exit code 2."""
+"""UserError: an error that a user caused and can mend, printed without traceback, with exit code 2."""
 
 import contextlib
 import sysconfig
@@ -11,13 +11,13 @@ _LIBRARIES = (Path(__file__).parent, *{Path(sysconfig.get_path(name)) for name i
 
 
 class UserError(ValueError):
-    """One clear sentence that names the file, field, function or sample and what would be legal."""
+    """An error whose message is a sentence: the file, field, function or sample, and what would be legal."""
 
 
 def user_line(error: BaseException) -> str | None:
-    """Return `file:line` of the innermost frame of a user's own code; None where there is none.
+    """Return `file:line` of the innermost frame of a user's own code; None if there is none.
 
-    A user's own code is what lies neither in this package, nor in Python's library or its site-packages.
+    Code of this package, of Python's library and of site-packages is not the user's own.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
@@ -28,7 +28,7 @@ def user_line(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Turn ValueErrors from inside into UserErrors that begin with the option or file that they are about."""
+    """Turn ValueErrors of the `with` block into UserErrors that begin with `what`, an option or file."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Experiment: what a user defines - roles, graph, data and schedule. Free of torch."""
+"""Experiment: the roles, graph, data and schedule that a user defines. Free of torch."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -14,21 +14,21 @@ from realhf.transformers_config import TransformersConfig
 
 @dataclass(frozen=True)
 class Role:
-    """A model in the experiment. With an optimizer it is trainable, without it is frozen.
+    """A model in the experiment. It is trainable if it has an optimizer, and frozen otherwise.
 
-    With `lora` it has adapters: they are what is trained and exported, and the model itself never changes.
+    With `lora`, only its adapters are trained and exported, and the model itself never changes.
     """
 
     model: str  # Hugging Face model directory; or, with `random_init`, a config.json or shipped name.
-    head: Literal["lm", "score"] = "lm"  # `score`, one number per token: for critics and reward models.
+    head: Literal["lm", "score"] = "lm"  # `score` computes one number per token (critics, reward models).
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     optimizer: OptimizerConfig | None = None
     random_init: bool = False  # Draw the weights at random instead of reading them.
-    follows: str | None = None  # Role whose moving average this one is, updated after its train steps.
+    follows: str | None = None  # Be the moving average of this role, updated after its train steps.
     follow_rate: float = 0.01  # Share of the followed role's weights in each update.
     lora: LoraConfig | None = None
     engine: Literal["native", "transformers"] = "native"
-    """`transformers`: its own classes, of any family, in whole replicas (data parallelism)."""
+    """`transformers` runs that library's own class of any family, in whole replicas (data parallelism)."""
 
     def __post_init__(self) -> None:
         if self.follows is not None and self.optimizer is not None:
@@ -45,33 +45,36 @@ class Role:
         return kind.load(self.model, head=self.head)
 
     def resolved_lora(self) -> LoraConfig | None:
-        """Its `lora`, with what the directory says from which the adapters start."""
+        """Return `lora`, with the settings of the PEFT directory that its adapters start from."""
         return None if self.lora is None else resolved(self.lora)
 
     @property
     def weights_source(self) -> tuple[str | bool, ...]:
-        """Of roles that never change their weights (adapters aside), equal ones have equal weights."""
+        """Return the fields that decide the weights of a role which never changes them (adapters aside).
+
+        Two such roles with equal values have equal weights.
+        """
         return (self.model, self.head, self.dtype, self.random_init, self.engine)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the planner is to expect of the data; nothing else depends on it. Means, in tokens."""
+    """Mean lengths, in tokens, that the planner expects of the data; nothing else depends on them."""
 
     prompt_tokens: int | None = None  # None: measured on the dataset.
     response_tokens: int | None = None  # None: as many as sampling allows, or measured on the dataset.
-    host_seconds: float = 0.0  # Of each call in plain Python, such as a reward function.
+    host_seconds: float = 0.0  # Duration of each call in plain Python, such as a reward function.
 
 
 @dataclass
 class Experiment:
-    """Base of all experiments; an algorithm adds its settings and overrides `roles` and `graph`."""
+    """The base class of all experiments; an algorithm adds its settings and overrides `roles` and `graph`."""
 
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     eval_dataset: DatasetConfig | None = None  # Held-out prompts, which are answered greedily.
     steps: int = 100
     batch_size: int = 32  # Prompts per step.
-    group_size: int = 1  # Samples per prompt: a step works on `batch_size * group_size`.
+    group_size: int = 1  # Samples per prompt: a step has `batch_size * group_size` samples.
     seed: int = 0
     eval_every: int = 0  # Steps between evaluations; 0: only before the first and after the last step.
     export_every: int = 0  # Steps between Hugging Face exports; 0: only after the last step.
@@ -80,19 +83,19 @@ class Experiment:
     tokenizer: str | None = None  # Directory of the tokenizer; None: that of the first role.
 
     def roles(self) -> dict[str, Role]:
-        """Role name -> Role; the first trainable one is the model that is exported."""
+        """Return role name -> Role; the first trainable role is exported."""
         raise TypeError(f"{type(self).__name__} must define roles()")
 
     def graph(self) -> DataflowGraph:
-        """The calls of one training step."""
+        """Return the calls of one training step."""
         raise TypeError(f"{type(self).__name__} must define graph()")
 
     def eval_graph(self) -> DataflowGraph | None:
-        """The calls of one evaluation, which must produce `completion` and `score`; None: no evaluation."""
+        """Return the calls of an evaluation, which write `completion` and `score`; None: no evaluation."""
         return None
 
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
-        """The graph, with the experiment's seed given to every generating call."""
+        """Return the graph with the experiment's seed in every generating call."""
         generating = [call for call in graph.calls if isinstance(call.work, Generate)]
         return graph.replace(*(replace(call, work=replace(call.work, seed=self.seed)) for call in generating))
 

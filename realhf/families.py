@@ -1,7 +1,6 @@
-"""The model families: how each one's config.json is read, and what its parameters are called. A table, and
-the functions by which it reads fields that are computed from several keys.
+"""The table of model families: how each config.json is read, and how the parameters are named.
 
-A new decoder whose parts exist already needs one entry here and one line in the tests' table; see
+To add a decoder whose parts exist already, add one entry here and one line to the tests' table; see
 docs/adding-a-model.md.
 """
 
@@ -12,7 +11,7 @@ from typing import Any
 
 Hf = Mapping[str, Any]
 Reader = str | Callable[[Hf], Any]
-"""A key of config.json, or what is computed from several."""
+"""A key of config.json, or a function that computes the value from several keys."""
 
 LLAMA = {
     "embedding": "model.embed_tokens",
@@ -29,8 +28,8 @@ LLAMA = {
     "lm_head": "lm_head",
     "score": "score",
 }
-"""Part -> its module in a checkpoint. Norms that are not named do not exist; parts that share a module lie in
-one tensor, in this order."""
+"""Part -> its module in a checkpoint. A norm that is not named does not exist. Parts that share a module are
+stored in one tensor, in this order."""
 QK_NORM = {
     "q_norm": "model.layers.{layer}.self_attn.q_norm",
     "k_norm": "model.layers.{layer}.self_attn.k_norm",
@@ -89,39 +88,40 @@ GPT2 = {
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of decoder, by the `model_type` of its config.json.
+    """A kind of decoder, identified by the `model_type` of its config.json.
 
-    `reads` (added to COMMON) and `sets` give fields of ModelConfig, `moe` those of MoeConfig. `defaults` has
-    what config.json may leave out, as in transformers; `only` has keys with one legal value.
+    `reads` (added to COMMON) and `sets` fill fields of ModelConfig, and `moe` fills those of MoeConfig.
+    `defaults` holds the values of keys that config.json may leave out, as in transformers. `only` holds keys
+    for which a single value is supported.
     """
 
-    prefix: str  # Of its classes in transformers.
+    prefix: str  # The names of its classes in transformers begin with it.
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA)
     reads: Mapping[str, Reader] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
     moe: Mapping[str, Reader] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
-    lm_class: str = "ForCausalLM"  # What follows the prefix in the name of the class, by head.
+    lm_class: str = "ForCausalLM"  # Follows the prefix in the class name of a language model.
     score_class: str | None = "ForSequenceClassification"  # None: transformers has no such class.
     more_layers: bool = False  # Checkpoints have layers past num_hidden_layers, for multi-token prediction.
-    transposed: bool = False  # Checkpoints hold the weights of its linear layers as (in, out).
+    transposed: bool = False  # Checkpoints store the weights of linear layers as (in, out).
 
     def architecture(self, head: str) -> str | None:
-        """The class in transformers of models with this head, "lm" or "score", if there is one."""
+        """Return the transformers class for the head ("lm" or "score"); None if there is none."""
         suffix = {"lm": self.lm_class, "score": self.score_class}[head]
         return None if suffix is None else self.prefix + suffix
 
 
 def _types(hf: Hf, default: Callable[[int], bool]) -> list[str]:
-    """`layer_types`, where `default` tells which layers slide if config.json does not say."""
+    """Return `layer_types`; without that key, `default(layer)` says whether a layer has a sliding window."""
     given = hf.get("layer_types")
     layers = range(hf["num_hidden_layers"])
     return given or ["sliding_attention" if default(i) else "full_attention" for i in layers]
 
 
 def _windows(hf: Hf, default: Callable[[int], bool] = lambda _: True) -> tuple[int | None, ...]:
-    """The window of every layer; empty when none has one."""
+    """Return the window of every layer; an empty tuple if no layer has one."""
     window = hf.get("sliding_window")
     if not window:
         return ()
@@ -146,7 +146,7 @@ def _no_rope_layers(hf: Hf) -> tuple[bool, ...]:
 
 
 def _smollm3_windows(hf: Hf) -> tuple[int | None, ...]:
-    """Windows are in layers without positions."""
+    """Return the windows, which only the layers without rotary positions have."""
     rope = _no_rope_layers(hf)
     return _windows(hf, lambda i: bool(rope) and not rope[i]) if hf.get("use_sliding_window") else ()
 
@@ -156,7 +156,7 @@ def _heads(hf: Hf) -> int:
 
 
 def _latent_scale(hf: Hf) -> float:
-    """Of query times key in latent attention: yarn's magnitude counts twice where it is for all dims."""
+    """Return the scale of latent attention, times yarn's squared magnitude if mscale_all_dim is set."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     magnitude = 1.0
     if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):

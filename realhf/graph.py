@@ -1,4 +1,4 @@
-"""One step of training as a dataflow graph: FunctionCall, DataflowGraph. Knows nothing of models."""
+"""FunctionCall and DataflowGraph: one step of training as a graph of calls. Free of models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ KINDS = ("generate", "forward", "train_step", "host")
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A node: one kind of work on one role (`host`: plain Python, no role), with input and output keys."""
+    """A node of the graph: work on one role (`host`: plain Python, no role), with input and output keys."""
 
     name: str
     kind: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     role: str | None = None
-    work: Any = None  # What exactly is to be done: for the role's engine or the runtime, not for the graph.
+    work: Any = None  # Describes the work to the role's engine or the runtime; the graph does not read it.
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -39,9 +39,9 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """The calls of one step; edges follow from key names. `inputs` are the keys that the dataset brings.
+    """The calls of one step; edges follow from key names. `inputs` are the keys that the dataset provides.
 
-    Raises ValueError when keys have no producer or two, names repeat, or calls are missing or form a cycle.
+    Raises ValueError if a key has no producer or two, a name repeats, or calls are missing or form a cycle.
     """
 
     calls: tuple[FunctionCall, ...]
@@ -70,7 +70,7 @@ class DataflowGraph:
 
     @cached_property
     def nx_graph(self) -> nx.DiGraph:
-        """Calls as nodes; an edge A -> B carries in `keys` the keys that B reads from A."""
+        """Return the graph of call names; the edge A -> B has the attribute `keys`, which B reads from A."""
         graph = nx.DiGraph()
         graph.add_nodes_from(call.name for call in self.calls)
         for call in self.calls:
@@ -84,12 +84,12 @@ class DataflowGraph:
         return {call.name: call for call in self.calls}[name]
 
     def producer(self, key: str) -> FunctionCall | None:
-        """The call that writes `key`; None when the dataset brings it."""
+        """Return the call that writes `key`; None if the dataset provides it."""
         return next((call for call in self.calls if key in call.outputs), None)
 
     @cached_property
     def order(self) -> tuple[FunctionCall, ...]:
-        """The calls in topological order; among calls that are ready together, as the user listed them."""
+        """Return the calls in topological order; calls that are ready together keep the user's order."""
         listed = [call.name for call in self.calls].index
         return tuple(self[name] for name in nx.lexicographical_topological_sort(self.nx_graph, key=listed))
 
@@ -97,12 +97,13 @@ class DataflowGraph:
         return tuple(call for call in self.order if call.role == role)
 
     def replace(self, *calls: FunctionCall) -> "DataflowGraph":
-        """This graph with calls of the same names exchanged for these."""
-        new, names = {call.name: call for call in calls}, [call.name for call in self.calls]
+        """Return this graph with the calls of the same names replaced by these."""
+        new = {call.name: call for call in calls}
+        names = [call.name for call in self.calls]
         if unknown := [name for name in new if name not in names]:
             raise ValueError(f"no call is named {unknown[0]!r}: there are {', '.join(names)}")
         return DataflowGraph(tuple(new.get(call.name, call) for call in self.calls), self.inputs)
 
     def add(self, *calls: FunctionCall, inputs: Sequence[str] = ()) -> "DataflowGraph":
-        """This graph with more calls and, if need be, more dataset keys."""
+        """Return this graph with more calls and, if needed, more dataset keys."""
         return DataflowGraph((*self.calls, *calls), (*self.inputs, *inputs))

@@ -1,4 +1,4 @@
-"""What the fields of a config.json may hold."""
+"""Checks of the values in a config.json."""
 
 import json
 import math
@@ -35,7 +35,8 @@ def _is_eos(value: Any) -> bool:
     return _is_count(value) or _is_list(_is_count)(value)
 
 
-_SIZE, _COUNT = "a whole number of at least 1", "a whole number of at least 0"
+_SIZE = "a whole number of at least 1"
+_COUNT = "a whole number of at least 0"
 _KINDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads n_embd n_layer n_head "
      "n_positions num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size "
@@ -58,11 +59,11 @@ _KINDS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("rope_scaling rope_parameters", _or_none(lambda rope: isinstance(rope, dict)), "an object, or null"),
 ]  # fmt: skip
 LEGAL = {key: (is_legal, legal) for keys, is_legal, legal in _KINDS for key in keys.split()}
-"""Field -> whether a value is legal, and what to say of one that is not."""
+"""Field -> the check of its value, and the words that describe the legal values."""
 
 
 class CheckedFields(UserDict[str, Any]):
-    """The fields of a config.json. Reading one raises ValueError if its value is not legal."""
+    """The fields of a config.json. To read one whose value is not legal raises ValueError."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)

@@ -1,4 +1,4 @@
-"""Which ranks hold a model and how it is split over them: ParallelStrategy, DeviceMesh, Layout."""
+"""ParallelStrategy, DeviceMesh and Layout: which ranks hold a model, and how it is split over them."""
 
 import re
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from typing import NamedTuple
 import numpy as np
 
 AXES = ("pp", "dp", "cp", "tp")
-"""Mesh axes from slowest to fastest varying rank; `ep` is carved out of `dp`."""
+"""Mesh axes, from slowest to fastest varying rank. `ep` subdivides `dp`."""
 _LETTERS = {"p": "pp", "d": "dp", "c": "cp", "t": "tp", "e": "ep"}
 
 
 def even_split(length: int, num_parts: int, index: int) -> tuple[int, int]:
-    """Half-open range of part `index` of `length` items cut into contiguous parts, as even as possible."""
+    """Return the half-open range of part `index`, if `length` items are split as evenly as possible."""
     return length * index // num_parts, length * (index + 1) // num_parts
 
 
 def even_part(length: int, num_parts: int, item: int) -> int:
-    """The part of `even_split` in which an item lies."""
+    """Return the index of the part of `even_split` that contains an item."""
     return ((item + 1) * num_parts - 1) // length
 
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """Sizes of the pipeline, data, context, tensor and expert axes.
+    """The sizes of the pipeline, data, context, tensor and expert axes.
 
-    Experts are spread over `ep` neighbours of `dp`: the rank at index i of dp is at index i % ep of ep.
+    Experts are split over `ep` neighbours of `dp`: the rank at index i of dp has index i % ep of ep.
     """
 
     pp: int = 1
@@ -50,12 +50,12 @@ class ParallelStrategy:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the same parameters, those of experts left aside, and share their optimizer."""
+        """Number of ranks that hold the same parameters (except experts) and share their optimizer."""
         return self.dp * self.cp
 
     @property
     def num_expert_replicas(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.dp // self.ep * self.cp
 
     def __str__(self) -> str:
@@ -64,7 +64,10 @@ class ParallelStrategy:
 
     @classmethod
     def parse(cls, text: str) -> "ParallelStrategy":
-        """`d2t4p1` -> ParallelStrategy(dp=2, tp=4). Axes may be left out when 1; `e2` alone implies `d2`."""
+        """Parse `d2t4p1` as ParallelStrategy(dp=2, tp=4).
+
+        Axes of size 1 may be left out, and `e2` alone implies `d2`. Raises ValueError about other text.
+        """
         if not re.fullmatch(r"(?:[a-z]\d+)*", text):
             raise ValueError(f"{text!r} is not a parallel strategy: write for example d2t4p1")
         sizes: dict[str, int] = {}
@@ -115,7 +118,7 @@ class DeviceMesh:
 
 
 class Coordinate(NamedTuple):
-    """Where a rank stands on the axes of a layout."""
+    """The indices of a rank on the axes of a layout."""
 
     pp: int
     dp: int
@@ -173,7 +176,7 @@ class Layout:
 
     @cached_property
     def grid(self) -> np.ndarray:
-        """Ranks as an array of shape (pp, dp, cp, tp)."""
+        """Return the ranks as an array of shape (pp, dp, cp, tp)."""
         return np.array(self.ranks).reshape([getattr(self.strategy, axis) for axis in AXES])
 
     @cached_property
@@ -187,21 +190,21 @@ class Layout:
         return rank in self._coordinates
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ on `axis` only, each in the order of that axis."""
+        """Return all groups of ranks that differ only on `axis`, each in the order of that axis."""
         grid = np.moveaxis(self.grid, AXES.index(axis), -1)
         return [tuple(row) for row in grid.reshape(-1, grid.shape[-1]).tolist()]
 
     def replicas(self, rank: int) -> tuple[int, ...]:
-        """The ranks over dp and cp that hold what this one holds, experts left aside."""
+        """Return the ranks over dp and cp that hold the same parameters as `rank`, except experts."""
         at = self.coordinate(rank)
         return tuple(self.grid[at.pp, :, :, at.tp].ravel().tolist())
 
     def expert_replicas(self, rank: int) -> tuple[int, ...]:
-        """Those of them that hold the same experts."""
+        """Return the replicas of `rank` that also hold the same experts."""
         at = self.coordinate(rank)
         return tuple(self.grid[at.pp, at.dp % self.ep :: self.ep, :, at.tp].ravel().tolist())
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The rank that owns the results of each data shard: last pipeline stage, first of cp and tp."""
+        """Return the rank that has the results of each data shard: last stage, first of cp and of tp."""
         return tuple(self.grid[-1, :, 0, 0].tolist())

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): its settings, and the parameter table of a model's adapters."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): settings, and the parameter table of a model's adapters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,27 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import InFile, ModelSpec, ParamSpec, model_spec
 
 PREFIX = "base_model.model."
-"""What PEFT writes before the names of parameters."""
+"""PEFT puts this before the names of parameters."""
 _ATTENTION = {f"{part}.weight" for part in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")}
 _MLP = {f"{prefix}{part}.weight" for prefix in ("", "shared_") for part in ("gate", "up", "down")}
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters of linear layers: y = x W^T + alpha / rank * (x A^T) B^T, of which only A and B are trained.
+    """Settings of adapters: y = x W^T + alpha / rank * (x A^T) B^T, where only A and B are trained.
 
-    There is no dropout. A score head (critics, reward models) is trained as a whole beside the adapters.
+    There is no dropout. A score head (critics, reward models) is trained in full, along with the adapters.
     """
 
     rank: int = 16
     alpha: float = 32.0
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers of the blocks by the last part of their names in checkpoints, such as q_proj."""
-    use_rslora: bool = False  # The product is scaled by alpha / sqrt(rank) (Kalajdzievski 2023).
-    merge: bool = False  # Generation computes with W + scale B A, in memory that is freed behind it.
+    """Linear layers of the blocks, by the last part of their names in checkpoints, such as q_proj."""
+    use_rslora: bool = False  # Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023).
+    merge: bool = False  # Generate with W + scale B A, in memory that is freed afterwards.
     adapter: str | None = None
-    """PEFT directory to start from; its rank, alpha, target modules and rslora hold, not the defaults."""
-    export_merged: bool = False  # Exports are whole models with the adapters merged in, not PEFT directories.
+    """PEFT directory to start from, whose rank, alpha, target modules and rslora then apply."""
+    export_merged: bool = False  # Export whole models with the adapters merged in, not PEFT directories.
 
     def __post_init__(self) -> None:
         if not is_whole(self.rank):
@@ -56,11 +56,12 @@ class LoraConfig:
 
 
 def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
-    """The parameter table of a model's adapters, under PEFT's names: layer by layer all A, then all B.
+    """Return the parameter table of a model's adapters, under PEFT's names: for each layer all A, then all B.
 
-    Of a layer whose rows are split over tp, B is split like them and A is whole on every tp rank; where
-    columns are split, A is split like them and B is whole. Linear layers that lie in one tensor have one A.
-    Raises ValueError about target modules that do not exist, and a rank that a layer cannot use.
+    If a linear layer's rows are split over tp, B is split like them and every tp rank has the whole A. If its
+    columns are split, A is split like them and every tp rank has the whole B. Linear layers that a checkpoint
+    stores in one tensor have one A. Raises ValueError about target modules that do not exist, and about a
+    rank that a layer cannot use.
     """
     weights = model_spec(config).params
     linear = _linear_layers(config)
@@ -69,13 +70,13 @@ def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
     for p in linear:
         if _is_target(lora, p):
             by_layer.setdefault(p.layer, []).append(p)
-    if lora.adapter is None:  # (What has been trained with a higher rank is taken as it is.)
+    if lora.adapter is None:  # Existing adapters may have a higher rank.
         _check_rank(lora, by_layer)
     params: list[ParamSpec] = []
     for layer in range(config.num_layers):
         if layer not in by_layer:
             raise ValueError(f"lora.target_modules: none of them is in layer {layer}")
-        modules = {_module(p): p for p in reversed(by_layer[layer])}  # (the first part of each)
+        modules = {_module(p): p for p in reversed(by_layer[layer])}  # Module -> its first part.
         params += [_down(p, lora.rank) for p in reversed(modules.values())]
         params += [_up(p, lora.rank) for p in by_layer[layer]]
     if config.head == "score":
@@ -86,12 +87,15 @@ def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
 
 
 def legal_targets(config: ModelConfig) -> list[str]:
-    """Last parts of the names of the linear layers that can have adapters."""
+    """Return the last parts of the names of the linear layers that can have adapters."""
     return list(dict.fromkeys(_module(p).rpartition(".")[2] for p in _linear_layers(config)))
 
 
 def _linear_layers(config: ModelConfig) -> list[ParamSpec]:
-    """The weights that can have adapters. PEFT takes those of DeepSeek's MLPs for its routed experts'."""
+    """Return the weights that can have adapters.
+
+    DeepSeek's MLPs cannot, because PEFT would take their names for those of its routed experts.
+    """
     parts = _ATTENTION if config.family == "deepseek_v3" else _ATTENTION | _MLP
     return [p for p in model_spec(config).params if p.part in parts]
 
@@ -123,12 +127,13 @@ def _check_targets(
 
 
 def _check_rank(lora: LoraConfig, by_layer: Mapping[int | None, Sequence[ParamSpec]]) -> None:
-    """A product of rank as high as the smaller dim is any matrix of the layer already."""
-    rows: dict[str, int] = {}  # Of parts in one tensor, together.
+    """Raise ValueError if the rank exceeds the smaller dim of a layer, at which B A can be any matrix."""
+    rows: dict[str, int] = {}  # Parts in one tensor count together.
     columns: dict[str, int] = {}
     for p in (p for layer in by_layer.values() for p in layer):
         module = _module(p)
-        rows[module], columns[module] = rows.get(module, 0) + p.shape[0], p.shape[1]
+        rows[module] = rows.get(module, 0) + p.shape[0]
+        columns[module] = p.shape[1]
     most, module = min(((min(rows[name], columns[name]), name) for name in rows), default=(lora.rank, ""))
     if lora.rank > most:
         layer = module.rpartition(".")[2]
@@ -136,8 +141,9 @@ def _check_rank(lora: LoraConfig, by_layer: Mapping[int | None, Sequence[ParamSp
 
 
 def _down(p: ParamSpec, rank: int) -> ParamSpec:
-    """The A of a linear layer, or of all in one tensor, of which `p` is the first."""
-    name, split = f"{PREFIX}{_module(p)}.lora_A.weight", p.split_dim == 1
+    """Return the A of a linear layer, or of all linear layers in one tensor, of which `p` is the first."""
+    name = f"{PREFIX}{_module(p)}.lora_A.weight"
+    split = p.split_dim == 1
     return ParamSpec(
         name, (rank, p.shape[1]), p.layer, 1 if split else None, p.num_units if split else 1,
         part=p.part.replace(".weight", ".lora_A"), partial=p.split_dim == 0, in_file=InFile(name),
@@ -145,8 +151,9 @@ def _down(p: ParamSpec, rank: int) -> ParamSpec:
 
 
 def _up(p: ParamSpec, rank: int) -> ParamSpec:
-    """The B of a linear layer."""
-    file, split = f"{PREFIX}{_module(p)}.lora_B.weight", p.split_dim == 0
+    """Return the B of a linear layer."""
+    file = f"{PREFIX}{_module(p)}.lora_B.weight"
+    split = p.split_dim == 0
     _, slash, part = p.name.partition("/")
     return ParamSpec(
         f"{file}{slash}{part}", (p.shape[0], rank), p.layer, 0 if split else None,

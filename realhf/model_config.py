@@ -11,7 +11,8 @@ from realhf.hf_fields import CheckedFields, is_positive, is_whole
 from realhf.layout import Layout
 from realhf.shipped import resolve
 
-HEADS = ("lm", "score")  # Logits over the vocabulary; one number per token (critics, reward models).
+HEADS = ("lm", "score")
+"""`lm` computes logits over the vocabulary, `score` one number per token (critics, reward models)."""
 ACTIVATION_NAMES = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -20,7 +21,7 @@ ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL_LENGTH),
     "longrope": ("short_factor", "long_factor"),
 }  # fmt: skip
-"""Rotary embeddings that `nn` computes, and what config.json must say of them."""
+"""Rotary embeddings that `nn` computes -> the keys that config.json must have for each."""
 _ARCHITECTURES = {
     architecture: (name, head)
     for name, family in FAMILIES.items() for head in HEADS
@@ -33,20 +34,20 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Routed experts in place of the MLP, in every layer from `num_dense_layers` on."""
+    """The sizes and the routing of the experts that replace the MLP from layer `num_dense_layers` on."""
 
     num_experts: int
     num_experts_per_token: int
     expert_width: int
-    shared_width: int = 0  # Of the shared experts, which form one MLP.
+    shared_width: int = 0  # Width of the shared experts, which form one MLP; 0: there are none.
     num_dense_layers: int = 0
-    router_bias: bool = False  # DeepSeek's e_score_correction_bias: it takes part in the choice only.
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # Of the router's logits over all experts.
-    normalize: bool = True  # The chosen experts' scores are divided by their sum.
-    scale: float = 1.0  # Multiplies them.
-    num_groups: int = 1  # Experts are chosen out of the best `num_groups_per_token` of these groups.
+    router_bias: bool = False  # DeepSeek's e_score_correction_bias, which only affects the choice of experts.
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # Applied to the router's logits over all experts.
+    normalize: bool = True  # Divide the chosen experts' scores by their sum.
+    scale: float = 1.0  # Multiplies the chosen experts' scores.
+    num_groups: int = 1  # Experts are chosen from the best `num_groups_per_token` of these groups.
     num_groups_per_token: int = 1
-    shared_gate: bool = False  # The shared experts' output is multiplied by a sigmoid of its own.
+    shared_gate: bool = False  # Multiply the shared experts' output by the sigmoid of a gate of their own.
 
     def __post_init__(self) -> None:
         if self.num_experts_per_token > self.num_experts:
@@ -54,9 +55,10 @@ class MoeConfig:
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_token}: {legal}")
 
     def check_groups(self) -> None:
-        """Raises ValueError where no router can choose by these groups: such a model can only be planned."""
+        """Raise ValueError if no router can choose by these groups: such a model can only be planned."""
         experts, groups, chosen = self.num_experts, self.num_groups, self.num_groups_per_token
-        if experts % groups or (groups > 1 and experts < 2 * groups):  # A group's score is its two best's.
+        # The score of a group is the sum of its two best experts', so that it needs two.
+        if experts % groups or (groups > 1 and experts < 2 * groups):
             legal = f"it must split the {experts} experts into equal groups of at least 2"
             raise ValueError(f"n_group is {groups}: {legal}")
         if chosen > groups:
@@ -68,9 +70,9 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """Multi-head latent attention: queries, keys and values are made from latents of these ranks."""
+    """The sizes of multi-head latent attention, which computes queries, keys and values from latents."""
 
-    q_lora_rank: int | None  # None: queries are made from the hidden state.
+    q_lora_rank: int | None  # None: queries are computed from the hidden state.
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -79,9 +81,9 @@ class MlaConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of attention and MLP blocks; the defaults are Llama's.
+    """The shape of a decoder of attention and MLP blocks; the defaults are Llama's.
 
-    With `mla`, every query head has keys and values of its own and `head_dim` is that of queries and keys.
+    With `mla`, every query head has its own keys and values, and `head_dim` is that of queries and keys.
     """
 
     family: str
@@ -96,23 +98,23 @@ class ModelConfig:
     head: str = "lm"
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
-    norm_offset: float = 0.0  # Added to the norms' weights (Gemma stores them less one).
-    qk_norm: Literal["head", "all"] | None = None  # Queries and keys are normalised, by head or altogether.
+    norm_offset: float = 0.0  # Added to the norms' weights (Gemma stores the weights minus 1).
+    qk_norm: Literal["head", "all"] | None = None  # Normalise queries and keys by head, or all heads at once.
     qkv_bias: bool = False
-    out_bias: bool = False  # Of the attention's output.
+    out_bias: bool = False  # The attention's output projection has a bias.
     mlp_bias: bool = False
     activation: str = "silu"
     gated: bool = True  # The MLP has a gate beside its up-projection.
     positions: Literal["rope", "learned"] = "rope"
-    num_positions: int | None = None  # Rows of a table of them; None: no limit.
-    rope_layers: tuple[bool, ...] = ()  # Which layers rotate queries and keys; empty: all.
-    rope_interleaved: bool = False  # Neighbouring dims turn together; else dim i and i + half.
-    windows: tuple[int | None, ...] = ()  # By layer: tokens that one sees, itself included.
-    attention_scale: float | None = None  # Of query times key; None: head_dim ** -0.5.
-    attention_softcap: float | None = None  # c * tanh(x / c) of the attention scores.
+    num_positions: int | None = None  # Rows of the table of learned positions; None: there is no table.
+    rope_layers: tuple[bool, ...] = ()  # Whether each layer rotates queries and keys; empty: all do.
+    rope_interleaved: bool = False  # Rotate dims 2i and 2i + 1 together; otherwise i and i + half.
+    windows: tuple[int | None, ...] = ()  # Per layer, how many tokens a token sees, itself included.
+    attention_scale: float | None = None  # Multiplies query times key; None: head_dim ** -0.5.
+    attention_softcap: float | None = None  # Attention scores x become c * tanh(x / c).
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # Of what attention and MLP add.
+    residual_scale: float = 1.0  # Multiplies the outputs of attention and MLP before the residual sum.
     logit_scale: float = 1.0
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
@@ -126,8 +128,8 @@ class ModelConfig:
         for name in _SIZES:
             value = getattr(self, name)
             if not is_whole(value):
-                key, legal = _key(self.family, name), "it must be a whole number of at least 1"
-                raise ValueError(f"{key} is {value!r}: {legal}")
+                legal = "it must be a whole number of at least 1"
+                raise ValueError(f"{_key(self.family, name)} is {value!r}: {legal}")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads}"
             raise ValueError(f"{heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
@@ -142,7 +144,10 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Hf, *, head: str | None = None, generation: Hf | None = None) -> "ModelConfig":
-        """Reads the fields of a config.json. `head` overrides what its `architectures` says."""
+        """Build the config from the fields of a config.json; `head` overrides the head in `architectures`.
+
+        Raises ValueError about fields that are missing, not legal or not supported.
+        """
         if not isinstance(hf, Mapping):
             raise ValueError("it must be a JSON object")
         architecture = (CheckedFields(hf).get("architectures") or ["(none)"])[0]
@@ -178,7 +183,7 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ValueError(f"{error.args[0]} is missing") from error
-        except (TypeError, ZeroDivisionError) as error:  # Arithmetic on what is no number, or by 0.
+        except (TypeError, ZeroDivisionError) as error:  # A reader computed with text, or divided by 0.
             raise ValueError(f"a field has the wrong type: {error}") from error
         if config.positions == "rope":
             for kind, rope in config.rope_kinds().items():
@@ -187,17 +192,18 @@ class ModelConfig:
 
     @classmethod
     def load(cls, name: str, *, head: str | None = None) -> "ModelConfig":
-        """From a model directory, a config.json, or a shipped name. ValueErrors name the file and field."""
+        """Load from a model directory, a config.json or a shipped name. ValueErrors name file and field."""
         path = resolve(name, kind="models", suffix=".json")
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             refuse_adapters(path.parent)
             raise ValueError(f"model {name}: there is no {path}")
-        beside, generation = path.parent / "generation_config.json", None
         try:
             hf = json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"model config {path}: {error}") from error
+        generation = None
+        beside = path.parent / "generation_config.json"
         if path.name == "config.json" and beside.is_file():
             try:
                 generation = json.loads(beside.read_text())
@@ -210,43 +216,42 @@ class ModelConfig:
             raise ValueError(f"model config {path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json of an exported model with this head. Raises ValueError where there is no class."""
-        hf, architecture = dict(self.hf), self.describes.architecture(self.head)
+        """Return the config.json of an exported model. Raises ValueError if there is no class for it."""
+        architecture = self.describes.architecture(self.head)
         if architecture is None:
             raise ValueError(
                 f"transformers has no sequence classification model of {self.describes.prefix}, as which a "
                 "model with a score head is exported: take one of another family"
             )
-        hf["architectures"], hf["model_type"] = [architecture], self.family
-        return labelled(hf, self.head)
+        return labelled({**self.hf, "architectures": [architecture], "model_type": self.family}, self.head)
 
     @property
     def describes(self) -> Family:
-        """The family's entry in the table."""
+        """Return the family's entry in the table."""
         return FAMILIES[self.family]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response: those of generation_config.json where it names any."""
+        """Return the tokens that end a response, from generation_config.json if it names any."""
         eos = self.generation.get("eos_token_id")
         eos = self.hf.get("eos_token_id") if eos is None else eos
         return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer has routed experts in place of an MLP."""
+        """Return whether this layer has routed experts instead of an MLP."""
         return self.moe is not None and layer >= self.moe.num_dense_layers
 
     @property
     def tied(self) -> bool:
-        """Whether the output head is the embedding itself."""
+        """Return whether the output head is the embedding itself."""
         return self.tie_word_embeddings and self.head == "lm"
 
     def window(self, layer: int) -> int | None:
-        """How many tokens one sees in this layer, itself included; None: all before it."""
+        """Return how many tokens a token sees in this layer, itself included; None: all before it."""
         return self.windows[layer] if self.windows else None
 
     def rope_kinds(self) -> dict[str, dict[str, Any]]:
-        """Rotary parameters by layer type ("full_attention"), under "" where all layers have the same."""
+        """Return layer type ("full_attention") -> rotary parameters; under "" if all layers share them."""
         hf = CheckedFields({**COMMON_DEFAULTS, **self.describes.defaults, **self.hf})
         given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
         common = {"partial_rotary_factor": hf["partial_rotary_factor"]}
@@ -271,27 +276,28 @@ class ModelConfig:
         return "longrope" if kind == "su" or (kind == "yarn" and self.family == "phi3") else kind
 
     def check_layout(self, layout: Layout) -> None:
-        """Raises ValueError when the model cannot be split this way."""
-        s, heads, kv_heads = layout.strategy, self.num_heads, self.num_kv_heads
-        width, vocabulary, lacks = min(self._mlp_widths()), self.vocab_size, "is not supported for"
+        """Raise ValueError if the model cannot be split this way."""
+        s = layout.strategy
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        width = min(self._mlp_widths())
         num_experts = self.moe.num_experts if self.moe else 1
         for refused, why in (
             (s.pp > self.num_layers, f"pp={s.pp} exceeds the model's {self.num_layers} layers"),
             (heads % s.tp, f"tp={s.tp} does not divide the model's {heads} attention heads"),
             (kv_heads % s.tp and s.tp % kv_heads,
              f"tp={s.tp} neither divides nor is a multiple of the {kv_heads} kv heads"),
-            (s.tp > vocabulary, f"tp={s.tp} exceeds the vocabulary {vocabulary}"),
+            (s.tp > self.vocab_size, f"tp={s.tp} exceeds the vocabulary {self.vocab_size}"),
             (s.tp > width, f"tp={s.tp} exceeds the MLP width {width}"),
             (heads % (s.tp * s.cp),
              f"tp*cp={s.tp * s.cp} does not divide the model's {heads} attention heads"),
-            (s.ep > 1 and not self.moe, f"ep={s.ep} {lacks} {self.family} models; use ep=1"),
+            (s.ep > 1 and not self.moe, f"ep={s.ep} is not supported for {self.family} models; use ep=1"),
             (s.ep > num_experts, f"ep={s.ep} exceeds the model's {num_experts} experts"),
         ):
             if refused:
                 raise ValueError(f"layout {layout}: {why}")
 
     def _mlp_widths(self) -> tuple[int, ...]:
-        """Widths of the MLPs that there are: dense, routed, shared."""
+        """Return the widths of the dense, routed and shared MLPs that the model has."""
         if self.moe is None:
             return (self.intermediate_size,)
         dense = self.intermediate_size if self.moe.num_dense_layers else 0
@@ -299,7 +305,7 @@ class ModelConfig:
 
 
 def refuse_adapters(directory: Path) -> None:
-    """Raises ValueError where a directory holds LoRA adapters, as PEFT saves them, in place of a model."""
+    """Raise ValueError if the directory holds LoRA adapters, as PEFT saves them, instead of a model."""
     if (file := directory / "adapter_config.json").is_file():
         try:
             base = json.loads(file.read_text()).get("base_model_name_or_path")
@@ -316,8 +322,9 @@ def _read(readers: Mapping[str, Reader], hf: Hf) -> dict[str, Any]:
 
 
 def _check_rope(config: ModelConfig, rope: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError about rotary parameters that cannot be computed; `where` is their place."""
-    kind, share = rope["rope_type"], rope["partial_rotary_factor"]
+    """Raise ValueError if `nn` cannot compute these rotary parameters; `where` is their field."""
+    kind = rope["rope_type"]
+    share = rope["partial_rotary_factor"]
     if kind not in tuple(ROPE_KEYS):
         raise ValueError(f"rope type {kind!r} is not supported; legal are {', '.join(ROPE_KEYS)}")
     if lacking := [key for key in ROPE_KEYS[kind] if key not in rope]:
@@ -331,7 +338,7 @@ def _check_rope(config: ModelConfig, rope: Mapping[str, Any], where: str) -> Non
         if key not in lists and not is_positive(rope[key]):
             raise ValueError(f"{where}: {key} is {_json(rope[key])}: it must be a number above 0")
     head_dim = config.mla.qk_rope_head_dim if config.mla else config.head_dim
-    half = (int(head_dim * share) + 1) // 2  # (An odd share of the dims is rounded up, as in transformers.)
+    half = (int(head_dim * share) + 1) // 2  # An odd number of dims is rounded up, as in transformers.
     if not 0 < 2 * half <= head_dim:
         turned = f"partial_rotary_factor {share} of {head_dim} dims per head"
         raise ValueError(f"{where}: {turned}: an even number of dims, at most all, must turn")
@@ -342,7 +349,7 @@ def _check_rope(config: ModelConfig, rope: Mapping[str, Any], where: str) -> Non
 
 
 def _key(family: str, name: str) -> str:
-    """What config.json calls a field of ModelConfig."""
+    """Return the key of config.json that holds a field of ModelConfig."""
     described = FAMILIES.get(family)
     reader = {**COMMON, **(described.reads if described else {})}.get(name)
     special = {"num_kv_heads": "num_key_value_heads"}
@@ -354,7 +361,7 @@ def _json(value: Any) -> str:
 
 
 def labelled(hf: dict[str, Any], head: str) -> dict[str, Any]:
-    """A config.json that has one label if the head gives scores."""
+    """Return the config.json, with a single label if the head computes scores."""
     if head == "score":
         hf = hf | {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         hf.pop("num_labels", None)

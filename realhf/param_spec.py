@@ -1,7 +1,8 @@
-"""The keystone: every parameter of a model with its global shape, pipeline stage and tensor-parallel split.
+"""The parameter table: every parameter with its global shape, pipeline stage and tensor-parallel split.
 
-Parameters go by their names in Hugging Face checkpoints and a rank holds a box (Region) of each. `nn` builds
-by this table, weights are read and written by it, `realloc` schedules by it. Nobody else knows about splits.
+Parameters have their names in Hugging Face checkpoints, and a rank holds a box (Region) of each. `nn` builds
+models from this table, `checkpoint` reads and writes by it, `realloc` schedules by it, and the planner sizes
+by it. No other module knows how a tensor is split.
 """
 
 import math
@@ -17,19 +18,18 @@ from realhf.model_config import ModelConfig
 from realhf.region import Region, region_size, shards_of_rows
 
 Placement = tuple[tuple[Region, tuple[int, ...]], ...]
-"""Distinct regions of a parameter under a layout, by tp index, each with the sorted ranks that hold it."""
-NUM_LIMBS = 3  # 8 bits each in bfloat16: a float32 has 24.
-_BOTH_ENDS = -1  # The stage of an embedding that is also the head.
+"""The distinct regions of a parameter under a layout, by tp index, each with the ranks that hold it."""
+NUM_LIMBS = 3  # A float32 has 24 significant bits, a bfloat16 has 8.
+_BOTH_ENDS = -1  # Stands for the stages of an embedding that is also the head: the first and the last.
 
 
 def is_sharded(layout: Layout) -> bool:
-    """Whether the optimizer's copy of a model that trains in this layout is spread over replicas (ZeRO-1)."""
+    """Return whether training in this layout spreads the optimizer's copy over replicas (ZeRO-1)."""
     return layout.strategy.num_replicas > 1
 
 
 class InFile(NamedTuple):
-    """Where a parameter lies in a checkpoint: in tensor `name`, from row `start` on (from column `start` on
-    where the checkpoint has it `transposed`)."""
+    """A parameter's position in a checkpoint: tensor `name`, from row `start` on (column, if transposed)."""
 
     name: str
     start: int = 0
@@ -38,12 +38,12 @@ class InFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter, of decoder layer `layer`: -1 for embeddings, None for what follows the last layer.
+    """A parameter of decoder layer `layer`: -1 for embeddings, None for what follows the last layer.
 
-    `split_dim` is cut over tp in `num_units` indivisible units (attention heads, or single rows or columns);
-    with fewer units than tp ranks, neighbours hold the same unit and each computes a part of its gradient.
-    A parameter of expert `expert` is only where that expert is; experts are split evenly over ep.
-    `name` is that in the checkpoint; where several parameters lie in one tensor there, with the part behind.
+    `split_dim` is split over tp in `num_units` indivisible units (attention heads, or single rows or
+    columns). If there are fewer units than tp ranks, neighbours hold the same unit, and each computes a part
+    of its gradient. Only the ranks that have expert `expert` hold its parameters; experts are split evenly
+    over ep. `name` is the name in the checkpoint, followed by "/part" if a tensor there holds several.
     """
 
     name: str
@@ -52,20 +52,20 @@ class ParamSpec:
     split_dim: int | None = None
     num_units: int = 1
     expert: int | None = None
-    part: str = ""  # What it is in its layer, in every family: "q.weight".
-    partial: bool = False  # Every tp rank holds the whole of it and computes a part of its gradient.
+    part: str = ""  # Its name within the layer, the same in every family: "q.weight".
+    partial: bool = False  # Every tp rank holds the whole parameter and computes a part of its gradient.
     in_file: InFile = InFile("")
     trainable: bool = True  # The optimizer changes it.
     limbs: int = 1
-    """If more, they are the first dim of `shape`: the values, which files have in float32, are their sum, so
-    that they keep that precision in memory of any dtype (nn/split_float32.py)."""
+    """Parts of a split float32 (nn/split_float32.py); if above 1, the first dim of `shape`. Their sum,
+    which checkpoints hold, keeps float32 precision in a model of any dtype."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def region(self, tp: int, index: int) -> Region:
-        """What tensor-parallel rank `index` of `tp` holds, on a stage that has the parameter."""
+        """Return the region of tensor-parallel rank `index` of `tp`, on a stage that has the parameter."""
         box = [(0, size) for size in self.shape]
         if self.split_dim is not None:
             first, last = even_split(self.num_units, tp, index)
@@ -74,29 +74,29 @@ class ParamSpec:
         return tuple(box)
 
     def sharers(self, tp: int, index: int) -> tuple[int, ...]:
-        """Tensor-parallel ranks that hold the same region as rank `index`."""
+        """Return the tensor-parallel ranks that hold the same region as rank `index`."""
         return tuple(i for i in range(tp) if self.region(tp, i) == self.region(tp, index))
 
     def has_partial_gradient(self, tp: int) -> bool:
-        """Whether ranks that share a region must add their gradients (else each has the whole gradient)."""
+        """Return whether ranks that share a region must sum their gradients; else each has the whole one."""
         return tp > 1 and (self.partial or (self.split_dim is not None and tp > self.num_units))
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The parameter table of a model, and who holds what under a layout."""
+    """The parameter table of a model; computes which rank holds which regions under a layout."""
 
     config: ModelConfig
     params: tuple[ParamSpec, ...]
-    section_numel: int = 1 << 24  # Parameters of a rank from which on `sections` cuts them between layers.
+    section_numel: int = 1 << 24  # The least size of the parts into which `sections` splits parameters.
 
     @property
     def numel(self) -> int:
-        """Number of parameters, as they are published."""
+        """Number of parameters, counted as in the checkpoint."""
         return sum(param.numel // param.limbs for param in self.params)
 
     def without_limbs(self) -> "ModelSpec":
-        """The table with every parameter in the shape that it has in a checkpoint."""
+        """Return the table with every parameter in the shape that it has in a checkpoint."""
         params = (replace(p, shape=p.shape[1:], limbs=1) if p.limbs > 1 else p for p in self.params)
         return replace(self, params=tuple(params))
 
@@ -104,9 +104,9 @@ class ModelSpec:
         return range(*even_split(self.config.num_layers, strategy.pp, stage))
 
     def held_by(self, layout: Layout, rank: int, *, sharded: bool = False) -> dict[str, Region]:
-        """Parameter name -> region on `rank`, in table order; empty for a rank outside the layout.
+        """Return parameter name -> region on `rank`, in table order; empty for a rank outside the layout.
 
-        With `sharded`, of the optimizer's copy, of which every replica has a part (ZeRO-1).
+        With `sharded`, these are regions of the optimizer's copy, of which every replica has a part (ZeRO-1).
         """
         if rank not in layout:
             return {}
@@ -115,7 +115,8 @@ class ModelSpec:
             for held, ranks in self.sections(layout, rank):
                 owned |= shards_of_rows(held, len(ranks))[ranks.index(rank)]
             return owned
-        at, (kinds, stages, owners) = layout.coordinate(rank), self._places(layout)
+        at = layout.coordinate(rank)
+        kinds, stages, owners = self._placement_keys(layout)
         on_stage = (stages == at.pp) | ((stages == _BOTH_ENDS) & (at.pp in (0, layout.pp - 1)))
         here = np.flatnonzero(on_stage & ((owners < 0) | (owners == at.dp % layout.ep)))
         regions: dict[int, Region] = {}
@@ -125,41 +126,43 @@ class ModelSpec:
         return {self.params[i].name: regions[kind] for i, kind in numbers}
 
     def sections(self, layout: Layout, rank: int) -> list[tuple[dict[str, Region], tuple[int, ...]]]:
-        """What `rank` holds in parts, each with the ranks that hold the same.
+        """Split the regions on `rank` into sections, each with the ranks that hold the same regions.
 
-        They add up its gradients and share its optimizer: over dp and cp, where experts differ over ep those
-        of equal ep index. Large parts are cut between layers, so that those of the last layers are added up
-        while the backward pass goes on.
+        These ranks sum the section's gradients and share its optimizer. They are the replicas over dp and cp;
+        for experts, those of equal ep index. Large sections are split between layers, so that the gradients
+        of the last layers can be summed while the backward pass continues.
         """
         held = self.held_by(layout, rank)
         if layout.ep == 1:
-            return [(part, layout.replicas(rank)) for part in self._cut(held)]
-        shared = {name: region for name, region in held.items() if name not in self._of_experts}
-        experts = {name: region for name, region in held.items() if name in self._of_experts}
+            return [(part, layout.replicas(rank)) for part in self._split_by_layer(held)]
+        shared = {name: region for name, region in held.items() if name not in self._expert_names}
+        experts = {name: region for name, region in held.items() if name in self._expert_names}
         both = ((shared, layout.replicas(rank)), (experts, layout.expert_replicas(rank)))
-        return [(part, ranks) for regions, ranks in both for part in self._cut(regions)]
+        return [(part, ranks) for regions, ranks in both for part in self._split_by_layer(regions)]
 
-    def _cut(self, regions: Mapping[str, Region]) -> list[dict[str, Region]]:
-        """In parts of whole layers, each but the last as large as `section_numel` at least."""
-        parts, numel, last = list[dict[str, Region]](), 0, None
+    def _split_by_layer(self, regions: Mapping[str, Region]) -> list[dict[str, Region]]:
+        """Split into parts of whole layers; all but the last have at least `section_numel` elements."""
+        parts: list[dict[str, Region]] = []
+        numel, last = 0, None
         for name, region in regions.items():
             layer = self.layer_of[name]
             if not parts or (numel >= self.section_numel and layer != last):
                 parts.append({})
                 numel = 0
             parts[-1][name] = region
-            numel, last = numel + region_size(region), layer
+            numel += region_size(region)
+            last = layer
         return parts
 
     def placements(self, layout: Layout, *, sharded: bool = False) -> list[Placement]:
-        """The placement of every parameter, in table order; parameters placed alike share one object."""
+        """Return every parameter's placement, in table order; parameters placed alike share one object."""
         if sharded:
             return self._sharded_placements(layout)
-        kinds, stages, owners = self._places(layout)
+        kinds, stages, owners = self._placement_keys(layout)
         keys = (kinds * (layout.pp + 1) + stages + 1) * (layout.ep + 1) + owners + 1
         _, firsts, groups = np.unique(keys, return_index=True, return_inverse=True)
         distinct = [
-            _place(self.params[i], layout, stage, owner)
+            _placement(self.params[i], layout, stage, owner)
             for i, stage, owner in zip(firsts, stages[firsts].tolist(), owners[firsts].tolist(), strict=True)
         ]
         return [distinct[group] for group in groups.tolist()]
@@ -169,7 +172,7 @@ class ModelSpec:
         for stage, owner, index in np.ndindex(layout.pp, layout.ep, layout.tp):
             sections = self.sections(layout, int(layout.grid[stage, owner, 0, index]))
             for regions, ranks in sections:
-                if owner and not self._of_experts & regions.keys():  # The same for all owners.
+                if owner and not self._expert_names & regions.keys():  # Counted with the first owner.
                     continue
                 for part, rank in zip(shards_of_rows(regions, len(ranks)), ranks, strict=True):
                     for name, region in part.items():
@@ -179,8 +182,10 @@ class ModelSpec:
         return [found.setdefault(placement, placement) for placement in made]
 
     def is_primary(self, param: ParamSpec, layout: Layout, at: Coordinate) -> bool:
-        """Whether sums over parameters count the region here: at one tp sharer and one stage, at each of the
-        replicas."""
+        """Return whether sums over parameters count the region at this coordinate.
+
+        Each replica counts a region once: on its first stage, at the first tp rank that holds it.
+        """
         stage = self._first_stage(param.layer, layout.pp)
         return at.pp == stage and at.tp == param.sharers(layout.tp, at.tp)[0]
 
@@ -189,45 +194,48 @@ class ModelSpec:
 
     @cached_property
     def layer_of(self) -> dict[str, int | None]:
-        """Parameter name -> layer, as in ParamSpec."""
+        """Return parameter name -> layer, as in ParamSpec."""
         return {param.name: param.layer for param in self.params}
 
     @cached_property
-    def _of_experts(self) -> frozenset[str]:
+    def _expert_names(self) -> frozenset[str]:
         return frozenset(param.name for param in self.params if param.expert is not None)
 
     @cached_property
     def _columns(self) -> np.ndarray:
-        """Per parameter: number of its shape and split, layer (num_layers: past it), expert (-1: none)."""
+        """Return the columns of all parameters: index of shape and split, layer index, expert (-1: none)."""
         kinds: dict[tuple[object, ...], int] = {}
         rows = [
             (
                 kinds.setdefault((p.shape, p.split_dim, p.num_units), len(kinds)),
-                self._place_of(p),
+                self._layer_index(p),
                 -1 if p.expert is None else p.expert,
             )
             for p in self.params
         ]
         return np.array(rows).T
 
-    def _place_of(self, param: ParamSpec) -> int:
-        """Layer; num_layers for what follows the last one, -1 for the token embedding, 0 for positions."""
+    def _layer_index(self, param: ParamSpec) -> int:
+        """Return the layer: num_layers for what follows the last one, -1 for the token embedding.
+
+        Learned positions count as layer 0: unlike the token embedding, they are never on two stages.
+        """
         if param.layer is None:
             return self.config.num_layers
         return 0 if param.part == "positions.weight" else param.layer
 
-    def _places(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What decides placements. Per parameter: shape and split, stage, ep index (-1: at each)."""
+    def _placement_keys(self, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the columns that decide placements: index of shape and split, stage, ep index (-1: all)."""
         kinds, layers, experts = self._columns
-        of_layer = [self._first_stage(i, layout.pp) for i in (*range(self.config.num_layers), None, -1)]
+        stage_of_layer = [self._first_stage(i, layout.pp) for i in (*range(self.config.num_layers), None, -1)]
         if self.config.tied and layout.pp > 1:
-            of_layer[-1] = _BOTH_ENDS
+            stage_of_layer[-1] = _BOTH_ENDS
         num_experts = self.config.moe.num_experts if self.config.moe else 1
-        of_expert = [even_part(num_experts, layout.ep, j) for j in range(num_experts)] + [-1]
-        return kinds, np.array(of_layer)[layers], np.array(of_expert)[experts]
+        owner_of_expert = [even_part(num_experts, layout.ep, j) for j in range(num_experts)] + [-1]
+        return kinds, np.array(stage_of_layer)[layers], np.array(owner_of_expert)[experts]
 
 
-def _place(param: ParamSpec, layout: Layout, stage: int, owner: int) -> Placement:
+def _placement(param: ParamSpec, layout: Layout, stage: int, owner: int) -> Placement:
     grid = layout.grid[[0, -1] if stage == _BOTH_ENDS else [stage]]
     grid = grid if owner < 0 else grid[:, owner :: layout.ep]
     holders: dict[Region, list[int]] = {}
@@ -237,11 +245,12 @@ def _place(param: ParamSpec, layout: Layout, stage: int, owner: int) -> Placemen
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The parameter table of a model: layer by layer, what belongs to experts behind all else.
+    """Return the parameter table of a model, layer by layer, with the routed experts at the end.
 
-    Within a layer the experts' gates and up-projections lie side by side, then their down-projections.
+    Within a layer, all gates and up-projections of the experts come before all down-projections.
     """
-    c, table = config, _Table(config)
+    c = config
+    table = _Table(config)
     table.add("embedding.weight", (c.vocab_size, c.hidden_size), -1, 0, c.vocab_size)
     if c.positions == "learned":
         assert c.num_positions is not None
@@ -270,17 +279,18 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 
 class _Table:
-    """The rows of a parameter table, added in its order."""
+    """A builder of the parameter table, to which rows are added in order."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.config, self.params = config, list[ParamSpec]()
+        self.config = config
+        self.params: list[ParamSpec] = []
         self._names = config.describes.names
         modules = list(self._names.values())
         self._fused = {module for module in modules if modules.count(module) > 1}
-        self._filled: dict[str, int] = {}  # Rows of fused tensors that have been given away.
+        self._filled: dict[str, int] = {}  # Fused tensor -> how many of its rows have been assigned.
 
     def norm(self, part: str, layer: int | None) -> None:
-        """A norm over the hidden states, where the family has it."""
+        """Add a norm over the hidden states, if the family has it."""
         if part in self._names:
             self.add(f"{part}.weight", (self.config.hidden_size,), layer)
             if self.config.norm == "layer":
@@ -290,7 +300,7 @@ class _Table:
         self, part: str, rows: int, columns: int, layer: int, split_dim: int | None = None,
         num_units: int = 1, *, expert: int | None = None,
     ) -> None:  # fmt: skip
-        """The weight (out, in) of a linear layer of a block."""
+        """Add the weight (out, in) of a linear layer of a block."""
         self.add(
             f"{part}.weight", (rows, columns), layer, split_dim, num_units, expert=expert,
             transposed=self.config.describes.transposed)
@@ -336,10 +346,11 @@ def _attention(table: _Table, layer: int) -> None:
 
 
 def _latent_attention(table: _Table, layer: int) -> None:
-    """DeepSeek's: down-projections to the latents are on every tp rank, what makes heads of them is split."""
+    """Add DeepSeek's attention. Every tp rank has the projections to latents; those to heads are split."""
     c, mla = table.config, table.config.mla
     assert mla is not None
-    hidden, heads, q_rank, kv_rank = c.hidden_size, c.num_heads, mla.q_lora_rank, mla.kv_lora_rank
+    hidden, heads = c.hidden_size, c.num_heads
+    q_rank, kv_rank = mla.q_lora_rank, mla.kv_lora_rank
     if q_rank is None:
         table.linear("q", heads * c.head_dim, hidden, layer, 0, heads)
     else:
@@ -353,12 +364,12 @@ def _latent_attention(table: _Table, layer: int) -> None:
 
 
 def _routing(table: _Table, layer: int) -> None:
-    """The router and the shared experts; the routed ones come at the end of the table."""
+    """Add the router and the shared experts; the routed experts come at the end of the table."""
     c, moe = table.config, table.config.moe
     assert moe is not None
     table.add("router.weight", (moe.num_experts, c.hidden_size), layer)
     if moe.router_bias:
-        shape = (NUM_LIMBS, moe.num_experts)  # (transformers keeps it in float32 whatever the model's dtype.)
+        shape = (NUM_LIMBS, moe.num_experts)  # As in transformers, it is float32 in a model of any dtype.
         table.add("router.e_score_correction_bias", shape, layer, trainable=False, limbs=NUM_LIMBS)
     if moe.shared_width:
         _mlp(table, "shared_", moe.shared_width, layer)

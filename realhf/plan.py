@@ -1,4 +1,4 @@
-"""ExecutionPlan: for every call its Layout and micro-batching; read from and written to YAML."""
+"""ExecutionPlan: the layout and the micro-batching of every call, read from and written to YAML."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ from realhf.shipped import load_yaml
 from realhf.suggest import did_you_mean
 
 OPTIONS = ("recompute", "offload")
-"""What a plan switches on for a call; both save memory and cost time."""
+"""Options that a plan can switch on for a call; both save memory and cost time."""
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """Where and how one call runs."""
+    """The layout and the options of one call."""
 
     layout: Layout
-    micro_batch_tokens: int = 16384  # At most so many tokens in one forward or backward pass on a rank.
-    max_rows: int | None = None  # A rank generates so many sequences at once; None: as the experiment says.
-    recompute: bool = False  # A train step keeps only every block's input, and computes the block again.
-    offload: bool = False  # The frozen role's weights lie in host memory except while the call runs.
+    micro_batch_tokens: int = 16384  # The most tokens in one forward or backward pass on a rank.
+    max_rows: int | None = None  # The most sequences that a rank generates at once; None: the experiment's.
+    recompute: bool = False  # Keep only each block's input in a train step, and compute the block again.
+    offload: bool = False  # Keep the frozen role's weights in host memory except while the call runs.
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -38,13 +38,13 @@ class CallPlan:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Names of the options that are switched on."""
+        """Return the names of the options that are switched on."""
         return tuple(name for name in OPTIONS if getattr(self, name))
 
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """Call name -> CallPlan. `predicted` is what the planner expected of the whole step, if it made this."""
+    """The CallPlan of every call. `predicted` holds the planner's figures for the whole step, if any."""
 
     calls: Mapping[str, CallPlan]
     predicted: Mapping[str, Any] = field(default_factory=dict)
@@ -54,11 +54,11 @@ class ExecutionPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Smallest world in which every rank of the plan exists."""
+        """Size of the smallest world that has every rank of the plan."""
         return 1 + max(max(call.layout.ranks) for call in self.calls.values())
 
     def check(self, graph: DataflowGraph, *, world_size: int, also: Sequence[str] = ()) -> None:
-        """Raises ValueError unless every call has a layout on ranks that exist; `also`: more legal names."""
+        """Raise ValueError unless every call has a layout on ranks that exist; `also`: more legal names."""
         names = [call.name for call in graph.calls]
         if unknown := [name for name in self.calls if name not in names and name not in also]:
             there_are = f"its calls are {', '.join(names)}"
@@ -83,7 +83,7 @@ class ExecutionPlan:
 
     @classmethod
     def single(cls, graph: DataflowGraph, layout: Layout, **fields: Any) -> "ExecutionPlan":
-        """The plan that runs every call in one layout; host calls on its first rank."""
+        """Return the plan that runs every call in one layout, and host calls on its first rank."""
         first = Layout.parse(f"d1@{layout.ranks[0]}")
         return cls({c.name: CallPlan(first if c.kind == "host" else layout, **fields) for c in graph.calls})
 
@@ -121,7 +121,7 @@ class ExecutionPlan:
 
     @classmethod
     def load(cls, name: str) -> "ExecutionPlan":
-        """Reads a plan file, or a shipped plan by its short name. UserErrors name the file and the field."""
+        """Load a plan file, or a shipped plan by its short name. UserErrors name the file and the field."""
         return load_yaml(name, cls.from_dict, kind="plans", what="plan")
 
     def save(self, path: Path) -> None:

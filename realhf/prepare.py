@@ -1,4 +1,4 @@
-"""prepare_once: makes the files that an experiment needs, in one process on each host. Free of torch."""
+"""prepare_once: makes the files that an experiment needs, in one process per host. Free of torch."""
 
 import fcntl
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 def prepare_once(path: str | Path, make: Callable[[Path], object]) -> Path:
     """Return `path`, after `make` has written it if it did not exist.
 
-    An experiment file is executed by the launcher and by every worker, all at once. Of the processes that
-    call this for one path, on one host or on hosts with a common file system, one calls
-    `make(temporary_path)`, which writes a file or a directory there; the others wait. The result gets its
-    name only when it is complete, so that a `make` that fails leaves nothing behind.
+    The launcher and every worker execute an experiment file at the same time. One of the processes that call
+    this for the same path, on one host or on hosts with a common file system, calls `make(temporary_path)`,
+    which writes a file or a directory there; the others wait. The result gets its name only when it is
+    complete, so that a `make` that fails leaves nothing behind.
     """
     path = Path(path)
     if path.exists():

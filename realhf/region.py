@@ -1,4 +1,4 @@
-"""Region: a box of a tensor, of which a rank holds one; and how replicas share out what lies end to end."""
+"""Region: the box of a parameter that a rank holds. Also splits regions evenly over replicas."""
 
 import itertools
 import math
@@ -7,24 +7,28 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 Region = tuple[tuple[int, int], ...]
-"""One half-open index range per dim."""
+"""A half-open index range for each dim."""
 
 
 def region_size(region: Region) -> int:
-    """Number of elements in a region."""
+    """Return the number of elements in a region."""
     return math.prod(stop - start for start, stop in region)
 
 
 def region_slices(region: Region) -> tuple[slice, ...]:
-    """The region as an index into the whole tensor."""
+    """Return the region as an index into the whole tensor."""
     return tuple(slice(start, stop) for start, stop in region)
 
 
 def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, Region]]:
-    """Regions that lie end to end, in parts as even as whole rows allow: name -> region, for each part."""
+    """Split regions that are stored end to end into parts that are as even as whole rows allow.
+
+    Returns name -> region for each part.
+    """
+    names = list(regions)
     stops = list(accumulate(map(region_size, regions.values())))
-    names, starts = list(regions), [0, *stops]
-    edges = [(0, 0)]  # (number of the parameter, row in it)
+    starts = [0, *stops]
+    edges = [(0, 0)]  # Index of the parameter, row in it.
     for index in range(1, num_parts):
         position = starts[-1] * index // num_parts
         number = min(bisect_right(stops, position), len(names) - 1)

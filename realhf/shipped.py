@@ -1,4 +1,4 @@
-"""Finds the files that realhf ships (plans, cluster descriptions, model configs) by their short names."""
+"""Finds the files that realhf ships (plans, cluster descriptions, model configs) by short name."""
 
 import re
 from collections.abc import Callable
@@ -14,13 +14,16 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def shipped_dir(kind: str) -> Path:
-    """Directory of shipped files of a kind such as `plans` or `models`: in the wheel or the clone."""
+    """Return the directory, in the wheel or the clone, of a kind of files such as `plans` or `models`."""
     installed = _PACKAGE / "shipped" / kind
     return installed if installed.is_dir() else _PACKAGE.parent / kind
 
 
 def resolve(name: str, *, kind: str, suffix: str) -> Path:
-    """What `name` means: an existing path, else the shipped `kind/name.suffix`; UserError lists those."""
+    """Return `name` if it is an existing path, else the shipped file `kind/name.suffix`.
+
+    Raises a UserError that lists the shipped names if there is neither.
+    """
     if (path := Path(name)).exists():
         return path
     directory = shipped_dir(kind)
@@ -38,12 +41,13 @@ def resolve(name: str, *, kind: str, suffix: str) -> Path:
 
 
 def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str, what: str) -> Any:
-    """What `build` makes of a YAML file; what is wrong with it becomes a UserError that names the file."""
+    """Return `build(document)` of a YAML file. Its errors become a UserError that names the file."""
     path = resolve(name, kind=kind, suffix=".yaml")
     try:
         return build(yaml.load(path.read_text(encoding="utf-8"), _Loader))
     except yaml.MarkedYAMLError as error:
-        mark, problem = error.problem_mark, ", ".join(filter(None, (error.context, error.problem)))
+        mark = error.problem_mark
+        problem = ", ".join(filter(None, (error.context, error.problem)))
         where = f" line {mark.line + 1} column {mark.column + 1}" if mark is not None else ""
         raise UserError(f"{what} {path}{where} is not YAML: {problem}") from error
     except UnicodeDecodeError as error:
@@ -53,7 +57,7 @@ def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str, what: str) -
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which reads no Python objects; a field that stands twice is an error."""
+    """A YAML loader that builds no Python objects and refuses a field that is given twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]

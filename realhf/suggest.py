@@ -1,4 +1,4 @@
-"""Finds the name that a user has probably meant."""
+"""Finds the name that a user probably meant."""
 
 import difflib
 from collections.abc import Sequence

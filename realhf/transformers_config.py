@@ -1,4 +1,7 @@
-"""TransformersConfig: what is known without transformers of a model that one of its own classes computes."""
+"""TransformersConfig: the config of a model that one of transformers' own classes computes.
+
+This module does not import transformers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,22 +17,22 @@ _KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
 }
-"""What families call the sizes that all dense decoders have."""
+"""The sizes that all dense decoders have -> the keys under which families store them."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 
 
 @dataclass(frozen=True)
 class TransformersConfig(ModelConfig):
-    """The config of a role whose engine is transformers. `hf` builds the model, so everything in it counts.
+    """The config of a role whose engine is transformers, which builds the model from `hf`.
 
-    The sizes are an estimate, for the planner: those of the family's table where there is one, else of a
-    dense decoder by the usual fields.
+    The sizes serve the planner only. They come from the family's table if it has one; otherwise they are
+    estimated as those of a dense decoder, from the usual fields.
     """
 
-    unplannable: str = ""  # Why the sizes say nothing, if they do not.
+    unplannable: str = ""  # The reason why the sizes cannot be used, if they cannot.
     has_table: bool = False
-    architecture: str = ""  # The class, once it has been made.
+    architecture: str = ""  # The name of the model's class, once the model has been built.
 
     @classmethod
     def from_hf(
@@ -79,7 +82,7 @@ def _check_eos(hf: Hf, generation: Hf) -> None:
 
 
 def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
-    """Fields of ModelConfig, and why the planner cannot go by them, if it cannot."""
+    """Return fields of ModelConfig, and the reason why the planner cannot use them, if it cannot."""
     if isinstance(text := hf.get("text_config"), Mapping):
         return _estimate({**text, "text_config": None})[0], "it has more than a text model (text_config)"
     vocabulary = hf.get("vocab_size")
@@ -91,7 +94,8 @@ def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
         found = dict.fromkeys(_KEYS, 1)
     elif experts := [key for key in _EXPERTS if is_whole(hf.get(key), least=2)]:
         why = f"it has experts ({experts[0]}), and its family no table"
-    hidden, heads = found["hidden_size"] or 1, found["num_heads"] or 1
+    hidden = found["hidden_size"] or 1
+    heads = found["num_heads"] or 1
     act = hf.get("hidden_act") or hf.get("activation_function") or hf.get("activation") or "gelu"
     kv_heads = _first(hf, ("num_key_value_heads", "num_kv_heads"))
     if hf.get("multi_query"):

@@ -1,4 +1,4 @@
-"""Quantities as people write and read them: `80 GB`, `400 Gbit/s`, `5 us`, `989 TFLOP/s`."""
+"""Parses and formats quantities with units: `80 GB`, `400 Gbit/s`, `5 us`, `989 TFLOP/s`."""
 
 import re
 
@@ -15,12 +15,12 @@ _UNITS = {
 
 
 def parse(value: object, *, of: str) -> float:
-    """A number of `bytes`, `bytes_per_second`, `seconds` or `flops`: a plain one, or text with a unit.
+    """Return the number that `value` is, or that its text says, with or without a unit.
 
-    Raises ValueError about text that is neither.
+    `of` is `bytes`, `bytes_per_second`, `seconds` or `flops`. Raises ValueError about other text.
     """
     if not isinstance(value, str):
-        return value  # type: ignore[return-value]  # Whether it is a number is for the caller to check.
+        return value  # type: ignore[return-value]  # The caller checks whether it is a number.
     match = re.fullmatch(r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(\S*)\s*", value)
     legal = f"it must be a number, or one with a unit of {', '.join(_UNITS[of])}"
     if match is None or (match[2] and match[2] not in _UNITS[of]):
@@ -32,7 +32,7 @@ def parse(value: object, *, of: str) -> float:
 
 
 def format_bytes(number: float) -> str:
-    """With three digits: `80 GB`."""
+    """Format with three digits: `80 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.3g} {unit}"

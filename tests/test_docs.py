@@ -1,4 +1,4 @@
-"""README and docs: pages that are made from data are up to date, and every command and snippet works."""
+"""README and docs: generated pages are up to date, and every command and every snippet works."""
 
 import ast
 import re
@@ -20,33 +20,41 @@ from tests.families import CASES
 
 DOCS = REPO / "docs"
 PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
+GUIDES = [DOCS / f"{name}.md" for name in ("experiments", "lora", "plans", "reallocation")]
 PLACEHOLDER = re.compile(r'"path/to/[\w-]+"')
 MODEL = "runs/sft/hf/step_700"
+DOWNLOAD = "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-Instruct"
 ELSEWHERE = {
     "source .venv/bin/activate": "`make` makes .venv; its commands are on the path then",
     "make demo": "the demo: `make demo` is run by itself",
     "make demo DEMO_ARGS=--lora": "the demo",
     "make test": "these tests",
+    DOWNLOAD: "needs the hub; a tiny model of the same family takes its place (write_files)",
     "python benchmarks/gpu_check.py --json gpu.json": "needs a GPU",
     "pytest tests/test_families.py -k olmo-2": "one of these tests",
     "python docs/models.py": "test_the_page_of_models_is_what_the_tables_say",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m realhf run first.py --plan my-plan.yaml --out /shared/runs/first": "two hosts: test_torchrun.py",
 }
-"""Commands that are not run here, and why; what they name must exist."""
+"""Command -> why it is not run here; the files and targets in it must exist."""
 
 
 def fences(page: Path) -> Iterator[tuple[str, str]]:
-    """The language and the text of every fenced block."""
+    """Yield the language and the text of every fenced block."""
     for match in re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", page.read_text(), re.M | re.S):
         yield match[2], match[3]
 
 
+def blocks(language: str) -> list[str]:
+    """Return the blocks in a language from all pages."""
+    return [text for page in PAGES for found, text in fences(page) if found == language]
+
+
 def commands(page: Path) -> Iterator[str]:
-    """Every command line of the page, without comments; lines that end in a backslash are joined."""
+    """Yield every command line of the page, without comments; lines that end in a backslash are joined."""
     for language, text in fences(page):
         lines = text.replace("\\\n", " ").splitlines()
-        if language != "sh":  # What a terminal shows: commands behind a prompt, and answers.
+        if language != "sh":  # A terminal: commands after a prompt, and their output.
             lines = [line[2:] for line in lines if line.startswith("$ ")]
         yield from (" ".join(words) for line in lines if (words := shlex.split(line, comments=True)))
 
@@ -56,27 +64,27 @@ REALHF_COMMANDS = list(dict.fromkeys(c for c in COMMANDS if c.startswith("realhf
 
 
 def snippet(*, beginning: str) -> str:
-    """README's block of Python that begins so."""
-    found = [text for language, text in fences(PAGES[0]) if language == "python"]
-    (text,) = (text for text in found if text.startswith(beginning))
+    """Return the block of Python that begins so."""
+    (text,) = (text for text in blocks("python") if text.startswith(beginning))
     return text
 
 
 def hand_written_plan() -> str:
-    (text,) = (text for language, text in fences(PAGES[0]) if language == "yaml")
+    (text,) = blocks("yaml")
     return text
 
 
 def write_files(directory: Path) -> None:
-    """What a reader has: the examples, and what the README tells to write down."""
+    """Write the files that a reader has: the examples, the README's experiment, its model, and a plan."""
     (directory / "examples").symlink_to(REPO / "examples")
     (directory / "first.py").write_text(snippet(beginning="# first.py"))
     (directory / "my-plan.yaml").write_text(hand_written_plan())
+    (directory / DOWNLOAD.split()[-1]).symlink_to(MODEL)
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Iterator[Path]:
-    """A directory in which the examples can run: with little data, and what their longer runs would leave."""
+    """Make a directory for the examples, with little data and the results of their longer runs."""
     directory = tmp_path_factory.mktemp("docs")
     write_files(directory)
     with pytest.MonkeyPatch.context() as patch:
@@ -96,13 +104,13 @@ def workplace(tmp_path_factory) -> Iterator[Path]:
 
 
 def left_by(example: str) -> str:
-    """The model that examples/ppo.py expects of an earlier one."""
+    """Return the model of an earlier example that examples/ppo.py starts from."""
     (path,) = set(re.findall(rf'"(runs/{example}/hf/step_\d+)"', (REPO / "examples/ppo.py").read_text()))
     return path
 
 
 def quick(command: str) -> list[str]:
-    """Words for `main` that try a command in seconds: a run of several processes is checked and not run."""
+    """Return words for `main` that try a command in seconds: a run of several processes is only checked."""
     words = shlex.split(command)[1:]
     if words[0] == "plan":
         return [*words, "--gap", "0.3"]
@@ -146,6 +154,8 @@ def test_commands_for_elsewhere_name_what_exists(workplace, capsys):
             assert words[1] in targets
             flag = " ".join(words[2:]).removeprefix("DEMO_ARGS=--")
             assert not flag or f"    {flag}: " in (REPO / "examples/demo.py").read_text()
+        elif words[0] == "hf":
+            assert f'model="{words[-1]}"' in snippet(beginning="# first.py")
         elif words[0] == "pytest":
             assert (REPO / words[1]).is_file() and words[3] in CASES
         elif words[0] == "python":
@@ -156,13 +166,14 @@ def test_commands_for_elsewhere_name_what_exists(workplace, capsys):
 
 
 ACTORS = ('actor=Role(model="path/to/a-model"', 'actor=Role(model="path/to/a-phi-2"')
-
 PREPARES = "from realhf import prepare_once"
+FAMILY = '"olmo2": Family('
+SIGNATURE = "def reward("
 
 
 @pytest.mark.parametrize("beginning", ACTORS)
 def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, capsys):
-    """In place of the actor of first.py."""
+    """Each takes the place of the actor of first.py."""
     first, actor = snippet(beginning="# first.py"), snippet(beginning=beginning).rstrip().rstrip(",")
     changed, count = re.subn(r"actor=Role\(.*\)(?=,)", lambda _: PLACEHOLDER.sub(f'"{MODEL}"', actor), first)
     assert count == 1 and actor.startswith("actor=Role(")
@@ -172,9 +183,10 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 
 def test_every_snippet_of_python_is_tried():
-    snippets = [text for language, text in fences(PAGES[0]) if language == "python"]
-    for beginning, text in zip(["# first.py", PREPARES, *ACTORS], snippets, strict=True):
-        assert text.startswith(beginning)
+    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE)
+    assert len(blocks("python")) == len(beginnings)
+    assert all(snippet(beginning=beginning) for beginning in beginnings)
+    compile(snippet(beginning=SIGNATURE), "docs", "exec")
 
 
 def test_the_plan_by_hand_is_sound(workplace, capsys):
@@ -183,7 +195,7 @@ def test_the_plan_by_hand_is_sound(workplace, capsys):
 
 
 def test_the_page_of_a_new_family_shows_one_that_exists():
-    (text,) = (text for language, text in fences(DOCS / "adding-a-model.md") if language == "python")
+    text = snippet(beginning=FAMILY)
     shown = eval(compile(ast.parse("{" + text + "}", mode="eval"), "docs", "eval"), vars(families))
     assert shown == {"olmo2": families.FAMILIES["olmo2"]}
 
@@ -194,13 +206,24 @@ def test_pages_name_files_that_exist():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_tree_of_the_readme_names_what_exists():
+    tree = PAGES[0].read_text().split("## Where things are")[1].split("```")[1]
+    named = re.findall(r"(?<!\S)(?:\w+/|\w+\.py)(?!\S)", tree)
+    inside = [name for name in named if (REPO / "realhf" / name).exists()]
+    assert len(inside) >= 20 and all((REPO / name).exists() for name in named if name not in inside)
+    packages = {path.parent.name + "/" for path in (REPO / "realhf").glob("*/__init__.py")}
+    assert packages <= set(named)
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_readme_as_a_reader_runs_them(tmp_path):
-    """One after the other, from nothing, each with all its processes."""
+    """Run them one after the other, each with all its processes; the examples make the models."""
     write_files(tmp_path)
     for name in ("plans", "models", "realhf"):  # (The package is found from the current directory.)
         (tmp_path / name).symlink_to(REPO / name)
-    for command in dict.fromkeys(c for c in commands(PAGES[0]) if c.startswith("realhf ")):
+    found = [c for page in (*GUIDES, PAGES[0]) for c in commands(page) if c.startswith("realhf ")]
+    examples_first = sorted(dict.fromkeys(found), key=lambda c: not c.startswith("realhf run examples/"))
+    for command in examples_first:
         words = shlex.split(command)[1:]
         with Command(*REALHF, *words, cwd=tmp_path) as process:
             code, _, err = process.finish(timeout=1200)
@@ -214,13 +237,14 @@ def test_the_page_of_models_is_what_the_tables_say():
     assert (DOCS / "models.md").read_text() == page, "run python docs/models.py"
 
 
-# Claims that were made once and do not hold -> why.
+# Claims that were made once and are not true -> why.
 UNTRUE = {
     "best possible": "the bound is over the plans enumerated, which are fewer than the engine can run",
     "most even load that there is": "idle neighbours could relay",
     "none of the above changes a token": "in bfloat16 a token can flip",
     "None of this changes a token": "in bfloat16 a token can flip",
     "what the wires allow": "the ratio is computed for links that are assumed or named",
+    "what the links allow": "the ratio is computed for links that are assumed or named",
 }
 
 
