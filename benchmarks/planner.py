@@ -182,7 +182,9 @@ def symmetric_seconds(space: SearchSpace) -> float | None:
     return best if np.isfinite(best) else None
 
 
-def _best_options(space: SearchSpace, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float) -> float:
+def _best_options(
+    space: SearchSpace, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float
+) -> float:
     """Return the shortest step in these layouts, all of them on all devices.
 
     Returns infinity if no plan fits that takes less than `below`.
