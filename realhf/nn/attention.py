@@ -152,7 +152,7 @@ def _equal_lengths(q_SNLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, kind: Attenti
     length = q_SNLD.shape[2]
     windowed = kind.window is not None and kind.window < length
     if kind.softcap is None and not windowed:
-        # `enable_gqa` is faster than expanding the keys.
+        # On CPU, `enable_gqa` is faster than expanding the keys.
         grouped = q_SNLD.shape[1] != k_SKLD.shape[1]
         return F.scaled_dot_product_attention(
             q_SNLD, k_SKLD, v_SKLD, is_causal=True, scale=kind.scale, enable_gqa=grouped)

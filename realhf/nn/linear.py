@@ -13,8 +13,8 @@ from realhf.nn import narrow
 from realhf.nn.grad_accumulation import Weight, collects
 
 _ROW_MULTIPLE = 32
-"""Without gradients, as in generation, rows are padded to a multiple of this: in bfloat16 on CPU torch compiles
-a product anew for every number of rows, which in generation changes from step to step."""
+"""Without gradients, as in generation, rows are padded to a multiple of this: in bfloat16 on CPU torch
+compiles a product anew for every number of rows, which changes from step to step there."""
 _SMALL_PRODUCT = 1 << 21
 """Multiplications up to which a product is faster in float32 than torch can prepare it in bfloat16."""
 

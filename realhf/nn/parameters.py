@@ -171,7 +171,7 @@ class ShardedParameters:
             weight.is_empty = True
 
     def finish_grads(self, names: Collection[str] | None = None) -> None:
-        """Complete the gradients of this replica, or only those in `names`, after a step's last backward pass.
+        """Complete the gradients of this replica, or those in `names`, after a step's last backward pass.
 
         Tp ranks that share a parameter, but use it for different work (key-value heads, norms of heads, the
         unsplit side of adapters), add up their gradients; so do the two stages that hold a tied embedding.
