@@ -47,7 +47,9 @@ class ValueLoss:
         error_T = (value_T - return_T) ** 2
         clipped_error_T = (clipped_T - return_T) ** 2
         loss = 0.5 * (error_T.maximum(clipped_error_T) * weight_T).sum()
-        clip_fraction = ((clipped_error_T > error_T).detach() * weight_T).sum()
+        # Inside the clip range the two errors may differ by rounding, which is not clipping.
+        is_clipped_T = ((value_T - old_T).abs() > self.clip) & (clipped_error_T > error_T)
+        clip_fraction = (is_clipped_T.detach() * weight_T).sum()
         return loss, {"vf_loss": loss.detach(), "clip_fraction": clip_fraction}
 
 

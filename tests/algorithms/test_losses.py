@@ -174,6 +174,19 @@ def test_value_loss_is_the_clipped_square():
     assert metrics == {"vf_loss": value, "clip_fraction": pytest.approx(fraction)}
 
 
+def test_rounding_is_not_counted_as_clipping():
+    """Values that hardly moved: old + (new - old) is often not new, but nothing was clipped."""
+    generator = torch.Generator().manual_seed(1)
+    old = torch.randn(1000, generator=generator)
+    new = old * (1 + 1e-7 * torch.randn(1000, generator=generator))
+    assert (old + (new - old) != new).any()
+    columns = {"response_mask": torch.ones(1000), "values": old, "returns": torch.zeros(1000)}
+    batch = Batch([0], {name: Packed(column, [1000]) for name, column in columns.items()})
+    loss = ValueLoss(clip=0.2)
+    _, metrics = loss({"values": new}, batch, loss.totals(batch))
+    assert metrics["clip_fraction"] == 0
+
+
 @pytest.mark.parametrize(
     "loss",
     [
