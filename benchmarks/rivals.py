@@ -165,7 +165,7 @@ class Unpacked(Rival):
                         turn += 1
                     elif common and target == move.rank:
                         self.local.append((move.wanted.view(name, common), move.held.view(name, common)))
-        transfers.sort(key=lambda transfer: transfer[2])  # By name, so that all ranks take part in each round.
+        transfers.sort(key=lambda transfer: transfer[2])  # By name: all ranks take part in each round.
         for start in range(0, len(transfers), self.OPS_AT_ONCE):
             self.rounds.append(self._plan(move, transfers[start : start + self.OPS_AT_ONCE]))
 

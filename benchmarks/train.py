@@ -10,8 +10,8 @@ AdamW. Our side is a train step on packed sequences, in one process or data-para
 each; theirs is `Trainer` with padded micro-batches. Both have the same random weights, hyperparameters and
 data, and two threads. Trials find the settings: theirs has the fastest micro-batch (of those within 3 %, the
 one with the least memory), ours the fastest that needs no more memory than theirs. `--micro-batch OURS THEIRS
---ranks N` saves the time for the trials. bfloat16 is mixed precision on both sides: theirs is autocast, ours has
-bfloat16 weights with a float32 master copy. The batches are:
+--ranks N` saves the time for the trials. bfloat16 is mixed precision on both sides: theirs is autocast, ours
+has bfloat16 weights with a float32 master copy. The batches are:
 
 - equal: sequences of 256 tokens;
 - spread: twice as many, of geometric lengths with a mean of a quarter of the maximum of 512.

@@ -21,35 +21,36 @@ A model is a Hugging Face directory, in and out: causal language models, and the
 models of the same families with one label (reward models, critics). transformers has no such class for
 {without}, so that no critics and reward models of these are trained: nothing could open them.
 
-For each row, a test builds a tiny random model with transformers' own class and compares it in float32 under
-all of its layouts (tests/test_families.py): logits within 1e-5, gradients within 1e-4 of each tensor's largest
-entry, 64 tokens of greedy generation identical, and the tensors of a directory that was read and written again
-equal byte for byte (`make test-families`). To add a family, see [adding-a-model.md](adding-a-model.md).
-Families without a row train in whole replicas with transformers' own classes: `engine="transformers"`
-([how](adding-a-model.md#without-a-table); tested with Phi, GPT-NeoX, OPT, Mamba and Mixtral).
+For each row, a test builds a tiny random model with transformers' own class and compares it in float32
+under all of its layouts (tests/test_families.py): logits within 1e-5, gradients within 1e-4 of each
+tensor's largest entry, 64 tokens of greedy generation identical, and the tensors of a directory that was
+read and written again equal byte for byte (`make test-families`). To add a family, see
+[adding-a-model.md](adding-a-model.md). Families without a row train in whole replicas with transformers'
+own classes: `engine="transformers"` ([how](adding-a-model.md#without-a-table); tested with Phi, GPT-NeoX,
+OPT, Mamba and Mixtral).
 
 """
 NOTES = """\
 
-Rotary embeddings: {ropes}. `dynamic` and `longrope` depend on the length of
-a sequence; each sequence of a packed batch uses its own length. When a sequence grows past the boundary
+Rotary embeddings: {ropes}. `dynamic` and `longrope` depend on the length of a sequence; each sequence of a
+packed batch uses its own length. When a sequence grows past the boundary
 (`original_max_position_embeddings` of longrope, `max_position_embeddings` of dynamic), the tokens before it
-have been sampled at the shorter sequence's frequencies. The log-probs of generation then differ from those that
-training computes for the whole sequence.
+have been sampled at the shorter sequence's frequencies. The log-probs of generation then differ from those
+that training computes for the whole sequence.
 
 Dropout in a config.json is ignored, because reinforcement learning needs the probabilities of sampling.
-Quantised checkpoints are refused. DeepSeek-V3's layer that predicts a second token is left out. Gemma 3 is the
-text model (the 1B checkpoints): those published from 4B on are Gemma3ForConditionalGeneration, with a vision
-tower, and are refused.
+Quantised checkpoints are refused. DeepSeek-V3's layer that predicts a second token is left out. Gemma 3 is
+the text model (the 1B checkpoints): those published from 4B on are Gemma3ForConditionalGeneration, with a
+vision tower, and are refused.
 
 ## Shipped configs
 
-`realhf plan` and `realhf realloc` take these names, to plan without weights. The numbers of parameters are those
-published, with a tied head counted once, and without the vision towers of Gemma 3 and the layer of DeepSeek-V3
-that predicts a second token (tests/test_shipped_models.py). A name has no tokenizer. For an experiment with such
-a model, say how long prompts are: `expected=Expected(prompt_tokens=512)` in the file, or
-`--expected.prompt-tokens 512` on the command line. If nothing is generated, give `response_tokens` as well;
-otherwise its default is `sampling.max_new_tokens`.
+`realhf plan` and `realhf realloc` take these names, to plan without weights. The numbers of parameters are
+those published, with a tied head counted once, and without the vision towers of Gemma 3 and the layer of
+DeepSeek-V3 that predicts a second token (tests/test_shipped_models.py). A name has no tokenizer. For an
+experiment with such a model, say how long prompts are: `expected=Expected(prompt_tokens=512)` in the file,
+or `--expected.prompt-tokens 512` on the command line. If nothing is generated, give `response_tokens` as
+well; otherwise its default is `sampling.max_new_tokens`.
 
 """
 
