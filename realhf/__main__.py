@@ -1,5 +1,6 @@
 """Entry point of `python -m realhf` and of the `realhf` command."""
 
+import faulthandler
 import importlib
 import os
 import sys
@@ -7,6 +8,7 @@ import sys
 
 def main() -> int:
     """Run the command line and return its exit code, also if Ctrl-C comes while modules are loaded."""
+    faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
     try:
         return importlib.import_module("realhf.cli.main").main()
     except KeyboardInterrupt:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from realhf.field_types import check_types
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -38,6 +40,7 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self, "optimizer.")
         _require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
         _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
         legal = self.total_steps > 0 or self.schedule == "constant"
@@ -55,6 +58,7 @@ class SamplingConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        check_types(self, "sampling.")
         _require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "be at least 1")
         legal = 0 <= self.temperature < inf
         _require(legal, "sampling.temperature", self.temperature, "be a number of at least 0")

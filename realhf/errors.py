@@ -33,3 +33,11 @@ def naming(what: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise UserError(f"{what}: {error}") from error
+
+
+def refuse_other_file(path: Path, option: str, *, first: str, what: str) -> None:
+    """Raise UserError if a file exists here that does not begin as one of this kind: it would be lost."""
+    if path.exists() and path.stat().st_size > 0:
+        with path.open("rb") as file:
+            if not file.read(len(first)) == first.encode():
+                raise UserError(f"{option} {path} exists and is no {what}: name another file")

@@ -6,6 +6,7 @@ from typing import Literal
 from realhf.calls import Generate, OptimizerConfig
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig
+from realhf.field_types import check_types
 from realhf.graph import DataflowGraph
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
@@ -31,6 +32,7 @@ class Role:
     """`transformers` runs that library's own class of any family, in whole replicas (data parallelism)."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.follows is not None and self.optimizer is not None:
             raise ValueError("a role that follows another cannot have an optimizer of its own")
         if self.follows is not None and self.lora is not None:

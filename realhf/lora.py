@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from realhf.field_types import check_types
 from realhf.hf_fields import is_positive, is_whole
 from realhf.model_config import ModelConfig
 from realhf.param_spec import InFile, ModelSpec, ParamSpec, model_spec
@@ -33,6 +34,7 @@ class LoraConfig:
     export_merged: bool = False  # Export whole models with the adapters merged in, not PEFT directories.
 
     def __post_init__(self) -> None:
+        check_types(self, "lora.")
         if not is_whole(self.rank):
             raise ValueError(f"lora.rank is {self.rank!r}: it must be a whole number of at least 1")
         if not is_positive(self.alpha):

@@ -17,6 +17,7 @@ NOUNS = (
 )  # fmt: skip
 LAYERS = {
     **dict.fromkeys(("errors", "prepare", "suggest", "units"), 0),
+    "field_types": 0.5,
     **dict.fromkeys(NOUNS, 1),
     **dict.fromkeys(("dist", "data"), 2),
     "realloc": 2.5,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
+from realhf.field_types import check_types
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,6 +39,7 @@ class PolicyLossConfig:
     """`sequence`: mean over each response, then over responses (GRPO); `token`: over all tokens (DAPO)."""
 
     def __post_init__(self) -> None:
+        check_types(self, "loss.")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"loss.dual_clip is {self.dual_clip}: it must be above 1")
 

@@ -12,7 +12,7 @@ from realhf.errors import UserError
 from realhf.graph import DataflowGraph
 from realhf.rewards.scoring import RewardCall, column_key
 from realhf.runtime.program import Program
-from realhf.runtime.warnings import check_lengths, warnings_of
+from realhf.runtime.warnings import check_lengths, check_vocabulary, warnings_of
 
 _ROWS = 2000
 """Number of rows of a dataset that are tokenised."""
@@ -30,6 +30,7 @@ def try_out(program: Program) -> list[str]:
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
         return [*warnings_of(program, None, None), untried]
     tokenizer = LightTokenizer(directory)
+    check_vocabulary(program.roles, tokenizer.largest_id, tokenizer=directory)
     rows = _rows(program, "dataset", program.graph, tokenizer)
     eval_rows = None
     if program.eval_graph is not None:

@@ -2,17 +2,18 @@
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import sys
-import traceback
 from argparse import Namespace
 from pathlib import Path
 
 from realhf.cli.job import is_worker
 from realhf.cli.plan import auto_plan, cluster_at_hand, describe
 from realhf.cluster import Cluster
-from realhf.errors import UserError
+from realhf.errors import UserError, naming, user_line
 from realhf.experiment import Experiment
+from realhf.field_types import check_types, explain_keyword
 from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
 from realhf.runtime.program import Program, compile_program
@@ -33,14 +34,27 @@ def load_experiment(name: str) -> Experiment:
         with contextlib.redirect_stdout(sys.stderr):  # Standard output is for the command's own answer.
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-        line = f" line {frames[-1].lineno}" if frames else ""
-        raise UserError(f"experiment {name}{line}: {type(error).__name__}: {error}") from error
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, TypeError):
+            what += explain_keyword(error, importlib.import_module("realhf"))
+        raise UserError(f"experiment {name}{_line(error, path)}: {what}") from error
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, Experiment):
         must = "it must define `experiment`, an Experiment such as realhf.GRPO(...)"
         raise UserError(f"experiment {name}: {must}")
+    with naming(name):
+        check_types(experiment)
     return experiment
+
+
+def _line(error: BaseException, path: Path) -> str:
+    """Return where in the user's code the error arose, as words that follow the experiment file's name."""
+    where = user_line(error)
+    if where is None:
+        return f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+    file, _, number = where.rpartition(":")
+    is_here = Path(file).resolve() == path.resolve()
+    return f" line {number}" if is_here else f" ({file} line {number})"
 
 
 def compile_experiment(
@@ -71,6 +85,12 @@ def compile_experiment(
         if cluster is not None and (origin := named or profile) is not None:
             program = dataclasses.replace(program, links=Links.of_cluster(cluster, origin=f"{origin}'s"))
         return program, num_ranks
-    except ValueError as error:
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            if user_line(error) is None:
+                raise
+            where = _line(error, Path(options.experiment))
+            what = f"{type(error).__name__}: {error}"
+            raise UserError(f"experiment {options.experiment}{where}: {what}") from error
         about_plan = options.plan is not None and str(error).startswith("calls.")
         raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error

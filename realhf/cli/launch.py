@@ -40,6 +40,9 @@ def launch(argv: Sequence[str], num_ranks: int) -> int:
                 if code == -signal.SIGKILL:
                     ended += " (killed from outside, or by the launcher as it did not stop with the others)"
                 print(f"realhf: the worker of rank {rank} {ended}", file=sys.stderr)
+            elif code not in (1, 2):  # Our own workers say why they end with these.
+                ended = f"ended with exit code {code} and without a word: something has called os._exit"
+                print(f"realhf: the worker of rank {rank} {ended}", file=sys.stderr)
         return 2 if 2 in codes.values() else 1
     except SignalException as error:
         print(f"realhf: ended by {error.sigval.name}", file=sys.stderr)

@@ -16,7 +16,7 @@ from rich.status import Status
 
 from realhf.cli.problem import problem_of
 from realhf.cluster import Cluster, host_memory_bytes
-from realhf.errors import UserError
+from realhf.errors import UserError, refuse_other_file
 from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.planner import report
@@ -67,6 +67,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         raise UserError(f"--output {options.output}: there is no directory {Path(options.output).parent}")
     if options.output and Path(options.output).is_dir():
         raise UserError(f"--output {options.output} is a directory: name the file to write")
+    if options.output:
+        refuse_other_file(Path(options.output), "--output", first="calls:", what="plan")
     with _reporting(options.experiment), _watched() as progress:
         problem = problem_of(
             experiment, cluster, pins=_pins(options.pin),

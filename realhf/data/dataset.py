@@ -60,7 +60,7 @@ def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
 
         try:
             rows = pyarrow.parquet.read_table(path).to_pylist()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ValueError(f"dataset {path} cannot be read as parquet: {error}") from error
     else:
         rows = list(_parsed_lines(path))

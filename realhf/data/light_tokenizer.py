@@ -27,6 +27,10 @@ class LightTokenizer:
         self.chat_template = _chat_template(path, settings)
 
     @property
+    def largest_id(self) -> int:
+        return max(self._tokenizer.get_vocab().values())
+
+    @property
     def eos_token_id(self) -> int | None:
         return self._tokenizer.token_to_id(self._special.get("eos_token", ""))
 

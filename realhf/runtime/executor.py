@@ -167,7 +167,7 @@ class Executor:
         weights = self._weights(action, record)
         timed = record.timed(rank=rank, name=call.name, kind=call.kind)
         doing = self.world.activity.doing(call.name)
-        with doing, weights, _explaining_memory(call, rank), timed as event:
+        with doing, weights, _explaining(call, rank, self.context.step), timed as event:
             engine = self.store.engine(call.role, layout)
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
@@ -213,10 +213,13 @@ _MEMORY = {
 
 
 @contextmanager
-def _explaining_memory(call: FunctionCall, rank: int) -> Iterator[None]:
-    """Raise UserError with advice if the call runs out of memory."""
+def _explaining(call: FunctionCall, rank: int, step: int) -> Iterator[None]:
+    """Raise UserError with advice if the call runs out of memory or diverges."""
     try:
         yield
+    except FloatingPointError as error:
+        advice = f"lower {call.role}.optimizer.lr, or look for extreme rewards and data"
+        raise UserError(f"call {call.name!r} in step {step}: {error}: {advice}") from error
     except (MemoryError, RuntimeError) as error:
         what = str(error).partition("DefaultCPUAllocator: ")[2]
         if not what and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -1,5 +1,6 @@
 """Compiles an experiment and a plan into a Program, and checks both before the run. Free of torch."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,11 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     eval_graph = _eval_graph(experiment)
     if dotted := [name for name in roles if "." in name]:  # Names of adapter sets have one.
         raise ValueError(f"role {dotted[0]!r}: the name of a role must not contain a dot")
-    graph = experiment.seeded(experiment.graph())
+    graph = experiment.graph()
+    if not isinstance(graph, DataflowGraph):
+        made = f"{type(experiment).__name__}.graph() returned {type(graph).__name__}"
+        raise ValueError(f"{made}: it must return a DataflowGraph")
+    graph = experiment.seeded(graph)
     _check_inputs(graph)
     for call in graph.calls:
         _check_call(call, roles, batch_size=experiment.batch_size)
@@ -146,12 +151,29 @@ def _check_inputs(graph: DataflowGraph) -> None:
             raise ValueError(f"call {call.name!r} has no inputs: {why}")
 
 
+def _check_host_function(call: FunctionCall) -> None:
+    """Raise ValueError unless the function can be called with a batch and a context."""
+    function = call.work.function
+    if not callable(function):
+        raise ValueError(f"call {call.name!r}: its work is {function!r}, which is no function")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        what = f"{name} cannot be called with two arguments, the batch and the context"
+        raise ValueError(f"call {call.name!r}: {what} ({error})") from error
+    except ValueError:  # Some functions written in C do not tell their parameters.
+        return
+
+
 def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: int) -> None:
     legal = _WORK_OF_KIND[call.kind]
     if not isinstance(call.work, legal):
         names = " or ".join(cls.__name__ for cls in legal)
         work = type(call.work).__name__
         raise ValueError(f"call {call.name!r} of kind {call.kind!r} has work {work}: it must be {names}")
+    if isinstance(call.work, HostFunction):
+        _check_host_function(call)
     if call.work.num_minibatches > batch_size:
         minibatches = call.work.num_minibatches
         raise ValueError(f"call {call.name!r} has {minibatches} minibatches: at most batch_size {batch_size}")

@@ -14,7 +14,6 @@ from realhf.data.batch import Batch
 from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
 from realhf.dist.group import Outbox, World
-from realhf.errors import UserError
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.executor import Executor, HostContext, StepRecord
@@ -25,7 +24,7 @@ from realhf.runtime.program import Program
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
 from realhf.runtime.slow_dtypes import slow_dtypes
-from realhf.runtime.warnings import check_lengths, warnings_of
+from realhf.runtime.warnings import check_lengths, check_vocabulary, warnings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,12 +183,7 @@ class Trainer:
 
     def _check_vocabulary(self) -> None:
         largest = max(self._context.tokenizer.get_vocab().values())
-        for name, role in self._program.roles.items():
-            if largest >= (size := self._configs[name].vocab_size):
-                raise UserError(
-                    f"tokenizer {self._context.tokenizer_dir} has token ids up to {largest}, "
-                    f"but the vocabulary of {name}.model {role.model} ends at {size - 1}"
-                )
+        check_vocabulary(self._program.roles, largest, tokenizer=self._context.tokenizer_dir)
 
     def _make_loader(self, config: DatasetConfig, graph: DataflowGraph, group_size: int) -> Loader | None:
         """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size."""

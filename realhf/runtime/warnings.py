@@ -37,6 +37,16 @@ def warnings_of(
     return list(dict.fromkeys(found))
 
 
+def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str) -> None:
+    """Raise UserError if a model has no embedding for the tokenizer's largest token id."""
+    for name, role in roles.items():
+        if largest >= (size := role.config().vocab_size):
+            raise UserError(
+                f"tokenizer {tokenizer} has token ids up to {largest}, "
+                f"but the vocabulary of {name}.model {role.model} ends at {size - 1}"
+            )
+
+
 def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows) -> None:
     """Raise UserError if a dataset has a whole sequence that is longer than a model's learned positions."""
     if "sequence_ids" not in rows.keys:

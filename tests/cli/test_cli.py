@@ -220,6 +220,19 @@ PLANS: dict[str, list[str]] = {
 
 # Text of an experiment file -> words of the sentence.
 EXPERIMENTS: dict[str, list[str]] = {
+    "from realhf import GRPO\nexperiment = GRPO(group_sizes=4)": [
+        "experiment.py line 2: TypeError: ", "keyword argument 'group_sizes' (did you mean group_size?)",
+    ],
+    "from realhf import GRPO\nexperiment = GRPO(steps='2')": [
+        "experiment.py: steps is '2': it must be a whole number"
+    ],
+    "from realhf import GRPO\nclass Mine(GRPO):\n    def roles(self): return {}\n"
+    "    def graph(self): pass\nexperiment = Mine()": [
+        "experiment.py: Mine.graph() returned NoneType: it must return a DataflowGraph"
+    ],
+    "from realhf import GRPO\nclass Mine(GRPO):\n    def roles(self): return {}['x']\nexperiment = Mine()": [
+        "experiment.py line 3: KeyError: 'x'"
+    ],
     "x = 1 / 0": ["experiment.py line 1", "ZeroDivisionError", "division by zero"],
     "def f(:": ["experiment.py", "SyntaxError"],
     "import nowhere": ["experiment.py line 1", "ModuleNotFoundError", "nowhere"],
@@ -264,6 +277,19 @@ def call(capsys):
         except SystemExit as error:
             code = error.code
         return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused_run(call):
+    """Return a function that checks that a run ends with exit code 2, and its last line has these words."""
+
+    def run(*words: Any, says: list[str]) -> None:
+        code, _, err = call(*words)
+        assert code == 2 and "Traceback" not in err, err
+        for part in says:
+            assert part in err.splitlines()[-1]
 
     return run
 
@@ -384,6 +410,48 @@ def test_check_finds_words(experiment, refused, words):
 def test_check_finds_plan(tmp_path, experiment, refused, text):
     (tmp_path / "plan.yaml").write_text(text)
     refused("check", experiment, "--plan", tmp_path / "plan.yaml", says=PLANS[text])
+
+
+def test_check_names_the_line_of_a_file_in_the_current_directory(tmp_path, refused, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("x = 1\n1 / 0\n")
+    refused("check", "mine.py", says=["experiment mine.py line 2: ZeroDivisionError"])
+    (tmp_path / "their_module.py").write_text("\n\n{}['key']\n")
+    (tmp_path / "mine.py").write_text("import their_module\n")
+    refused("check", "mine.py", says=["experiment mine.py (", "their_module.py line 3): KeyError: 'key'"])
+
+
+WATCH = """
+from realhf.algorithms.on_policy import graph_of
+call = FunctionCall("watch", "host", ("score",), ("seen",), work=HostFunction(lambda batch: {}))
+add, experiment.graph = call, (lambda graph=experiment.graph: graph().add(call))
+"""
+
+
+def test_check_finds_a_host_function_without_context(tmp_path, refused):
+    says = ["call 'watch': <lambda> cannot be called with two arguments, the batch and the context"]
+    refused("check", write_experiment(tmp_path, body=WATCH), says=says)
+
+
+def test_check_finds_tokens_beyond_the_vocabulary(tmp_path, refused):
+    experiment = write_experiment(tmp_path, model={"vocab_size": 5})
+    says = ["has token ids up to", "but the vocabulary of actor.model", "ends at 4"]
+    refused("check", experiment, says=says)
+
+
+def test_a_plan_replaces_no_other_file(tmp_path, experiment, refused):
+    mine = tmp_path / "mine.py"
+    mine.write_text("experiment = 1\n")
+    says = [f"--output {mine} exists and is no plan: name another file"]
+    refused("plan", experiment, "--cluster", "cpu-laptop", "-o", mine, says=says)
+    refused("profile", experiment, "-o", mine, says=[f"--out {mine} exists and is no profile"])
+    assert mine.read_text() == "experiment = 1\n"
+
+
+def test_a_run_that_diverges_ends_in_a_sentence(tmp_path, refused_run):
+    words = ["--actor.optimizer.lr", "1e30", "--eval-every", "0", "--steps", "6"]
+    says = ["call 'actor_train' in step ", "the gradient norm is ", "lower actor.optimizer.lr"]
+    refused_run("run", write_experiment(tmp_path), "--out", tmp_path / "run", *words, says=says)
 
 
 @pytest.mark.parametrize("text", EXPERIMENTS)

@@ -1,0 +1,88 @@
+"""Checks the values of a config's fields against the types that its class declares."""
+
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from numbers import Integral, Real
+from os import PathLike
+from typing import Any
+
+from realhf.suggest import did_you_mean
+
+_WORDS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "None",
+}  # fmt: skip
+
+
+def check_types(config: Any, prefix: str = "") -> None:
+    """Raise ValueError about the first field, nested ones included, whose value has another type.
+
+    `prefix` stands before the names of the fields. Fields of a class whose annotations cannot be
+    resolved, and of types other than numbers, text, literals, configs and tuples of these, are not checked.
+    """
+    try:
+        hints = typing.get_type_hints(type(config))
+    except NameError:  # A user's class, annotated with what exists for type checkers only.
+        return
+    for field in fields(config):
+        value = getattr(config, field.name)
+        where = f"{prefix}{field.name}"
+        hint = hints[field.name]
+        if not _is_legal(value, hint):
+            raise ValueError(f"{where} is {value!r}: it must be {_describe(hint)}")
+        if is_dataclass(value) and not isinstance(value, type):
+            check_types(value, f"{where}.")
+
+
+def explain_keyword(error: TypeError, public: Any) -> str:
+    """Return what a call with an unknown keyword probably meant, or an empty string.
+
+    `public` is the module whose classes the error may be about.
+    """
+    name, _, rest = str(error).partition(".__init__() got an unexpected keyword argument ")
+    kind = getattr(public, name, None) if name.isidentifier() else None
+    if not rest or not is_dataclass(kind):
+        return ""
+    return did_you_mean(rest.strip("'"), [field.name for field in fields(kind)])
+
+
+def _is_legal(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    options = typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(_is_legal(value, option) for option in options)
+    if origin is typing.Literal:
+        return value in options
+    if origin is tuple:
+        return _is_legal_tuple(value, options)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    if hint is str:
+        return isinstance(value, str | PathLike)
+    if isinstance(hint, type) and (hint in (bool, type(None)) or is_dataclass(hint)):
+        return isinstance(value, hint)
+    return True
+
+
+def _is_legal_tuple(value: Any, options: Sequence[Any]) -> bool:
+    if len(options) == 2 and options[1] is Ellipsis:
+        return isinstance(value, Sequence) and all(_is_legal(part, options[0]) for part in value)
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(options):
+        return False
+    return all(_is_legal(part, option) for part, option in zip(value, options, strict=True))
+
+
+def _describe(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    options = typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_describe(option) for option in options)
+    if origin is typing.Literal:
+        return " or ".join(repr(option) for option in options)
+    if origin is tuple and options[1:] == (Ellipsis,):
+        return f"a tuple, each part {_describe(options[0])}"
+    if origin is tuple:
+        return f"a tuple of {len(options)}: {', '.join(_describe(option) for option in options)}"
+    name = getattr(hint, "__name__", str(hint))
+    return _WORDS.get(hint) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

@@ -1,0 +1,74 @@
+"""Values of configs against the types that their classes declare."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import realhf
+from realhf import GRPO, DatasetConfig, LoraConfig, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
+from realhf.field_types import check_types, explain_keyword
+
+SOUND = GRPO(actor=Role(model="m", optimizer=OptimizerConfig()), dataset=DatasetConfig("d.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"group_size": "4"}, "group_size is '4': it must be a whole number"),
+        ({"steps": 2.5}, "steps is 2.5: it must be a whole number"),
+        ({"steps": True}, "steps is True: it must be a whole number"),
+        ({"actor": "models/m"}, "actor is 'models/m': it must be a Role"),
+        ({"dataset": "d.jsonl"}, "dataset is 'd.jsonl': it must be a DatasetConfig"),
+        ({"dataset": DatasetConfig(["d"])}, "dataset.path is ['d']: it must be text"),
+        ({"eval_dataset": 3}, "eval_dataset is 3: it must be a DatasetConfig or None"),
+        ({"loss": {"kl_coef": 0.1}}, "loss is {'kl_coef': 0.1}: it must be a PolicyLossConfig"),
+        ({"kv_cache_gib": "8"}, "kv_cache_gib is '8': it must be a number or None"),
+        ({"scale_by_std": 1}, "scale_by_std is 1: it must be true or false"),
+    ],
+)
+def test_wrong_types_are_named(changes, sentence):
+    with pytest.raises(ValueError) as error:
+        check_types(replace(SOUND, **changes))
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: OptimizerConfig(lr="1e-3"), "optimizer.lr is '1e-3': it must be a number"),
+        (
+            lambda: OptimizerConfig(betas=0.9),
+            "optimizer.betas is 0.9: it must be a tuple of 2: a number, a number",
+        ),
+        (lambda: SamplingConfig(top_k="8"), "sampling.top_k is '8': it must be a whole number"),
+        (lambda: PolicyLossConfig(average="x"), "loss.average is 'x': it must be 'sequence' or 'token'"),
+        (lambda: Role("m", optimizer=1e-3), "optimizer is 0.001: it must be an OptimizerConfig or None"),
+        (lambda: Role("m", lora=True), "lora is True: it must be a LoraConfig or None"),
+        (lambda: Role(None), "model is None: it must be text"),
+    ],
+)
+def test_configs_refuse_wrong_types_where_they_are_made(make, sentence):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert str(error.value) == sentence
+
+
+def test_what_is_as_good_is_legal():
+    role = Role(Path("m"), optimizer=OptimizerConfig(lr=1, betas=[0.9, np.float32(0.95)]))
+    check_types(replace(SOUND, actor=role, steps=np.int64(3), dataset=DatasetConfig(Path("d.jsonl"))))
+    LoraConfig(target_modules="q_proj")
+    LoraConfig(target_modules=["q_proj", "v_proj"])
+
+
+def test_every_shipped_experiment_class_is_sound():
+    for name in ("SFT", "GRPO", "PPO", "RewardModel"):
+        check_types(getattr(realhf, name)())
+
+
+def test_misspelt_keywords_are_explained():
+    with pytest.raises(TypeError) as error:
+        GRPO(group_sizes=4)
+    assert explain_keyword(error.value, realhf) == " (did you mean group_size?)"
+    assert explain_keyword(TypeError("f() got an unexpected keyword argument 'x'"), realhf) == ""
