@@ -66,7 +66,7 @@ class RunDirectory:
         self._lock.truncate(0)
         self._lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
         self._lock.flush()
-        self.path = out
+        self.path = out.absolute()  # A reward function may change the current directory.
 
     def release(self) -> None:
         self._lock.close()

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,14 @@ def test_a_run_without_a_record_leaves_its_directory_free(tmp_path, record):
     if record is not None:
         (tmp_path / "metrics.jsonl").write_text(record)
     RunDirectory(tmp_path).release()
+
+
+def test_a_directory_stays_where_it_was_when_the_current_one_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    claimed = RunDirectory(Path("runs/mine"))
+    monkeypatch.chdir("/")
+    assert claimed.path == tmp_path / "runs" / "mine" and claimed.path.is_dir()
+    claimed.release()
 
 
 def test_a_run_with_a_record_is_kept(tmp_path):
