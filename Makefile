@@ -35,7 +35,7 @@ demo: setup
 	$(BIN)/python examples/demo.py $(if $(SEED),--seed $(SEED)) $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-families: setup
 	$(BIN)/python -m pytest -q -m "" tests/test_families.py
