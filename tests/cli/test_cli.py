@@ -282,19 +282,6 @@ def call(capsys):
 
 
 @pytest.fixture
-def refused_run(call):
-    """Return a function that checks that a run ends with exit code 2, and its last line has these words."""
-
-    def run(*words: Any, says: list[str]) -> None:
-        code, _, err = call(*words)
-        assert code == 2 and "Traceback" not in err, err
-        for part in says:
-            assert part in err.splitlines()[-1]
-
-    return run
-
-
-@pytest.fixture
 def refused(call):
     """Return a function that asserts that a command is refused with exit code 2 and one sentence."""
 
@@ -448,10 +435,13 @@ def test_a_plan_replaces_no_other_file(tmp_path, experiment, refused):
     assert mine.read_text() == "experiment = 1\n"
 
 
-def test_a_run_that_diverges_ends_in_a_sentence(tmp_path, refused_run):
+def test_a_run_that_diverges_ends_in_a_sentence(tmp_path, call):
     words = ["--actor.optimizer.lr", "1e30", "--eval-every", "0", "--steps", "6"]
-    says = ["call 'actor_train' in step ", "the gradient norm is ", "lower actor.optimizer.lr"]
-    refused_run("run", write_experiment(tmp_path), "--out", tmp_path / "run", *words, says=says)
+    code, _, err = call("run", write_experiment(tmp_path), "--out", tmp_path / "run", *words)
+    assert code == 2 and "Traceback" not in err, err
+    sentence = err.splitlines()[-1]
+    assert sentence.startswith("realhf: call 'actor_train' in step ")
+    assert "the gradient norm is " in sentence and "lower actor.optimizer.lr" in sentence
 
 
 @pytest.mark.parametrize("text", EXPERIMENTS)

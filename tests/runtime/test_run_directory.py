@@ -1,5 +1,6 @@
 """Run directories belong to one run."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realhf.errors import UserError
-from realhf.runtime.run_directory import RunDirectory, check_run_directory, new_run_directory
+from realhf.runtime.run_directory import LOCK, RunDirectory, check_run_directory, new_run_directory
 
 
 def test_many_runs_at_once_get_directories_of_their_own(tmp_path, monkeypatch):
@@ -43,7 +44,10 @@ def test_a_run_without_a_record_leaves_its_directory_free(tmp_path, record):
     (tmp_path / "config.json").write_text("{}")
     if record is not None:
         (tmp_path / "metrics.jsonl").write_text(record)
-    RunDirectory(tmp_path).release()
+    claimed = RunDirectory(tmp_path)
+    assert claimed.path == tmp_path
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    claimed.release()
 
 
 def test_a_directory_stays_where_it_was_when_the_current_one_changes(tmp_path, monkeypatch):
