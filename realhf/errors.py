@@ -36,8 +36,13 @@ def naming(what: str) -> Iterator[None]:
 
 
 def refuse_other_file(path: Path, option: str, *, first: str, what: str) -> None:
-    """Raise UserError if a file exists here that does not begin as one of this kind: it would be lost."""
-    if path.exists() and path.stat().st_size > 0:
-        with path.open("rb") as file:
-            if not file.read(len(first)) == first.encode():
-                raise UserError(f"{option} {path} exists and is no {what}: name another file")
+    """Raise UserError if a file exists here that is of another kind, and would be lost.
+
+    A file of the right kind begins with the field `first`, behind any comments.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(errors="replace").splitlines()
+    fields = [line for line in lines if line.strip() and not line.startswith(("#", "---"))]
+    if fields and not fields[0].startswith(first):
+        raise UserError(f"{option} {path} exists and is no {what}: name another file")
