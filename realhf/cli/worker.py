@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from realhf.cli.job import Job
+from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError, World, open_store
 from realhf.dist.heartbeat import Heartbeat
@@ -105,18 +106,18 @@ def _serve(task: Callable[[Job, World], None], job: Job) -> int:
     _keep_freed_memory()
     board = heartbeat = None
     try:
-        store = None
+        store = activity = None
         if place.size > 1:
             store = _open_store(place, job.timeout_seconds)
             board = FailureBoard(store, rank=place.rank, size=place.size, host=place.host)
             board.roll_call(max(job.timeout_seconds, _START_SECONDS))
+            activity = Activity()
+            heartbeat = _start_heartbeat(place, activity, job.timeout_seconds)
         world = World.from_torchrun(
             rank=place.rank, size=place.size, local_rank=place.local_rank,
             ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, store=store,
-            watched=board is not None,
+            activity=activity,
         )  # fmt: skip
-        if board is not None:
-            heartbeat = _start_heartbeat(place, world, job.timeout_seconds)
         task(job, world)
     except UserError as error:
         text = f"{traceback.format_exc()}realhf: {error}" if job.traceback else None
@@ -150,11 +151,11 @@ def _open_store(place: Place, timeout_seconds: float) -> torch.distributed.Store
         raise PeerError(f"there is no connection to the first host's store at {where} ({reason})") from error
 
 
-def _start_heartbeat(place: Place, world: World, timeout_seconds: float) -> Heartbeat:
+def _start_heartbeat(place: Place, activity: Activity, timeout_seconds: float) -> Heartbeat:
     """Start the heartbeat on new connections, as the main thread may block its own."""
     store = open_store(rank=place.rank, size=place.size, timeout_seconds=timeout_seconds)
     heartbeat = Heartbeat(
-        store, place.connect(timeout_seconds), world.activity,
+        store, place.connect(timeout_seconds), activity,
         rank=place.rank, size=place.size, timeout_seconds=timeout_seconds,
     )  # fmt: skip
     heartbeat.start()

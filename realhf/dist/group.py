@@ -287,15 +287,15 @@ class World:
     def __init__(
         self, *, rank: int = 0, size: int = 1, device: torch.device | str = "cpu",
         store: dist.Store | None = None, timeout_seconds: float = 600.0, ranks_per_host: int | None = None,
-        shared_memory: bool = True, watched: bool = False,
+        shared_memory: bool = True, activity: Activity | None = None,
     ) -> None:
-        """Connect to all ranks. If a Heartbeat detects dead peers (`watched`), messages may take any time."""
+        """Connect to all ranks. With the `activity` of a Heartbeat, messages over gloo may take any time."""
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
-        self.activity = Activity()
+        self.activity = activity or Activity()
         self.ranks_per_host = ranks_per_host or size
-        self._watched = watched
+        self._has_heartbeat = activity is not None
         self._store = store
         self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
@@ -329,7 +329,7 @@ class World:
     @classmethod
     def from_torchrun(
         cls, *, rank: int, size: int, local_rank: int, ranks_per_host: int | None = None,
-        timeout_seconds: float, store: dist.Store | None = None, watched: bool = False,
+        timeout_seconds: float, store: dist.Store | None = None, activity: Activity | None = None,
     ) -> "World":  # fmt: skip
         """Connect to the processes that torchrun's environment names, on CUDA if it is available."""
         device = torch.device("cpu")
@@ -344,7 +344,7 @@ class World:
             store = open_store(rank=rank, size=size, timeout_seconds=timeout_seconds)
         return cls(
             rank=rank, size=size, device=device, store=store, timeout_seconds=timeout_seconds,
-            ranks_per_host=ranks_per_host, watched=watched,
+            ranks_per_host=ranks_per_host, activity=activity,
         )  # fmt: skip
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -389,7 +389,7 @@ class World:
         store = self.store(str(key))
         if not native:
             with _batch_threads():
-                timeout = _ANY_TIME if self._watched else self._timeout
+                timeout = _ANY_TIME if self._has_heartbeat else self._timeout
                 return dist.ProcessGroupGloo(store, index, len(key[0]), timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
