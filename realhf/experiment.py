@@ -1,5 +1,6 @@
 """Experiment: the roles, graph, data and schedule that a user defines. Free of torch."""
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,6 +12,8 @@ from realhf.graph import DataflowGraph
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.transformers_config import TransformersConfig
+
+_SECONDS = {"m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,10 @@ class Experiment:
     seed: int = 0
     eval_every: int = 0  # Steps between evaluations; 0: only before the first and after the last step.
     export_every: int = 0  # Steps between Hugging Face exports; 0: only after the last step.
+    checkpoint_every: int | str = "15m"  # Steps ("10"), minutes ("15m") or hours ("1h") between checkpoints.
+    """Checkpoints for `realhf run --resume`; there is one after the last step, too. 0: none at all."""
+    keep_checkpoints: int = 2  # The newest checkpoints that stay on the disk.
+    keep_checkpoint_every: int = 0  # Checkpoints of multiples of this step stay, too; 0: none.
     log_every: int = 1  # Steps between printed lines.
     expected: Expected = field(default_factory=Expected)
     tokenizer: str | None = None  # Directory of the tokenizer; None: that of the first role.
@@ -100,6 +107,17 @@ class Experiment:
         """Return the graph with the experiment's seed in every generating call."""
         generating = [call for call in graph.calls if isinstance(call.work, Generate)]
         return graph.replace(*(replace(call, work=replace(call.work, seed=self.seed)) for call in generating))
+
+    def checkpoint_period(self) -> tuple[int, float]:
+        """Return the steps and the seconds between checkpoints; the one that is not used is 0.
+
+        Raises ValueError unless `checkpoint_every` is a number of steps, minutes or hours.
+        """
+        if match := re.fullmatch(r"(\d+)([mh]?)", str(self.checkpoint_every)):
+            count = int(match[1])
+            return (0, count * _SECONDS[match[2]]) if match[2] else (count, 0.0)
+        legal = 'steps such as 10, minutes such as "15m", hours such as "1h", or 0 for none'
+        raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}: legal are {legal}")
 
     def tokenizer_dir(self) -> str:
         return self.tokenizer or next(iter(self.roles().values())).model

@@ -16,6 +16,8 @@ class Job:
     """Name of the experiment file without its suffix; run directories are named after it."""
     out: Path | None
     timeout_seconds: float
+    resume: str | None = None
+    """The value of --resume; None: the run begins anew."""
     traceback: bool = False
     """Whether errors are shown with the Python lines that led to them."""
 

@@ -10,7 +10,7 @@ from realhf.cli.experiment_file import compile_experiment
 from realhf.cli.job import Job, is_worker
 from realhf.errors import UserError
 from realhf.experiment import Experiment
-from realhf.runtime.run_directory import check_run_directory, new_run_directory
+from realhf.runtime.run_directory import check_run_directory, find_resumption, new_run_directory
 
 _MAX_TIMEOUT_SECONDS = 1e6
 
@@ -20,6 +20,8 @@ def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     add("--out", help="run directory; default: a new one below runs/")
+    text = "continue a run from its last checkpoint: that in --out, else the newest, or the one at PATH"
+    add("--resume", nargs="?", const="", metavar="PATH", help=text)
     add("--profile", help="with --plan auto: what `realhf profile` measured on this machine")
     text = "cluster file or shipped name: what --plan auto plans for, and the links of reallocations"
     add("--cluster", help=text)
@@ -40,10 +42,13 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         raise UserError(f"--timeout {options.timeout:g}: {legal}")
     name = Path(options.experiment).stem
     out = None if options.out is None else Path(options.out)
-    if out is not None and (not in_worker or os.environ["RANK"] == "0"):
-        check_run_directory(out)
+    if not in_worker:
+        if options.resume is not None:
+            out = find_resumption(name, resume=options.resume, out=out).out
+        elif out is not None:
+            check_run_directory(out)
     if in_worker or num_ranks == 1:
-        job = Job(program, name, out, options.timeout, options.traceback)
+        job = Job(program, name, out, options.timeout, options.resume, options.traceback)
         return importlib.import_module("realhf.cli.worker").work(job)
     launch = importlib.import_module("realhf.cli.launch").launch
     return launch([*argv, "--out", str(out or new_run_directory(name))], num_ranks)

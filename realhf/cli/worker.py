@@ -19,7 +19,14 @@ from realhf.dist.group import PeerError, World, open_store
 from realhf.dist.heartbeat import Heartbeat
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
-from realhf.runtime.run_directory import RunDirectory, new_run_directory
+from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.run_directory import (
+    RunDirectory,
+    find_restarted,
+    find_resumption,
+    new_run_directory,
+)
+from realhf.runtime.stop_signals import StopSignals
 from realhf.runtime.trainer import Trainer
 
 _M_TRIM_THRESHOLD = -1  # Both constants are from glibc's malloc.h.
@@ -80,26 +87,56 @@ def report(sentence: str, *, code: int, text: str | None = None, names_rank: boo
     print(text or f"realhf: {sentence}", file=sys.stderr, flush=True)
 
 
-def _train(job: Job, world: World) -> None:
+def _train(job: Job, world: World) -> int:
+    """Train on all ranks; return the exit code."""
     plans = world.control.all_gather_json(job.program.plan.to_dict())
     if different := [rank for rank, plan in enumerate(plans) if plan != plans[0]]:
         hint = "write one with `realhf plan -o plan.yaml` and give it to all by --plan"
         raise UserError(f"ranks 0 and {different[0]} have different plans: {hint}")
     directory = None
+    found: list[Path] = []
     if world.rank == 0:
-        directory = RunDirectory(job.out or new_run_directory(job.name))
+        directory, found = _claim_directory(job)
     out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
-    Trainer(job.program, world, out=out).run()
+    checkpoint = newest_checkpoint(world, found)
+    if world.rank == 0 and checkpoint is not None:
+        step = checkpoint.manifest.step
+        print(f"realhf: continues {out} after step {step}", file=sys.stderr, flush=True)
+    with StopSignals(announces=world.rank == 0) as stop:
+        result = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop).run()
+    if result.stopped_after is None:
+        return 0
+    if world.rank == 0:
+        steps = job.program.experiment.steps
+        ended = f"ended by {stop.requested or 'a signal'} after step {result.stopped_after} of {steps}"
+        print(f"realhf: {ended}; --resume --out {out} continues the run", file=sys.stderr, flush=True)
+    return 1
 
 
-def _measure(job: Job, world: World) -> None:
+def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
+    """Return the run directory, and the checkpoints from which the run may continue, the newest first.
+
+    A run that the launcher has restarted continues by itself.
+    """
+    restarted = find_restarted(job.out)
+    if restarted is None and job.resume is None:
+        return RunDirectory(job.out or new_run_directory(job.name)), []
+    resume = job.resume if restarted is None else ""
+    found = find_resumption(job.name, resume=resume or "", out=restarted or job.out)
+    if not found.checkpoints:
+        print(f"realhf: {found.out} has no checkpoint: the run starts anew", file=sys.stderr, flush=True)
+    return RunDirectory(found.out, resumes=True), list(found.checkpoints.values())
+
+
+def _measure(job: Job, world: World) -> int:
     measured = measure(world, job.program)
     if world.rank == 0 and job.out is not None:
         measured.save(job.out)
         print(f"realhf: wrote {job.out}", file=sys.stderr)
+    return 0
 
 
-def _serve(task: Callable[[Job, World], None], job: Job) -> int:
+def _serve(task: Callable[[Job, World], int], job: Job) -> int:
     """Connect to the other ranks and run the task; return 0, 2 for a UserError, or 1 for other failures."""
     place = Place.from_environment()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
@@ -118,7 +155,7 @@ def _serve(task: Callable[[Job, World], None], job: Job) -> int:
             ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, store=store,
             activity=activity,
         )  # fmt: skip
-        task(job, world)
+        code = task(job, world)
     except UserError as error:
         text = f"{traceback.format_exc()}realhf: {error}" if job.traceback else None
         report(str(error), code=2, text=text)
@@ -136,7 +173,7 @@ def _serve(task: Callable[[Job, World], None], job: Job) -> int:
     else:
         if heartbeat is not None:
             heartbeat.stop()
-        return 0
+        return code
     if place.size > 1:  # Skip destructors: they would wait for peers, and the peers for this process.
         os._exit(code)
     return code

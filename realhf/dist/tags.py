@@ -5,7 +5,9 @@ Messages that all ranks exchange together have tag 0.
 
 RECORD = 1
 """Records of steps, sent to rank 0."""
-FIRST_INPUT = 2
+CHECKPOINT = 2
+"""What a rank has written of a checkpoint, sent to rank 0."""
+FIRST_INPUT = 3
 """Inputs of calls. Each action of a program has its own tag, numbered from here."""
 PROFILED = 1 << 20
 """Samples that the profile sends to measure how long they take."""

@@ -75,8 +75,13 @@ class BaseEngine(ABC):
         return self._parameters.shards()
 
     def optimizer_shards(self) -> Shards:
+        return self.optimizer.shards
+
+    @property
+    def optimizer(self) -> ShardedAdamW:
+        """The optimizer, whose state checkpoints hold."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
-        return self._optimizer.shards
+        return self._optimizer
 
     def load(self, directory: Path | None, *, seed: int) -> None:
         """Load weights from a Hugging Face directory; draw missing weights, or all, from `seed`."""

@@ -6,7 +6,7 @@ own. If parameters have the optimizer's dtype, their slice is itself the master 
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -85,12 +85,32 @@ class ShardedAdamW:
         self._means, self._squares = ([torch.zeros_like(part) for part in self._slices] for _ in range(2))
         self._steps = [torch.zeros((), device=part.device) for part in self._slices]
         self.reload()
-        self.shards = {
-            name: shard for section, part in zip(self._sections, self._slices, strict=True)
-            for name, shard in shards_of(part, section.shards).items()}  # fmt: skip
-        """HF name -> this replica's rows of the master copy."""
+        self.shards = self._by_parameter(self._slices)
+        """Parameter name -> this replica's rows of the master copy."""
+        self._mean_shards = self._by_parameter(self._means)
+        self._square_shards = self._by_parameter(self._squares)
         fixed = {param.name for param in model.spec.params if not param.trainable}
         self._fixed = [shard for name, shard in self.shards.items() if name in fixed]
+
+    def _by_parameter(self, slices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return parameter name -> this replica's rows, as views of one flat tensor per section."""
+        return {
+            name: shard for section, part in zip(self._sections, slices, strict=True)
+            for name, shard in shards_of(part, section.shards).items()
+        }  # fmt: skip
+
+    @property
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of this replica, which checkpoints hold: kind -> parameter name -> rows."""
+        return {"master": self.shards, "exp_avg": self._mean_shards, "exp_avg_sq": self._square_shards}
+
+    def state_was_read(self, num_steps: int) -> None:
+        """Continue after `num_steps` steps; `state` has been filled with that of a checkpoint."""
+        self.num_steps = num_steps
+        for step in self._steps:
+            step.fill_(num_steps)
+        for master, mine in zip(self._slices, self._mine, strict=True):
+            mine.copy_(master)
 
     @property
     def held(self) -> list[torch.Tensor]:

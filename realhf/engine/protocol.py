@@ -25,6 +25,19 @@ class CallResult:
     metrics: Metrics
 
 
+class Optimizer(Protocol):
+    """The state of an optimizer, for checkpoints. Its regions are those of `held_by(..., sharded=True)`."""
+
+    num_steps: int
+
+    @property
+    def state(self) -> dict[str, Shards]:
+        """This replica's tensors by kind, always the same memory: "master", "exp_avg", "exp_avg_sq"."""
+
+    def state_was_read(self, num_steps: int) -> None:
+        """Continue after `num_steps` steps, when `state` has been filled from a checkpoint."""
+
+
 class Engine(Protocol):
     """A role's part on this rank under one layout. With an optimizer it can be trained, else it is frozen.
 
@@ -50,6 +63,10 @@ class Engine(Protocol):
 
     def optimizer_shards(self) -> Shards:
         """Return for each parameter the rows of the optimizer's copy that this replica owns."""
+
+    @property
+    def optimizer(self) -> "Optimizer":
+        """The optimizer of a trainable engine."""
 
     def export_shards(self) -> Shards:
         """Return this rank's tensors for export: its part of the model, the adapters, or both merged."""

@@ -28,6 +28,8 @@ class HostContext:
 
     tokenizer_dir: str
     step: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    """JSON values that host functions keep from step to step; checkpoints hold those of every rank."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """The rows of the last evaluation, on rank 0."""
 

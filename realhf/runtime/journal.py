@@ -30,11 +30,17 @@ class Journal:
         self._recorder = recorder
         self._progress = progress
         self._thread = ThreadPoolExecutor(1, "journal")
-        self._running: list[Future[None]] = []
+        self._running: list[Future[int]] = []
         self._sent = Pending()
         self._previous_end: float | None = None
-        self.history: list[dict[str, float]] = []
-        self.scores: list[float] = []
+        earlier = [] if recorder is None else recorder.history
+        steps = [record for record in earlier if record["step"] > 0]
+        self.history = [{k: v for k, v in record.items() if k != "step"} for record in steps]
+        """The metrics of each step."""
+        self.scores = [record["eval/score"] for record in earlier if "eval/score" in record]
+        """The score of each evaluation."""
+        self.last: Future[int] | None = None
+        """On rank 0, gives the size of metrics.jsonl in bytes once the newest step has been written."""
 
     def add(
         self,
@@ -51,7 +57,8 @@ class Journal:
         """
         mine = (record, evaluation)
         if self._world.rank == 0:
-            self._running.append(self._thread.submit(self._write, step, mine, answers, pauses))
+            self.last = self._thread.submit(self._write, step, mine, answers, pauses)
+            self._running.append(self.last)
             self._drop_finished()
         else:
             documents = [r and dataclasses.asdict(r) for r in mine]
@@ -67,7 +74,8 @@ class Journal:
     def abandon(self) -> None:
         """Wait shortly for the records of finished steps to be written; for runs that have failed."""
         if self._world.rank != 0:
-            self._running.append(self._thread.submit(self._sent.wait))
+            sent: Future[Any] = self._thread.submit(self._sent.wait)
+            self._running.append(sent)
         wait(self._running, timeout=_PATIENCE_SECONDS)
 
     def _drop_finished(self) -> None:
@@ -81,7 +89,7 @@ class Journal:
         mine: tuple[StepRecord | None, StepRecord | None],
         answers: Sequence[Mapping[str, Any]],
         pauses: bool,
-    ) -> None:
+    ) -> int:
         peers = range(1, self._world.size)
         theirs = [self._world.control.recv_json(rank, tag=tags.RECORD) for rank in peers]
         steps, evaluations = (  # Each is a list with one record per rank, or empty.
@@ -99,8 +107,7 @@ class Journal:
             self.history.append(metrics)
         if pauses:
             self._previous_end = None
-        if self._recorder is not None:
-            self._recorder.step(step, metrics, [*steps, *reallocs])
+        return 0 if self._recorder is None else self._recorder.step(step, metrics, [*steps, *reallocs])
 
     def _step(self, step: int, records: Sequence[StepRecord]) -> dict[str, float]:
         metrics = merge_metrics(records)

@@ -36,7 +36,9 @@ from realhf.runtime.actions import (
     parameter_specs,
     role_of,
 )
+from realhf.runtime.copy_versions import CopyVersions
 from realhf.runtime.export import base_name
+from realhf.runtime.home_state import HomeState
 from realhf.runtime.offload import OffloadedWeights
 
 ENGINES: Mapping[str, Callable[..., Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
@@ -54,10 +56,7 @@ class Moved:
 
 
 class ModelStore:
-    """This rank's shards of every role, with a version for each copy of a parameter set.
-
-    Versions count the updates of a parameter set (see `actions.parameter_sets`). Every rank counts them, so
-    that all agree on which copies are outdated.
+    """This rank's shards of every role; `versions` tell which copies of parameter sets are outdated.
 
     Two frozen sets read from the same source, such as a reference and the weights under adapters, share
     memory on every rank that holds the same part of both. Reallocations run one after the other in a thread
@@ -86,11 +85,11 @@ class ModelStore:
         self._thread = ThreadPoolExecutor(1, "realloc", initializer=self._start_thread)
         self._running: dict[tuple[str, Layout], Future[Moved]] = {}
         self._failure: Exception | None = None
-        self._updates = dict.fromkeys(self._sets, 0)
-        self._versions = {
-            (name, homes[role_of(other)]): 0
-            for name in self._sets for other in self._sets if self._are_equal(name, other)
-        }
+        equal = [(name, other) for name in self._sets for other in self._sets if self._are_equal(name, other)]
+        self.versions = CopyVersions(
+            [(name, homes[role_of(other)]) for name, other in equal], self._sets,
+            sharded=[(name, homes[role_of(name)]) for name in self._sets if self._is_sharded(name)],
+        )  # fmt: skip
         fault = ""
         for name, role in roles.items():
             self._create(name, homes[name], optimizer=role.optimizer)
@@ -134,7 +133,7 @@ class ModelStore:
             held = self._specs[role].held_by(layout, self._world.rank)
             size = sum(map(region_size, held.values()))
             memory = torch.zeros(size, dtype=DTYPES[settings.dtype], device=self._world.device)
-        with self._in_use(*filter(None, [equal])):
+        with self.in_use(*filter(None, [equal])):
             self._engines[role, layout] = ENGINES[settings.engine](
                 self._specs[role], layout, self._world, dtype=settings.dtype, optimizer=optimizer,
                 memory=memory, lora=self._loras[role],
@@ -187,7 +186,7 @@ class ModelStore:
                     for rank in home.ranks)
             for other in earlier
         )  # fmt: skip
-        with self._in_use((role, home), written=None if there else (role, home)):
+        with self.in_use((role, home), written=None if there else (role, home)):
             engine = self.engine(role, home)
             try:
                 if not there:
@@ -235,7 +234,7 @@ class ModelStore:
         return self._offloaded.get((role, layout))
 
     @contextmanager
-    def _in_use(
+    def in_use(
         self, *copies: tuple[str, Layout], written: tuple[str, Layout] | None = None
     ) -> Iterator[None]:
         """Keep the offloaded ones of these copies on the device for as long as the context lasts."""
@@ -250,26 +249,16 @@ class ModelStore:
 
     def updated(self, role: str) -> None:
         """Count an update of the role. Every rank calls this after every train step."""
-        name = self._trained(role)
-        self._updates[name] += 1
-        if not self._is_sharded(name):
-            self._versions[name, self.homes[role]] += 1
+        self.versions.count_update((self._trained(role), self.homes[role]))
 
     def start(self, action: Reallocate) -> bool:
         """Start a reallocation and return True, or False if the target is up to date or in flight already.
 
         One that updates a follower always starts. Every rank calls this, and all get the same answer.
         """
-        source = (action.source_role, action.source)
-        target = (action.target_role, action.target)
-        version = self._updates[action.source_role] if action.sharded else self._versions[source]
-        if action.rate is not None:
-            self._updates[action.target_role] += 1
-            self._versions[target] += 1
-        elif self._versions.get(target, -1) >= version:
+        if not self.versions.begin(action):
             return False
-        else:
-            self._versions[target] = version
+        target = (action.target_role, action.target)
         reallocator = self._reallocator(action)
         if reallocator is not None:
             assert target not in self._running, "a copy is updated twice at once"
@@ -290,7 +279,7 @@ class ModelStore:
         old = self._shards(*source, sharded=action.sharded)
         new = self._shards(*target)
         try:
-            with self._in_use(source, target, written=target):
+            with self.in_use(source, target, written=target):
                 stats = reallocator.run(old, new)
         except Exception as error:
             self._failure = error
@@ -305,6 +294,40 @@ class ModelStore:
         if sharded:
             return engine.optimizer_shards()
         return engine.shards() if name == role_of(name) else engine.adapter_shards()
+
+    @property
+    def in_flight(self) -> list[list[str]]:
+        """The copies whose reallocations this rank has started and not yet finished, as JSON."""
+        return [[name, str(layout)] for name, layout in self._running]
+
+    def finish_all_but(self, in_flight: Collection[Sequence[str]]) -> None:
+        """Wait for all running reallocations but these (see `in_flight`)."""
+        kept = [tuple(copy) for copy in in_flight]
+        for name, layout in list(self._running):
+            if (name, str(layout)) not in kept:
+                self._running.pop((name, layout)).result()
+
+    def wait_for_followers(self) -> None:
+        """Wait until the moving averages at home are complete, without finishing their reallocations."""
+        for (name, _), running in self._running.items():
+            if self._sets[name].follows is not None:
+                running.result()
+
+    def home_states(self) -> list[HomeState]:
+        """Return what a checkpoint holds of every parameter set that the run changes; equal on all ranks
+        but for the tensors."""
+        found = []
+        for name, settings in self._sets.items():
+            home = self.homes[role_of(name)]
+            engine = self._engines.get((role_of(name), home))
+            about = (name, self._specs[name], home)
+            if settings.optimizer is not None:
+                optimizer = None if engine is None else engine.optimizer
+                tensors = {} if optimizer is None else optimizer.state
+                found.append(HomeState(*about, True, tensors, optimizer))
+            elif settings.follows is not None:
+                found.append(HomeState(*about, False, {"weights": self._shards(name, home) or {}}))
+        return found
 
     def finish(self, name: str, layout: Layout | None = None) -> list[Moved]:
         """Wait for the running reallocations of a parameter set to one layout, or to all; return them.
@@ -342,7 +365,7 @@ class ModelStore:
             torch.cuda.current_stream().wait_event(ready)
         role, layout = copy
         writer = self._writer(role, layout, fields)
-        with self._in_use(copy):
+        with self.in_use(copy):
             shards = self._engines[copy].export_shards() if copy in self._engines else {}
             try:
                 writer.write(directory, shards, beside=beside)

@@ -136,10 +136,11 @@ def _keep_answers(batch: Any, context: Any) -> dict[str, Any]:
 
 
 def _check_numbers(experiment: Experiment) -> None:
-    for name in ("steps", "batch_size", "group_size", "log_every"):
+    experiment.checkpoint_period()
+    for name in ("steps", "batch_size", "group_size", "log_every", "keep_checkpoints"):
         if getattr(experiment, name) < 1:
             raise ValueError(f"{name} is {getattr(experiment, name)}: it must be at least 1")
-    for name in ("eval_every", "export_every", "seed"):
+    for name in ("eval_every", "export_every", "keep_checkpoint_every", "seed"):
         if getattr(experiment, name) < 0:
             raise ValueError(f"{name} is {getattr(experiment, name)}: it must not be negative")
 

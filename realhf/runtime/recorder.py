@@ -1,11 +1,14 @@
 """Recorder: writes metrics and events of a run into its directory, on rank 0."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from realhf.checkpoint.names import METRICS
+from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.runtime.executor import StepRecord
 from realhf.runtime.pictures import draw_pictures
@@ -63,29 +66,54 @@ def _bandwidths(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 class Recorder:
-    """The writer of metrics.jsonl, timeline.jsonl, TensorBoard files, eval.jsonl and summary.json."""
+    """The writer of metrics.jsonl, timeline.jsonl, TensorBoard files, eval.jsonl and summary.json.
 
-    def __init__(self, directory: Path) -> None:
+    A resumed run continues the files after the step of its checkpoint, whose `history` of metrics is a file.
+    """
+
+    def __init__(self, directory: Path, *, history: Path | None = None) -> None:
         # Imported here, as it takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
+        directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._metrics = (directory / "metrics.jsonl").open("w")
-        self._timeline = (directory / "timeline.jsonl").open("w")
+        self.history = [] if history is None else read_records(history)
+        """The metrics of earlier steps, each with its step."""
+        last = self.history[-1]["step"] if self.history else -1
+        timeline = directory / "timeline.jsonl"
+        events = [e for e in read_records(timeline) if e["step"] <= last] if timeline.exists() else []
+        self._metrics = _start_with(directory / METRICS, self.history)
+        self._timeline = _start_with(timeline, events)
+        # A killed writer may not have written its last records, so all of them are written anew.
+        shutil.rmtree(directory / "tensorboard", ignore_errors=True)
         self._tensorboard = SummaryWriter(str(directory / "tensorboard"))
+        ends = {event["step"]: event["end"] for event in events}
+        for record in self.history:
+            self._show(record, walltime=ends.get(record["step"]))
+        (directory / "summary.json").unlink(missing_ok=True)
 
     def start(self, config: Mapping[str, Any], plan: ExecutionPlan) -> None:
         (self.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         plan.save(self.directory / "plan.yaml")
 
-    def step(self, step: int, metrics: Mapping[str, float], records: Sequence[StepRecord]) -> None:
-        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._metrics.flush()
-        for event in (e for record in records for e in record.events):
-            self._timeline.write(json.dumps({"step": step, **event}) + "\n")
-        self._timeline.flush()
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, step)
+    def step(self, step: int, metrics: Mapping[str, float], records: Sequence[StepRecord]) -> int:
+        """Write a step; return the size of metrics.jsonl in bytes. Raises UserError if that is impossible."""
+        try:
+            self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._metrics.flush()
+            for event in (e for record in records for e in record.events):
+                self._timeline.write(json.dumps({"step": step, **event}) + "\n")
+            self._timeline.flush()
+        except OSError as error:
+            what = f"the metrics of step {step} cannot be written to {self.directory}: {error.strerror}"
+            raise UserError(what) from error
+        self._show({"step": step, **metrics})
+        return self._metrics.tell()
+
+    def _show(self, record: Mapping[str, float], *, walltime: float | None = None) -> None:
+        for name, value in record.items():
+            if name != "step":
+                self._tensorboard.add_scalar(name, value, record["step"], walltime)
 
     def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace eval.jsonl with this evaluation: one object per held-out prompt."""
@@ -97,3 +125,17 @@ class Recorder:
         self._timeline.close()
         self._tensorboard.close()
         draw_pictures(self.directory)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file with one per line, without a last line that is incomplete."""
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def _start_with(path: Path, records: Sequence[Mapping[str, Any]]) -> TextIO:
+    """Replace a file by one with these records, one per line; return it for more to be added."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(record) + "\n" for record in records))
+    part.replace(path)
+    return path.open("a")

@@ -5,9 +5,12 @@ import fcntl
 import json
 import os
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from realhf.checkpoint.names import MANIFEST, find_checkpoints
 from realhf.errors import UserError
 
 LOCK = "run.lock"
@@ -15,13 +18,17 @@ LOCK = "run.lock"
 _RUNS = Path("runs")
 
 
-def check_run_directory(out: Path, *, option: str = "--out") -> None:
-    """Raise UserError unless a run may write here: the directory is new, or its run recorded no step."""
+def check_run_directory(out: Path, *, option: str = "--out", resumes: bool = False) -> None:
+    """Raise UserError unless a run may write here: the directory is new, or its run recorded no step.
+
+    A run that `resumes` may continue the one in the directory.
+    """
     try:
         if out.exists() and not out.is_dir():
             raise UserError(f"{option} {out} is a file: name a directory")
-        if (out / "metrics.jsonl").exists() and "\n" in (out / "metrics.jsonl").read_text():
-            raise UserError(f"{option} {out} already holds a run: choose another directory or remove it")
+        if not resumes and _has_record(out):
+            mend = "add --resume to continue it, choose another directory or remove it"
+            raise UserError(f"{option} {out} already holds a run: {mend}")
         nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     except OSError as error:
         raise UserError(f"{option} {out}: {error.strerror}") from error
@@ -29,6 +36,70 @@ def check_run_directory(out: Path, *, option: str = "--out") -> None:
         raise UserError(f"{option} {out}: {nearest} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{option} {out}: there is no permission to write in {nearest}")
+
+
+def _has_record(out: Path) -> bool:
+    return (out / "metrics.jsonl").exists() and "\n" in (out / "metrics.jsonl").read_text()
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run to continue: where it writes, and its checkpoints by step, the newest first (maybe none)."""
+
+    out: Path
+    checkpoints: Mapping[int, Path]
+
+
+def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
+    """Return what `--resume` and `--out` name; by default the newest run of the experiment file `stem`.
+
+    `resume` is a run directory, a checkpoint, or empty for the run directory `out`. A checkpoint continues
+    in its own run directory, or in a new one, `out`. Raises UserError if something is not there.
+    """
+    if resume == "" and out is None:
+        runs = [path for path in _RUNS.glob(f"{stem}*") if _is_run_of(path, stem)]
+        found = sorted((path.stat().st_mtime, path) for path in runs)
+        if not found:
+            raise UserError(f"--resume: there is no run directory {_RUNS / stem}: name one with --out")
+        out = found[-1][1]
+    source = Path(resume) if resume else out
+    assert source is not None
+    if not source.is_dir():
+        raise UserError(f"--resume: {source} is no directory: name a run directory or one of its checkpoints")
+    if (source / MANIFEST).is_file():
+        step = int(source.name.rpartition("_")[2]) if source.name.startswith("step_") else 0
+        run = source.absolute().parent.parent
+        checkpoints = {step: source}
+    else:
+        run = source
+        checkpoints = find_checkpoints(source / "checkpoints")
+    if out is None:
+        out = run
+    if out.resolve() != run.resolve():
+        check_run_directory(out)
+    elif later := [s for s in find_checkpoints(out / "checkpoints") if s > max(checkpoints, default=0)]:
+        mend = "branch off to a new directory (--out), or remove the later checkpoints"
+        raise UserError(f"--resume {source}: the run has a checkpoint of step {later[0]}: {mend}")
+    return Resumption(out, checkpoints)
+
+
+def _is_run_of(path: Path, stem: str) -> bool:
+    number = path.name.removeprefix(stem).removeprefix("-")
+    return path.is_dir() and (path.name == stem or number.isdecimal())
+
+
+def find_restarted(out: Path | None) -> Path | None:
+    """Return the run directory that an earlier start of this torchrun has claimed: `out`, or one in runs/.
+
+    torchrun's id of the run tells; if it has none ("none"), the number of restarts must be above 0.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id == "none" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    for lock in sorted(_RUNS.glob(f"*/{LOCK}")) if out is None else [out / LOCK]:
+        if lock.is_file() and _read_owner(lock.read_text()).get("run_id") == run_id:
+            return lock.parent
+    return None
 
 
 def new_run_directory(stem: str) -> Path:
@@ -49,9 +120,10 @@ def new_run_directory(stem: str) -> Path:
 class RunDirectory:
     """A run directory that this process holds until it ends."""
 
-    def __init__(self, out: Path) -> None:
-        """Claim `out`. Raises UserError when it holds a run, is in use, or cannot be written."""
-        check_run_directory(out)
+    def __init__(self, out: Path, *, resumes: bool = False) -> None:
+        """Claim `out`. Raises UserError when it is in use, cannot be written, or holds a run that is not to
+        be resumed."""
+        check_run_directory(out, resumes=resumes)
         try:
             out.mkdir(parents=True, exist_ok=True)
             self._lock = (out / LOCK).open("a+")
@@ -62,9 +134,11 @@ class RunDirectory:
             _lock(self._lock)
         except BlockingIOError as error:
             raise UserError(f"--out {out} is in use by another run{_owner(self._lock)}") from error
-        check_run_directory(out)  # A run may have ended in the meantime.
+        check_run_directory(out, resumes=resumes)  # A run may have ended in the meantime.
         self._lock.truncate(0)
-        self._lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id}
+        self._lock.write(json.dumps(owner) + "\n")
         self._lock.flush()
         self.path = out.absolute()  # A reward function may change the current directory.
 
@@ -83,8 +157,13 @@ def _lock(file: TextIO) -> None:
 
 def _owner(file: TextIO) -> str:
     file.seek(0)
+    owner = _read_owner(file.read())
+    return f", process {owner['pid']} on {owner['host']}" if owner else ""
+
+
+def _read_owner(text: str) -> dict[str, Any]:
+    """Return what a lock file says of its owner; empty if the owner has not written it yet."""
     try:
-        owner = json.loads(file.read())
-        return f", process {owner['pid']} on {owner['host']}"
-    except (ValueError, KeyError, TypeError):  # The owner has not written it yet.
-        return ""
+        return json.loads(text)
+    except ValueError:
+        return {}

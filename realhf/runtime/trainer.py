@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from realhf.checkpoint.names import METRICS
 from realhf.checkpoint.write import Beside
 from realhf.data.batch import Batch
 from realhf.data.dataset import DatasetConfig
@@ -16,6 +17,7 @@ from realhf.data.loader import Loader
 from realhf.dist.group import Outbox, World
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
+from realhf.runtime.checkpointer import Checkpoint, Checkpointer, restore
 from realhf.runtime.executor import Executor, HostContext, StepRecord
 from realhf.runtime.export import config_fields, files_beside
 from realhf.runtime.journal import Journal
@@ -24,6 +26,7 @@ from realhf.runtime.program import Program
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
 from realhf.runtime.slow_dtypes import slow_dtypes
+from realhf.runtime.stop_signals import StopSignals
 from realhf.runtime.warnings import check_lengths, check_vocabulary, warnings_of
 
 
@@ -33,12 +36,21 @@ class RunResult:
 
     metrics: list[dict[str, float]]
     summary: dict[str, Any]
+    stopped_after: int | None = None
+    """The last step of a run that a signal has stopped early."""
 
 
 class Trainer:
-    """Runs a program on this world; rank 0 writes the run directory `out`, if there is one."""
+    """Runs a program on this world; rank 0 writes the run directory `out`, if there is one.
 
-    def __init__(self, program: Program, world: World, *, out: Path | None = None, quiet: bool = False):
+    It continues after `checkpoint`, if that is given, and ends after the step in which `stop` is requested.
+    """
+
+    def __init__(
+        self, program: Program, world: World,
+        *, out: Path | None = None, checkpoint: Checkpoint | None = None, stop: StopSignals | None = None,
+        quiet: bool = False,
+    ) -> None:  # fmt: skip
         self._program = program
         self._world = world
         self._out = out
@@ -70,12 +82,25 @@ class Trainer:
         common = (program.plan, self._store, self._context)
         self._executor = Executor(world, program.actions, *common, experiment.group_size, self._outbox)
         self._evaluator = Executor(world, program.eval_actions, *common, 1, self._outbox)
-        self._recorder = Recorder(out) if self._is_main and out is not None else None
+        self._recorder = None
+        if self._is_main and out is not None:
+            self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
         self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
         self._journal = Journal(world, self._outbox, self._recorder, self._progress)
         if self._recorder is not None:
             calls = {call.name: program.plan[call.name] for call in program.graph.calls}
             self._recorder.start(_to_json(experiment), dataclasses.replace(program.plan, calls=calls))
+        self._stop = stop
+        self._first_step = 1
+        self._checkpointer = None
+        if out is not None:
+            self._checkpointer = Checkpointer(
+                program, world, self._store, self._context, directory=out / "checkpoints",
+                experiment=_to_json(experiment),
+            )  # fmt: skip
+        if checkpoint is not None:
+            restore(checkpoint, program, world, self._store, self._context)
+            self._first_step = checkpoint.manifest.step + 1
 
     def run(self) -> RunResult:
         """Run all steps, evaluations and exports."""
@@ -85,6 +110,8 @@ class Trainer:
             return self._run()
         except Exception:
             self._journal.abandon()
+            if self._checkpointer is not None:
+                self._checkpointer.abandon()
             raise
         finally:
             gc.unfreeze()
@@ -93,31 +120,59 @@ class Trainer:
 
     def _run(self) -> RunResult:
         started = time.time()
-        experiment = self._program.experiment
-        evaluates = self._program.eval_graph is not None
+        steps = self._program.experiment.steps
         if self._progress is not None:
             self._progress.start(self._loader, self._eval_batch)
-        if evaluates:
+        if self._evaluates and self._first_step == 1:
             self._journal.add(0, None, self._evaluate(), answers=self._context.answers, pauses=True)
-        for step in range(1, experiment.steps + 1):
-            last = step == experiment.steps
-            record = self._step(step)
-            evaluation = None
-            if evaluates and (last or _is_multiple(step, experiment.eval_every)):
-                evaluation = self._evaluate()
-            exports = last or _is_multiple(step, experiment.export_every)
-            pauses = exports or evaluation is not None
-            self._journal.add(step, record, evaluation, answers=self._context.answers, pauses=pauses)
-            if exports:
-                self._export(step)
+        stopped_after = None
+        for step in range(self._first_step, steps + 1):
+            self._complete_step(step, is_last=step == steps)
+            if self._save_or_stop(step) and step < steps:
+                stopped_after = step
+                break
         with self._activity.doing("waits for the other ranks"):
             with self._activity.waiting(range(self._world.size)):
                 self._journal.finish()
+            if self._checkpointer is not None:
+                self._checkpointer.finish()
             self._outbox.wait()
             self._world.control.barrier()  # Every rank's part of the export is written.
         if not self._is_main:
-            return RunResult([], {})
-        return RunResult(self._journal.history, self._finish(seconds=time.time() - started))
+            return RunResult([], {}, stopped_after)
+        summary = {} if stopped_after is not None else self._finish(seconds=time.time() - started)
+        return RunResult(self._journal.history, summary, stopped_after)
+
+    @property
+    def _evaluates(self) -> bool:
+        return self._program.eval_graph is not None
+
+    def _complete_step(self, step: int, *, is_last: bool) -> None:
+        """Run a step, and the evaluation and the export that are due after it."""
+        experiment = self._program.experiment
+        record = self._step(step)
+        evaluation = None
+        if self._evaluates and (is_last or _is_multiple(step, experiment.eval_every)):
+            evaluation = self._evaluate()
+        exports = is_last or _is_multiple(step, experiment.export_every)
+        pauses = exports or evaluation is not None
+        self._journal.add(step, record, evaluation, answers=self._context.answers, pauses=pauses)
+        if exports:
+            self._export(step)
+
+    def _save_or_stop(self, step: int) -> bool:
+        """Save a checkpoint if one is due; return whether the run is to end. All ranks agree on both."""
+        if self._checkpointer is None and self._stop is None:
+            return False
+        due = self._checkpointer is not None and self._checkpointer.is_due(step)
+        stop = self._stop is not None and self._stop.requested is not None
+        wishes = self._world.control.all_gather_json([due, stop])
+        stop = any(wish[1] for wish in wishes)
+        is_last = step == self._program.experiment.steps
+        if self._checkpointer is not None and self._checkpointer.is_on and (wishes[0][0] or stop or is_last):
+            with self._activity.doing("saves a checkpoint"):
+                self._checkpointer.save(step, self._journal.last)
+        return stop
 
     def _step(self, step: int) -> StepRecord:
         size = self._program.experiment.batch_size

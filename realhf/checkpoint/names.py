@@ -1,0 +1,25 @@
+"""Names of checkpoints of runs and of the files in them. Free of torch."""
+
+import re
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+CHECKSUM = "manifest.sha256"
+"""A file with the manifest's checksum, as `sha256sum` writes it."""
+METRICS = "metrics.jsonl"
+"""The history of metrics, in a run directory and in a checkpoint."""
+_STEP = re.compile(r"step_(\d+)")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the directory of a step's checkpoint."""
+    return f"step_{step}"
+
+
+def find_checkpoints(directory: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in a directory by step, the newest first."""
+    found = {}
+    for path in directory.glob("step_*"):
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir():
+            found[int(match[1])] = path
+    return dict(sorted(found.items(), reverse=True))

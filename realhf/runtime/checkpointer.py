@@ -1,0 +1,283 @@
+"""Checkpointer: saves the state of a run while it goes on, and restores it."""
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realhf.checkpoint.names import METRICS, checkpoint_name, find_checkpoints
+from realhf.checkpoint.run_state import (
+    FileEntry,
+    Manifest,
+    SavedTensors,
+    Snapshot,
+    check_file,
+    sync_directory,
+    write_file,
+)
+from realhf.dist import tags
+from realhf.dist.group import World
+from realhf.errors import UserError
+from realhf.runtime.actions import role_of
+from realhf.runtime.executor import HostContext
+from realhf.runtime.home_state import HomeState
+from realhf.runtime.models import ModelStore
+from realhf.runtime.program import Program
+
+_UNFINISHED = ".part"
+_REMOVED = ".removed"
+_PATIENCE_SECONDS = 3.0
+"""Time that a failed run waits for a checkpoint to be complete."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint, whose files have been checked."""
+
+    path: Path
+    manifest: Manifest
+
+
+def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
+    """Return the first of rank 0's candidates that is undamaged; None if there is none.
+
+    Every rank calls this, and each reads a share of the files. Rank 0 says which are damaged.
+    """
+    for path in world.control.all_gather_json([str(path) for path in candidates])[0]:
+        directory = Path(path)
+        fault = ""
+        manifest = None
+        try:
+            manifest = Manifest.load(directory)
+            for name, entry in list(manifest.files.items())[world.rank :: world.size]:
+                fault = fault or check_file(directory, name, entry)
+        except ValueError as error:
+            fault = str(error)
+        faults = [fault for fault in world.control.all_gather_json(fault) if fault]
+        if not faults and manifest is not None:
+            return Checkpoint(directory, manifest)
+        if world.rank == 0:
+            print(f"realhf: warning: checkpoint {path} is not used: {faults[0]}", file=sys.stderr, flush=True)
+    return None
+
+
+class Checkpointer:
+    """The checkpoints of a run, in RUN/checkpoints.
+
+    `save` copies this rank's tensors to host memory, which is allocated once, and returns; a thread writes
+    the copy. A directory gets its final name when all ranks have written their files, so a checkpoint is
+    either complete or not there. If one cannot be written, the run goes on with the earlier ones.
+    """
+
+    def __init__(
+        self, program: Program, world: World, store: ModelStore, context: HostContext,
+        *, directory: Path, experiment: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Every rank calls this; `directory` is RUN/checkpoints, and `experiment` has its fields as JSON."""
+        self._program = program
+        self._world = world
+        self._store = store
+        self._context = context
+        self._directory = directory
+        self._experiment = experiment
+        self._snapshot: Snapshot | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self._every_steps, self._every_seconds = program.experiment.checkpoint_period()
+        self._saved_at = time.monotonic()
+        self._files = [f"rank_{rank:05d}.safetensors" for rank in range(world.size)]
+        if world.rank == 0:
+            self._clean()
+        self.is_on = (self._every_steps > 0 or self._every_seconds > 0) and self._is_shared()
+
+    def _clean(self) -> None:
+        """Remove what a killed run has left."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for path in self._directory.iterdir():
+            if path.suffix in (_UNFINISHED, _REMOVED):
+                shutil.rmtree(path)
+
+    def _is_shared(self) -> bool:
+        """Return whether all ranks see the directory."""
+        if self._world.size == self._world.ranks_per_host:
+            return True
+        trial = self._directory / f"{time.time_ns()}{_UNFINISHED}"
+        name = self._world.control.all_gather_json(str(trial))[0]
+        if self._world.rank == 0:
+            trial.mkdir()
+        self._world.control.barrier()
+        seen = self._world.control.all_gather_json(Path(name).is_dir())
+        blind = [rank for rank, sees in enumerate(seen) if not sees]
+        if self._world.rank == 0:
+            trial.rmdir()
+            if blind:
+                what = f"rank {blind[0]} does not see {self._directory}, so there are no checkpoints"
+                print(f"realhf: warning: {what}: put --out on a disk that all hosts share", file=sys.stderr)
+        return not blind
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after this step, by this rank's clock."""
+        if not self.is_on:
+            return False
+        if self._every_steps:
+            return step % self._every_steps == 0
+        return time.monotonic() - self._saved_at >= self._every_seconds
+
+    def save(self, step: int, journal: "Future[int] | None") -> None:
+        """Begin to save the state after this step; every rank calls this.
+
+        On rank 0, `journal` gives the size of metrics.jsonl when it has the step. An earlier checkpoint that
+        is still being written is completed first.
+        """
+        self.finish()
+        self._saved_at = time.monotonic()
+        self._store.wait_for_followers()
+        states = self._store.home_states()
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._own_tensors(states))
+        with ExitStack() as stack:
+            copies = [(role_of(state.name), state.layout) for state in states if state.tensors]
+            stack.enter_context(self._store.in_use(*copies))
+            self._snapshot.take()
+        steps = {state.name: state.optimizer.num_steps for state in states if state.optimizer is not None}
+        mine = {"num_steps": steps, "in_flight": self._store.in_flight, "host_state": self._context.state}
+        versions = self._store.versions.to_json()
+        self._writing = self._thread.submit(self._write, step, states, mine, versions, journal)
+
+    def _own_tensors(self, states: list[HomeState]) -> dict[str, Any]:
+        """Return the tensors that this rank writes, by their names in its file."""
+        return {
+            f"{state.name}/{kind}/{param}": state.tensors[kind][param]
+            for state in states for param, _, rank in state.pieces() if rank == self._world.rank
+            for kind in state.kinds
+        }  # fmt: skip
+
+    def _write(
+        self, step: int, states: list[HomeState], mine: dict[str, Any], versions: Mapping[str, Any],
+        journal: "Future[int] | None",
+    ) -> None:  # fmt: skip
+        """Write this rank's file; on rank 0, complete the checkpoint."""
+        directory = self._directory / (checkpoint_name(step) + _UNFINISHED)
+        assert self._snapshot is not None
+        control = self._world.control
+        about: dict[str, Any] = {"fault": "", "entry": None, "mine": mine}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            entry = self._snapshot.write(directory / self._files[self._world.rank])
+            about["entry"] = [entry.num_bytes, entry.sha256]
+        except OSError as error:
+            about["fault"] = f"{error.filename or directory} cannot be written: {error.strerror}"
+        if self._world.rank != 0:
+            control.send_json(about, [0], tag=tags.CHECKPOINT).wait()
+            return
+        peers = range(1, self._world.size)
+        ranks = [about, *(control.recv_json(rank, tag=tags.CHECKPOINT) for rank in peers)]
+        fault = next((rank["fault"] for rank in ranks if rank["fault"]), "")
+        assert journal is not None
+        history = journal.result()
+        try:
+            if not fault:
+                self._complete(step, directory, states, ranks, versions, history)
+        except OSError as error:
+            fault = f"{error.filename or directory} cannot be written: {error.strerror}"
+        if fault:
+            shutil.rmtree(directory, ignore_errors=True)
+            what = f"there is no checkpoint of step {step}: {fault}; the run goes on"
+            print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
+
+    def _complete(
+        self, step: int, directory: Path, states: list[HomeState], ranks: list[dict[str, Any]],
+        versions: Mapping[str, Any], history: int,
+    ) -> None:  # fmt: skip
+        """Write the manifest, give the directory its final name, and remove old checkpoints."""
+        files = dict(zip(self._files, (FileEntry(*rank["entry"]) for rank in ranks), strict=True))
+        with (self._directory.parent / METRICS).open("rb") as metrics:
+            files[METRICS] = write_file(directory / METRICS, [metrics.read(history)])
+        num_steps: dict[str, int] = {}
+        for rank in ranks:
+            num_steps |= rank["mine"].pop("num_steps")
+        Manifest(
+            step=step, num_ranks=self._world.size, experiment=self._experiment,
+            plan=self._program.plan.to_dict(), files=files,
+            sets={state.name: state.describe(self._files, num_steps.get(state.name, 0)) for state in states},
+            versions=versions, ranks=tuple(rank["mine"] for rank in ranks),
+        ).save(directory)  # fmt: skip
+        sync_directory(directory)
+        final = self._directory / checkpoint_name(step)
+        if final.exists():
+            remove(final)
+        directory.rename(final)
+        sync_directory(self._directory)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        experiment = self._program.experiment
+        always = experiment.keep_checkpoint_every
+        for step, path in list(find_checkpoints(self._directory).items())[experiment.keep_checkpoints :]:
+            if not always or step % always:
+                remove(path)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written. Raises what its thread has raised."""
+        if self._writing is not None:
+            with self._world.activity.doing("waits for a checkpoint to be written"):
+                self._writing.result()
+            self._writing = None
+
+    def abandon(self) -> None:
+        """Wait shortly for the last checkpoint to be written; for runs that have failed."""
+        if self._writing is not None:
+            wait([self._writing], timeout=_PATIENCE_SECONDS)
+
+
+def restore(
+    checkpoint: Checkpoint, program: Program, world: World, store: ModelStore, context: HostContext
+) -> None:
+    """Read the state of a checkpoint; every rank calls this, before the first step.
+
+    Under the same plan the run continues bit for bit. Raises UserError on all ranks if the checkpoint is of
+    other models.
+    """
+    manifest = checkpoint.manifest
+    states = store.home_states()
+    _check_models(checkpoint, states)
+    for state in states:
+        saved = manifest.sets[state.name]
+        copy = (role_of(state.name), state.layout)
+        if world.rank in state.layout:
+            with store.in_use(copy, written=copy):
+                state.read(SavedTensors(checkpoint.path, state.name, saved), rank=world.rank)
+        if state.optimizer is not None:
+            state.optimizer.state_was_read(saved.num_steps)
+    if manifest.plan != program.plan.to_dict() or len(manifest.ranks) != world.size:
+        store.versions.outdate_sharded()
+        for rank in manifest.ranks:
+            context.state |= rank["host_state"]
+        return
+    mine = manifest.ranks[world.rank]
+    context.state |= mine["host_state"]
+    store.versions.restore(manifest.versions, (*program.actions, *program.eval_actions), store.start)
+    store.finish_all_but(mine["in_flight"])
+
+
+def _check_models(checkpoint: Checkpoint, states: Sequence[HomeState]) -> None:
+    names = sorted(state.name for state in states)
+    if names != sorted(checkpoint.manifest.sets):
+        have = ", ".join(sorted(checkpoint.manifest.sets))
+        what = f"holds the trained parameters of {have}; the experiment trains {', '.join(names)}"
+        raise UserError(f"checkpoint {checkpoint.path} {what}")
+    for state in states:
+        if fault := state.difference(checkpoint.manifest.sets[state.name]):
+            raise UserError(f"checkpoint {checkpoint.path} is of another model: {fault}")
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, which loses its name first."""
+    gone = path.with_name(path.name + _REMOVED)
+    path.rename(gone)
+    shutil.rmtree(gone)

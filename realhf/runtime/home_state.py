@@ -1,0 +1,81 @@
+"""HomeState: a parameter set that a run changes, as a checkpoint holds it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from realhf.checkpoint.run_state import Saved, SavedTensors
+from realhf.engine.protocol import Optimizer, Shards
+from realhf.layout import Layout
+from realhf.param_spec import ModelSpec
+from realhf.region import Region
+
+_KINDS = {True: ("master", "exp_avg", "exp_avg_sq"), False: ("weights",)}
+"""Whether the set is trained -> names of the tensors that a checkpoint holds of every parameter."""
+
+
+@dataclass(frozen=True)
+class HomeState:
+    """A parameter set at home: trained (it has an optimizer on the ranks of the layout) or a moving average.
+
+    `tensors` are this rank's own, by kind and parameter; ranks outside the layout have none.
+    """
+
+    name: str
+    spec: ModelSpec
+    layout: Layout
+    trained: bool
+    tensors: Mapping[str, Shards]
+    optimizer: Optimizer | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return _KINDS[self.trained]
+
+    def pieces(self) -> Iterator[tuple[str, Region, int]]:
+        """Yield every region of every parameter once, with the rank that writes it; equal on all ranks.
+
+        Where several ranks hold a region, they take turns.
+        """
+        placements = self.spec.placements(self.layout, sharded=self.trained)
+        for number, (param, placement) in enumerate(zip(self.spec.params, placements, strict=True)):
+            for region, holders in placement:
+                yield param.name, region, holders[number % len(holders)]
+
+    def describe(self, files: Sequence[str], num_steps: int) -> Saved:
+        """Return the manifest's entry, given the file of each rank and the optimizer's number of steps."""
+        pieces: dict[str, list[tuple[str, Region]]] = {}
+        for param, region, rank in self.pieces():
+            pieces.setdefault(param, []).append((files[rank], region))
+        return Saved(self.kinds, pieces, num_steps, self.spec.config.to_hf())
+
+    def read(self, saved: SavedTensors, *, rank: int) -> None:
+        """Fill this rank's tensors from a checkpoint."""
+        regions = self.spec.held_by(self.layout, rank, sharded=self.trained)
+        for kind, shards in self.tensors.items():
+            for param, shard in shards.items():
+                saved.read(kind, param, regions[param], shard)
+
+    def difference(self, saved: Saved) -> str:
+        """Return how the saved parameters are not those of this model, or an empty string."""
+        ours = {param.name: param.shape for param in self.spec.params}
+        theirs = {
+            name: tuple(max(stop for _, stop in bounds) for bounds in _columns(parts))
+            for name, parts in saved.pieces.items()
+        }
+        if ours == theirs and saved.kinds == self.kinds:
+            return ""
+        config = self.spec.config.to_hf()
+        for field in sorted(config.keys() | saved.model.keys()):
+            if config.get(field) != saved.model.get(field):
+                both = f"{saved.model.get(field)!r} in the checkpoint and {config.get(field)!r} now"
+                return f"the config of {self.name} has {field} {both}"
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                both = f"{theirs.get(name, 'absent')} in the checkpoint and {ours.get(name, 'absent')} now"
+                return f"{self.name}'s parameter {name} is {both}"
+        return f"{self.name} was {'not ' * self.trained}trained"
+
+
+def _columns(parts: list[tuple[str, Region]]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield for each dim the bounds of all parts."""
+    return iter(zip(*(region for _, region in parts), strict=True))

@@ -1,0 +1,70 @@
+"""StopSignals: turns SIGTERM and SIGINT into a request to save and stop. Free of torch."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """A context in which the first signal asks the run to stop after its step, and a second ends the process.
+
+    A second signal acts at once, even if the main thread waits for other ranks: a thread listens to the
+    descriptor to which Python's handler in C writes the numbers of signals.
+    """
+
+    def __init__(self, *, announces: bool) -> None:
+        """`announces`: this process tells the user what happens."""
+        self.requested: str | None = None
+        """Name of the signal that has asked the run to stop."""
+        self._announces = announces
+        self._before: dict[signal.Signals, Any] = {}
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+
+    def __enter__(self) -> Self:
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        self._ends = (receiver, sender)
+        self._wakeup_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._ignore) for number in SIGNALS}
+        threading.Thread(target=self._listen, args=(receiver,), name="signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        assert self._ends is not None
+        for end in self._ends[::-1]:  # The listener ends when the sender is closed.
+            end.close()
+
+    def _ignore(self, number: int, frame: FrameType | None) -> None:
+        """Let the listener act on the signal."""
+
+    def _listen(self, receiver: socket.socket) -> None:
+        while numbers := _received(receiver):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._take(signal.Signals(number))
+
+    def _take(self, number: signal.Signals) -> None:
+        if self.requested is not None:
+            os._exit(128 + number)
+        self.requested = number.name
+        if self._announces:
+            what = "the run saves a checkpoint after this step and ends; a second signal ends it at once"
+            print(f"realhf: {number.name}: {what}", file=sys.stderr, flush=True)
+
+
+def _received(receiver: socket.socket) -> bytes:
+    try:
+        return receiver.recv(64)
+    except OSError:  # It has been closed.
+        return b""

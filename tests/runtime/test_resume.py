@@ -1,0 +1,126 @@
+"""Invariant 3: resume is exact. A run that continues from any of its checkpoints gives the same bits under the
+same plan, and the same numbers to summation order under another.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from realhf import LoraConfig
+from realhf.checkpoint.run_state import Manifest
+from realhf.dist.group import World
+from realhf.plan import ExecutionPlan
+from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.program import compile_program
+from realhf.runtime.trainer import Trainer
+from tests.cli_tools import untimed
+from tests.runtime.test_invariance import ROLE_CALLS
+from tests.runtime.tiny import make_experiment, role, write_task
+
+STEPS = 4
+
+
+def average(experiment):
+    """Return the experiment with a reference that is the moving average of the actor."""
+    roles = experiment.roles()
+    roles["ref"] = replace(roles["ref"], follows="actor", follow_rate=0.25)
+    experiment.roles = lambda: roles
+    return experiment
+
+
+def build(variant: str, directory: Path):
+    settings = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": STEPS, "eval_every": 2}
+    if variant == "lora":
+        lora = LoraConfig(rank=3, target_modules=("q_proj", "v_proj", "down_proj"), export_merged=True)
+        return make_experiment("grpo", directory, actor=replace(role(directory), lora=lora), **settings)
+    if variant == "average":
+        return average(make_experiment("grpo", directory, **settings))
+    return make_experiment(variant, directory, **settings)
+
+
+def run(world, variant: str, layouts: tuple[str, ...], directory: Path, out: Path, start: Path | None):
+    calls = ROLE_CALLS["ppo" if variant == "ppo" else "grpo"]
+    chosen = {call: {"layout": layout} for call, layout in zip(calls, layouts, strict=True)}
+    plan = ExecutionPlan.from_dict({"calls": chosen})
+    experiment = build(variant, directory)
+    checkpoint = None if start is None else newest_checkpoint(world, [start])
+    program = compile_program(experiment, plan, world_size=world.size)
+    Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
+
+
+def tensors(checkpoint: Path) -> dict:
+    """Return the whole parameters and moments of a checkpoint: (set, kind, parameter) -> tensor."""
+    found: dict = {}
+    manifest = Manifest.load(checkpoint)
+    files = {name: load_file(checkpoint / name) for name in manifest.files if name.endswith(".safetensors")}
+    for name, saved in manifest.sets.items():
+        for param, pieces in saved.pieces.items():
+            shape = [max(region[dim][1] for _, region in pieces) for dim in range(len(pieces[0][1]))]
+            for kind in saved.kinds:
+                parts = [(files[file][f"{name}/{kind}/{param}"], region) for file, region in pieces]
+                whole = parts[0][0].new_full(shape, float("nan"))
+                for part, region in parts:
+                    whole[tuple(slice(*bounds) for bounds in region)] = part
+                assert not whole.isnan().any(), f"{name} {kind} {param} has a hole"
+                found[name, kind, param] = whole
+    return found
+
+
+CASES = [
+    ("grpo", ("d4@0-3", "t2@2-3", "d2t2@0-3")),
+    ("grpo", ("t2p2@0-3", "p2@0-1", "p4@3,2,1,0")),
+    ("ppo", ("d4@0-3", "t2@2-3", "d2@0-1", "p2@2-3", "d2t2@0-3", "t2@0-1")),
+    ("lora", ("d2@0-1", "t2@0-1", "d2t2@0-3")),
+    ("average", ("d4@0-3", "t2@2-3", "d2@0-1")),
+]
+
+
+@pytest.mark.parametrize(("variant", "layouts"), CASES)
+def test_every_checkpoint_continues_bit_for_bit(pool, tmp_path, variant, layouts):
+    directory = write_task(tmp_path)
+    whole = tmp_path / "whole"
+    pool.run(run, variant, layouts, directory, whole, None)
+    final = f"checkpoints/step_{STEPS}"
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
+        f"step_{step}" for step in range(1, STEPS + 1)
+    ]
+    for step in range(1, STEPS):
+        out = tmp_path / f"from_{step}"
+        pool.run(run, variant, layouts, directory, out, whole / f"checkpoints/step_{step}")
+        assert untimed(out / "metrics.jsonl") == untimed(whole / "metrics.jsonl")
+        theirs, ours = (Manifest.load(path / final) for path in (whole, out))
+        weights = [name for name in theirs.files if name.endswith(".safetensors")]
+        assert {name: ours.files[name] for name in weights} == {name: theirs.files[name] for name in weights}
+        assert ours.sets == theirs.sets
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (whole, out)]
+    assert summaries[0]["eval_first"] == summaries[1]["eval_first"]
+    assert summaries[0]["eval_last"] == summaries[1]["eval_last"]
+
+
+@pytest.mark.parametrize("variant", ["grpo", "average", "lora"])
+def test_another_layout_continues_to_summation_order(pool, tmp_path, variant):
+    directory = write_task(tmp_path)
+    whole = tmp_path / "whole"
+    pool.run(run, variant, ("d4@0-3", "d4@0-3", "d4@0-3"), directory, whole, None)
+    expected = tensors(whole / f"checkpoints/step_{STEPS}")
+    for layouts in [("t2p2@0-3", "d4@0-3", "t2p2@0-3"), ("d2@0-1", "t2@0-1", "p2@0-1"), ("d1@0",) * 3]:
+        out = tmp_path / layouts[0]
+        job = (variant, layouts, directory, out, whole / "checkpoints/step_2")
+        if layouts[0] == "d1@0":
+            run(World(), *job)
+        else:
+            pool.run(run, *job)
+        found = tensors(out / f"checkpoints/step_{STEPS}")
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert (found[key] - value).abs().max() <= 1e-9 * max(1.0, value.abs().max()), key
+        steps = [
+            [m for m in untimed(path / "metrics.jsonl") if m["step"] > 2] for path in (whole, out)
+        ]
+        for theirs, ours in zip(*steps, strict=True):
+            for metric in theirs.keys() & ours.keys():
+                if not metric.startswith("realloc_"):
+                    assert ours[metric] == pytest.approx(theirs[metric], rel=1e-9, abs=1e-9), metric
