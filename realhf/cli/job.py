@@ -6,6 +6,9 @@ from pathlib import Path
 
 from realhf.runtime.program import Program
 
+LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"
+"""Environment variable of workers that our own launcher has started."""
+
 
 @dataclass(frozen=True)
 class Job:

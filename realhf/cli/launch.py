@@ -7,16 +7,21 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from realhf.cli.job import LOCAL_LAUNCHER
 from realhf.errors import UserError
 
+_SAVING_SECONDS = 24 * 3600
+"""Time that workers may take for their step and its checkpoint after a first signal; a second ends them."""
 
-def launch(argv: Sequence[str], num_ranks: int) -> int:
-    """Run a command on `num_ranks` local workers.
+
+def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0) -> int:
+    """Run a command on `num_ranks` local workers, which start again up to `restarts` times if one fails.
 
     Return 0 if all succeed, 2 if a worker ended with 2 (wrong input of the user), else 1.
     """
@@ -26,8 +31,11 @@ def launch(argv: Sequence[str], num_ranks: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=restarts, monitor_interval=0.1,
+        shutdown_timeout=_SAVING_SECONDS, signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
+    os.environ[LOCAL_LAUNCHER] = "1"
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         _require_loopback()
         elastic_launch(config, sys.executable)("-m", "realhf", *argv)
@@ -48,6 +56,11 @@ def launch(argv: Sequence[str], num_ranks: int) -> int:
         print(f"realhf: ended by {error.sigval.name}", file=sys.stderr)
         return 1
     return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Pass SIGTERM on to the workers as SIGINT; the launcher uses SIGTERM for those that have lost a peer."""
+    raise SignalException("ended from outside", signal.SIGINT)
 
 
 def _require_loopback() -> None:

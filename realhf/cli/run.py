@@ -22,6 +22,8 @@ def add_options(parser: ArgumentParser) -> None:
     add("--out", help="run directory; default: a new one below runs/")
     text = "continue a run from its last checkpoint: that in --out, else the newest, or the one at PATH"
     add("--resume", nargs="?", const="", metavar="PATH", help=text)
+    text = "start local workers again up to N times if one fails, from the last checkpoint; default: 0"
+    add("--restarts", type=int, default=0, metavar="N", help=text)
     add("--profile", help="with --plan auto: what `realhf profile` measured on this machine")
     text = "cluster file or shipped name: what --plan auto plans for, and the links of reallocations"
     add("--cluster", help=text)
@@ -40,6 +42,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
         legal = f"it must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds"
         raise UserError(f"--timeout {options.timeout:g}: {legal}")
+    if options.restarts < 0:
+        raise UserError(f"--restarts {options.restarts}: it must not be negative")
     name = Path(options.experiment).stem
     out = None if options.out is None else Path(options.out)
     if not in_worker:
@@ -51,4 +55,4 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         job = Job(program, name, out, options.timeout, options.resume, options.traceback)
         return importlib.import_module("realhf.cli.worker").work(job)
     launch = importlib.import_module("realhf.cli.launch").launch
-    return launch([*argv, "--out", str(out or new_run_directory(name))], num_ranks)
+    return launch([*argv, "--out", str(out or new_run_directory(name))], num_ranks, restarts=options.restarts)

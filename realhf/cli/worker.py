@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from realhf.cli.job import Job
+from realhf.cli.job import LOCAL_LAUNCHER, Job
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError, World, open_store
@@ -101,8 +102,11 @@ def _train(job: Job, world: World) -> int:
     checkpoint = newest_checkpoint(world, found)
     if world.rank == 0 and checkpoint is not None:
         step = checkpoint.manifest.step
-        print(f"realhf: continues {out} after step {step}", file=sys.stderr, flush=True)
-    with StopSignals(announces=world.rank == 0) as stop:
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        number = f" (restart {restart} after a failure)" if restart else ""
+        print(f"realhf: continues {out} after step {step}{number}", file=sys.stderr, flush=True)
+    signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
+    with StopSignals(*signals, announces=world.rank == 0) as stop:
         result = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop).run()
     if result.stopped_after is None:
         return 0

@@ -275,10 +275,10 @@ def _to_json(data: torch.Tensor) -> Any:
 
 
 def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
-    """Connect to the store that torchrun's environment names (MASTER_ADDR, MASTER_PORT)."""
+    """Connect to the store of torchrun's environment. It lives through restarts, so each has its own keys."""
     timeout = timedelta(seconds=timeout_seconds)
     store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    return store
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 class World:
@@ -388,8 +388,8 @@ class World:
         """
         store = self.store(str(key))
         if not native:
-            with _batch_threads():
-                timeout = _ANY_TIME if self._has_heartbeat else self._timeout
+            timeout = _ANY_TIME if self._has_heartbeat else self._timeout
+            with _batch_threads(), _naming_peers([rank for rank in key[0] if rank != self.rank]):
                 return dist.ProcessGroupGloo(store, index, len(key[0]), timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout

@@ -8,7 +8,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_DELAY_SECONDS = 1.0
+"""Time after which a signal is announced; a launcher also sends it to end workers that have lost a peer."""
 
 
 class StopSignals:
@@ -18,11 +19,13 @@ class StopSignals:
     descriptor to which Python's handler in C writes the numbers of signals.
     """
 
-    def __init__(self, *, announces: bool) -> None:
-        """`announces`: this process tells the user what happens."""
+    def __init__(self, *signals: signal.Signals, announces: bool) -> None:
+        """Take the signals to handle; `announces`: this process tells the user what happens."""
+        self._signals = signals
         self.requested: str | None = None
         """Name of the signal that has asked the run to stop."""
         self._announces = announces
+        self._is_over = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
         self._ends: tuple[socket.socket, socket.socket] | None = None
 
@@ -31,13 +34,14 @@ class StopSignals:
         sender.setblocking(False)
         self._ends = (receiver, sender)
         self._wakeup_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._ignore) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._ignore) for number in self._signals}
         threading.Thread(target=self._listen, args=(receiver,), name="signals", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_over.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -51,7 +55,7 @@ class StopSignals:
     def _listen(self, receiver: socket.socket) -> None:
         while numbers := _received(receiver):
             for number in numbers:
-                if number in SIGNALS:
+                if number in self._signals:
                     self._take(signal.Signals(number))
 
     def _take(self, number: signal.Signals) -> None:
@@ -59,6 +63,10 @@ class StopSignals:
             os._exit(128 + number)
         self.requested = number.name
         if self._announces:
+            threading.Thread(target=self._announce, args=(number,), daemon=True).start()
+
+    def _announce(self, number: signal.Signals) -> None:
+        if not self._is_over.wait(_DELAY_SECONDS):
             what = "the run saves a checkpoint after this step and ends; a second signal ends it at once"
             print(f"realhf: {number.name}: {what}", file=sys.stderr, flush=True)
 

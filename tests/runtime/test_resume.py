@@ -1,4 +1,4 @@
-"""Invariant 3: resume is exact. A run that continues from any of its checkpoints gives the same bits under the
+"""Invariant 3: resume is exact. A run that continues from a checkpoint gives the same bits under the
 same plan, and the same numbers to summation order under another.
 """
 

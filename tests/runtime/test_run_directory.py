@@ -60,7 +60,7 @@ def test_a_directory_stays_where_it_was_when_the_current_one_changes(tmp_path, m
 
 def test_a_run_with_a_record_is_kept(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(UserError, match="already holds a run: choose another directory or remove it"):
+    with pytest.raises(UserError, match="already holds a run: add --resume to continue it"):
         RunDirectory(tmp_path)
 
 
