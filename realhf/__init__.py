@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.model_config import ModelConfig
     from realhf.plan import CallPlan, ExecutionPlan
     from realhf.prepare import prepare_once
+    from realhf.rewards.limits import RewardLimits
 
 _PUBLIC = {
     "algorithms.grpo": ("GRPO",),
@@ -36,6 +37,7 @@ _PUBLIC = {
     "algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
     "algorithms.reward_model": ("RewardModel",),
+    "rewards.limits": ("RewardLimits",),
     "algorithms.sft": ("SFT",),
     "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
               "TrainStep", "Values"),
@@ -56,8 +58,9 @@ __all__ = [
     "AdvantageConfig", "CallPlan", "Cluster", "DataflowGraph", "DatasetConfig", "DeviceMesh",
     "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "Generate", "HostFunction",
     "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
-    "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "RewardModel", "Role", "SEQUENCE", "SFT",
-    "SamplingConfig", "Scores", "TrainStep", "ValueLoss", "Values", "graph_of", "prepare_once",
+    "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "RewardLimits", "RewardModel", "Role",
+    "SEQUENCE", "SFT", "SamplingConfig", "Scores", "TrainStep", "ValueLoss", "Values", "graph_of",
+    "prepare_once",
 ]
 __version__ = "0.1.0"
 

@@ -38,11 +38,15 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     total_steps: int = 0  # Optimizer steps until `linear` and `cosine` reach `min_lr_ratio`; they require it.
     min_lr_ratio: float = 0.0
+    max_skipped: int = 3
+    """Updates in a row whose gradients are not finite and which are skipped; one more ends the run. The
+    metric `skipped_updates` counts them, and their samples are saved in the run directory."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
         _require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
         _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
+        _require(self.max_skipped >= 0, "optimizer.max_skipped", self.max_skipped, "not be negative")
         legal = self.total_steps > 0 or self.schedule == "constant"
         rule = f"be above 0 for the {self.schedule} schedule"
         _require(legal, "optimizer.total_steps", self.total_steps, rule)

@@ -156,7 +156,8 @@ if os.environ.get("GROUP_RANK") == "1":
         assert code == 1, err  # It is torchrun's.
         sentences = [line for line in err.splitlines() if line.startswith("realhf: ")]
         assert sentences == [f"realhf: {fault} ({where})"]
-        assert f"traceback : {fault}" in err
+    # A torchrun whose peer, with the store, has ended first reports that instead.
+    assert any(f"traceback : {fault}" in err for _, _, err in answers)
 
 
 SLOW_REWARD = """
@@ -171,12 +172,12 @@ experiment.reward_function, experiment.eval_dataset = slow_reward, None
 
 
 def test_a_slow_reward_is_not_a_dead_peer(tmp_path):
-    experiment = write_experiment(tmp_path, body=SLOW_REWARD.format(seconds=5), steps=1)
+    experiment = write_experiment(tmp_path, body=SLOW_REWARD.format(seconds=8), steps=1)
     out = tmp_path / "run"
-    with Command(*REALHF, "run", experiment, "--nproc", 2, "--timeout", 2, "--out", out) as command:
+    with Command(*REALHF, "run", experiment, "--nproc", 2, "--timeout", 5, "--out", out) as command:
         code, _, err = command.finish()
     assert code == 0, err
-    assert read_jsonl(out / "metrics.jsonl")[0]["timing_s/reward_forward"] >= 5
+    assert read_jsonl(out / "metrics.jsonl")[0]["timing_s/reward_forward"] >= 8
 
 
 @pytest.mark.slow
@@ -214,7 +215,8 @@ def test_run_directory_in_use(tmp_path, capsys, monkeypatch, environment):
     before = _contents(out)
     assert main(["run", str(experiment), "--nproc", "2", "--out", str(out)]) == 2
     err = capsys.readouterr().err
-    assert err == f"realhf: --out {out} already holds a run: choose another directory or remove it\n"
+    mend = "add --resume to continue it, choose another directory or remove it"
+    assert err == f"realhf: --out {out} already holds a run: {mend}\n"
     assert _contents(out) == before
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class GroupAdvantages:
     """Advantages A_i = (r_i - mean of the group) / (std of the group + eps).
 
-    Dr. GRPO leaves the division out.
+    Dr. GRPO leaves the division out. In a group with a failed reward (NaN), all advantages are NaN.
     """
 
     group_size: int
@@ -36,7 +36,8 @@ class GroupAdvantages:
         if self.scale_by_std:
             advantage_GK = advantage_GK / (std_GK + self.eps)
         mask = batch["response_mask"]
-        metrics = {"reward/zero_std_groups": (std_GK == 0).double().mean().item(), **rollout_metrics(batch)}
+        metrics = rollout_metrics(batch)
+        metrics["reward/zero_std_groups"] = (std_GK[~std_GK.isnan()] == 0).double().mean().item()
         return {"advantages": mask.like(per_token(advantage_GK.reshape(-1), mask))}, metrics
 
 

@@ -18,6 +18,7 @@ from realhf.calls import (
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.rewards.limits import RewardLimits
 from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, reward_columns
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class OnPolicy(Experiment):
     reward_scores: Scores = field(default_factory=Scores)
     """Whether the reward model's score is its logit or its probability."""
     reward_function: RewardFunction | None = None
+    reward_limits: RewardLimits = field(default_factory=RewardLimits)
+    """What happens when a reward function fails, or takes too long."""
     eval_function: RewardFunction | None = None
     """Scores the answers to `eval_dataset`; None: the training reward scores them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -98,7 +101,7 @@ class OnPolicy(Experiment):
 
     def _reward_call(self, function: RewardFunction, dataset: DatasetConfig) -> FunctionCall:
         columns = reward_columns(function, extra_columns(dataset))
-        work = HostFunction(RewardCall(function, columns), splittable=True)
+        work = HostFunction(RewardCall(function, columns, self.reward_limits), splittable=True)
         inputs = ("prompt", *SEQUENCE, *(column_key(column) for column in columns))
         return FunctionCall("reward_forward", "host", inputs, ("score", "completion"), work=work)
 

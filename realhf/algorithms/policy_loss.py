@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
+from realhf.errors import UserError
 from realhf.field_types import check_types
 
 if TYPE_CHECKING:
@@ -66,20 +67,22 @@ class PolicyLoss:
         return {"approx_kl": "mismatch_kl"}
 
     def totals(self, batch: Batch) -> dict[str, float]:
-        return {"tokens": float(batch["response_mask"].values.sum()), "sequences": float(len(batch))}
+        mask, _ = without_dropped(batch["response_mask"], batch["advantages"].values)
+        dropped = response_counts(mask.like(batch["advantages"].values.isnan().to(mask.values.dtype))) > 0
+        return {"tokens": float(mask.values.sum()), "sequences": float(len(batch) - dropped.sum())}
 
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
-        mask = batch["response_mask"]
-        advantage_T = batch["advantages"].values
+        mask, advantage_T = without_dropped(batch["response_mask"], batch["advantages"].values)
         ratio_T = clamped_log_ratio(outputs["logprobs"], batch["gen_logprobs"].values).exp()
         clipped_T = ratio_T.clamp(1 - c.clip_low, 1 + c.clip_high)
         surrogate_T = (ratio_T * advantage_T).minimum(clipped_T * advantage_T)
         weight_T = mean_T = mask.values / max(totals["tokens"], 1.0)
         if c.average == "sequence":
-            mean_T = mask.values / per_token(response_counts(mask).clamp(min=1.0), mask) / totals["sequences"]
+            mean_T = mask.values / per_token(response_counts(mask).clamp(min=1.0), mask)
+            mean_T = mean_T / max(totals["sequences"], 1.0)
         metrics = {}
         if c.dual_clip is not None:
             least_T = (c.dual_clip * advantage_T).where(advantage_T < 0, -inf)
@@ -97,6 +100,15 @@ class PolicyLoss:
             loss = loss + c.kl_coef * kl
             metrics["ref_kl"] = kl.detach()
         return loss, metrics
+
+
+def without_dropped(mask: Packed, values_T: Tensor) -> tuple[Packed, Tensor]:
+    """Return the mask and the values with 0 for tokens of dropped samples, whose values are NaN.
+
+    Samples whose reward has failed are dropped, see RewardLimits.
+    """
+    dropped_T = values_T.isnan()
+    return mask.like(mask.values.masked_fill(dropped_T, 0.0)), values_T.masked_fill(dropped_T, 0.0)
 
 
 def clamped_log_ratio(logp_T: Tensor, other_T: Tensor) -> Tensor:
@@ -135,7 +147,12 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     """Return reward and length statistics of a batch with `score`, `response_mask` and `finished`."""
     score = batch["score"].double()
     lengths = response_counts(batch["response_mask"])
-    return {
+    failed = score.isnan()
+    if failed.all():
+        raise UserError("the reward of every sample of the step has failed: none is left to train on")
+    failures = {"reward/failed": failed.double().mean().item()} if failed.any() else {}
+    score = score[~failed]
+    return failures | {
         "reward/mean": score.mean().item(),
         "reward/std": score.std(correction=0).item(),
         "response_length/mean": lengths.mean().item(),

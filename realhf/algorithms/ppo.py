@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
-from realhf.algorithms.policy_loss import PolicyLossConfig, clamped_log_ratio, rollout_metrics
+from realhf.algorithms.policy_loss import (
+    PolicyLossConfig,
+    clamped_log_ratio,
+    rollout_metrics,
+    without_dropped,
+)
 from realhf.calls import HostFunction, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -34,15 +40,16 @@ class ValueLoss:
     entropy: bool = False
 
     def totals(self, batch: Batch) -> dict[str, float]:
-        return {"tokens": float(batch["response_mask"].values.sum())}
+        mask, _ = without_dropped(batch["response_mask"], batch["returns"].values)
+        return {"tokens": float(mask.values.sum())}
 
     def __call__(
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         value_T = outputs["values"]
         old_T = batch["values"].values
-        return_T = batch["returns"].values
-        weight_T = batch["response_mask"].values / max(totals["tokens"], 1.0)
+        mask, return_T = without_dropped(batch["response_mask"], batch["returns"].values)
+        weight_T = mask.values / max(totals["tokens"], 1.0)
         clipped_T = old_T + (value_T - old_T).clamp(-self.clip, self.clip)
         error_T = (value_T - return_T) ** 2
         clipped_error_T = (clipped_T - return_T) ** 2
@@ -115,14 +122,18 @@ class TokenAdvantages:
         advantages_ST, returns_ST = generalized_advantages(
             rewards_ST, padded(values_N), valid_ST.to(values_N.dtype), gamma=c.gamma, lam=c.lam
         )
-        advantage_N = advantages_ST[valid_ST]
-        return_N = returns_ST[valid_ST]
+        dropped_N = batch["score"].isnan().repeat_interleave(valid_ST.sum(1))  # Also where lam is 0.
+        advantage_N = advantages_ST[valid_ST].masked_fill(dropped_N, nan)
+        return_N = returns_ST[valid_ST].masked_fill(dropped_N, nan)
         metrics = rollout_metrics(batch)
         metrics["reward/kl"] = kl_N.sum().item() / len(counts)
-        residual = (return_N - values_N).var(correction=0) / return_N.var(correction=0).clamp(min=1e-12)
+        kept_N = return_N[~dropped_N]
+        variance = kept_N.var(correction=0).clamp(min=1e-12)
+        residual = (kept_N - values_N[~dropped_N]).var(correction=0) / variance
         metrics["critic/explained_variance"] = 1.0 - residual.item()
         if c.whiten:
-            advantage_N = (advantage_N - advantage_N.mean()) / (advantage_N.std(correction=0) + 1e-8)
+            kept_N = advantage_N[~dropped_N]
+            advantage_N = (advantage_N - kept_N.mean()) / (kept_N.std(correction=0) + 1e-8)
 
         def spread(x_N: Tensor) -> Any:
             column_T = x_N.new_zeros(chosen_T.shape)

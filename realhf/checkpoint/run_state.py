@@ -45,6 +45,8 @@ class Saved:
     """Parameter -> the files that hold a part of it, each with the part's region."""
     num_steps: int
     """Optimizer steps so far; 0 for a moving average."""
+    num_skipped: int
+    """Updates in a row that were skipped just before the checkpoint."""
     model: Mapping[str, Any]
     """The model's config, by which differences are explained."""
 
@@ -91,7 +93,7 @@ def _saved(entry: Mapping[str, Any]) -> Saved:
         name: [(file, tuple((start, stop) for start, stop in region)) for file, region in parts]
         for name, parts in entry["pieces"].items()
     }
-    return Saved(tuple(entry["kinds"]), pieces, entry["num_steps"], entry["model"])
+    return Saved(**{**entry, "kinds": tuple(entry["kinds"]), "pieces": pieces})
 
 
 def _checksum_line(text: bytes) -> bytes:

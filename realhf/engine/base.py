@@ -146,9 +146,12 @@ class BaseEngine(ABC):
                 call, work, batch, passes | {"report": prefixed(report, prefix)})
             report(f"{prefix}optimizer step")
             last = number == len(batches)
-            history.append(metrics | self._optimizer.step(gather=gather or not last))
+            update = self._optimizer.step(gather=gather or not last)
+            history.append(update if update["skipped_updates"] else metrics | update)
         self._trained.requires_grad_(False)
-        means = {name: x / len(history) for name, x in _sum_dicts(history).items()}
+        taken = [metrics for metrics in history if not metrics["skipped_updates"]]
+        means = {name: x / len(taken) for name, x in _sum_dicts(taken).items()}
+        means["skipped_updates"] = float(len(history) - len(taken))
         first = getattr(work.loss, "first_minibatch", {})
         return means | {name: history[0][metric] for metric, name in first.items() if metric in history[0]}
 

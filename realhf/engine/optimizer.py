@@ -51,6 +51,8 @@ class ShardedAdamW:
     def __init__(self, model: ShardedParameters, config: OptimizerConfig) -> None:
         self.config = config
         self.num_steps = 0
+        self.num_skipped = 0
+        """Updates in a row that have been skipped so far."""
         self._model = model
         self._groups = model.groups
         self._by_name = {param.name: param for param in model.spec.params}
@@ -104,9 +106,10 @@ class ShardedAdamW:
         """The tensors of this replica, which checkpoints hold: kind -> parameter name -> rows."""
         return {"master": self.shards, "exp_avg": self._mean_shards, "exp_avg_sq": self._square_shards}
 
-    def state_was_read(self, num_steps: int) -> None:
+    def state_was_read(self, num_steps: int, num_skipped: int) -> None:
         """Continue after `num_steps` steps; `state` has been filled with that of a checkpoint."""
         self.num_steps = num_steps
+        self.num_skipped = num_skipped
         for step in self._steps:
             step.fill_(num_steps)
         for master, mine in zip(self._slices, self._mine, strict=True):
@@ -172,17 +175,20 @@ class ShardedAdamW:
         return sorted(self._sections, key=lambda section: section.first_layer)
 
     def step(self, *, gather: bool = True) -> dict[str, float]:
-        """Sum gradients over replicas, clip and update; return `grad_norm` and `lr`.
+        """Sum gradients over replicas, clip and update; return `grad_norm`, `lr` and `skipped_updates`.
 
-        Without `gather`, only this replica's part of the model's parameters is up to date afterwards.
-        Raises FloatingPointError when the gradient norm is not finite.
+        Without `gather`, only this replica's part of the model's parameters is up to date afterwards. An
+        update whose gradient norm is not finite is skipped, and only `skipped_updates` is returned. Raises
+        FloatingPointError when more than `max_skipped` of them follow one another.
         """
         self.finish_sums()
         grads = [section.grads[section.group.index] for section in self._sections]
         norm = torch.nn.utils.get_total_norm(self._counted).to(self._model.flat.device, torch.float64)
         grad_norm = math.sqrt(self._groups.all.all_reduce(norm.square().view(1)).item())
         if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient norm is {grad_norm} at optimizer step {self.num_steps}")
+            self._skip(grad_norm)
+            return {"skipped_updates": 1.0}
+        self.num_skipped = 0
         rate = learning_rate(self.config, self.num_steps)
         if grad_norm > self.config.max_grad_norm:
             torch._foreach_mul_(grads, self.config.max_grad_norm / (grad_norm + 1e-6))
@@ -198,7 +204,16 @@ class ShardedAdamW:
         self._model.forget_grads()
         self._open = self._by_layer()
         self.num_steps += 1
-        return {"grad_norm": grad_norm, "lr": rate}
+        return {"grad_norm": grad_norm, "lr": rate, "skipped_updates": 0.0}
+
+    def _skip(self, grad_norm: float) -> None:
+        self.num_skipped += 1
+        if self.num_skipped > self.config.max_skipped:
+            what = f"the gradient norm is {grad_norm} at optimizer step {self.num_steps}"
+            skipped = f", and {self.num_skipped - 1} updates before were skipped for such norms"
+            raise FloatingPointError(what + (skipped if self.config.max_skipped else ""))
+        self._model.forget_grads()
+        self._open = self._by_layer()
 
     @torch.no_grad()
     def _update(self, grads: list[torch.Tensor], rate: float) -> None:

@@ -29,13 +29,14 @@ class Optimizer(Protocol):
     """The state of an optimizer, for checkpoints. Its regions are those of `held_by(..., sharded=True)`."""
 
     num_steps: int
+    num_skipped: int
 
     @property
     def state(self) -> dict[str, Shards]:
         """This replica's tensors by kind, always the same memory: "master", "exp_avg", "exp_avg_sq"."""
 
-    def state_was_read(self, num_steps: int) -> None:
-        """Continue after `num_steps` steps, when `state` has been filled from a checkpoint."""
+    def state_was_read(self, num_steps: int, num_skipped: int) -> None:
+        """Continue with these counts after `state` has been filled from a checkpoint."""
 
 
 class Engine(Protocol):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
 from realhf.errors import UserError, user_line
+from realhf.rewards.limits import LimitedCall, RewardLimits
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -79,15 +80,19 @@ def _name(function: RewardFunction) -> str:
 class RewardCall:
     """A host function that decodes responses and returns them as `completion`, with the reward as `score`."""
 
-    def __init__(self, function: RewardFunction, columns: Sequence[str]) -> None:
+    def __init__(
+        self, function: RewardFunction, columns: Sequence[str], limits: RewardLimits | None = None
+    ) -> None:
         self.function = function
         self.columns = tuple(columns)
         self.name = _name(function)
         parameters = _parameters(function)
         names = [p.name for p in parameters]
         self._standard = [name for name in _STANDARD if name in names or _takes_any(parameters)]
-        self._runner: asyncio.Runner | None = None
+        self.limits = limits or RewardLimits()
+        self._limited = LimitedCall(function, seconds=self.limits.timeout_seconds)
         self._has_warned = False
+        self._has_warned_of_failures = False
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
         pairs = zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True)
@@ -101,7 +106,7 @@ class RewardCall:
         self, ids: Sequence[int], prompts: list[Any], completions: list[str], completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> list[float]:  # fmt: skip
-        """Return a score for each sample. Raises UserError if the function fails or returns anything else.
+        """Return a score for each sample, NaN for those to drop. Raises UserError if the function fails.
 
         The function gets completions of chats as messages, as in TRL.
         """
@@ -111,10 +116,13 @@ class RewardCall:
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions, strict=True)]}  # fmt: skip
         given = {name: given[name] for name in self._standard} | columns
+        drops = self.limits.on_failure == "drop"
         try:
             scores = self._call(given)
         except (Exception, SystemExit) as error:
-            raise self._explain(error, given, ids, prompts) from error
+            if not drops or isinstance(error, SystemExit):
+                raise self._explain(error, given, ids, prompts) from error
+            scores = self._one_by_one(given, len(ids))
         got = f"{len(scores)} values" if hasattr(scores, "__len__") else type(scores).__name__
         if isinstance(scores, str | bytes | dict | set):
             got = f"a {type(scores).__name__}"
@@ -122,20 +130,47 @@ class RewardCall:
             got = f"{got} for {len(ids)} samples ({ids[0]} to {ids[-1]})"
             rule = "it must return a list with one number per completion"
             raise UserError(f"reward function {self.name} returned {got}: {rule}")
+        scores = self._without_failed(scores, ids) if drops else scores
         for score, sample_id, prompt in zip(scores, ids, prompts, strict=True):
-            if score is not None and not _is_finite(score):
+            if score is not None and not drops and not _is_finite(score):
                 got = f"{score!r} for sample {sample_id} with the prompt {_short(prompt)}"
                 raise UserError(f"reward function {self.name} returned {got}: it must be a finite number")
         self._warn_of_none([i for i, score in zip(ids, scores, strict=True) if score is None], len(ids))
         return [0.0 if score is None else float(score) for score in scores]
 
     def _call(self, given: dict[str, list[Any]]) -> Any:
-        answer = self.function(**given)
-        if not inspect.isawaitable(answer):
-            return answer
-        if self._runner is None:  # All calls share an event loop, as open connections belong to one.
-            self._runner = asyncio.Runner()
-        return self._runner.run(_awaited(answer))
+        """Call the function, again if it fails and may be retried."""
+        for _ in range(self.limits.retries):
+            with suppress(Exception):
+                return self._limited(**given)
+        return self._limited(**given)
+
+    def _one_by_one(self, given: dict[str, list[Any]], count: int) -> list[Any]:
+        """Return the score of each sample by a call of its own; those that fail have NaN.
+
+        After ten times the limit, the samples that are left have failed, too.
+        """
+        seconds = self.limits.timeout_seconds
+        deadline = math.inf if seconds is None else time.monotonic() + 10 * seconds
+        found: list[Any] = []
+        for i in range(count):
+            score: Any = math.nan
+            if time.monotonic() < deadline:
+                with suppress(Exception):
+                    score = self._limited(**{name: values[i : i + 1] for name, values in given.items()})[0]
+            found.append(score)
+        return found
+
+    def _without_failed(self, scores: Sequence[Any], ids: Sequence[int]) -> list[Any]:
+        """Return the scores with NaN for those that are no finite number; warn the first time."""
+        kept = [score if score is None or _is_finite(score) else math.nan for score in scores]
+        failed = [i for i, score in zip(ids, kept, strict=True) if score is not None and math.isnan(score)]
+        if failed and not self._has_warned_of_failures:
+            self._has_warned_of_failures = True
+            what = f"failed on {len(failed)} of {len(ids)} samples (sample {failed[0]} first)"
+            print(f"realhf: warning: reward function {self.name} {what}: they are dropped with their groups",
+                  file=sys.stderr, flush=True)
+        return kept
 
     def _warn_of_none(self, ids: Sequence[int], count: int) -> None:
         if ids and not self._has_warned:
@@ -149,12 +184,12 @@ class RewardCall:
     ) -> UserError:
         """Return the error for the user. If the function fails on one sample alone, the error names it."""
         which = f"samples {ids[0]} to {ids[-1]}"
-        deadline = time.monotonic() + _SEARCH_SECONDS
+        deadline = time.monotonic() + max(_SEARCH_SECONDS, 2 * (self.limits.timeout_seconds or 0.0))
         for i, sample_id in enumerate(ids):
             if time.monotonic() > deadline:
                 break
             try:
-                self._call({name: values[i : i + 1] for name, values in given.items()})
+                self._limited(**{name: values[i : i + 1] for name, values in given.items()})
             except (Exception, SystemExit) as alone:
                 error = alone
                 which = f"sample {sample_id} with the prompt {_short(prompts[i])}"
@@ -168,10 +203,6 @@ class RewardCall:
 def _short(prompt: Any) -> str:
     text = repr(prompt)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer
 
 
 def _is_finite(score: Any) -> bool:

@@ -144,8 +144,8 @@ class Checkpointer:
             copies = [(role_of(state.name), state.layout) for state in states if state.tensors]
             stack.enter_context(self._store.in_use(*copies))
             self._snapshot.take()
-        steps = {state.name: state.optimizer.num_steps for state in states if state.optimizer is not None}
-        mine = {"num_steps": steps, "in_flight": self._store.in_flight, "host_state": self._context.state}
+        counts = {state.name: state.counts for state in states if state.optimizer is not None}
+        mine = {"counts": counts, "in_flight": self._store.in_flight, "host_state": self._context.state}
         versions = self._store.versions.to_json()
         self._writing = self._thread.submit(self._write, step, states, mine, versions, journal)
 
@@ -198,13 +198,13 @@ class Checkpointer:
         files = dict(zip(self._files, (FileEntry(*rank["entry"]) for rank in ranks), strict=True))
         with (self._directory.parent / METRICS).open("rb") as metrics:
             files[METRICS] = write_file(directory / METRICS, [metrics.read(history)])
-        num_steps: dict[str, int] = {}
+        counts: dict[str, Sequence[int]] = {}
         for rank in ranks:
-            num_steps |= rank["mine"].pop("num_steps")
+            counts |= rank["mine"].pop("counts")
         Manifest(
             step=step, num_ranks=self._world.size, experiment=self._experiment,
             plan=self._program.plan.to_dict(), files=files,
-            sets={state.name: state.describe(self._files, num_steps.get(state.name, 0)) for state in states},
+            sets={s.name: s.describe(self._files, counts.get(s.name, (0, 0))) for s in states},
             versions=versions, ranks=tuple(rank["mine"] for rank in ranks),
         ).save(directory)  # fmt: skip
         sync_directory(directory)
@@ -253,7 +253,7 @@ def restore(
             with store.in_use(copy, written=copy):
                 state.read(SavedTensors(checkpoint.path, state.name, saved), rank=world.rank)
         if state.optimizer is not None:
-            state.optimizer.state_was_read(saved.num_steps)
+            state.optimizer.state_was_read(saved.num_steps, saved.num_skipped)
     if manifest.plan != program.plan.to_dict() or len(manifest.ranks) != world.size:
         store.versions.outdate_sharded()
         for rank in manifest.ranks:

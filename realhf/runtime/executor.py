@@ -1,14 +1,17 @@
 """Executor: executes and times the actions of a step on this rank."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from realhf.checkpoint.write import memory_of
 from realhf.data.batch import Batch
 from realhf.data.loader import load_tokenizer
 from realhf.dist.group import Outbox, World
@@ -20,6 +23,9 @@ from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send, role_
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.host_call import call_host_function
 from realhf.runtime.models import ModelStore
+
+_MAX_SAVED = 16
+"""Most files of samples that a run directory gets."""
 
 
 @dataclass
@@ -71,6 +77,8 @@ class Executor:
     context: HostContext
     group_size: int
     outbox: Outbox = field(default_factory=Outbox)
+    failures: Path | None = None
+    """Directory for the samples of updates that were skipped."""
 
     def run(self, dataset_batch: Batch | None, *, is_last: bool = False) -> StepRecord:
         """Run one step. Ranks of `dataset_layout` give the `dataset_batch`; `is_last`: no step follows."""
@@ -177,9 +185,22 @@ class Executor:
             )  # fmt: skip
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
+        if result.metrics.get("skipped_updates") and rank in layout.heads:
+            self._save_samples(call.name, minibatches)
         if rank == layout.heads[0]:
             record.metrics += [(f"{call.role}/{name}", value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.heads else None
+
+    def _save_samples(self, call: str, minibatches: Sequence[Batch]) -> None:
+        """Save this rank's samples of a call (see Batch.unpack), if its first failures are not enough."""
+        if self.failures is None or len(list(self.failures.glob("*.safetensors"))) >= _MAX_SAVED:
+            return
+        self.failures.mkdir(parents=True, exist_ok=True)
+        path = self.failures / f"step_{self.context.step}_{call}_rank_{self.world.rank}.safetensors"
+        data = Batch.concat(minibatches).pack()
+        path.write_bytes(memory_of(data))
+        what = f"{call} skipped an update in step {self.context.step}, as its gradient is not finite"
+        print(f"realhf: warning: {what}; its samples: {path}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _weights(self, action: Run, record: StepRecord) -> Iterator[None]:

@@ -31,6 +31,12 @@ class HomeState:
     def kinds(self) -> tuple[str, ...]:
         return _KINDS[self.trained]
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The optimizer's steps, and those that it has skipped in a row."""
+        optimizer = self.optimizer
+        return (0, 0) if optimizer is None else (optimizer.num_steps, optimizer.num_skipped)
+
     def pieces(self) -> Iterator[tuple[str, Region, int]]:
         """Yield every region of every parameter once, with the rank that writes it; equal on all ranks.
 
@@ -41,12 +47,13 @@ class HomeState:
             for region, holders in placement:
                 yield param.name, region, holders[number % len(holders)]
 
-    def describe(self, files: Sequence[str], num_steps: int) -> Saved:
-        """Return the manifest's entry, given the file of each rank and the optimizer's number of steps."""
+    def describe(self, files: Sequence[str], counts: Sequence[int]) -> Saved:
+        """Return the manifest's entry, given the file of each rank and the optimizer's `counts`."""
         pieces: dict[str, list[tuple[str, Region]]] = {}
         for param, region, rank in self.pieces():
             pieces.setdefault(param, []).append((files[rank], region))
-        return Saved(self.kinds, pieces, num_steps, self.spec.config.to_hf())
+        num_steps, num_skipped = counts
+        return Saved(self.kinds, pieces, num_steps, num_skipped, self.spec.config.to_hf())
 
     def read(self, saved: SavedTensors, *, rank: int) -> None:
         """Fill this rank's tensors from a checkpoint."""

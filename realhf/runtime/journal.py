@@ -1,6 +1,7 @@
 """Journal: collects all ranks' records of a step on rank 0, which writes them while the run goes on."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -124,7 +125,8 @@ class Journal:
         return metrics
 
     def _evaluation(self, step: int, answers: Sequence[Mapping[str, Any]]) -> float:
-        score = float(sum(row["score"] for row in answers) / len(answers))
+        scores = [row["score"] for row in answers if not math.isnan(row["score"])]  # Some rewards may fail.
+        score = float(sum(scores) / len(scores)) if scores else math.nan
         self.scores.append(score)
         if self._recorder is not None:
             self._recorder.evaluation(answers)

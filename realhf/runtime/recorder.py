@@ -1,6 +1,7 @@
 """Recorder: writes metrics and events of a run into its directory, on rank 0."""
 
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -116,8 +117,9 @@ class Recorder:
                 self._tensorboard.add_scalar(name, value, record["step"], walltime)
 
     def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace eval.jsonl with this evaluation: one object per held-out prompt."""
-        (self.directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        """Replace eval.jsonl with this evaluation: one object per held-out prompt; failed scores are null."""
+        known = [{**row, "score": None if math.isnan(row["score"]) else row["score"]} for row in rows]
+        (self.directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

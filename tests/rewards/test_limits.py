@@ -1,0 +1,178 @@
+"""RewardLimits: time limits, retries, and samples that are dropped with their groups."""
+
+import asyncio
+import math
+import time
+
+import pytest
+import torch
+
+from realhf import RewardLimits
+from realhf.algorithms.grpo import GroupAdvantages
+from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, ValueLoss
+from realhf.data.batch import Batch, Packed
+from realhf.dist.group import World
+from realhf.errors import UserError
+from realhf.rewards.scoring import RewardCall, reward_columns
+from realhf.runtime.program import compile_program
+from realhf.runtime.trainer import Trainer
+from tests.cli_tools import read_jsonl
+from tests.runtime.tiny import make_experiment, write_task
+
+
+def _scores(function, limits, texts=("a", "bb", "ccc", "dddd")):
+    call = RewardCall(function, reward_columns(function), limits)
+    ids = list(range(len(texts)))
+    return call.scores(ids, [f"prompt {t}" for t in texts], list(texts), [[1]] * len(texts), {})
+
+
+def test_a_call_that_takes_too_long_is_named_with_its_sample():
+    def slow(completions, **kwargs):
+        if "ccc" in completions:
+            time.sleep(3)
+        return [1.0] * len(completions)
+
+    started = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        _scores(slow, RewardLimits(timeout_seconds=0.3))
+    assert time.monotonic() - started < 2.5
+    assert "slow raised TimeoutError: it has not returned within 0.3 s" in str(caught.value)
+    assert "on sample 2 with the prompt 'prompt ccc'" in str(caught.value)
+
+
+def test_async_functions_are_cancelled():
+    ended = []
+
+    async def slow(completions, **kwargs):
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(completions)
+
+    with pytest.raises(UserError, match="has not returned within 0.1 s"):
+        _scores(slow, RewardLimits(timeout_seconds=0.1))
+    assert ended[0] == ["a", "bb", "ccc", "dddd"]
+
+
+def test_failed_calls_are_made_again():
+    calls = []
+
+    def shaky(completions, **kwargs):
+        calls.append(completions)
+        if len(calls) < 3:
+            raise ConnectionError("the judge is away")
+        return [2.0] * len(completions)
+
+    assert _scores(shaky, RewardLimits(retries=2)) == [2.0] * 4
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("failure", ["raises", "hangs", "nan"])
+def test_failed_samples_are_dropped(failure, capsys):
+    def reward(completions, **kwargs):
+        if "bb" in completions and failure == "raises":
+            raise KeyError("bb")
+        if "bb" in completions and failure == "hangs":
+            time.sleep(2)
+        return [math.inf if text == "bb" and failure == "nan" else float(len(text)) for text in completions]
+
+    limits = RewardLimits(timeout_seconds=0.4 if failure == "hangs" else None, on_failure="drop")
+    scores = _scores(reward, limits)
+    assert math.isnan(scores[1]) and [scores[0], *scores[2:]] == [1.0, 3.0, 4.0]
+    expected = "reward function test_failed_samples_are_dropped.<locals>.reward failed on 1 of 4 samples"
+    assert f"{expected} (sample 1 first): they are dropped with their groups" in capsys.readouterr().err
+
+
+def _batch(score, group):
+    """Samples of 2 prompt and 3 response tokens with these scores."""
+    count = len(score)
+    generator = torch.Generator().manual_seed(0)
+
+    def packed(values):
+        return Packed(values, [5] * count)
+
+    mask = packed(torch.tensor([0.0, 0, 1, 1, 1]).repeat(count))
+    logps = {key: packed(torch.randn(5 * count, generator=generator) * mask.values)
+             for key in ("gen_logprobs", "ref_logprobs", "values")}  # fmt: skip
+    return Batch(list(range(count)), {
+        "score": torch.tensor(score), "response_mask": mask, "finished": torch.ones(count), **logps})
+
+
+@pytest.mark.parametrize("average", ["sequence", "token"])
+def test_a_dropped_group_leaves_the_loss_of_the_others_as_it_is(average):
+    """Losses and gradients of the batch are those of a batch without the group."""
+    batch = _batch([1.0, 2.0, math.nan, 4.0, 5.0, 9.0], 2)
+    kept = batch.select([0, 1, 4, 5])
+    losses = []
+    for some in (batch, kept):
+        columns, metrics = GroupAdvantages(2, True)(some, None)
+        some.fields.update(columns)
+        loss = PolicyLoss(PolicyLossConfig(kl_coef=0.1, average=average))
+        logprobs = (some["gen_logprobs"].values * 0.9).requires_grad_()
+        entropy = torch.zeros_like(logprobs)
+        value, _ = loss({"logprobs": logprobs, "entropy": entropy}, some, loss.totals(some))
+        value.backward()
+        gradient = Packed(logprobs.grad, some["gen_logprobs"].lengths)
+        losses.append((value.item(), gradient, metrics))
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
+    assert torch.allclose(losses[0][1].select([0, 1, 4, 5]).values, losses[1][1].values, rtol=1e-5)
+    assert losses[0][1].select([2, 3]).values.abs().max() == 0
+    assert losses[0][2]["reward/mean"] == pytest.approx((1 + 2 + 4 + 5 + 9) / 5)
+    assert losses[0][2]["reward/failed"] == pytest.approx(1 / 6) and "reward/failed" not in losses[1][2]
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.95])
+def test_a_dropped_sample_of_ppo(lam):
+    batch = _batch([1.0, math.nan, -1.0], 1)
+    kept = batch.select([0, 2])
+    results = []
+    for some in (batch, kept):
+        columns, metrics = TokenAdvantages(AdvantageConfig(lam=lam))(some, None)
+        some.fields.update(columns)
+        loss = ValueLoss()
+        values = some["values"].values * 1.1
+        results.append((loss({"values": values}, some, loss.totals(some))[0].item(), columns, metrics))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    advantages = results[0][1]["advantages"].select([0, 2]).values
+    assert torch.allclose(advantages, results[1][1]["advantages"].values, rtol=1e-5)
+    explained = "critic/explained_variance"
+    assert results[0][2][explained] == pytest.approx(results[1][2][explained])
+
+
+def test_a_run_goes_on_without_the_failed_samples(tmp_path):
+    def reward(completions, completion_ids, answer, **kwargs):
+        if any(sum(ids) % 9 == 0 for ids in completion_ids):
+            raise ValueError("no multiples of nine")
+        return [float(len(text)) for text in completions]
+
+    experiment = make_experiment("grpo", write_task(tmp_path), steps=2, eval_dataset=None)
+    experiment.reward_function = reward
+    experiment.reward_limits = RewardLimits(on_failure="drop")
+    out = tmp_path / "run"
+    Trainer(compile_program(experiment, None, world_size=1), World(), out=out, quiet=True).run()
+    metrics = read_jsonl(out / "metrics.jsonl")
+    assert all(0 < step["reward/failed"] < 1 for step in metrics)
+    assert all(math.isfinite(value) for step in metrics for value in step.values())
+
+
+def test_a_step_without_any_reward_ends_the_run(tmp_path):
+    def reward(completions, **kwargs):
+        raise ValueError("never")
+
+    experiment = make_experiment("grpo", write_task(tmp_path), steps=2, eval_dataset=None)
+    experiment.reward_function = reward
+    experiment.reward_limits = RewardLimits(on_failure="drop")
+    trainer = Trainer(compile_program(experiment, None, world_size=1), World(), quiet=True)
+    with pytest.raises(UserError, match="the reward of every sample of the step has failed"):
+        trainer.run()
+
+
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"timeout_seconds": 0.0}, "reward_limits.timeout_seconds is 0.0: it must be above 0"),
+    ({"retries": -1}, "reward_limits.retries is -1: it must not be negative"),
+    ({"on_failure": "ignore"}, "reward_limits.on_failure"),
+])  # fmt: skip
+def test_wrong_limits(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        RewardLimits(**fields)
