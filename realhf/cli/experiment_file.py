@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -17,6 +18,32 @@ from realhf.field_types import check_types, explain_keyword
 from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
 from realhf.runtime.program import Program, compile_program
+
+
+def _smaller_plan(
+    experiment: Experiment, options: Namespace, plan: ExecutionPlan, num_ranks: int
+) -> ExecutionPlan:
+    """Return the plan for the ranks that are left of a run: a fallback plan, else one made after a restart.
+
+    Every rank makes the same one. Without either, return `plan`, which does not fit.
+    """
+    said = f"realhf: plan {options.plan} needs {plan.num_ranks} ranks, and there are {num_ranks}"
+    is_main = os.environ.get("RANK") == "0"
+    for name in getattr(options, "fallback_plan", None) or ():
+        other = ExecutionPlan.load(name)
+        if other.num_ranks <= num_ranks:
+            if is_main:
+                print(f"{said}: the run uses {name}", file=sys.stderr, flush=True)
+            return other
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return plan
+    cluster = cluster_at_hand(nproc=None, cluster=options.cluster, profile=options.profile)
+    per_host = min(cluster.devices_per_host, num_ranks)
+    left = dataclasses.replace(cluster, devices_per_host=per_host, num_hosts=max(1, num_ranks // per_host))
+    planned = auto_plan(experiment, options.experiment, cluster=left, profile=options.profile)
+    if is_main:
+        print(f"{said}: the run has a new plan, {describe(planned)}", file=sys.stderr, flush=True)
+    return planned.plan
 
 
 def load_experiment(name: str) -> Experiment:
@@ -79,6 +106,8 @@ def compile_experiment(
             print(f"realhf: {describe(planned)}", file=sys.stderr)
     elif options.plan is not None:
         plan = ExecutionPlan.load(options.plan)
+        if num_ranks is not None and plan.num_ranks > num_ranks:
+            plan = _smaller_plan(experiment, options, plan, num_ranks)
     num_ranks = num_ranks or options.nproc or (plan.num_ranks if plan else 1)
     try:
         program = compile_program(experiment, plan, world_size=num_ranks)

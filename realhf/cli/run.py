@@ -27,6 +27,8 @@ def add_options(parser: ArgumentParser) -> None:
     add("--out", help="run directory; default: a new one below runs/")
     text = "continue a run from its last checkpoint: that in --out, else the newest, or the one at PATH"
     add("--resume", nargs="?", const="", metavar="PATH", help=text)
+    text = "plan file for fewer ranks, when hosts are lost and torchrun goes on with the others; repeatable"
+    add("--fallback-plan", action="append", metavar="FILE", help=text)
     text = "start local workers again up to N times if one fails, from the last checkpoint; default: 0"
     add("--restarts", type=int, default=0, metavar="N", help=text)
     add("--profile", help="with --plan auto: what `realhf profile` measured on this machine")

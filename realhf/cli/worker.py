@@ -99,6 +99,7 @@ def _train(job: Job, world: World) -> int:
     if world.rank == 0:
         directory, found = _claim_directory(job)
     out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
+    world.activity.failures = out / "failures"
     checkpoint = newest_checkpoint(world, found)
     if world.rank == 0 and checkpoint is not None:
         step = checkpoint.manifest.step
@@ -145,9 +146,8 @@ def _serve(task: Callable[[Job, World], int], job: Job) -> int:
     place = Place.from_environment()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     _keep_freed_memory()
-    board = heartbeat = None
+    board = heartbeat = store = activity = None
     try:
-        store = activity = None
         if place.size > 1:
             store = _open_store(place, job.timeout_seconds)
             board = FailureBoard(store, rank=place.rank, size=place.size, host=place.host)
@@ -165,6 +165,8 @@ def _serve(task: Callable[[Job, World], int], job: Job) -> int:
         report(str(error), code=2, text=text)
         code = 2
     except PeerError as error:
+        if activity is not None:
+            activity.leave_record(place.rank, str(error), traceback.format_exc())
         code = _follow(error, place, board)
     except KeyboardInterrupt:
         if place.size > 1:  # The launcher says so.
@@ -172,6 +174,8 @@ def _serve(task: Callable[[Job, World], int], job: Job) -> int:
         raise
     except Exception as error:
         sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"
+        if activity is not None:
+            activity.leave_record(place.rank, sentence, traceback.format_exc())
         report(sentence, code=1, text=traceback.format_exc(), names_rank=True)
         code = 1
     else:

@@ -1,9 +1,11 @@
 """Activity: the present work of a process, shown to its peers and to a person who watches the run."""
 
+import faulthandler
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 Report = Callable[[str], None]
 """A function that a call often tells, in words for a person, how far it is on this rank."""
@@ -31,16 +33,34 @@ class Activity:
         """Name of the present work, and its start in seconds of time.monotonic."""
         self._note = ""
         self._thread = threading.get_ident()
+        self.failures: Path | None = None
+        """Directory in which `leave_record` writes; None until the run has one."""
+        self._has_record = False
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Set the present work while the block runs."""
+        """Set the present work while the block runs; it stays if an exception ends the block."""
         self._note = ""
         self._now = (what, time.monotonic())
-        try:
-            yield
-        finally:
-            self._now = None
+        yield
+        self._now = None
+
+    def leave_record(self, rank: int, why: str, trace: str = "") -> None:
+        """Write what this process is doing, and the Python stacks of its threads, to a file of the rank.
+
+        `trace` is the traceback of an exception. Only the first call writes.
+        """
+        if self.failures is None or self._has_record:
+            return
+        self._has_record = True
+        with suppress(OSError):
+            self.failures.mkdir(parents=True, exist_ok=True)
+            with (self.failures / f"rank_{rank}.txt").open("w") as file:
+                when = time.strftime("%Y-%m-%d %H:%M:%S")
+                waits = "" if self.waits_for is None else f", waits for ranks {list(self.waits_for)}"
+                file.write(f"{when}: rank {rank} ends: {why}\nlast action: {self.place}{waits}\n\n{trace}\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
 
     def note(self, text: str) -> None:
         """Set how far the present work is."""

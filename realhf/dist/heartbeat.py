@@ -125,9 +125,12 @@ class Heartbeat:
             while not self._ended.wait(interval):
                 self._give_sign()
                 fault = self._watch.find_fault(self._newest_beats(), now=time.monotonic())
-                if self._board.failures():
+                failures = self._board.failures()
+                if failures:
+                    self._activity.leave_record(self._rank, failures[0].sentence)
                     self._leave()
                 elif fault:
+                    self._activity.leave_record(self._rank, fault)
                     self._board.report(fault, code=_FAILED, names_rank=True)
                     self._leave()
         except RuntimeError as error:  # From the store.
