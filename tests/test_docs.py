@@ -35,6 +35,10 @@ ELSEWHERE = {
     "python docs/models.py": "test_the_page_of_models_is_what_the_tables_say",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m realhf run first.py --plan my-plan.yaml --out /shared/runs/first": "two hosts: test_torchrun.py",
+    "torchrun --nnodes 1:2 --max-restarts 3 --rdzv-id my-run --nproc-per-node 8 --rdzv-backend c10d "
+    "--rdzv-endpoint HOST:29500 -m realhf run first.py --plan my-plan.yaml --out /shared/runs/first": (
+        "two hosts, one of which is lost: test_elastic.py"
+    ),
 }
 """Command -> why it is not run here; the files and targets in it must exist."""
 
@@ -120,9 +124,11 @@ def quick(command: str) -> list[str]:
         return words
     if "auto" in words:
         return [*words, "--steps", "1", "--out", "runs/auto"]
-    while {"--out", "--timeout"} & set(words):
-        at = next(i for i, word in enumerate(words) if word in ("--out", "--timeout"))
-        del words[at : at + 2]
+    for option in ("--out", "--timeout", "--resume", "--restarts"):
+        while option in words:
+            at = words.index(option)
+            has_value = at + 1 < len(words) and not words[at + 1].startswith("--")
+            del words[at : at + 1 + has_value]
     return ["check", *words[1:]]
 
 
@@ -169,6 +175,7 @@ ACTORS = ('actor=Role(model="path/to/a-model"', 'actor=Role(model="path/to/a-phi
 PREPARES = "from realhf import prepare_once"
 FAMILY = '"olmo2": Family('
 SIGNATURE = "def reward("
+LIMITS = "from realhf import RewardLimits"
 
 
 @pytest.mark.parametrize("beginning", ACTORS)
@@ -183,10 +190,17 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 
 def test_every_snippet_of_python_is_tried():
-    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE)
+    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
     compile(snippet(beginning=SIGNATURE), "docs", "exec")
+
+
+def test_the_limits_of_rewards_are_a_field_of_the_first_experiment(workplace, capsys):
+    text = snippet(beginning="# first.py") + "\n" + snippet(beginning=LIMITS)
+    path = workplace / "limited.py"
+    path.write_text(text + "\nexperiment.reward_limits = reward_limits\n")
+    assert main(["check", str(path)]) == 0, capsys.readouterr().err
 
 
 def test_the_plan_by_hand_is_sound(workplace, capsys):

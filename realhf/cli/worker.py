@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.job import LOCAL_LAUNCHER, Job
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
@@ -107,6 +108,8 @@ def _train(job: Job, world: World) -> int:
         number = f" (restart {restart} after a failure)" if restart else ""
         print(f"realhf: continues {out} after step {step}{number}", file=sys.stderr, flush=True)
     signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
+    if not any(job.program.experiment.checkpoint_period()):
+        signals = []  # There is nothing to wait for.
     with StopSignals(*signals, announces=world.rank == 0) as stop:
         result = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop).run()
     if result.stopped_after is None:
@@ -114,7 +117,9 @@ def _train(job: Job, world: World) -> int:
     if world.rank == 0:
         steps = job.program.experiment.steps
         ended = f"ended by {stop.requested or 'a signal'} after step {result.stopped_after} of {steps}"
-        print(f"realhf: {ended}; --resume --out {out} continues the run", file=sys.stderr, flush=True)
+        saved = find_checkpoints(out / "checkpoints")
+        how = f"--resume --out {out} continues the run" if saved else "there is no checkpoint"
+        print(f"realhf: {ended}; {how}", file=sys.stderr, flush=True)
     return 1
 
 
