@@ -20,6 +20,12 @@ def region_slices(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in region)
 
 
+def overlap(one: Region, other: Region) -> Region | None:
+    """Return the box that two regions of a parameter share, or None if they share nothing."""
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
 def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, Region]]:
     """Split regions that are stored end to end into parts that are as even as whole rows allow.
 
