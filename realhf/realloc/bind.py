@@ -10,7 +10,7 @@ from torch import Tensor
 from realhf.dist.group import Group
 from realhf.realloc.host_memory_reads import HostMemoryReads, Shards
 from realhf.realloc.schedule import Message, Schedule
-from realhf.region import Region, region_size
+from realhf.region import Region, region_size, region_slices
 
 Copies = list[tuple[Tensor, Tensor]]
 """Tensors to write, each with the tensor to read."""
@@ -150,12 +150,9 @@ class Binder:
     def _own(self, name: str, region: Region, *, of_target: bool) -> Tensor:
         return self._part(self._shards[of_target][name], self._rank, name, region, of_target=of_target)
 
-    def _part(
-        self, shard: Tensor, rank: int, name: str, region: Region, *, of_target: bool
-    ) -> Tensor:  # fmt: skip
+    def _part(self, shard: Tensor, rank: int, name: str, region: Region, *, of_target: bool) -> Tensor:
         """Return a region of a rank's shard of the source layout, or of the target layout."""
-        spans = zip(region, self._regions[of_target](rank)[name], strict=True)
-        return shard[tuple(slice(start - low, stop - low) for (start, stop), (low, _) in spans)]
+        return shard[region_slices(region, within=self._regions[of_target](rank)[name])]
 
     def _parts(self, message: Message) -> list[Tensor]:
         """Return the tensors of a message in this rank's memory."""

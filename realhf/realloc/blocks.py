@@ -61,7 +61,8 @@ class Block:
             last = min(stop, end)
             for box in _boxes(region, start - first, last - first):
                 yield param, box
-            start, number = last, number + 1
+            start = last
+            number += 1
 
 
 def make_blocks(source: Sequence[Placement], target: Sequence[Placement]) -> list[Block]:
@@ -108,18 +109,20 @@ def _boxes(region: Region, start: int, stop: int) -> Iterator[Region]:
         return
     low = region[0][0]
     rest = region[1:]
-    if not rest:
-        yield ((low + start, low + stop),)
-        return
     row = region_size(rest)
-    first, last = -(-start // row), stop // row  # The whole rows.
-    if first > last:  # All elements lie inside one row.
-        for box in _boxes(rest, start - last * row, stop - last * row):
-            yield ((low + last, low + last + 1), *box)
+    first = start // row
+    last = stop // row
+
+    def inside_row(number: int, start: int, stop: int) -> Iterator[Region]:
+        for box in _boxes(rest, start, stop):
+            yield ((low + number, low + number + 1), *box)
+
+    if first == last:
+        yield from inside_row(first, start % row, stop % row)
         return
-    for box in _boxes(rest, start - (first - 1) * row, row) if first * row > start else ():
-        yield ((low + first - 1, low + first), *box)
+    if start % row:
+        yield from inside_row(first, start % row, row)
+        first += 1
     if first < last:
         yield ((low + first, low + last), *rest)
-    for box in _boxes(rest, 0, stop - last * row):
-        yield ((low + last, low + last + 1), *box)
+    yield from inside_row(last, 0, stop % row)

@@ -80,13 +80,13 @@ class Reallocator:
         self._group = world.group(tuple(ranks) if self._rank in ranks else (self._rank,), purpose="realloc")
         self._host_memory = HostMemoryReads(self.messages, self._group, world)
         # Ranks must forward the source's values, not the average, so these first arrive in separate memory.
-        self._arrives_apart = eta != 1 and self.schedule.num_rounds > self.schedule.num_slices
-        self._in_place = eta == 1 or self._arrives_apart
+        arrives_apart = eta != 1 and self.schedule.num_rounds > self.schedule.num_slices
+        self._in_place = eta == 1 or arrives_apart
         self._binder = Binder(
             self.schedule, self.messages, group=self._group, host_memory=self._host_memory, dtype=dtype,
             device=world.device, in_place=self._in_place,
         )  # fmt: skip
-        regions = spec.held_by(target, self._rank) if self._arrives_apart else {}
+        regions = spec.held_by(target, self._rank) if arrives_apart else {}
         self._apart = shards_of(world.zeros(sum(map(region_size, regions.values())), dtype), regions)
         self.staging = staging or Staging(world.device)
         self._binding: Binding | None = None
@@ -103,8 +103,8 @@ class Reallocator:
         source's memory where both are the same elements, which then stay as they are. Raises PeerError when
         another rank fails.
         """
-        self._move(source, self._apart if self._arrives_apart and target else target)
-        if self._arrives_apart and target:
+        self._move(source, self._apart or target)
+        if target and self._apart:
             self._mix([(target[name].detach(), arrived) for name, arrived in self._apart.items()])
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -128,11 +128,9 @@ class Reallocator:
     def _bind(self, source: Shards | None, target: Shards | None) -> Binding:
         """Return the binding to these tensors; make a new one only if they or other ranks' have changed."""
         binding = self._binding
-        if binding is None or binding.source is not source or binding.target is not target:
-            binding = None
-            self._host_memory.publish(source or {}, target or {})
-        others_changed = self._host_memory.start()
-        if binding is None or others_changed or binding.staging is not self.staging.bytes:
+        are_new = binding is None or binding.source is not source or binding.target is not target
+        others_are_new = self._host_memory.start((source or {}, target or {}) if are_new else None)
+        if binding is None or are_new or others_are_new or binding.staging is not self.staging.bytes:
             binding = self._binding = self._binder.bind(source, target, self.staging)
         return binding
 

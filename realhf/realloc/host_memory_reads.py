@@ -30,26 +30,19 @@ class HostMemoryReads:
         self._readers = sorted(peer for sending, peer in peers if sending)
         self._owners = sorted(peer for sending, peer in peers if not sending)
         self._published: Any = None
-        self._are_new = False
         self._tensors: dict[int, dict[tuple[bool, str], Tensor]] = {}
 
-    def publish(self, source: Shards, target: Shards) -> None:
-        """Set this rank's shards; readers learn of them at the next `start`."""
-        self._are_new = True
-        if self._memory is None or not self._readers:
-            return
-        described = [
-            (of_target, name, self._memory.describe(tensor))
-            for of_target, shards in enumerate((source, target)) for name, tensor in shards.items()
-        ]  # fmt: skip
-        self._published = described if all(description for *_, description in described) else None
+    def start(self, shards: tuple[Shards, Shards] | None) -> bool:
+        """Wait until the owners that this rank reads have started; return whether their shards are new.
 
-    def start(self) -> bool:
-        """Wait until the owners that this rank reads have started; return whether their shards are new."""
+        `shards` are this rank's in the source layout and in the target layout, or None if they are the same
+        as before.
+        """
         index = self._group.ranks.index
-        news = [self._published] if self._are_new else []
+        if shards is not None:
+            self._published = self._describe(shards)
+        news = [] if shards is None else [self._published]
         pending = self._group.send_json(news, [index(peer) for peer in self._readers])
-        self._are_new = False
         changed = False
         for peer in self._owners:
             for published in self._group.recv_json(index(peer)):
@@ -57,6 +50,16 @@ class HostMemoryReads:
                 self._map(peer, published)
         pending.wait()
         return changed
+
+    def _describe(self, shards: tuple[Shards, Shards]) -> list[tuple[int, str, Any]] | None:
+        """Return the shards' descriptions for the readers; None if some are not in shared memory."""
+        if self._memory is None or not self._readers:
+            return None
+        described = [
+            (of_target, name, self._memory.describe(tensor))
+            for of_target, side in enumerate(shards) for name, tensor in side.items()
+        ]  # fmt: skip
+        return described if all(description for *_, description in described) else None
 
     def _map(self, peer: int, published: Any) -> None:
         self._tensors.pop(peer, None)

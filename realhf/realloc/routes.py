@@ -7,7 +7,7 @@ further hosts. No rank receives what it does not want.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -110,13 +110,8 @@ class Router:
 
         If `forward`, receivers forward what they get; if `relay`, also to other hosts.
         """
-        crossing = self._cross_hosts(forward=forward, relay=relay)
-        # Receivers share what came from other hosts with all receivers on their host.
-        gathering = [
-            Hop(block, via, rank, start, stop, stage + 1) for block, _, via, start, stop, stage in crossing
-            for rank in self._hosts[block].crossing[via // self._links.devices_per_host] if rank != via
-        ]  # fmt: skip
-        outside = _table([*crossing, *gathering])
+        crossing = _table(self._cross_hosts(forward=forward, relay=relay))
+        outside = np.concatenate([crossing, self._gather(crossing)])
         casts = []
         for number, hosts in enumerate(self._hosts):
             for host, receivers in hosts.served.items():
@@ -125,6 +120,17 @@ class Router:
                 casts.append(self._multicast(number, senders, domains, forward=forward))
         inside = self._run(casts, bandwidth=self._sending, load=self._load(outside))
         return np.concatenate([outside, _table(inside)])
+
+    def _gather(self, crossing: np.ndarray) -> np.ndarray:
+        """Return the hops by which receivers share what came from other hosts with those on their host."""
+        hosts = crossing[:, 2] // self._links.devices_per_host
+        keys = zip(crossing[:, 0].tolist(), hosts.tolist(), strict=True)
+        receivers = [self._hosts[block].crossing[host] for block, host in keys]
+        hops = np.repeat(crossing, np.array([len(ranks) for ranks in receivers], dtype=int), axis=0)
+        hops[:, 1] = hops[:, 2]
+        hops[:, 2] = list(chain.from_iterable(receivers))
+        hops[:, 5] += 1
+        return hops[hops[:, 1] != hops[:, 2]]
 
     def _cross_hosts(self, *, forward: bool, relay: bool) -> list[Hop]:
         """Return the hops that bring every block once to each host that has receivers and no holder."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -189,15 +189,13 @@ class Schedule:
         The keys are the hops' own starts and stops, in units of 1 / ONE of a slice. Where rows are short
         against a slice, the offsets are rounded to starts of rows.
         """
-        ends: list[set[int]] = [set() for _ in self.blocks]
-        for block, start, stop in self.hops[:, [0, 3, 4]].tolist():
-            ends[block] |= {start, stop}
         offsets = []
-        for block, fractions in zip(self.blocks, map(sorted, ends), strict=True):
+        for number, block in enumerate(self.blocks):
+            ends = np.unique(self.hops[self.hops[:, 0] == number, 3:5])
             edges = block.size * np.arange(self.num_slices + 1, dtype=np.int64) // self.num_slices
-            exact = edges[:-1] + np.diff(edges) * np.array(fractions)[:, None] // ONE
+            exact = edges[:-1] + np.diff(edges) * ends[:, None] // ONE
             table = block.snap(exact, tolerance=block.size // self.num_slices >> 7)
-            offsets.append(dict(zip(fractions, table, strict=True)))
+            offsets.append(dict(zip(ends.tolist(), table, strict=True)))
         return offsets
 
     def transfers(self, rank: int | None = None) -> Iterator[tuple[int, Transfer]]:
@@ -218,22 +216,15 @@ class Schedule:
 
         Each rank starts with the peers that follow it, so that not all ranks send to one port first.
         """
-        rounds: list[list[Message]] = [[] for _ in range(self.num_rounds)]
-        shared: dict[tuple[int, int, bool, bool], Message] = {}
+        rounds: list[dict[Any, Message]] = [{} for _ in range(self.num_rounds)]
         for number, (source, target, name, region, forwarded) in self.transfers(rank):
             sending = source == rank
-            message = Message(target if sending else source, sending, forwarded, [(name, region)])
-            key = (number, *message[:3])
+            peer = target if sending else source
             is_large = region_size(region) * self.itemsize >= LARGE_BYTES
-            if key in shared and not is_large:
-                shared[key].boxes.append((name, region))
-                continue
-            rounds[number].append(message)
-            if not is_large:
-                shared[key] = message
-        for messages in rounds:
-            messages.sort(key=lambda message: (message.peer <= rank, message.peer))
-        return rounds
+            key = (peer, sending, forwarded, (name, region) if is_large else None)
+            message = rounds[number].setdefault(key, Message(peer, sending, forwarded, []))
+            message.boxes.append((name, region))
+        return [sorted(some.values(), key=lambda m: (m.peer <= rank, m.peer)) for some in rounds]
 
     def local_copies(self, rank: int) -> Iterator[tuple[str, Region]]:
         """Yield the regions that a rank wants and holds already, with their parameters' names."""
