@@ -11,7 +11,7 @@ from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
 from realhf.realloc.bind import shards_of
 from realhf.realloc.execute import Reallocator
-from realhf.region import Region, region_size
+from realhf.region import Region, overlap, region_size, region_slices
 
 DTYPE = torch.float32
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # Pairs of destination and source.
@@ -27,7 +27,7 @@ class Shards:
 
     def view(self, name: str, region: Region) -> torch.Tensor:
         """Return the view of `region` (in global indices), which this rank holds."""
-        return self.tensors[name][within(region, self.regions[name])]
+        return self.tensors[name][region_slices(region, within=self.regions[name])]
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,13 @@ class Move:
 
     def into_target(self, name: str, region: Region, values: torch.Tensor) -> Copies:
         """Return the copy of the part of `values` (of `region`) that this rank wants: one or none."""
-        common = overlap(region, self.wanted.regions.get(name))
+        wanted = self.wanted.regions.get(name)
+        common = wanted and overlap(region, wanted)
         if common is None:
             return []
-        return [(self.wanted.view(name, common), values.view(shape_of(region))[within(common, region)])]
-
-
-def overlap(one: Region, other: Region | None) -> Region | None:
-    """Return the box that two regions share, if there is one."""
-    if other is None:
-        return None
-    spans = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
-    return tuple(spans) if all(low < high for low, high in spans) else None
+        part = values.view(shape_of(region))[region_slices(common, within=region)]
+        return [(self.wanted.view(name, common), part)]
 
 
 def shape_of(region: Region) -> list[int]:
     return [stop - start for start, stop in region]
-
-
-def within(region: Region, box: Region) -> tuple[slice, ...]:
-    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(region, box, strict=True))

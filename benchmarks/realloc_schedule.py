@@ -23,7 +23,7 @@ from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
 from realhf.realloc.links import Links
-from realhf.realloc.schedule import Schedule, make_schedule
+from realhf.realloc.schedule import make_schedule
 from realhf.region import region_size
 
 OVER_BOUND = 1.05
@@ -125,12 +125,12 @@ def run(case: Case, config: ModelConfig) -> dict[str, Any]:
         seconds.append(time.process_time() - started)
     weights = max(_most_held(spec, layout) for layout in (source, target))
     assert weights <= cluster.device_memory_bytes, f"{case}: {weights / 1e9:.0f} GB on a device"
-    assert schedule.parcels, f"{case}: nothing moves"
+    assert schedule.blocks, f"{case}: nothing moves"
     return {
         **case._asdict(), "cluster": name, "devices": len({*source.ranks, *target.ranks}),
         "needed_bytes": schedule.needed_bytes, "bound_seconds": schedule.bound_seconds,
         "scheduled_seconds": schedule.seconds, "over_bound": schedule.over_bound,
-        "rounds": schedule.num_rounds, "stages": _num_stages(schedule), "legs": len(schedule.legs),
+        "rounds": schedule.num_rounds, "stages": schedule.num_stages, "hops": len(schedule.hops),
         "compute_seconds": statistics.median(seconds), "limit": schedule.limit,
     }  # fmt: skip
 
@@ -139,10 +139,6 @@ def _most_held(spec: ModelSpec, layout: Layout) -> int:
     """Return the bytes of weights on the fullest rank."""
     held = (sum(map(region_size, spec.held_by(layout, rank).values())) for rank in layout.ranks)
     return _ITEMSIZE * max(held)
-
-
-def _num_stages(schedule: Schedule) -> int:
-    return 1 + int(schedule.legs[:, 5].max())
 
 
 def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
@@ -161,7 +157,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return a table of all rows."""
     moves = Table(title="Schedules", padding=(0, 1, 0, 0))
     left = ("model", "movement", "src -> dst", "limit")
-    for column in (*left[:3], "devices", "GB needed", "bound ms", "scheduled ms", "ratio", "rounds", "legs",
+    for column in (*left[:3], "devices", "GB needed", "bound ms", "scheduled ms", "ratio", "rounds", "hops",
                    "compute s", "limit"):  # fmt: skip
         moves.add_column(column, justify="left" if column in left else "right")
     for row in rows:
@@ -169,7 +165,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         moves.add_row(
             row["model"], row["movement"], f"{row['source']} -> {row['target']}", str(row["devices"]),
             f"{row['needed_bytes'] / 1e9:.1f}", *milliseconds, f"{row['over_bound']:.3f}",
-            str(row["rounds"]), str(row["legs"]), f"{row['compute_seconds']:.2f}", row["limit"],
+            str(row["rounds"]), str(row["hops"]), f"{row['compute_seconds']:.2f}", row["limit"],
         )  # fmt: skip
     return moves
 
@@ -190,7 +186,7 @@ def main() -> int:
             rows.append(run(case, ModelConfig.load(case.model)))
             last = rows[-1]
             progress(f"{' '.join(case)}: {last['over_bound']:.3f} x the bound, {last['stages']} stages, "
-                     f"{last['legs']} legs, {last['compute_seconds']:.2f} s")  # fmt: skip
+                     f"{last['hops']} hops, {last['compute_seconds']:.2f} s")  # fmt: skip
     document = {"benchmark": "realloc_schedule", "machine": hardware, "settings": vars(args), "rows": rows}
     return report(document, tables=[table(rows)], goals=goals(rows), as_json=args.json)
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from move import DTYPE, Copies, Move, overlap, shape_of
+from move import DTYPE, Copies, Move, shape_of
 
 from realhf.realloc.execute import Reallocator
-from realhf.region import Region, region_size, region_slices
+from realhf.region import Region, overlap, region_size, region_slices
 
 BROADCAST_BYTES, GATHER_BYTES = 256 << 20, 16 << 20  # Bucket sizes: the fastest on gloo from 4 to 256 MiB.
 
@@ -212,7 +212,7 @@ class Checkpoint(Rival):
                 wanted = move.wanted.regions.get(name)
                 if ranks[(turn := turn + 1) % len(ranks)] == move.rank:
                     self.saved[key] = move.held.view(name, region)
-                common = overlap(region, wanted)
+                common = wanted and overlap(region, wanted)
                 if common == region:
                     self.loaded[key] = move.wanted.view(name, region)
                 elif common:

@@ -15,9 +15,16 @@ def region_size(region: Region) -> int:
     return math.prod(stop - start for start, stop in region)
 
 
-def region_slices(region: Region) -> tuple[slice, ...]:
-    """Return the region as an index into the whole tensor."""
-    return tuple(slice(start, stop) for start, stop in region)
+def overlap(one: Region, other: Region) -> Region | None:
+    """Return the box that two regions of a parameter share, or None if they share nothing."""
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def region_slices(region: Region, *, within: Region | None = None) -> tuple[slice, ...]:
+    """Return the region as an index into the whole tensor, or into a tensor that holds region `within`."""
+    lows = (low for low, _ in within) if within is not None else (0 for _ in region)
+    return tuple(slice(start - low, stop - low) for (start, stop), low in zip(region, lows, strict=True))
 
 
 def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, Region]]:

@@ -132,10 +132,11 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
 def _join(rank: int) -> Any:
     import torch  # inside, so that a session without workers does not pay for it
 
-    from realhf.dist.group import World
+    from realhf.dist.group import World, open_store, own_device
 
     torch.set_num_threads(1)
-    return World.from_torchrun(rank=rank, size=SIZE, local_rank=rank, timeout_seconds=60)
+    store = open_store(rank=rank, size=SIZE, timeout_seconds=60)
+    return World(rank=rank, size=SIZE, device=own_device(rank), store=store, timeout_seconds=60)
 
 
 def _execute(world: Any, job: bytes) -> Any:

@@ -49,11 +49,9 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
         links=Links.of_cluster(cluster) if cluster else None,
     )  # fmt: skip
     if options.json:
-        transfers = options.transfers
-        print(json.dumps(explain.document(schedule, source=source, target=target, transfers=transfers)))
+        print(json.dumps(explain.document(schedule, transfers=options.transfers)))
     else:
-        title = f"{options.model} in {dtype}"
-        Console().print(explain.table(schedule, source=source, target=target, title=title))
+        Console().print(explain.table(schedule, title=f"{options.model} in {dtype}"))
     return 0
 
 

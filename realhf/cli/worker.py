@@ -17,7 +17,7 @@ from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.job import LOCAL_LAUNCHER, Job
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
-from realhf.dist.group import PeerError, World, open_store
+from realhf.dist.group import PeerError, World, open_store, own_device
 from realhf.dist.heartbeat import Heartbeat
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
@@ -159,10 +159,9 @@ def _serve(task: Callable[[Job, World], int], job: Job) -> int:
             board.roll_call(max(job.timeout_seconds, _START_SECONDS))
             activity = Activity()
             heartbeat = _start_heartbeat(place, activity, job.timeout_seconds)
-        world = World.from_torchrun(
-            rank=place.rank, size=place.size, local_rank=place.local_rank,
-            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, store=store,
-            activity=activity,
+        world = World(
+            rank=place.rank, size=place.size, device=own_device(place.local_rank), store=store,
+            ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, activity=activity,
         )  # fmt: skip
         code = task(job, world)
     except UserError as error:

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from realhf.dist.group import PeerError
+from realhf.dist.group import PeerError, name_ranks
 
 _EQUALS_SECONDS = 1.0
 """Time that the first rank with a sentence waits for others with the same one, to name them all."""
@@ -22,8 +21,12 @@ _PRINTING_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's reason to stop. `host` is the number of the rank's host, `code` its exit code."""
+    """A rank's reason to stop; the earliest failure of a run has the lowest number.
 
+    `host` is the number of the rank's host, `code` its exit code.
+    """
+
+    number: int
     rank: int
     host: int
     sentence: str
@@ -71,9 +74,12 @@ class FailureBoard:
         `text`, such as a traceback, is printed instead. Returns when the sentence has been printed.
         """
         write_error_file(sentence)
-        number = self._post(Failure(self._rank, self._host, sentence, code))
+        number = self._store.add("num_failures", 1)
+        failure = Failure(number, self._rank, self._host, sentence, code)
+        self._store.set(f"failure/{number}", json.dumps(asdict(failure)))
+        self._store.set("roll_call", "failure")
         equals = self._equals(sentence)
-        first = min(i for i, failure in equals if failure.host == self._host)
+        first = min(failure.number for failure in equals if failure.host == self._host)
         if first != number:
             with suppress(RuntimeError):
                 self._store.wait([f"printed/{first}"], timedelta(seconds=_PRINTING_SECONDS))
@@ -82,7 +88,7 @@ class FailureBoard:
         while len(equals) < self._size and time.monotonic() < deadline:
             time.sleep(0.05)
             equals = self._equals(sentence)
-        ranks = sorted(failure.rank for _, failure in equals)
+        ranks = sorted(failure.rank for failure in equals)
         where = "" if names_rank or len(ranks) == self._size else f" ({name_ranks(ranks)})"
         print(text or f"realhf: {sentence}{where}", file=sys.stderr, flush=True)
         self._store.set(f"printed/{number}", "")
@@ -93,25 +99,18 @@ class FailureBoard:
         if failures:
             write_error_file(failures[0].sentence)
         printed = {failure.sentence for failure in failures if failure.host == self._host}
-        for number, failure in enumerate(failures, start=1):
+        for failure in failures:
             if failure.sentence in printed:
                 continue
             printed.add(failure.sentence)
-            if self._store.add(f"repeated/{number}/{self._host}", 1) == 1:
-                ranks = sorted(equal.rank for _, equal in self._equals(failure.sentence))
+            if self._store.add(f"repeated/{failure.number}/{self._host}", 1) == 1:
+                ranks = sorted(equal.rank for equal in self._equals(failure.sentence))
                 where = f"{name_ranks(ranks)}, host {failure.host}"
                 print(f"realhf: {failure.sentence} ({where})", file=sys.stderr, flush=True)
         return failures[0].code if failures else None
 
-    def _post(self, failure: Failure) -> int:
-        number = self._store.add("num_failures", 1)
-        self._store.set(f"failure/{number}", json.dumps(asdict(failure)))
-        self._store.set("roll_call", "failure")
-        return number
-
-    def _equals(self, sentence: str) -> list[tuple[int, Failure]]:
-        numbered = enumerate(self.failures(), start=1)
-        return [(number, failure) for number, failure in numbered if failure.sentence == sentence]
+    def _equals(self, sentence: str) -> list[Failure]:
+        return [failure for failure in self.failures() if failure.sentence == sentence]
 
 
 def write_error_file(sentence: str) -> None:
@@ -120,10 +119,3 @@ def write_error_file(sentence: str) -> None:
         reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": reason}))
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 0, 1 and 3"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -10,8 +10,8 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import reduce
 from typing import Any
@@ -35,27 +35,24 @@ class PeerError(RuntimeError):
     """The error that a peer has died or stopped answering during a communication."""
 
 
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 0, 1 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
 @contextmanager
-def _naming_peers(ranks: Sequence[int]) -> Iterator[None]:
-    """Turn the transport's errors into a PeerError that names the ranks."""
+def peer_errors(ranks: Sequence[int] = ()) -> Iterator[None]:
+    """Turn the transport's errors into a PeerError that names the ranks, or the store if there are none."""
     try:
         yield
     except RuntimeError as error:
-        reason = _reason(error)
-        peers = ", ".join(map(str, ranks))
-        if "imed out" in reason:
-            reason += f" (rank {peers} may itself be waiting for another)"
-        who = f"rank{'s' * (len(ranks) > 1)} {peers}"
+        reason = re.sub(r"^\[.*?\] ", "", str(error).partition("\n")[0])
+        who = name_ranks(ranks) if ranks else "the store"
+        if ranks and "imed out" in reason:
+            reason += f" ({who} may itself be waiting for another)"
         raise PeerError(f"communication with {who} broke off: {reason}") from error
-
-
-@contextmanager
-def naming_store() -> Iterator[None]:
-    """Turn the store's errors into a PeerError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(f"communication with the store broke off: {_reason(error)}") from error
 
 
 @contextmanager
@@ -78,22 +75,17 @@ def _batch_threads() -> Iterator[None]:
                 os.sched_setscheduler(0, before, os.sched_param(0))
 
 
-def _reason(error: RuntimeError) -> str:
-    return re.sub(r"^\[.*?\] ", "", str(error).partition("\n")[0])
-
-
 @dataclass
 class Pending:
     """Posted messages, with the ranks at the other end of each; keeps their tensors alive."""
 
     works: Sequence[tuple[Any, tuple[int, ...]]] = ()
     tensors: Messages = ()
-    activity: Activity | None = None
+    activity: Activity = field(default_factory=Activity)
 
     def wait(self) -> None:
         for work, ranks in self.works:
-            marked = nullcontext() if self.activity is None else self.activity.waiting(ranks)
-            with marked, _naming_peers(ranks):
+            with self.activity.waiting(ranks), peer_errors(ranks):
                 work.wait()
         self.works = self.tensors = ()
 
@@ -135,9 +127,8 @@ class Group:
     """
 
     def __init__(
-        self, ranks: Sequence[int], index: int, backend: Any,
-        *, native: bool, activity: Activity | None = None,
-    ) -> None:  # fmt: skip
+        self, ranks: Sequence[int], index: int, backend: Any, *, native: bool, activity: Activity
+    ) -> None:
         self.ranks = tuple(ranks)
         self.index = index
         self.size = len(ranks)
@@ -165,10 +156,10 @@ class Group:
         for post, messages in ((self._backend.recv, recvs), (self._backend.send, sends)):
             for peer, tensor in messages:
                 ranks = (self.ranks[peer],)
-                with _naming_peers(ranks):  # Gloo raises at once if the connection is closed.
+                with peer_errors(ranks):  # Gloo raises at once if the connection is closed.
                     works.append((post([tensor], peer, tag), ranks))
         if self._native:
-            with _naming_peers(self.ranks):
+            with peer_errors(self.ranks):
                 works = [(self._backend._end_coalescing(), self.ranks)]
         return Pending(works, [*sends, *recvs], self._activity)
 
@@ -204,10 +195,7 @@ class Group:
     def post_reduce_scatter(self, chunks: list[torch.Tensor]) -> Callable[[], None]:
         """Start `reduce_scatter_chunks`; chunks must stay untouched until the returned function is called."""
         if self._native:
-            pending = Pending([(self._backend.reduce(c, i), self.ranks) for i, c in enumerate(chunks)], [])
-            return pending.wait
-        if self.size == 1:
-            return Pending().wait
+            return Pending([(self._backend.reduce(c, i), self.ranks) for i, c in enumerate(chunks)]).wait
         mine = chunks[self.index]
         peers = self._peers()
         parts = [mine if i == self.index else torch.empty_like(mine) for i in range(self.size)]
@@ -281,6 +269,19 @@ def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def own_device(local_rank: int) -> torch.device:
+    """Return the device of a worker with this number on its host: a GPU of its own if CUDA is available."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        mend = "start one worker per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        lacks = f"worker {local_rank} of this host has no GPU of its own, there are {count}"
+        raise UserError(f"{lacks}: {mend}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
 class World:
     """All processes of the run, and their Groups, which all members must request in the same order."""
 
@@ -318,34 +319,13 @@ class World:
         for rank in self.ranks_on_host(self.rank):
             try:
                 assert described[rank] is not None and int(Mapped().tensor(described[rank])) == rank
-            except (OSError, AssertionError) as error:
+            except (RuntimeError, AssertionError) as error:
                 failed = f"rank {self.rank} cannot read the memory of rank {rank} ({error!r})"
         if faults := [fault for fault in self.control.all_gather_json(failed) if fault]:
             if self.rank == 0:
                 print(f"realhf: {faults[0]}: parameters travel as messages", file=sys.stderr)
             return None
         return memory
-
-    @classmethod
-    def from_torchrun(
-        cls, *, rank: int, size: int, local_rank: int, ranks_per_host: int | None = None,
-        timeout_seconds: float, store: dist.Store | None = None, activity: Activity | None = None,
-    ) -> "World":  # fmt: skip
-        """Connect to the processes that torchrun's environment names, on CUDA if it is available."""
-        device = torch.device("cpu")
-        if torch.cuda.is_available():
-            if local_rank >= (count := torch.cuda.device_count()):
-                mend = "start one worker per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
-                lacks = f"worker {local_rank} of this host has no GPU of its own, there are {count}"
-                raise UserError(f"{lacks}: {mend}")
-            device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(device)
-        if size > 1 and store is None:
-            store = open_store(rank=rank, size=size, timeout_seconds=timeout_seconds)
-        return cls(
-            rank=rank, size=size, device=device, store=store, timeout_seconds=timeout_seconds,
-            ranks_per_host=ranks_per_host, activity=activity,
-        )  # fmt: skip
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor on this rank's device, which other ranks of its host can read if possible."""

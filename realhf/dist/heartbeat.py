@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from realhf.dist.activity import Activity
-from realhf.dist.failures import FailureBoard, name_ranks
+from realhf.dist.failures import FailureBoard
+from realhf.dist.group import name_ranks
 
 _MAX_INTERVAL_SECONDS = 5.0
 _GRACE_SECONDS = 4.0

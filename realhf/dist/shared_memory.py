@@ -1,7 +1,5 @@
 """Tensors in memory that other processes on this host can map and read without messages."""
 
-import math
-import mmap
 import os
 import weakref
 from bisect import bisect_right
@@ -21,17 +19,15 @@ class SharedMemory:
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor of zeros; its memory is freed when no process uses it any more."""
-        num_bytes = numel * dtype.itemsize
-        if not num_bytes or not _ENABLED:
+        if not numel or not _ENABLED:
             return torch.zeros(numel, dtype=dtype)
         file = os.memfd_create("realhf")
-        os.ftruncate(file, num_bytes)
-        block = mmap.mmap(file, num_bytes)
-        # The system fills its pages with zeros on first access. The tensor's storage keeps the block alive.
-        tensor = torch.frombuffer(block, dtype=dtype)
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        # The system fills its pages with zeros on first access.
+        tensor = torch.from_file(path, shared=True, size=numel, dtype=dtype)
         address = tensor.data_ptr()
-        self._blocks[address] = num_bytes, f"/proc/{os.getpid()}/fd/{file}"
-        weakref.finalize(block, self._release, address, file)
+        self._blocks[address] = tensor.nbytes, path
+        weakref.finalize(tensor.untyped_storage(), self._release, address, file)
         return tensor
 
     def _release(self, address: int, file: int) -> None:
@@ -62,18 +58,12 @@ class Mapped:
         self._blocks: dict[str, torch.Tensor] = {}
 
     def tensor(self, description: Mapping[str, Any]) -> torch.Tensor:
-        """Return the tensor itself, not a copy. Raises OSError if this process may not read that memory."""
+        """Return the tensor itself, not a copy. Raises RuntimeError if this process may not read it."""
         path = description["path"]
         if path not in self._blocks:
-            file = os.open(path, os.O_RDWR)
-            try:
-                block = mmap.mmap(file, description["length"])
-                self._blocks[path] = torch.frombuffer(block, dtype=torch.uint8)
-            finally:
-                os.close(file)
+            length = description["length"]
+            self._blocks[path] = torch.from_file(path, shared=True, size=length, dtype=torch.uint8)
         dtype = getattr(torch, description["dtype"])
-        shape = description["shape"]
-        extent = 1 + sum((n - 1) * s for n, s in zip(shape, description["stride"], strict=True))
-        size = extent * dtype.itemsize if math.prod(shape) else 0
-        flat = self._blocks[path][description["offset"] :][:size].view(dtype)
-        return flat.as_strided(shape, description["stride"])
+        storage = self._blocks[path].untyped_storage()
+        offset = description["offset"] // dtype.itemsize
+        return torch.empty(0, dtype=dtype).set_(storage, offset, description["shape"], description["stride"])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from realhf.data.batch import Batch
 from realhf.dist import tags
-from realhf.dist.group import Pending, naming_store
+from realhf.dist.group import Pending, peer_errors
 from realhf.dist.parallel import ParallelGroups
 from realhf.inference.rollout_buffer import PromptGroup, pack_groups, unpack_groups
 
@@ -60,12 +60,12 @@ class Lines:
 
     def _add(self, key: str, number: int) -> int:
         """Add to a counter and return its new value."""
-        with naming_store():
+        with peer_errors():
             return self._store.add(key, number)
 
     def forget(self) -> None:
         """Delete the counters of this replica's line, when no replica takes items any more."""
-        with naming_store():
+        with peer_errors():
             for name in ("taken", "from_back"):
                 self._store.delete_key(f"{self._index}/{name}")
 

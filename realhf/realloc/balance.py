@@ -8,7 +8,7 @@ proves the bound: the demands inside the cut can use no other port.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,22 +23,23 @@ class Demand:
 
     ports: np.ndarray
     amount: float
-    share: np.ndarray | None = None
+    share: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.share = np.zeros(len(self.ports))
 
 
 def spread(demands: Sequence[Demand], *, bandwidth: np.ndarray, load: np.ndarray) -> None:
-    """Set the `share` of every demand and add it to `load`, in elements per port."""
-    order = sorted(range(len(demands)), key=lambda i: (len(demands[i].ports), -demands[i].amount))
+    """Set the `share` of every demand, at first 0, and add it to `load`, in elements per port."""
+    in_order = sorted(demands, key=lambda demand: (len(demand.ports), -demand.amount))
     for sweep in range(_MAX_SWEEPS):
         moved = 0.0
-        for demand in (demands[i] for i in order):
+        for demand in in_order:
             old = demand.share
-            if old is not None:
-                load[demand.ports] -= old
+            load[demand.ports] -= old
             demand.share = fill(load[demand.ports], bandwidth[demand.ports], demand.amount)
             load[demand.ports] += demand.share
-            if old is not None:
-                moved = max(moved, float(np.abs((demand.share - old) / bandwidth[demand.ports]).max()))
+            moved = max(moved, float(np.abs((demand.share - old) / bandwidth[demand.ports]).max()))
         if not demands or sweep and moved <= _TOLERANCE * float((load / bandwidth).max()):
             break
 

@@ -13,8 +13,8 @@ import torch
 from realhf.dist.group import PeerError, Pending, World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
-from realhf.realloc.bind import Binder, Binding, Copies, Ends, Shards, Staging, messages_of, shards_of
-from realhf.realloc.host_memory_reads import HostMemoryReads
+from realhf.realloc.bind import Binder, Binding, Copies, Staging, shards_of
+from realhf.realloc.host_memory_reads import HostMemoryReads, Shards
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import STAGING_BYTES, make_schedule
 from realhf.region import region_size
@@ -75,20 +75,23 @@ class Reallocator:
         self.eta = eta
         self._rank = world.rank
         self._device = world.device
-        self.messages = messages_of(self.schedule, self._rank)
-        ranks = dict.fromkeys((*source.ranks, *target.ranks)) if self.schedule.parcels else {}
+        self.messages = self.schedule.messages(self._rank)
+        ranks = dict.fromkeys((*source.ranks, *target.ranks)) if self.schedule.blocks else {}
         self._group = world.group(tuple(ranks) if self._rank in ranks else (self._rank,), purpose="realloc")
         self._host_memory = HostMemoryReads(self.messages, self._group, world)
         # Ranks must forward the source's values, not the average, so these first arrive in separate memory.
-        self._arrives_apart = eta != 1 and self.schedule.num_rounds > self.schedule.num_slices
-        in_place = eta == 1 or self._arrives_apart
-        self._ends = Ends(spec, source, target, dtype, sharded=sharded, in_place=in_place)
-        regions = spec.held_by(target, self._rank) if self._arrives_apart else {}
+        arrives_apart = eta != 1 and self.schedule.num_rounds > self.schedule.num_slices
+        self._in_place = eta == 1 or arrives_apart
+        self._binder = Binder(
+            self.schedule, self.messages, group=self._group, host_memory=self._host_memory, dtype=dtype,
+            device=world.device, in_place=self._in_place,
+        )  # fmt: skip
+        regions = spec.held_by(target, self._rank) if arrives_apart else {}
         self._apart = shards_of(world.zeros(sum(map(region_size, regions.values())), dtype), regions)
         self.staging = staging or Staging(world.device)
         self._binding: Binding | None = None
         self._what = f"reallocation of {role} from {source} to {target}"
-        sent, received = (ports.get(self._rank, 0) for ports in self.schedule.port_bytes)
+        sent, received = (ports[self._rank] for ports in self.schedule.port_bytes)
         senders = {m.peer for messages in self.messages for m in messages if not m.sending}
         self._stats = ReallocStats(sent, received, self.schedule.over_bound, tuple(sorted(senders)))
 
@@ -100,9 +103,9 @@ class Reallocator:
         source's memory where both are the same elements, which then stay as they are. Raises PeerError when
         another rank fails.
         """
-        self._move(source, self._apart if self._arrives_apart and target else target)
-        if self._arrives_apart and target:
-            self._mix(([target[name].detach() for name in self._apart], list(self._apart.values())))
+        self._move(source, self._apart or target)
+        if target and self._apart:
+            self._mix([(target[name].detach(), arrived) for name, arrived in self._apart.items()])
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         return self._stats
@@ -110,7 +113,7 @@ class Reallocator:
     def _move(self, source: Shards | None, target: Shards | None) -> None:
         with self._explained("start"):
             binding = self._bind(source, target)
-        write = self._copy if self._ends.in_place else self._mix
+        write = self._copy if self._in_place else self._mix
         pending = self._post(binding, 0)
         write(binding.local)
         for number, step in enumerate(binding.rounds):
@@ -125,17 +128,10 @@ class Reallocator:
     def _bind(self, source: Shards | None, target: Shards | None) -> Binding:
         """Return the binding to these tensors; make a new one only if they or other ranks' have changed."""
         binding = self._binding
-        if binding is None or binding.source is not source or binding.target is not target:
-            binding = None
-            self._host_memory.publish(source or {}, target or {})
-        others_changed = self._host_memory.start()
-        if binding is None or others_changed or binding.staging is not self.staging.bytes:
-            binder = Binder(
-                self._ends, source, target, group=self._group, host_memory=self._host_memory,
-                device=self._device,
-            )  # fmt: skip
-            copies = self.schedule.local_copies(self._rank)
-            binding = self._binding = binder.bind(self.messages, copies, self.staging)
+        are_new = binding is None or binding.source is not source or binding.target is not target
+        others_are_new = self._host_memory.start((source or {}, target or {}) if are_new else None)
+        if binding is None or are_new or others_are_new or binding.staging is not self.staging.bytes:
+            binding = self._binding = self._binder.bind(source, target, self.staging)
         return binding
 
     def _post(self, binding: Binding, number: int) -> Pending:
@@ -148,12 +144,13 @@ class Reallocator:
             return self._group.post(step.sends, step.recvs)
 
     def _copy(self, copies: Copies) -> None:
-        if copies[0]:
-            torch._foreach_copy_(*copies)
+        if copies:
+            targets, sources = zip(*copies, strict=True)
+            torch._foreach_copy_(targets, sources)
 
     def _mix(self, copies: Copies) -> None:
         """Average sources into targets, some rows at a time."""
-        for pair in zip(*copies, strict=True):
+        for pair in copies:
             rows = max(1, _AVERAGED * len(pair[0]) // max(1, pair[0].numel()))
             for target, source in zip(*(part.split(rows) for part in pair), strict=True):
                 # Rounding product and sum separately yields equal bits for local and received elements.

@@ -1,7 +1,5 @@
 """Describes one reallocation as JSON or as a table: what moves, how long it takes and what limits it."""
 
-from collections import Counter
-from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -17,13 +15,13 @@ from realhf.units import format_bytes, format_seconds
 _TOLERATED = 1.05
 
 
-def document(schedule: Schedule, *, source: Layout, target: Layout, transfers: bool) -> dict[str, Any]:
+def document(schedule: Schedule, *, transfers: bool) -> dict[str, Any]:
     """Return the answer of `realhf realloc --json`, in bytes and seconds.
 
     `sent_bytes` and `received_bytes` map a rank to its total.
     """
     sent, received = schedule.port_bytes
-    ranks = sorted({*source.ranks, *target.ranks})
+    ranks = sorted({*schedule.source.ranks, *schedule.target.ranks})
     answer: dict[str, Any] = {
         "bytes_total": schedule.spec.numel * schedule.itemsize,
         "bytes_needed": schedule.needed_bytes,
@@ -35,15 +33,15 @@ def document(schedule: Schedule, *, source: Layout, target: Layout, transfers: b
         "rounds": schedule.num_rounds,
         "peak_staging_bytes": schedule.staging_bytes,
         "schedule_seconds": schedule.compute_seconds,
-        "sent_bytes": {str(rank): sent.get(rank, 0) for rank in ranks},
-        "received_bytes": {str(rank): received.get(rank, 0) for rank in ranks},
+        "sent_bytes": {str(rank): sent[rank] for rank in ranks},
+        "received_bytes": {str(rank): received[rank] for rank in ranks},
     }
     if transfers:
         answer["transfers"] = [
             {"round": number, "src": t.source, "dst": t.target, "param": t.name, "region": t.region}
             for number, t in schedule.transfers()
         ]
-        answer["held"] = {"src": _held(schedule, source), "dst": _held(schedule, target)}
+        answer["held"] = {"src": _held(schedule, schedule.source), "dst": _held(schedule, schedule.target)}
     return answer
 
 
@@ -53,11 +51,13 @@ def _held(schedule: Schedule, layout: Layout) -> dict[str, dict[str, list[Any]]]
     return {str(r): {n: [box] for n, box in spec.held_by(layout, r).items()} for r in layout.ranks}
 
 
-def table(schedule: Schedule, *, source: Layout, target: Layout, title: str) -> Group:
+def table(schedule: Schedule, *, title: str) -> Group:
     """Return the reallocation as a table for the terminal."""
+    source = schedule.source
+    target = schedule.target
     rounds = schedule.num_rounds
     busy = f"{format_seconds(schedule.seconds)} in {rounds} round{'s' * (rounds != 1)}"
-    if schedule.parcels:
+    if schedule.blocks:
         busy += f", {schedule.over_bound:.3f} x the bound of {format_seconds(schedule.bound_seconds)}"
     lines = {
         "model": f"{title}, {format_bytes(schedule.spec.numel * schedule.itemsize)}",
@@ -72,32 +72,20 @@ def table(schedule: Schedule, *, source: Layout, target: Layout, title: str) -> 
     head = Table.grid(padding=(0, 2))
     for name, value in lines.items():
         head.add_row(Text(name, style="bold"), Text(value))
-    return Group(head, Text(), _by_rank(schedule, source, target))
+    return Group(head, Text(), _by_rank(schedule))
 
 
-def _by_rank(schedule: Schedule, source: Layout, target: Layout) -> Table:
+def _by_rank(schedule: Schedule) -> Table:
     """Return a table with one row per run of consecutive ranks that have equal figures."""
-    columns = ("ranks", "holds before", "holds after", "sends", "receives")
-    rows = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for name in columns[1:]:
-        rows.columns[columns.index(name)].justify = "right"
-    sent, received = schedule.port_bytes
-    before, after = (_held_bytes(schedule, layout) for layout in (source, target))
+    rows = Table("ranks", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("holds before", "holds after", "sends", "receives"):
+        rows.add_column(name, justify="right")
 
     def figures(rank: int) -> tuple[str, ...]:
-        return tuple(format_bytes(side.get(rank, 0)) for side in (before, after, sent, received))
+        held = (schedule.spec.held_by(layout, rank) for layout in (schedule.source, schedule.target))
+        held_bytes = (schedule.itemsize * sum(map(region_size, regions.values())) for regions in held)
+        return tuple(map(format_bytes, (*held_bytes, *(port[rank] for port in schedule.port_bytes))))
 
-    for values, ranks in groupby(sorted({*source.ranks, *target.ranks}), key=figures):
+    for values, ranks in groupby(sorted({*schedule.source.ranks, *schedule.target.ranks}), key=figures):
         rows.add_row(str(DeviceMesh(tuple(ranks))), *values)
     return rows
-
-
-def _held_bytes(schedule: Schedule, layout: Layout) -> Mapping[int, int]:
-    held: dict[int, int] = dict.fromkeys(layout.ranks, 0)
-    placements = schedule.spec.placements(layout)
-    times = Counter(map(id, placements))
-    for placement in {id(p): p for p in placements}.values():
-        for region, ranks in placement:
-            for rank in ranks:
-                held[rank] += region_size(region) * times[id(placement)] * schedule.itemsize
-    return held

@@ -1,14 +1,17 @@
 """HostMemoryReads: reads the shards of other ranks on the same host from shared memory, without messages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from realhf.dist.group import Group, World
 from realhf.dist.shared_memory import Mapped
-from realhf.realloc.bind import Message, Shards
+from realhf.realloc.schedule import Message
 
+Shards = Mapping[str, Tensor]
+"""The tensor of the region that a rank holds, by parameter name."""
 _DONE = torch.zeros(1, dtype=torch.uint8)
 
 
@@ -25,62 +28,57 @@ class HostMemoryReads:
         near = set(world.ranks_on_host(world.rank)) if world.memory is not None else set()
         peers = {(m.sending, m.peer) for some in messages for m in some if m.peer in near}
         self._readers = sorted(peer for sending, peer in peers if sending)
-        self._writers = sorted(peer for sending, peer in peers if not sending)
-        self._version = self._sent_version = 0
-        self._published: dict[str, Any] | None = None
-        self._versions: dict[int, int] = {}
-        self._tensors: dict[int, dict[tuple[bool, str], torch.Tensor]] = {}
+        self._owners = sorted(peer for sending, peer in peers if not sending)
+        self._published: Any = None
+        self._tensors: dict[int, dict[tuple[bool, str], Tensor]] = {}
 
-    def publish(self, source: Shards, target: Shards) -> None:
-        """Set this rank's shards; readers learn of them at the next `start`."""
-        self._version += 1
-        if self._memory is None or not self._readers:
-            return
-        shards = (source, target)
-        sides = [{name: self._memory.describe(tensor) for name, tensor in side.items()} for side in shards]
-        whole = all(description is not None for side in sides for description in side.values())
-        self._published = {"source": sides[0], "target": sides[1]} if whole else None
+    def start(self, shards: tuple[Shards, Shards] | None) -> bool:
+        """Wait until the owners that this rank reads have started; return whether their shards are new.
 
-    def start(self) -> bool:
-        """Wait until the owners that this rank reads have started; return whether their shards are new."""
-        version = torch.tensor([self._version])
+        `shards` are this rank's in the source layout and in the target layout, or None if they are the same
+        as before.
+        """
         index = self._group.ranks.index
+        if shards is not None:
+            self._published = self._describe(shards)
+        news = [] if shards is None else [self._published]
+        pending = self._group.send_json(news, [index(peer) for peer in self._readers])
         changed = False
-        pending = [self._group.post([(index(peer), version) for peer in self._readers], [])]
-        if self._sent_version != self._version and self._readers:
-            pending.append(self._group.send_json(self._published, [index(peer) for peer in self._readers]))
-            self._sent_version = self._version
-        for peer in self._writers:
-            received = torch.zeros(1, dtype=torch.int64)
-            self._group.exchange([], [(index(peer), received)])
-            if self._versions.get(peer) != int(received):
-                self._versions[peer] = int(received)
+        for peer in self._owners:
+            for published in self._group.recv_json(index(peer)):
                 changed = True
-                self._map(peer, self._group.recv_json(index(peer)))
-        for posted in pending:
-            posted.wait()
+                self._map(peer, published)
+        pending.wait()
         return changed
 
-    def _map(self, peer: int, published: dict[str, Any] | None) -> None:
+    def _describe(self, shards: tuple[Shards, Shards]) -> list[tuple[int, str, Any]] | None:
+        """Return the shards' descriptions for the readers; None if some are not in shared memory."""
+        if self._memory is None or not self._readers:
+            return None
+        described = [
+            (of_target, name, self._memory.describe(tensor))
+            for of_target, side in enumerate(shards) for name, tensor in side.items()
+        ]  # fmt: skip
+        return described if all(description for *_, description in described) else None
+
+    def _map(self, peer: int, published: Any) -> None:
         self._tensors.pop(peer, None)
         if published is not None:
             mapped = Mapped()
             self._tensors[peer] = {
-                (side == "target", name): mapped.tensor(description)
-                for side in ("source", "target") for name, description in published[side].items()
+                (bool(of_target), name): mapped.tensor(description)
+                for of_target, name, description in published
             }  # fmt: skip
 
-    def reads(self, message: Message) -> bool:
-        """Return whether this rank reads the sender's memory instead of receiving the message."""
-        return not message.sending and message.peer in self._tensors
+    def replaces(self, message: Message) -> bool:
+        """Return whether the receiver reads the sender's memory instead of getting the message."""
+        if message.sending:
+            return message.peer in self._readers and self._published is not None
+        return message.peer in self._tensors
 
-    def is_read(self, message: Message) -> bool:
-        """Return whether the receiver of the message reads this rank's memory instead."""
-        return message.sending and message.peer in self._readers and self._published is not None
-
-    def tensor(self, peer: int, name: str, *, forwarded: bool) -> torch.Tensor:
-        """Return a peer's shard of the source layout, or of the target layout for what it forwards."""
-        return self._tensors[peer][forwarded, name]
+    def tensor(self, peer: int, name: str, *, of_target: bool) -> Tensor:
+        """Return a peer's shard of the source layout, or of the target layout."""
+        return self._tensors[peer][of_target, name]
 
     def finish(self) -> None:
         """Tell the owners that this rank has read, and wait until all readers of its shards have."""

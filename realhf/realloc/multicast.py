@@ -1,6 +1,6 @@
-"""Multicast: sends one parcel from its suppliers to several domains, which may forward it to one another.
+"""Multicast: sends one block from its senders to several domains, which may forward it to one another.
 
-A domain is a set of ranks that need one copy between them, such as the takers on one host.
+A domain is a set of ranks that need one copy between them, such as the receivers on one host.
 """
 
 import itertools
@@ -14,20 +14,20 @@ import numpy as np
 from realhf.realloc.balance import Demand
 
 ONE = 1 << 22
-"""Length of a whole parcel, or of a whole slice, in the units in which legs start and stop."""
+"""Length of a whole block, or of a whole slice, in the units in which hops start and stop."""
 _STEPS = 512
 """Splits are rounded to this many steps per part, so that nearly equal weights yield equal splits."""
 Shares = Sequence[tuple[int, float]]
 """Ranks with their weights."""
 
 
-class Leg(NamedTuple):
-    """Part [start, stop) of a parcel, in units of 1 / ONE, that rank `source` sends to rank `target`.
+class Hop(NamedTuple):
+    """Part [start, stop) of a block, in units of 1 / ONE, that rank `source` sends to rank `target`.
 
-    The source has it once the legs of all earlier stages have arrived. Holders send at stage 0.
+    The source has it once the hops of all earlier stages have arrived. Holders send at stage 0.
     """
 
-    parcel: int
+    block: int
     source: int
     target: int
     start: int
@@ -37,32 +37,28 @@ class Leg(NamedTuple):
 
 @dataclass
 class Multicast:
-    """The sending of one parcel to every domain once, received by the ranks of a domain by weight.
+    """The sending of one block to every domain once, received by the ranks of a domain by weight.
 
-    A supplier is a rank and the first stage at which it can send. The suppliers serve groups of domains, and
-    each group consists of teams. Each domain of a team gets a stripe of the parcel, as wide as it can
-    forward, and sends it to the others of the team. The suppliers serve the first team of a group, and each
-    team serves the next. `first` is the demand of the first copy, `rest` that of all others.
+    A sender is a rank and the first stage at which it can send. The senders serve groups of domains, and each
+    group consists of teams. Each domain of a team gets a stripe of the block, as wide as it can forward, and
+    sends it to the others of the team. The senders serve the first team of a group, and each team serves the
+    next. `first` is the demand of the first copy, `rest` that of all others.
     """
 
-    parcel: int
+    block: int
     size: int
-    suppliers: list[tuple[int, int]]
+    senders: list[tuple[int, int]]
     domains: list[Shares]
     first: Demand
     rest: Demand
 
-    @property
-    def forwards(self) -> bool:
-        """Return whether domains forward the parcel."""
-        return len(self.rest.ports) > len(self.suppliers)
-
-    def legs(self, *, max_team: int) -> Iterator[Leg]:
-        """Yield the legs that follow the demands' shares as closely as they can."""
-        assert self.first.share is not None and self.rest.share is not None
-        num = len(self.suppliers)
+    def hops(self, *, max_team: int) -> Iterator[Hop]:
+        """Yield the hops that follow the demands' shares as closely as they can."""
+        num = len(self.senders)
         give = self.first.share + self.rest.share[:num]
-        forwards = self._forwards(self.rest.share[num:].tolist())
+        remaining = iter(self.rest.share[num:].tolist())
+        # How many elements each rank of each domain forwards.
+        forwards = [[next(remaining, 0.0) for _ in domain] for domain in self.domains]
         # Dealing sorted domains makes every group able to forward about as much as any other.
         order = sorted(range(len(self.domains)), key=lambda i: -sum(forwards[i]))
         copies = float(give.sum()) / self.size
@@ -70,50 +66,44 @@ class Multicast:
         upper = 0 if copies - low < 0.01 or low == len(self.domains) else round((copies - low) * ONE)
         for start, stop, num_groups in ((0, upper, low + 1), (upper, ONE, low)):
             if start < stop:
-                supply = _Supply(self.suppliers, give.tolist(), total=num_groups * (stop - start))
+                queue = _SendQueue(self.senders, give.tolist(), total=num_groups * (stop - start))
                 for group in range(num_groups):
                     members = _deal(order, num_groups, group)
                     num_teams = -(-len(members) // max_team)
-                    served_by = supply
+                    served_by = queue
                     for team in (_deal(members, num_teams, i) for i in range(num_teams)):
-                        legs = list(self._serve(team, forwards, served_by, start, stop))
-                        yield from legs
-                        served_by = self._team_supply(team, legs, forwards, total=stop - start)
+                        hops = list(self._serve(team, forwards, served_by, start, stop))
+                        yield from hops
+                        served_by = self._queue_of(team, hops, forwards, total=stop - start)
 
-    def _team_supply(
-        self, team: list[int], legs: list[Leg], forwards: list[list[float]], *, total: int
-    ) -> "_Supply":
-        """Return the ranks of a team as suppliers, from the stage at which each has the whole part."""
+    def _queue_of(
+        self, team: list[int], hops: list[Hop], forwards: list[list[float]], *, total: int
+    ) -> "_SendQueue":
+        """Return the ranks of a team as senders, from the stage at which each has the whole part."""
         gathers = any(len(self.domains[i]) > 1 for i in team)  # The ranks of a domain exchange their parts.
-        stage = max(leg.stage for leg in legs) + 1 + gathers
+        stage = max(hop.stage for hop in hops) + 1 + gathers
         ranks = [(rank, stage) for i in team for rank, _ in self.domains[i]]
-        return _Supply(ranks, [amount for i in team for amount in forwards[i]], total=total)
-
-    def _forwards(self, shares: list[float]) -> list[list[float]]:
-        """Return how many elements each rank of each domain forwards."""
-        remaining = iter(shares)
-        return [[next(remaining, 0.0) for _ in domain] for domain in self.domains]
+        return _SendQueue(ranks, [amount for i in team for amount in forwards[i]], total=total)
 
     def _serve(
-        self, members: list[int], forwards: list[list[float]], supply: "_Supply", start: int, stop: int
-    ) -> Iterator[Leg]:
-        """Yield the legs that bring [start, stop) to the domains of a team."""
+        self, members: list[int], forwards: list[list[float]], queue: "_SendQueue", start: int, stop: int
+    ) -> Iterator[Hop]:
+        """Yield the hops that bring [start, stop) to the domains of a team."""
         stripes = _split(start, stop, [sum(forwards[i]) for i in members])
-        own: dict[int, Shares] = {}
-        foreign: dict[int, Shares] = {}
-        for i, (left, right) in zip(members, stripes, strict=True):
-            own[i], foreign[i] = _weights(self.domains[i], forwards[i], right - left, stop - start)
+        weights = {
+            i: _weights(self.domains[i], forwards[i], right - left, stop - start)
+            for i, (left, right) in zip(members, stripes, strict=True)
+        }
         for home, (left, right) in zip(members, stripes, strict=True):
             if left >= right:
                 continue
-            parts = {i: _parts((own if i == home else foreign)[i], left, right) for i in members}
-            for rank, first, last in parts[home]:
-                for sender, begin, end, stage in supply.take(first, last):
-                    yield Leg(self.parcel, sender, rank, begin, end, stage)
-                    for other in members:
-                        for to, a, b in parts[other] if other != home else ():
-                            if max(begin, a) < min(end, b):
-                                yield Leg(self.parcel, rank, to, max(begin, a), min(end, b), stage + 1)
+            parts = {i: _parts(weights[i][i != home], left, right) for i in members}
+            for rank, first, last in parts.pop(home):
+                for sender, begin, end, stage in queue.take(first, last):
+                    yield Hop(self.block, sender, rank, begin, end, stage)
+                    for to, a, b in itertools.chain(*parts.values()):
+                        if max(begin, a) < min(end, b):
+                            yield Hop(self.block, rank, to, max(begin, a), min(end, b), stage + 1)
 
 
 def _deal(items: list[int], num_hands: int, hand: int) -> list[int]:
@@ -123,18 +113,16 @@ def _deal(items: list[int], num_hands: int, hand: int) -> list[int]:
     return [row[column] for row, column in zip(rows, columns, strict=False) if column < len(row)]
 
 
-class _Supply:
-    """A queue of suppliers that assigns each in turn, until it has sent its part of `total`."""
+class _SendQueue:
+    """A queue of senders that assigns each in turn, until it has sent its part of `total`."""
 
-    def __init__(
-        self, suppliers: Sequence[tuple[int, int]], amounts: Sequence[float], *, total: int
-    ) -> None:
+    def __init__(self, senders: Sequence[tuple[int, int]], amounts: Sequence[float], *, total: int) -> None:
         ends = [stop for _, stop in _split(0, total, amounts)]
-        self._queue = [(rank, end, stage) for (rank, stage), end in zip(suppliers, ends, strict=True)]
+        self._queue = [(rank, end, stage) for (rank, stage), end in zip(senders, ends, strict=True)]
         self._at = self._number = 0
 
     def take(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield pieces (sender, start, stop, stage) that cover [start, stop)."""
+        """Yield (sender, start, stop, stage) for parts that cover [start, stop)."""
         while start < stop:
             rank, end, stage = self._queue[self._number]
             if end <= self._at:

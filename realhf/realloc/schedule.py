@@ -1,6 +1,6 @@
 """Schedule: what each rank sends to which rank in which round, to move a model from one Layout to another.
 
-All ranks compute the same Schedule from the same arguments, without torch. Every parcel is split into the
+All ranks compute the same Schedule from the same arguments, without torch. Every block is split into the
 same number of slices. Slice i makes its first hop in round i and its next hops in later rounds, so that every
 round loads the ports alike and none is idle. A rank forwards a slice two rounds after it was sent, so that
 the next round can be packed while one is in flight.
@@ -8,25 +8,30 @@ the next round can be packed while one is in flight.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from realhf.layout import Layout
-from realhf.param_spec import ModelSpec, Placement
+from realhf.param_spec import ModelSpec
+from realhf.realloc.blocks import Block, make_blocks
 from realhf.realloc.links import Links
-from realhf.realloc.multicast import ONE, Leg
-from realhf.realloc.parcels import Cell, Parcel, find_cells, make_parcels
-from realhf.realloc.routes import Routed, Router
-from realhf.region import Region
+from realhf.realloc.multicast import ONE, Hop
+from realhf.realloc.routes import Router
+from realhf.region import Region, overlap, region_size
 
 HOP_ROUNDS = 2
 """A rank forwards in round r + HOP_ROUNDS what was sent to it in round r."""
 STAGING_BYTES = 256 << 20
 """Default cap on a rank's memory for messages in flight."""
+LARGE_BYTES = 1 << 20
+"""A box of at least this size has a message of its own, so that it needs no packing if it is contiguous in
+memory. Smaller boxes to one peer share a message per round."""
 _ROUND = 0.48
 """Share of the staging memory for one round: two are in flight, and rounding to whole rows enlarges some."""
 _MIN_LATENCY = 1e-5
@@ -35,12 +40,10 @@ _ROUTES = ((False, False), (True, False), (True, True))
 """Settings of (forward, relay) in the order tried, from few hops to many."""
 _GOOD_ENOUGH = 1.04
 """A schedule within this factor of the bound is taken, and routes with more hops are not tried."""
-
-
-_PORTS = (
-    "rank {} sends", "rank {} receives", "rank {} sends to other hosts", "rank {} receives from other hosts",
-    "host {} sends", "host {} receives",
+_RANK_PORTS = (
+    "rank {} sends", "rank {} receives", "rank {} sends to other hosts", "rank {} receives from other hosts"
 )  # fmt: skip
+_HOST_PORTS = ("host {} sends", "host {} receives")
 
 
 class Transfer(NamedTuple):
@@ -56,230 +59,236 @@ class Transfer(NamedTuple):
     forwarded: bool
 
 
-@dataclass(frozen=True)
+class Message(NamedTuple):
+    """Boxes, in global indices, that one rank sends to or receives from a peer, end to end.
+
+    `forwarded` has the meaning that it has in Transfer.
+    """
+
+    peer: int
+    sending: bool
+    forwarded: bool
+    boxes: list[tuple[str, Region]]
+
+
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """A plan that brings each target rank every element that it wants, by one transfer or one local copy.
 
+    With `sharded`, the source is the optimizer's copy. Staging memory is at most `max_staging_bytes`.
     `bound_seconds` is a lower bound for any schedule in which ranks receive only what they want; `limit`
     names the ports that prove it. `compute_seconds` is the time that `make_schedule` took.
     """
 
     spec: ModelSpec
-    links: Links
+    source: Layout
+    target: Layout
+    sharded: bool
     itemsize: int
-    parcels: Sequence[Parcel]
-    cells: Sequence[list[Cell]]
-    legs: np.ndarray
-    num_slices: int
-    bound_seconds: float
-    limit: str
-    compute_seconds: float = field(compare=False)
-    _known_offsets: dict[int, dict[int, np.ndarray]] = field(default_factory=dict, compare=False, repr=False)
+    links: Links
+    max_staging_bytes: int
+    blocks: Sequence[Block]
+    hops: np.ndarray  # One row per Hop.
+    bound_seconds: float = 0.0
+    limit: str = "nothing moves"
+    compute_seconds: float = 0.0
 
     @property
     def needed_bytes(self) -> int:
         """Bytes that the ranks of the target lack, summed over ranks; no rank receives more."""
-        return self.itemsize * sum(parcel.size * len(parcel.takers) for parcel in self.parcels)
+        return self.itemsize * sum(block.size * len(block.receivers) for block in self.blocks)
+
+    @property
+    def num_stages(self) -> int:
+        return 1 + int(self.hops[:, 5].max(initial=-1))
 
     @cached_property
+    def num_slices(self) -> int:
+        """Number of slices: enough for the cap on staging, and more where blocks are forwarded.
+
+        With s slices and h extra hops, the s + 2h rounds take (s + 2h) * (load / s + latency) seconds, which
+        is smallest at s = sqrt(2h * load / latency).
+        """
+        if not len(self.hops):
+            return 0
+        load_seconds = float(self._port_seconds.sum(axis=0).max())
+        latency = max(self.links.latency_seconds, load_seconds * _MIN_LATENCY)
+        for_hops = math.sqrt(HOP_ROUNDS * (self.num_stages - 1) * load_seconds / latency)
+        rank_bytes = sum(np.bincount(self.hops[:, end], self._hop_bytes, self._num_ranks) for end in (1, 2))
+        for_staging = math.ceil(np.max(rank_bytes) / (_ROUND * self.max_staging_bytes))
+        return max(1, min(max(block.size for block in self.blocks), max(for_staging, round(for_hops))))
+
+    @property
     def num_rounds(self) -> int:
         """Number of rounds: one per slice, and HOP_ROUNDS more for every further hop."""
-        if not len(self.legs):
-            return 0
-        return self.num_slices + HOP_ROUNDS * int(self.legs[:, 5].max())
+        return self.num_slices + HOP_ROUNDS * max(0, self.num_stages - 1)
 
     @property
     def over_bound(self) -> float:
         """Ratio of `seconds` to `bound_seconds`, both computed for the same links; 1.0 when nothing moves."""
-        return self.seconds / self.bound_seconds if self.parcels else 1.0
+        return self.seconds / self.bound_seconds if self.blocks else 1.0
 
     @cached_property
     def seconds(self) -> float:
         """Sum over rounds of the time that the busiest port of the round needs; latencies overlap."""
-        by_stage = self._port_seconds / max(1, self.num_slices)
+        starts = HOP_ROUNDS * np.arange(self.num_stages)
+        stops = starts + self.num_slices
         total = 0.0
-        busiest: dict[int, float] = {}
-        for number in range(self.num_rounds):
-            active = [0 <= number - HOP_ROUNDS * stage < self.num_slices for stage in range(len(by_stage))]
-            key = sum(on << stage for stage, on in enumerate(active))
-            if key not in busiest:
-                busiest[key] = float(by_stage[active].sum(axis=0).max(initial=0.0))
-            total += busiest[key]
+        for first, last in pairwise(np.unique([starts, stops]).tolist()):
+            active = (starts <= first) & (first < stops)
+            busiest = self._port_seconds[active].sum(axis=0).max(initial=0.0)
+            total += (last - first) / self.num_slices * float(busiest)
         return total
 
     @property
     def busiest(self) -> str:
         """Name the port that the schedule keeps busy longest."""
-        if not len(self.legs):
+        if not len(self.hops):
             return "nothing moves"
-        last = int(self.legs[:, 1:3].max())
-        ports = [(what, rank) for what in _PORTS[:4] for rank in range(last + 1)]
-        num_hosts = last // self.links.devices_per_host + 1
-        ports += [(what, host) for what in _PORTS[4:] for host in range(num_hosts)]
-        what, number = ports[int(self._port_seconds.sum(axis=0).argmax())]
-        return what.format(number)
+        num_hosts = -(-self._num_ranks // self.links.devices_per_host)
+        ports = [port.format(rank) for port in _RANK_PORTS for rank in range(self._num_ranks)]
+        ports += [port.format(host) for port in _HOST_PORTS for host in range(num_hosts)]
+        return ports[int(self._port_seconds.sum(axis=0).argmax())]
+
+    @property
+    def _num_ranks(self) -> int:
+        return int(self.hops[:, 1:3].max(initial=-1)) + 1
+
+    @cached_property
+    def _hop_bytes(self) -> np.ndarray:
+        block_bytes = np.array([block.size for block in self.blocks], dtype=float) * self.itemsize
+        return block_bytes[self.hops[:, 0]] * (self.hops[:, 4] - self.hops[:, 3]) / ONE
 
     @cached_property
     def _port_seconds(self) -> np.ndarray:
         """Return the seconds that each port is busy, by stage, with shape (stages, ports)."""
         links = self.links
-        per_host = links.devices_per_host
-        if not len(self.legs):
-            return np.zeros((0, 0))
-        parcel, source, target, start, stop, stage = self.legs.T
-        sizes = np.array([p.size for p in self.parcels], dtype=float) * self.itemsize
-        amount = sizes[parcel] * (stop - start) / ONE
-        crossing = np.where(source // per_host != target // per_host, amount, 0.0)
-        last = int(self.legs[:, 1:3].max())
-        ranks, hosts = last + 1, last // per_host + 1
-        table = np.zeros((int(stage.max()) + 1, 4 * ranks + 2 * hosts))
-        ports = [
-            (source, amount / links.sending), (ranks + target, amount / links.device),
-            (2 * ranks + source, crossing / links.nic), (3 * ranks + target, crossing / links.nic),
-            (4 * ranks + source // per_host, crossing / links.host),
-            (4 * ranks + hosts + target // per_host, crossing / links.host),
-        ]  # fmt: skip
-        for port, seconds in ports:
+        _, source, target, _, _, stage = self.hops.T
+        source_host = source // links.devices_per_host
+        target_host = target // links.devices_per_host
+        amount = self._hop_bytes
+        crossing = np.where(source_host != target_host, amount, 0.0)
+        ranks = self._num_ranks
+        hosts = -(-ranks // links.devices_per_host)
+        table = np.zeros((self.num_stages, 4 * ranks + 2 * hosts))
+        for port, seconds in (
+            (source, amount / links.sending),
+            (ranks + target, amount / links.device),
+            (2 * ranks + source, crossing / links.nic),
+            (3 * ranks + target, crossing / links.nic),
+            (4 * ranks + source_host, crossing / links.host),
+            (4 * ranks + hosts + target_host, crossing / links.host),
+        ):
             np.add.at(table, (stage, port), seconds)
         return table
 
-    def _offsets(self, number: int) -> dict[int, np.ndarray]:
-        """Return where the legs of a parcel start and stop in each slice, in elements of the parcel.
+    @cached_property
+    def _offsets(self) -> list[dict[int, np.ndarray]]:
+        """Return, for each block, where its hops start and stop in each slice, in elements of the block.
 
-        The keys are the legs' own starts and stops, in units of 1 / ONE of a slice. Where rows are short
+        The keys are the hops' own starts and stops, in units of 1 / ONE of a slice. Where rows are short
         against a slice, the offsets are rounded to starts of rows.
         """
-        if number not in self._known_offsets:
-            parcel = self.parcels[number]
-            fractions = np.unique(self.legs[self.legs[:, 0] == number, 3:5])
-            edges = parcel.size * np.arange(self.num_slices + 1, dtype=np.int64) // max(1, self.num_slices)
-            exact = edges[:-1] + np.diff(edges) * fractions[:, None] // ONE
-            table = parcel.snap(exact, tolerance=parcel.size // self.num_slices >> 7)
-            self._known_offsets[number] = dict(zip(fractions.tolist(), table, strict=True))
-        return self._known_offsets[number]
-
-    def legs_of(self, rank: int) -> np.ndarray:
-        """Return the legs that start or end at a rank."""
-        return self.legs[(self.legs[:, 1] == rank) | (self.legs[:, 2] == rank)]
+        offsets = []
+        for number, block in enumerate(self.blocks):
+            ends = np.unique(self.hops[self.hops[:, 0] == number, 3:5])
+            edges = block.size * np.arange(self.num_slices + 1, dtype=np.int64) // self.num_slices
+            exact = edges[:-1] + np.diff(edges) * ends[:, None] // ONE
+            table = block.snap(exact, tolerance=block.size // self.num_slices >> 7)
+            offsets.append(dict(zip(ends.tolist(), table, strict=True)))
+        return offsets
 
     def transfers(self, rank: int | None = None) -> Iterator[tuple[int, Transfer]]:
         """Yield (round, transfer) of one rank or of all, slice by slice, in the same order on every rank."""
-        legs = (self.legs if rank is None else self.legs_of(rank)).tolist()
-        for piece in range(self.num_slices):
-            for number, source, target, start, stop, stage in legs:
-                parcel = self.parcels[number]
-                offsets = self._offsets(number)
-                forwarded = stage > 0 and source not in parcel.holders
-                for param, region in parcel.between(int(offsets[start][piece]), int(offsets[stop][piece])):
+        chosen = slice(None) if rank is None else (self.hops[:, 1:3] == rank).any(axis=1)
+        hops = self.hops[chosen].tolist()
+        for number in range(self.num_slices):
+            for index, source, target, start, stop, stage in hops:
+                block = self.blocks[index]
+                offsets = self._offsets[index]
+                forwarded = stage > 0 and source not in block.holders
+                for param, region in block.between(int(offsets[start][number]), int(offsets[stop][number])):
                     name = self.spec.params[param].name
-                    yield piece + HOP_ROUNDS * stage, Transfer(source, target, name, region, forwarded)
+                    yield number + HOP_ROUNDS * stage, Transfer(source, target, name, region, forwarded)
+
+    def messages(self, rank: int) -> list[list[Message]]:
+        """Return the messages of a rank, by round; sender and receiver list them in the same order.
+
+        Each rank starts with the peers that follow it, so that not all ranks send to one port first.
+        """
+        rounds: list[dict[Any, Message]] = [{} for _ in range(self.num_rounds)]
+        for number, (source, target, name, region, forwarded) in self.transfers(rank):
+            sending = source == rank
+            peer = target if sending else source
+            is_large = region_size(region) * self.itemsize >= LARGE_BYTES
+            key = (peer, sending, forwarded, (name, region) if is_large else None)
+            message = rounds[number].setdefault(key, Message(peer, sending, forwarded, []))
+            message.boxes.append((name, region))
+        return [sorted(some.values(), key=lambda m: (m.peer <= rank, m.peer)) for some in rounds]
 
     def local_copies(self, rank: int) -> Iterator[tuple[str, Region]]:
         """Yield the regions that a rank wants and holds already, with their parameters' names."""
-        mine: dict[int, list[Region]] = {}
-        for param, cells in zip(self.spec.params, self.cells, strict=True):
-            if id(cells) not in mine:
-                mine[id(cells)] = [cell.region for cell in cells if rank in cell.local]
-            for region in mine[id(cells)]:
-                yield param.name, region
+        held = self.spec.held_by(self.source, rank, sharded=self.sharded)
+        for name, wanted in self.spec.held_by(self.target, rank).items():
+            if name in held and (region := overlap(held[name], wanted)):
+                yield name, region
 
     @cached_property
-    def port_bytes(self) -> tuple[dict[int, int], dict[int, int]]:
+    def port_bytes(self) -> tuple[Counter[int], Counter[int]]:
         """Return the bytes that each rank sends in all, and those that it receives."""
-        sent: dict[int, int] = {}
-        received: dict[int, int] = {}
-        sums: dict[int, dict[int, int]] = {}
-        for leg in map(Leg._make, self.legs.tolist()):
-            if leg.parcel not in sums:
-                offsets = self._offsets(leg.parcel).items()
-                sums[leg.parcel] = {end: int(by_slice.sum()) for end, by_slice in offsets}
-            amount = self.itemsize * (sums[leg.parcel][leg.stop] - sums[leg.parcel][leg.start])
-            sent[leg.source] = sent.get(leg.source, 0) + amount
-            received[leg.target] = received.get(leg.target, 0) + amount
+        sent = Counter[int]()
+        received = Counter[int]()
+        sums = [{end: int(at.sum()) for end, at in offsets.items()} for offsets in self._offsets]
+        for hop in map(Hop._make, self.hops.tolist()):
+            amount = self.itemsize * (sums[hop.block][hop.stop] - sums[hop.block][hop.start])
+            sent[hop.source] += amount
+            received[hop.target] += amount
         return sent, received
 
     @property
     def staging_bytes(self) -> int:
         """Largest staging memory that a rank needs for two rounds in flight."""
         sent, received = self.port_bytes
-        busiest = max((sent.get(r, 0) + received.get(r, 0) for r in (*sent, *received)), default=0)
+        busiest = max((sent + received).values(), default=0)
         return -(-2 * busiest // self.num_slices) if busiest else 0
 
 
 def make_schedule(
-    spec: ModelSpec,
-    *,
-    source: Layout,
-    target: Layout,
-    itemsize: int,
-    sharded: bool = False,
-    links: Links | None = None,
-    forward: bool = True,
-    staging_bytes: int = STAGING_BYTES,
-) -> Schedule:
+    spec: ModelSpec, *, source: Layout, target: Layout, itemsize: int, sharded: bool = False,
+    links: Links | None = None, forward: bool = True, staging_bytes: int = STAGING_BYTES,
+) -> Schedule:  # fmt: skip
     """Return the schedule that moves a model from `source` to `target`, which may share any or no ranks.
 
     Elements have `itemsize` bytes. With `sharded`, the source is the optimizer's copy, one part on each
     replica. Without `links`, all devices are alike and on one host. Without `forward`, ranks send only what
     they held from the start.
     """
-    return schedule_placements(
-        spec, spec.placements(source, sharded=sharded), spec.placements(target), itemsize=itemsize,
-        links=links or Links.on_one_host(), forward=forward,
-        staging_bytes=staging_bytes,
-    )  # fmt: skip
-
-
-def schedule_placements(
-    spec: ModelSpec, source: Sequence[Placement], target: Sequence[Placement], *, itemsize: int,
-    links: Links, forward: bool = True, staging_bytes: int = STAGING_BYTES,
-) -> Schedule:  # fmt: skip
-    """Return the schedule between any placements of the parameters, given in the order of `spec.params`."""
     started = time.perf_counter()
-    found: dict[tuple[int, int], list[Cell]] = {}
-    cells = []
-    for pair in zip(source, target, strict=True):
-        key = (id(pair[0]), id(pair[1]))
-        if key not in found:
-            found[key] = find_cells(*pair)
-        cells.append(found[key])
-    parcels = make_parcels(cells)
-    router = Router(parcels, links)
-    bound = (0.0, "nothing moves")
+    links = links or Links.on_one_host()
+    blocks = make_blocks(spec.placements(source, sharded=sharded), spec.placements(target))
+    no_hops = np.zeros((0, len(Hop._fields)), dtype=np.int64)
+    schedule = Schedule(spec, source, target, sharded, itemsize, links, staging_bytes, blocks, no_hops)
+    if blocks:
+        schedule = _best_schedule(schedule, forward=forward)
+    return replace(schedule, compute_seconds=time.perf_counter() - started)
+
+
+def _best_schedule(empty: Schedule, *, forward: bool) -> Schedule:
+    """Return the schedule whose hops take least time, of those tried, with the highest bound found."""
+    router = Router(empty.blocks, empty.links)
+    bound = (0.0, "")
     tried: list[Schedule] = []
-    for options in _ROUTES[: 1 + forward * (1 + router.can_relay)] if parcels else ():
-        routed = router.route(forward=options[0], relay=options[1])
-        bound = max(bound, router.bound_seconds(routed, itemsize=itemsize), key=lambda b: b[0])
-        slices = _num_slices(routed, router, itemsize, staging_bytes)
-        tried.append(Schedule(spec, links, itemsize, parcels, cells, routed.legs, slices, *bound, 0.0))
+    for forwards, relays in _ROUTES[: 1 + forward * (1 + router.can_relay)]:
+        hops = router.route(forward=forwards, relay=relays)
+        bound = max(bound, router.bound_seconds(hops, itemsize=empty.itemsize), key=lambda b: b[0])
+        tried.append(replace(empty, hops=hops))
         if tried[-1].seconds <= _GOOD_ENOUGH * bound[0]:
             break
-    no_legs = np.zeros((0, 6), dtype=np.int64)
-    nothing = Schedule(spec, links, itemsize, parcels, cells, no_legs, 0, *bound, 0.0)
-    latency = links.latency_seconds
-    best = min(tried, key=lambda s: s.seconds + s.num_rounds * latency, default=nothing)
-    elapsed = time.perf_counter() - started
-    return replace(best, bound_seconds=bound[0], limit=bound[1], compute_seconds=elapsed, _known_offsets={})
+    latency = empty.links.latency_seconds
+    best = min(tried, key=lambda s: s.seconds + s.num_rounds * latency)
+    return replace(best, bound_seconds=bound[0], limit=bound[1])
 
 
 def moves_nothing(spec: ModelSpec, *, source: Layout, target: Layout) -> bool:
     """Return whether every rank of `target` already holds all that it wants under `source`."""
-    placements = zip(spec.placements(source), spec.placements(target), strict=True)
-    pairs = {(id(held), id(wanted)): (held, wanted) for held, wanted in placements}
-    return not any(cell.takers for pair in pairs.values() for cell in find_cells(*pair))
-
-
-def _num_slices(routed: Routed, router: Router, itemsize: int, staging_bytes: int) -> int:
-    """Return the number of slices: enough for the cap on staging, and more where parcels are forwarded.
-
-    With s slices and h extra hops, the s + 2h rounds take (s + 2h) * (load / s + latency) seconds, which is
-    smallest at s = sqrt(2h * load / latency).
-    """
-    if not len(routed.legs):
-        return 0
-    port_seconds, rank_elements = router.busiest(routed)
-    hops = int(routed.legs[:, 5].max())
-    latency = max(router.links.latency_seconds, port_seconds * itemsize * _MIN_LATENCY)
-    for_hops = math.sqrt(HOP_ROUNDS * hops * port_seconds * itemsize / latency)
-    for_staging = math.ceil(rank_elements * itemsize / (_ROUND * staging_bytes))
-    return max(1, min(max(parcel.size for parcel in router.parcels), max(for_staging, round(for_hops))))
+    return not make_blocks(spec.placements(source), spec.placements(target))

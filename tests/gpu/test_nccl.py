@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from realhf.dist.activity import Activity
 from realhf.dist.group import Group, World
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +45,7 @@ def test_a_world_of_one(process_device):
     world = World(device=device, store=_store(0, is_master=True))
     native = device.type == "cuda"
     backend = world._connect(((0,), "data"), 0, native=native)
-    _check(Group((0,), 0, backend, native=native), device)
+    _check(Group((0,), 0, backend, native=native, activity=Activity()), device)
 
 
 def test_two_processes_on_one_device(process_device):

@@ -134,7 +134,7 @@ def _check_bound(spec: ModelSpec, schedule: Schedule, source: Layout, target: La
         least.append(sum(int(mask.sum()) for mask in absent.values()) / links.host)
     assert schedule.bound_seconds >= max(least) * schedule.itemsize * (1 - 1e-9)
     assert schedule.seconds >= schedule.bound_seconds * (1 - 1e-9)
-    assert schedule.bound_seconds > 0 or not schedule.parcels
+    assert schedule.bound_seconds > 0 or not schedule.blocks
 
 
 def _rounds_by_port(schedule: Schedule) -> list[dict[tuple, float]]:
@@ -184,9 +184,9 @@ def test_random_models_layouts_and_clusters(seed):
         for rank in range(MAX_RANKS):
             own = [(n, t) for n, t in transfers if rank in (t.source, t.target)]
             assert list(schedule.transfers(rank)) == own
-        hops += len(schedule.legs) > 0 and int(schedule.legs[:, 5].max()) > 0
+        hops += len(schedule.hops) > 0 and int(schedule.hops[:, 5].max()) > 0
         with_experts += source.ep > 1 or target.ep > 1
-        assert not make_schedule(spec, source=source, target=source, **options).parcels
+        assert not make_schedule(spec, source=source, target=source, **options).blocks
     assert hops > 1, "hardly any schedule forwards anything: the cases are too easy"
     assert with_experts > 3
 
@@ -201,14 +201,14 @@ PORT_CASES = [
     ("t4@0-3", "d4@0-3", None),
     ("d4@0-3", "t4@4-7", None),
     ("t4p2@0-7", "t8@0-7", None),
-    ("d1@0", "d4@1-4", None),  # takers forward stripes
+    ("d1@0", "d4@1-4", None),  # receivers forward stripes
     ("t2@0-1", "d4@0-3", None),
     ("d2t4p8@0-63", "d16t4@0-63", None),
     ("d2t4p8@0-63", "d16t4@0-63", "h100-8x8"),
     ("t8@0-7", "d16t4@0-63", "h100-8x8"),
     ("d1@0", "d64@0-63", "h100-8x8"),  # every host gets each element once and forwards it
     ("p8@0-7", "d2t4@8-15", "h100-2x8"),
-    ("d1@0", "d128@0-127", None),  # teams of takers feed each other
+    ("d1@0", "d128@0-127", None),  # teams of receivers feed each other
     ("t8@0-7", "d64t8@0-511", "h100-128x8"),
 ]
 
