@@ -20,7 +20,7 @@ from torch import Tensor
 from realhf.checkpoint.names import CHECKSUM, MANIFEST
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, pack_header, read_header
 from realhf.checkpoint.write import memory_of
-from realhf.region import Region, region_slices
+from realhf.region import Region, overlap, region_size, region_slices
 
 FORMAT = 1
 """Version of the format; a checkpoint of another version is refused."""
@@ -188,15 +188,10 @@ class SavedTensors:
         """Fill `target` with a region of a parameter. Raises ValueError if the files lack a part of it."""
         missing = target.numel()
         for file, box in self._saved.pieces[parameter]:
-            overlap = tuple(
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, box, strict=True)
-            )
-            if any(start >= stop for start, stop in overlap):
-                continue
-            values = self._open(file, f"{self._name}/{kind}/{parameter}")
-            part = values[_within(overlap, box)]
-            target[_within(overlap, region)].copy_(part)
-            missing -= part.numel()
+            if (shared := overlap(region, box)) is not None:
+                values = self._open(file, f"{self._name}/{kind}/{parameter}")
+                target[region_slices(shared, within=region)] = values[region_slices(shared, within=box)]
+                missing -= region_size(shared)
         if missing:
             raise ValueError(f"{self._directory} lacks {missing} values of {self._name}'s {parameter}")
 
@@ -211,8 +206,3 @@ class SavedTensors:
         dtype = getattr(torch, STORED_DTYPES[stored.dtype])
         count = math.prod(stored.shape)
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=stored.start).view(stored.shape)
-
-
-def _within(part: Region, whole: Region) -> tuple[slice, ...]:
-    """Return the index of a region in a tensor that holds the region `whole`."""
-    return region_slices(tuple((a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True)))

@@ -369,7 +369,7 @@ class World:
         store = self.store(str(key))
         if not native:
             timeout = _ANY_TIME if self._has_heartbeat else self._timeout
-            with _batch_threads(), _naming_peers([rank for rank in key[0] if rank != self.rank]):
+            with _batch_threads(), peer_errors([rank for rank in key[0] if rank != self.rank]):
                 return dist.ProcessGroupGloo(store, index, len(key[0]), timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
