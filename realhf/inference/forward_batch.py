@@ -20,12 +20,12 @@ class Decode(Segment):
 
     def __init__(self, decoding: Decoding) -> None:
         super().__init__(decoding.positions_B, decoding.positions_B + 1, decoding.cache_positions_B)
-        self._decoding = decoding
+        self.decoding = decoding
 
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
-        return cache.attention(layer, q_TND, kind, self._decoding)
+        return cache.attention(layer, q_TND, kind, self.decoding)
 
 
 class DecodeByTable(Segment):

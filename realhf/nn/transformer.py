@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
-from realhf.errors import UserError
 from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
@@ -31,7 +30,7 @@ from realhf.nn.moe import RouterLosses
 from realhf.nn.packed import Segment, token_positions
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
-from realhf.nn.vocab_parallel import Head
+from realhf.nn.vocab_parallel import Head, head_logprobs
 from realhf.param_spec import ModelSpec
 
 
@@ -109,7 +108,7 @@ class Transformer(ShardedParameters):
         when the gradients of that layer are complete. Raises UserError if a sequence has more tokens than the
         model has positions.
         """
-        self._check_lengths(seq_lens)
+        self.check_lengths(seq_lens)
         row_T, position_T, length_T = token_positions(seq_lens, x.device)
         cp = self.groups.cp
         mine = slice(*token_range(len(row_T), cp))
@@ -131,7 +130,7 @@ class Transformer(ShardedParameters):
         `x` is ids_T on the first stage, else hidden_TH, segment by segment. Gradients and context parallelism
         are not supported. Raises UserError if a sequence is too long, as a forward pass does.
         """
-        self._check_lengths([segment.longest for segment in segments])
+        self.check_lengths([segment.longest for segment in segments])
         position_T, length_T = segments[0].position_T, segments[0].length_T
         if len(segments) > 1:
             position_T = torch.cat([segment.position_T for segment in segments])
@@ -148,12 +147,6 @@ class Transformer(ShardedParameters):
             ]
 
         return self._stage(x, position_T, length_T, attends)
-
-    def _check_lengths(self, seq_lens: list[int]) -> None:
-        limit = self.config.num_positions
-        longest = max(seq_lens, default=0)
-        if limit is not None and longest > limit:
-            raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
 
     def _attend_part(
         self, seq_lens: list[int], q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
@@ -223,6 +216,12 @@ class Transformer(ShardedParameters):
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return logits_TV over `vocab_range`, in dtype `wide`, on the last stage."""
         return self.head.logits(hidden_TH)
+
+    def logprobs(
+        self, hidden_TH: Tensor, labels_T: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the labels' log-probs, and the entropies if `entropy`; see `head_logprobs`."""
+        return head_logprobs(hidden_TH, labels_T, self.head, temperature=temperature, entropy=entropy)
 
     def scores(self, hidden_TH: Tensor) -> Tensor:
         """Return scores_T, in dtype `wide`, on the last stage of a model with a score head."""

@@ -18,7 +18,7 @@ class CachedRows:
         self.cache = KVCache.of(model, len(lens) * _BLOCKS, BLOCK_SIZE)
         self.tables = BlockTables(
             num_slots=len(lens), num_blocks=len(lens) * _BLOCKS, block_size=BLOCK_SIZE,
-            blocks_per_row=_BLOCKS, max_sharers=1)
+            blocks_per_row=_BLOCKS)
 
     def cache_positions(self, row, length):
         # (The blocks of a row do not lie in order.)

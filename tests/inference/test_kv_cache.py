@@ -26,7 +26,7 @@ class _Rows:
         self.dtype, self.value_dim = dtype, value_dim
         self.cache = KVCache(1, (40, BLOCK_SIZE, HEADS, DIM), value_dim=value_dim, dtype=dtype, device=CPU)
         self.tables = BlockTables(
-            num_slots=9, num_blocks=40, block_size=BLOCK_SIZE, blocks_per_row=4, max_sharers=3)
+            num_slots=9, num_blocks=40, block_size=BLOCK_SIZE, blocks_per_row=4)
         starts = {first for _, num_shared, first in rows.values() if num_shared}
         self.free = [block for block in range(40) if all(block - first not in (0, 1, 2) for first in starts)]
         random.Random(0).shuffle(self.free)
