@@ -15,14 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from realhf.calls import (
-    Generate,
-    LogProbs,
-    OptimizerConfig,
-    Scores,
-    TrainStep,
-    Values,
-)
+from realhf.calls import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
