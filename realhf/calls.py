@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from realhf.field_types import check_types
 
@@ -72,7 +72,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Work:
-    """The base class of all kinds of work, which tells the runtime how to distribute samples."""
+    """The base class of all kinds of work, which tells the runtime how to distribute samples.
+
+    Work that runs forward passes has `output`: what the model computes (`logprobs`, `values` or `scores`).
+    """
 
     @property
     def num_minibatches(self) -> int:
@@ -92,7 +95,7 @@ class Generate(Work):
     seed: int = 0
     max_rows: int = 512  # Sequences that a rank decodes at once; the others wait for a free slot.
     kv_cache_gib: float | None = None  # GiB per rank; None: what the rows need, up to a share of free memory.
-    prefill_tokens: int = 8192  # Prompt tokens in one pass; a longer prompt is split into pieces.
+    prefill_tokens: int = 8192  # Prompt tokens in one pass; a longer prompt is split into chunks.
     work_stealing: bool = True
     """Replicas that finish early take waiting prompts of others. Timing decides which prompts these are, and
     so affects the last bits of log-probs, and in bfloat16 an occasional token: switch it off for runs that
@@ -111,11 +114,14 @@ class LogProbs(Work):
     """Computes log-probs of the first input's tokens, where `response_mask` is 1 if that is an input."""
 
     temperature: float = 1.0
+    output: ClassVar[str] = "logprobs"
 
 
 @dataclass(frozen=True)
 class Values(Work):
     """Computes the values of the states in which the first input's tokens were chosen (score head)."""
+
+    output: ClassVar[str] = "values"
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ class Scores(Work):
     """Computes a score per sequence of the first input: the score head at its last token, or its sigmoid."""
 
     probability: bool = False  # The score is a logit (outcome reward model) and its probability is wanted.
+    output: ClassVar[str] = "scores"
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,10 @@ class TrainStep(Work):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
         _require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
         _require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
+
+    @property
+    def output(self) -> str:
+        return self.loss.output
 
 
 @dataclass(frozen=True)

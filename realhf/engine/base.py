@@ -1,13 +1,14 @@
-"""BaseEngine: runs a call over mini-batches and micro-batches, independent of the model's implementation."""
+"""Engine: holds a role's parameters on a rank, and runs calls over mini-batches and micro-batches."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from realhf.calls import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
+from realhf.calls import Generate, OptimizerConfig, Scores, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
@@ -22,16 +23,36 @@ from realhf.nn.parameters import ShardedParameters
 Outputs = dict[str, torch.Tensor]
 
 
-class BaseEngine(ABC):
-    """The base class of engines; `trained` is the model itself or its adapters."""
+@dataclass(frozen=True)
+class Passes:
+    """The settings of the forward, and perhaps backward, passes of all micro-batches of a batch."""
+
+    key: str  # Column of the packed sequences.
+    outputs: Mapping[str, Any]  # `output` and `temperature` (see Work), and whether the `entropy` is wanted.
+    finish: Callable[[Outputs, Batch], torch.Tensor]  # Returns the result of a part of a micro-batch.
+    max_tokens: int
+    recompute: bool = False
+    routers: Routers | None = None
+
+
+class Engine(ABC):
+    """A role's part on this rank under one layout. With an optimizer it can be trained, else it is frozen.
+
+    All ranks of the layout construct engines in the same order, by `(spec, layout, world, dtype=...,
+    optimizer=..., memory=..., lora=..., adapter_memory=...)`. The regions that `spec.held_by` assigns to a
+    rank lie end to end in `flat`, which is `memory` if that is given. With `lora`, the engine trains adapters
+    (in `adapter_memory`) instead of the model.
+    """
 
     def __init__(
-        self, parameters: ShardedParameters, *, trained: ShardedParameters, optimizer: OptimizerConfig | None
-    ) -> None:
+        self, parameters: ShardedParameters, *, adapters: ShardedParameters | None = None,
+        optimizer: OptimizerConfig | None,
+    ) -> None:  # fmt: skip
         self.groups: ParallelGroups = parameters.groups
         self._parameters = parameters
-        self._trained = trained
-        self._optimizer = None if optimizer is None else ShardedAdamW(trained, optimizer)
+        self._adapters = adapters
+        self._trained = parameters if adapters is None else adapters
+        self._optimizer = None if optimizer is None else ShardedAdamW(self._trained, optimizer)
 
     @abstractmethod
     def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
@@ -42,39 +63,42 @@ class BaseEngine(ABC):
         """Return the indices of the samples of each micro-batch."""
 
     @abstractmethod
-    def _compute(
-        self, tokens: Packed, hidden: torch.Tensor | None,
-        *, recompute: bool, routers: Routers | None, layer_done: Callable[[int], None] | None,
+    def _run_micro_batch(
+        self, samples: Batch, hidden: torch.Tensor | None, passes: Passes,
+        *, layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:  # fmt: skip
         """Run a micro-batch through this stage, from the previous stage's hidden states (None on the first).
 
-        The backward pass may call `layer_done` with layers whose gradients are complete.
+        The last stage returns `passes.finish` of the outputs. The backward pass may call `layer_done` with
+        layers whose gradients are complete.
         """
 
-    @abstractmethod
-    def _finish(
-        self, x: torch.Tensor, samples: Batch, finish: Callable[[Outputs, Batch], torch.Tensor],
-        *, key: str, settings: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
-        """Compute the outputs of a micro-batch from the last stage's result, and return `finish` of them.
-
-        `settings` name the outputs (`logprobs` and `entropy`, `values` or `scores`) and the temperature.
-        """
-
-    def _routers(
-        self, work: TrainStep, *, num_sequences: float, num_tokens: float
-    ) -> Routers | None:
-        """Return the object that collects the router losses of a mini-batch; None if the engine has none."""
+    def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
+        """Return the object that collects the router losses of a mini-batch; None if the model has none."""
         return None
 
     @property
     def flat(self) -> torch.Tensor:
+        """Memory of the parameters, without the adapters."""
         return self._parameters.flat
 
+    @property
+    def adapter_flat(self) -> torch.Tensor:
+        """Memory of the adapters."""
+        assert self._adapters is not None, "a model without LoRA has no adapters"
+        return self._adapters.flat
+
     def shards(self) -> Shards:
+        """Return the parameters, without the adapters, for reallocation."""
         return self._parameters.shards()
 
+    def adapter_shards(self) -> Shards:
+        """Return the parameters of the adapters."""
+        assert self._adapters is not None, "a model without LoRA has no adapters"
+        return self._adapters.shards()
+
     def optimizer_shards(self) -> Shards:
+        """Return for each parameter the rows of the optimizer's copy that this replica owns."""
         return self.optimizer.shards
 
     @property
@@ -83,16 +107,22 @@ class BaseEngine(ABC):
         assert self._optimizer is not None, "a frozen model has no optimizer"
         return self._optimizer
 
+    @abstractmethod
+    def export_shards(self) -> Shards:
+        """Return this rank's tensors for export: its part of the model, the adapters, or both merged."""
+
     def load(self, directory: Path | None, *, seed: int) -> None:
-        """Load weights from a Hugging Face directory; draw missing weights, or all, from `seed`."""
+        """Load or draw the weights and the adapters."""
         self.load_base(directory, seed=seed)
         self.load_adapters(seed=seed)
 
     @abstractmethod
     def load_base(self, directory: Path | None, *, seed: int) -> None:
-        """Load the weights as `load` does, without adapters and optimizer."""
+        """Load the weights, without adapters, from a Hugging Face directory; draw missing weights, or all,
+        from `seed`. Raises ValueError that names the file."""
 
     def load_adapters(self, *, seed: int) -> None:
+        """Initialise the adapters, and the optimizer's copy of the trained parameters, after `load_base`."""
         if self._optimizer is not None:
             self._optimizer.reload()
 
@@ -100,11 +130,16 @@ class BaseEngine(ABC):
         self, call: FunctionCall, minibatches: Sequence[Batch],
         *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True, report: Report = no_report,
     ) -> CallResult:  # fmt: skip
+        """Run the call on this rank's share of the samples, one Batch per mini-batch.
+
+        With `recompute`, a train step keeps only every layer's input for the backward pass. After a train
+        step on several replicas without `gather`, only `optimizer_shards` are up to date.
+        """
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
         if isinstance(work, TrainStep):
-            passes = {"max_tokens": micro_batch_tokens, "recompute": recompute}
-            metrics = self._train(call, work, minibatches, passes, gather=gather, report=report)
+            how = {"max_tokens": micro_batch_tokens, "recompute": recompute}
+            metrics = self._train(call, work, minibatches, how, gather=gather, report=report)
             return CallResult(Batch([]), metrics)
         (batch,) = minibatches
         if isinstance(work, Generate):
@@ -113,17 +148,15 @@ class BaseEngine(ABC):
         return CallResult(output_batch(call, batch.ids, columns), {})
 
     def _forward(
-        self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int, report: Report
+        self, call: FunctionCall, work: Any, batch: Batch, max_tokens: int, report: Report
     ) -> list:
-        output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
-        settings = {"output": output, "temperature": getattr(work, "temperature", 1.0)}
+        outputs = {"output": work.output, "temperature": getattr(work, "temperature", 1.0)}
+        passes = Passes(call.inputs[0], outputs, lambda made, _: made[work.output], max_tokens)
         with torch.no_grad():
-            order, results = self._pipeline(
-                batch, call, settings, lambda made, _: made[output], max_tokens=max_tokens,
-                report=report)
+            order, results = self._pipeline(batch, passes, report)
         if not self.groups.is_last_stage:
             return []
-        lengths = [1 if output == "scores" else batch[call.inputs[0]].lengths[i] for i in order]
+        lengths = [1 if work.output == "scores" else batch[passes.key].lengths[i] for i in order]
         empty = torch.zeros(0, dtype=self._parameters.wide, device=self.flat.device)
         column = Packed(torch.cat([empty, *results]), lengths)
         column = column.select(sorted(range(len(order)), key=order.__getitem__))
@@ -132,18 +165,17 @@ class BaseEngine(ABC):
         return [column]
 
     def _train(
-        self, call: FunctionCall, work: TrainStep, batches: list[Batch], passes: dict[str, Any],
+        self, call: FunctionCall, work: TrainStep, batches: list[Batch], how: dict[str, Any],
         *, gather: bool, report: Report,
     ) -> Metrics:  # fmt: skip
-        """Train on each mini-batch in turn; `passes` are the settings of forward and backward passes."""
+        """Train on each mini-batch in turn; `how` are settings of its Passes."""
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self._trained.requires_grad_(True)
         history = []
         batches = batches * work.epochs
         for number, batch in enumerate(batches, start=1):
             prefix = f"mini-batch {number} of {len(batches)}, "
-            metrics = self._compute_grads(
-                call, work, batch, passes | {"report": prefixed(report, prefix)})
+            metrics = self._compute_grads(call, work, batch, how, prefixed(report, prefix))
             report(f"{prefix}optimizer step")
             last = number == len(batches)
             update = self._optimizer.step(gather=gather or not last)
@@ -156,13 +188,13 @@ class BaseEngine(ABC):
         return means | {name: history[0][metric] for metric, name in first.items() if metric in history[0]}
 
     def _compute_grads(
-        self, call: FunctionCall, work: TrainStep, batch: Batch, passes: dict[str, Any]
+        self, call: FunctionCall, work: TrainStep, batch: Batch, how: dict[str, Any], report: Report
     ) -> Metrics:
         """Compute the gradients of a mini-batch; return its loss and metrics on the last stage."""
         loss = work.loss
         control = self.groups.dp_control
-        num_tokens = len(batch[call.inputs[0]].values)
-        counts = {"samples": len(batch), "routed_tokens": num_tokens, **loss.totals(batch)}
+        key = call.inputs[0]
+        counts = {"samples": len(batch), "routed_tokens": len(batch[key].values), **loss.totals(batch)}
         totals = _sum_dicts(control.all_gather_json(counts))
         assert totals["samples"] > 0, f"call {call.name} has a mini-batch without samples"
         sums: list[dict[str, torch.Tensor]] = []
@@ -173,10 +205,9 @@ class BaseEngine(ABC):
             sums.append({name: x.detach() for name, x in {"loss": value, **metrics}.items()})
             return value
 
-        settings = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
-        counts = {"num_sequences": totals["samples"], "num_tokens": totals["routed_tokens"]}
-        routers = self._routers(work, **counts)
-        self._pipeline(batch, call, settings, finish, routers=routers, **passes)
+        outputs = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
+        routers = self._routers(work, totals)
+        self._pipeline(batch, Passes(key, outputs, finish, routers=routers, **how), report)
         assert self._optimizer is not None
         self._optimizer.finish_sums()
         router_metrics = {} if routers is None else routers.metrics()
@@ -186,30 +217,22 @@ class BaseEngine(ABC):
         return _sum_dicts(control.all_gather_json(local | router_metrics))
 
     def _pipeline(
-        self, batch: Batch, call: FunctionCall, settings: dict[str, Any],
-        finish: Callable[[Outputs, Batch], torch.Tensor],
-        *, max_tokens: int, report: Report, recompute: bool = False, routers: Routers | None = None,
+        self, batch: Batch, passes: Passes, report: Report
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """Return the samples' indices in order of micro-batches, and `finish` of each one's outputs."""
-        groups = self.groups
-        key = call.inputs[0]
-        parts = self._micro_batches(batch[key].lengths, max_tokens)
+        """Return the samples' indices in order of micro-batches, and each micro-batch's result."""
+        key = passes.key
+        parts = self._micro_batches(batch[key].lengths, passes.max_tokens)
         micro = [batch.select(part) for part in parts]
         layer_done = self._optimizer.layer_is_done if self._optimizer is not None else None
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
             report(f"micro-batch {i + 1} of {len(micro)}")
             last = i == len(micro) - 1  # Gradients are complete once the last micro-batch has added its own.
-            x = self._compute(
-                micro[i][key], hidden, recompute=recompute, routers=routers,
-                layer_done=layer_done if last else None)
-            if not groups.is_last_stage:
-                return x
-            return self._finish(x, micro[i], finish, key=key, settings=settings)
+            return self._run_micro_batch(micro[i], hidden, passes, layer_done=layer_done if last else None)
 
-        ranges = [token_range(len(samples[key].values), groups.cp) for samples in micro]
+        ranges = [token_range(len(samples[key].values), self.groups.cp) for samples in micro]
         shapes = [(stop - start, self._parameters.config.hidden_size) for start, stop in ranges]
-        results = run_pipeline(forward, groups, hidden_shapes=shapes, dtype=self.flat.dtype)
+        results = run_pipeline(forward, self.groups, hidden_shapes=shapes, dtype=self.flat.dtype)
         return [i for part in parts for i in part], results
 
 

@@ -8,38 +8,44 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.dist.autograd import sum_over_group
+from realhf.engine.hf_module import TransformersModel
 from realhf.nn.context_parallel import token_range
 from realhf.nn.transformer import Transformer
-from realhf.nn.vocab_parallel import head_logprobs
 
 
 def compute_outputs(
-    model: Transformer, hidden_TH: torch.Tensor, tokens: Packed,
+    model: Transformer | TransformersModel, hidden_TH: torch.Tensor, tokens: Packed,
     *, mask: Packed | None, output: str, temperature: float = 1.0, entropy: bool = False,
-) -> dict[str, torch.Tensor]:
+    row_of_token: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Return `logprobs` (and `entropy`) or `values` per token, or `scores` per sequence; in at least float32.
 
     Each rank of a cp group passes the hidden states of its own tokens and gets the outputs of all tokens.
+    `row_of_token` says which rows these are, unless there is one row per token.
     """
     counts = torch.tensor(tokens.lengths, dtype=torch.long, device=hidden_TH.device)
     ends = counts.cumsum(0)
     cp = model.groups.cp
     start, stop = token_range(len(tokens.values), cp)
 
+    def states(index_N: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states after these tokens, which rise."""
+        return _Rows.apply(hidden_TH, index_N - start if row_of_token is None else row_of_token[index_N])
+
     def scatter(values_N: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
         return sum_over_group(values_N.new_zeros(size).index_put((positions,), values_N), cp)
 
     if output == "scores":
         local = ((ends > start) & (ends <= stop)).nonzero()[:, 0]
-        return {"scores": scatter(model.scores(hidden_TH[ends[local] - 1 - start]), local, len(ends))}
+        return {"scores": scatter(model.scores(states(ends[local] - 1)), local, len(ends))}
     num_tokens = len(tokens.values)
     positions = wanted(tokens, mask).nonzero()[:, 0]
     positions = positions[(positions > start) & (positions <= stop)]  # The previous state chooses a token.
-    states_NH = _Rows.apply(hidden_TH, positions - 1 - start)
+    states_NH = states(positions - 1)
     if output == "values":
         return {"values": scatter(model.scores(states_NH), positions, num_tokens)}
-    logprobs_N, entropy_N = head_logprobs(
-        states_NH, tokens.values[positions], model.head, temperature=temperature, entropy=entropy)
+    logprobs_N, entropy_N = model.logprobs(
+        states_NH, tokens.values[positions], temperature=temperature, entropy=entropy)
     outputs = {"logprobs": scatter(logprobs_N, positions, num_tokens)}
     if entropy_N is not None:
         outputs["entropy"] = scatter(entropy_N, positions, num_tokens)
@@ -58,14 +64,15 @@ def loss_by_parts(
     model: Transformer, hidden_TH: torch.Tensor, samples: Batch,
     loss: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor], *, key: str, **settings: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the loss of `compute_outputs` for parts of the samples whose logits fit in one chunk.
+    """Compute the loss of `compute_outputs`; with gradients, for parts of the samples whose logits fit in one
+    chunk.
 
     Each part runs its backward pass at once, up to the hidden states. Only a sample that has more logits than
     a chunk must compute them twice.
     """
     tokens = samples[key]
     mask = samples.fields.get("response_mask")
-    by_parts = settings["output"] == "logprobs" and model.groups.cp.size == 1
+    by_parts = hidden_TH.requires_grad and settings["output"] == "logprobs" and model.groups.cp.size == 1
     limit = model.head.chunk_tokens if by_parts else len(tokens.values)
     if len(tokens.values) <= limit:
         return loss(compute_outputs(model, hidden_TH, tokens, mask=mask, **settings), samples)

@@ -28,13 +28,7 @@ def class_spec(config: TransformersConfig) -> ModelSpec:
 
     Raises ValueError if transformers has no class, or one that cannot be used.
     """
-    return _class_spec(json.dumps(dict(config.hf)), config)
-
-
-@lru_cache(maxsize=16)
-def _class_spec(_: str, config: TransformersConfig) -> ModelSpec:
-    """Return the parameter table; the first argument distinguishes configs that differ in `hf` alone."""
-    model = make_model(config, device="meta")
+    model = _model_without_memory(config)
     limit = getattr(model.config, "max_position_embeddings", None)
     others = [m for m in model.modules() if m is not model.get_input_embeddings()]
     learned = any(getattr(module, "num_embeddings", 0) >= (limit or 1) for module in others)
@@ -52,17 +46,23 @@ def _class_spec(_: str, config: TransformersConfig) -> ModelSpec:
     return ModelSpec(made, tuple(params))
 
 
-@lru_cache(maxsize=16)
-def _file_spec(_: str, spec: ModelSpec) -> ModelSpec:
-    model = make_model(_config(spec), device="meta")
+def file_spec(spec: ModelSpec) -> ModelSpec:
+    """Return the table of tensors in the model's files; some classes fuse several of them into one."""
+    model = _model_without_memory(config_of(spec))
     tensors = in_files(model, {names[0]: tensor for names, tensor in named_tensors(model)})
     params = (ParamSpec(n, tuple(t.shape), 0, part=n, in_file=InFile(n)) for n, t in tensors.items())
     return ModelSpec(spec.config, tuple(params))
 
 
-def file_spec(spec: ModelSpec) -> ModelSpec:
-    """Return the table of tensors in the model's files; some classes fuse several of them into one."""
-    return _file_spec(json.dumps(dict(spec.config.hf)), spec)
+def _model_without_memory(config: TransformersConfig) -> Any:
+    """Return a model on torch's meta device, which is built once: that can take seconds."""
+    return _cached_model(json.dumps(dict(config.hf)), config)
+
+
+@lru_cache(maxsize=16)
+def _cached_model(_: str, config: TransformersConfig) -> Any:
+    """Build the model; the first argument distinguishes configs that differ in `hf` alone."""
+    return make_model(config, device="meta")
 
 
 def in_files(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def read_model(directory: str, config: TransformersConfig, *, dtype: Any, seed: 
         name, there, here = wrong[0]
         what = f"tensor {name} has shape {tuple(there)}"
         raise ValueError(f"{directory}: {what}; the config says {tuple(here)}")
-    missing = sorted(name for name in info["missing_keys"] if not _is_head(name, config))
+    missing = sorted(n for n in info["missing_keys"] if config.head == "lm" or not n.startswith("score."))
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ValueError(f"{directory}: parameter {missing[0]}{more} is in none of the safetensors files")
@@ -168,11 +168,7 @@ def _auto_class(config: TransformersConfig) -> Any:
     return getattr(import_module("transformers"), _AUTO[config.head])
 
 
-def _is_head(name: str, config: TransformersConfig) -> bool:
-    return config.head == "score" and name.startswith("score.")
-
-
-def _config(spec: ModelSpec) -> TransformersConfig:
+def config_of(spec: ModelSpec) -> TransformersConfig:
     assert isinstance(spec.config, TransformersConfig)
     return spec.config
 

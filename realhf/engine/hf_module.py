@@ -1,7 +1,7 @@
 """TransformersModel: an unsharded model of one of transformers' own classes, with weights in flat memory.
 
-Shape suffixes: T tokens of all sequences end to end, B rows of a padded batch, L its length, X outputs of the
-head for a token: logits, or one score.
+Shape suffixes: B rows of a padded batch, L its length, N some of its tokens, X outputs of the head for a
+token: logits, or one score.
 """
 
 import sys
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from realhf.data.batch import Packed
 from realhf.dist.parallel import ParallelGroups
-from realhf.engine.hf_factory import in_files, make_model, named_tensors, random_model, read_model
+from realhf.engine import hf_factory
 from realhf.errors import UserError
 from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import ModelSpec, ParamSpec
-from realhf.transformers_config import TransformersConfig
 
 
 class TransformersModel(ShardedParameters):
@@ -30,12 +30,12 @@ class TransformersModel(ShardedParameters):
     ) -> None:
         super().__init__(spec, groups, dtype=dtype, memory=memory)
         self._can_recompute = False
-        self.hf = make_model(self._own_config, device=groups.world.device, dtype=dtype)
+        self.hf = hf_factory.make_model(hf_factory.config_of(spec), device=groups.world.device, dtype=dtype)
         # A sampled padding token is an ordinary token: its embedding must get a gradient.
         self.hf.get_input_embeddings().padding_idx = None
         # Generation follows the call's settings, not generation_config.json.
         self.hf.generation_config = import_module("transformers").GenerationConfig()
-        for names, tensor in named_tensors(self.hf):
+        for names, tensor in hf_factory.named_tensors(self.hf):
             for name in names:
                 path, _, attribute = name.rpartition(".")
                 module = self.hf.get_submodule(path)
@@ -43,11 +43,6 @@ class TransformersModel(ShardedParameters):
                     module._parameters[attribute] = self.of_layer(0)[names[0]]
                 else:
                     module._buffers[attribute] = self.shards()[names[0]]
-
-    @property
-    def _own_config(self) -> TransformersConfig:
-        assert isinstance(self.config, TransformersConfig)
-        return self.config
 
     def _fused_part(self, param: ParamSpec) -> str:
         return param.part
@@ -59,37 +54,45 @@ class TransformersModel(ShardedParameters):
         Raises ValueError that names the directory and the tensor.
         """
         if directory is None:
-            made = random_model(self._own_config, seed=seed)
+            made = hf_factory.random_model(hf_factory.config_of(self.spec), seed=seed)
         else:
-            made, further = read_model(str(directory), self._own_config, dtype=self.flat.dtype, seed=seed)
+            made, further = hf_factory.read_model(
+                str(directory), hf_factory.config_of(self.spec), dtype=self.flat.dtype, seed=seed)
             if further and self.groups.rank == self.groups.layout.ranks[0]:
                 more = f" and {len(further) - 1} more" if len(further) > 1 else ""
                 print(f"realhf: {directory}: {further[0]}{more} is left out", file=sys.stderr)
-        for names, tensor in named_tensors(made):
+        for names, tensor in hf_factory.named_tensors(made):
             self.shards()[names[0]].copy_(tensor)
 
     def file_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are written to this model's files."""
-        return in_files(self.hf, self.shards())
+        return hf_factory.in_files(self.hf, self.shards())
 
     def __call__(self, tokens: Packed, *, recompute: bool = False) -> Tensor:
         """Return the head's outputs for every token: x_BLX of right-padded rows, one sequence each.
 
         With `recompute`, every layer keeps only its input and is computed again in the backward pass.
         """
-        limit = self.config.num_positions
-        longest = max(tokens.lengths, default=0)
-        if limit is not None and longest > limit:
-            raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
-        lengths = torch.tensor(tokens.lengths, device=tokens.values.device)
+        self.check_lengths(tokens.lengths)
         ids_BL = torch.nn.utils.rnn.pad_sequence(list(tokens.split()), batch_first=True)
-        mask_BL = (torch.arange(longest, device=lengths.device) < lengths[:, None]).long()
-        inputs = {"input_ids": ids_BL, "attention_mask": mask_BL, "use_cache": False}
+        inputs = {"input_ids": ids_BL, "attention_mask": token_mask(tokens).long(), "use_cache": False}
         with self._recomputing() if recompute else nullcontext():
             if self.config.head == "lm":
                 return self.hf(**inputs).logits
             hidden = getattr(self.hf, self.hf.base_model_prefix)(**inputs)[0]
         return self.hf.score(hidden)
+
+    def scores(self, x_NX: Tensor) -> Tensor:
+        """Return scores_N, in dtype `wide`, given outputs of a score head."""
+        return x_NX[:, 0].to(self.wide)
+
+    def logprobs(
+        self, x_NX: Tensor, labels_N: Tensor, *, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the labels' log-probs, and the entropies if `entropy`, given logits."""
+        logprobs_NX = (x_NX.to(self.wide) / temperature).log_softmax(-1)
+        entropy_N = _Entropy.apply(logprobs_NX) if entropy else None
+        return logprobs_NX.gather(1, labels_N[:, None])[:, 0], entropy_N
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
@@ -107,3 +110,27 @@ class TransformersModel(ShardedParameters):
         yield
         for module in layers:  # In training mode, layers would not use a cache to generate.
             module.training = False
+
+
+def token_mask(tokens: Packed) -> Tensor:
+    """Return where a right-padded batch of the sequences has tokens: mask_BL."""
+    lengths = torch.tensor(tokens.lengths, device=tokens.values.device)
+    return torch.arange(max(tokens.lengths, default=0), device=lengths.device) < lengths[:, None]
+
+
+class _Entropy(torch.autograd.Function):
+    """The entropy of distributions given as log-probs.
+
+    It saves nothing but the log-probs, which log_softmax saves anyway, and costs nothing in the backward pass
+    unless the loss uses it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logprobs_NX: Tensor) -> Tensor:
+        ctx.save_for_backward(logprobs_NX)
+        return -(logprobs_NX.exp() * logprobs_NX).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> Tensor:
+        (logprobs_NX,) = ctx.saved_tensors
+        return (logprobs_NX + 1).mul_(logprobs_NX.exp()).mul_(-grad_N[:, None])

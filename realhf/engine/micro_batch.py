@@ -1,4 +1,4 @@
-"""Splits samples into parts of balanced cost."""
+"""Splits samples into micro-batches, and into parts of balanced cost."""
 
 import heapq
 import math
@@ -65,3 +65,14 @@ def micro_batches(
     costs = [n + attention * n**2 for n in lengths]
     parts = balance(costs, num_parts, limit=max_tokens, sizes=lengths)
     return [sorted(part, key=lambda i: (lengths[i], i)) for part in parts if part]
+
+
+def padded_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Return micro-batches of samples of similar length, as many as fit when they are padded."""
+    parts: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return parts

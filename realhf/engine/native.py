@@ -3,20 +3,19 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from realhf.calls import Generate, OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
-from realhf.data.batch import Batch, Packed
+from realhf.data.batch import Batch
 from realhf.dist.activity import Report
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
-from realhf.engine.base import BaseEngine, Outputs, output_batch
-from realhf.engine.chunked_loss import compute_outputs, loss_by_parts
+from realhf.engine.base import Engine, Passes, output_batch
+from realhf.engine.chunked_loss import loss_by_parts
 from realhf.engine.micro_batch import attention_share, micro_batches
-from realhf.engine.protocol import DTYPES, Shards
+from realhf.engine.protocol import DTYPES, Metrics, Shards
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimit
@@ -29,8 +28,8 @@ from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec
 
 
-class NativeEngine(BaseEngine):
-    """An engine for the parallel transformer of `nn`, under any layout. See Engine for the settings."""
+class NativeEngine(Engine):
+    """An engine for the parallel transformer of `nn`, under any layout."""
 
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World,
@@ -42,18 +41,8 @@ class NativeEngine(BaseEngine):
         if lora is not None:
             self.adapters = Adapters(spec.config, lora, groups, dtype=DTYPES[dtype], memory=adapter_memory)
         self.model = Transformer(spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters)
-        trained = self.model if self.adapters is None else self.adapters
-        super().__init__(self.model, trained=trained, optimizer=optimizer)
+        super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
         self._cache_limit = CacheLimit(groups)
-
-    def adapter_shards(self) -> Shards:
-        assert self.adapters is not None, "a model without LoRA has no adapters"
-        return self.adapters.shards()
-
-    @property
-    def adapter_flat(self) -> torch.Tensor:
-        assert self.adapters is not None, "a model without LoRA has no adapters"
-        return self.adapters.flat
 
     def load_base(self, directory: Path | None, *, seed: int) -> None:
         self.model.init_random(seed, names=None if directory is None else load_weights(directory, self.model))
@@ -96,23 +85,18 @@ class NativeEngine(BaseEngine):
             parts += [[]] * (max(groups.ep_control.all_gather_json(len(parts))) - len(parts))
         return parts
 
-    def _compute(
-        self, tokens: Packed, hidden: torch.Tensor | None,
-        *, recompute: bool, routers: Routers | None, layer_done: Callable[[int], None] | None,
+    def _run_micro_batch(
+        self, samples: Batch, hidden: torch.Tensor | None, passes: Passes,
+        *, layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:  # fmt: skip
-        x = tokens.values if hidden is None else hidden
-        router_losses = None if routers is None else routers.next_pass()
-        return self.model(
-            x, tokens.lengths, recompute=recompute, router_losses=router_losses, layer_done=layer_done)
+        tokens = samples[passes.key]
+        x = self.model(
+            tokens.values if hidden is None else hidden, tokens.lengths, recompute=passes.recompute,
+            router_losses=None if passes.routers is None else passes.routers.next_pass(),
+            layer_done=layer_done)
+        if not self.groups.is_last_stage:
+            return x
+        return loss_by_parts(self.model, x, samples, passes.finish, key=passes.key, **passes.outputs)
 
-    def _finish(
-        self, x: torch.Tensor, samples: Batch, finish: Callable[[Outputs, Batch], torch.Tensor],
-        *, key: str, settings: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
-        if x.requires_grad:
-            return loss_by_parts(self.model, x, samples, finish, key=key, **settings)
-        mask = samples.fields.get("response_mask")
-        return finish(compute_outputs(self.model, x, samples[key], mask=mask, **settings), samples)
-
-    def _routers(self, work: TrainStep, *, num_sequences: float, num_tokens: float) -> Routers | None:
-        return Routers(self.model, work, num_sequences=num_sequences, num_tokens=num_tokens)
+    def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
+        return None if self.model.config.moe is None else Routers(self.model, work, totals)

@@ -1,6 +1,6 @@
 """BlockManager: which blocks of a KV cache are free, and how many users each of the others has."""
 
-import heapq
+from bisect import insort
 from collections.abc import Iterable
 
 
@@ -12,24 +12,23 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.num_free = num_blocks
+        self._free = list(range(num_blocks))
+        """The free blocks, rising."""
         self._users = [0] * num_blocks
-        # Two heaps of the free blocks; a block that was taken from one of them stays in the other.
-        self._front = list(range(num_blocks))
-        self._back = [-block for block in reversed(self._front)]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
 
     def allocate(self, count: int, *, to_share: bool = False) -> list[int]:
         """Take `count` free blocks, which then have one user each. There must be enough of them."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
-        self.num_free -= count
-        taken: list[int] = []
-        while len(taken) < count:
-            block = heapq.heappop(self._front) if to_share else -heapq.heappop(self._back)
-            if self._users[block] == 0:
-                self._users[block] = 1
-                taken.append(block)
-        return taken
+        start = 0 if to_share else self.num_free - count
+        taken = self._free[start : start + count]
+        del self._free[start : start + count]
+        for block in taken:
+            self._users[block] = 1
+        return taken if to_share else taken[::-1]
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one user to each block."""
@@ -43,6 +42,4 @@ class BlockManager:
             assert self._users[block] > 0, f"block {block} is free"
             self._users[block] -= 1
             if self._users[block] == 0:
-                self.num_free += 1
-                heapq.heappush(self._front, block)
-                heapq.heappush(self._back, -block)
+                insort(self._free, block)

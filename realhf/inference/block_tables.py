@@ -7,7 +7,7 @@ that share a block, M blocks of the row that has most.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -31,7 +31,39 @@ class BlockSet:
     counts_PS: Tensor  # Tokens of the row from the start of the block on.
     fewest: int  # Least of these counts, over the entries that have a row.
     most: int
-    width: int  # Every block is empty, or ends, after this many tokens.
+    size: int  # Tokens that fit in a block.
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Every block is empty, or ends, after this many tokens."""
+        return min(self.most, self.size)
+
+    def with_next_tokens(self) -> "BlockSet":
+        """Return the set after every row has got another token."""
+        return replace(
+            self, counts_PS=self.counts_PS + 1, fewest=self.fewest + 1, most=self.most + 1, _masks={})
+
+    def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the additive mask of a decoding step: (P, 1, S * group or 1, L), for L tokens of a block;
+        None if everything is visible. All layers of an attention kind share it."""
+        if window not in self._masks:
+            self._masks[window] = self._new_mask(window, group, dtype)
+        return self._masks[window]
+
+    def _new_mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
+        sees_all_before = window is None or window >= self.most
+        if self.fewest >= self.width and sees_all_before:
+            return None
+        counts_PS1 = self.counts_PS[:, :, None]
+        at_L = torch.arange(self.width, device=counts_PS1.device)
+        visible_PSL = at_L < counts_PS1
+        if window is not None:
+            visible_PSL &= at_L >= counts_PS1 - window
+        if self.rows_PS.shape[1] > 1:
+            visible_PSL = visible_PSL.repeat_interleave(group, dim=1)
+        # The mask is finite, so that a block without visible tokens gets a weight of 0 instead of NaN.
+        return (~visible_PSL).to(dtype).mul_(torch.finfo(dtype).min / 2)[:, None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +76,7 @@ class Decoding:
 
     slots: Integers
     positions_B: Tensor
-    places_B: Tensor  # Cache positions of the new tokens.
+    cache_positions_B: Tensor
     sets: tuple[BlockSet, ...]
     parts_BM: Tensor
     missing_BM: Tensor | None
@@ -53,9 +85,9 @@ class Decoding:
 class BlockTables:
     """The blocks of each row in order. Rows of the same prompt may share their first blocks."""
 
-    def __init__(
-        self, *, num_slots: int, num_blocks: int, block_size: int, blocks_per_row: int, max_sharers: int
-    ) -> None:
+    def __init__(self, *, num_slots: int, num_blocks: int, block_size: int, blocks_per_row: int) -> None:
+        self.num_slots = num_slots
+        self.num_blocks = num_blocks
         self.block_size = block_size
         """Tokens in a block."""
         self.lens = np.zeros(num_slots, np.int64)
@@ -65,11 +97,8 @@ class BlockTables:
         self._counts = np.zeros(num_slots, np.int64)
         self._num_shared = np.zeros(num_slots, np.int64)
         self._ordinals = np.zeros(num_slots, np.int64)
-        self._starts = np.zeros(num_blocks, np.int64)
-        # Slots of the rows that use a block, or -1: one slot for an unshared block, several for a shared one.
-        self._owners = np.full((num_blocks, 1), -1, np.int64)
-        self._sharers = np.full((num_blocks, max(1, max_sharers)), -1, np.int64)
-        self._parts: tuple[tuple[_Users, ...], Tensor, Tensor | None] | None = None
+        self._last: Decoding | None = None
+        """The last step; None if a row has started, stopped or got a block since then."""
 
     def start(
         self, slot: int, blocks: Sequence[int], *, length: int, num_shared: int = 0, ordinal: int = 0
@@ -78,35 +107,25 @@ class BlockTables:
 
         It is number `ordinal` among the rows that share its first `num_shared` blocks.
         """
-        count = len(blocks)
-        self._parts = None
+        self._last = None
         self._is_running[slot] = True
         self.lens[slot] = length
-        self._counts[slot] = count
+        self._counts[slot] = len(blocks)
         self._num_shared[slot] = num_shared
         self._ordinals[slot] = ordinal
-        self._table[slot, :count] = blocks
-        self._starts[list(blocks)] = np.arange(count) * self.block_size
-        self._sharers[list(blocks[:num_shared]), ordinal] = slot
-        self._owners[list(blocks[num_shared:]), 0] = slot
+        self._table[slot, : len(blocks)] = blocks
 
     def append(self, slot: int, block: int) -> None:
         """Give the row another block."""
-        self._parts = None
+        self._last = None
         self._table[slot, self._counts[slot]] = block
-        self._starts[block] = self._counts[slot] * self.block_size
-        self._owners[block, 0] = slot
         self._counts[slot] += 1
 
     def stop(self, slot: int) -> list[int]:
         """End the row and return its blocks, of which the first may have other users."""
-        self._parts = None
-        num_shared = self._num_shared[slot]
-        blocks = self._table[slot, : self._counts[slot]]
-        self._sharers[blocks[:num_shared], self._ordinals[slot]] = -1
-        self._owners[blocks[num_shared:], 0] = -1
+        self._last = None
         self._is_running[slot] = False
-        return blocks.tolist()
+        return self._table[slot, : self._counts[slot]].tolist()
 
     def full(self) -> list[int]:
         """Return the slots of the rows whose next token needs another block."""
@@ -124,7 +143,7 @@ class BlockTables:
     @property
     def largest_size(self) -> tuple[int, int]:
         """Upper bounds of `size`."""
-        return self._table.shape[0], self._table.shape[1]
+        return self.num_slots, self._table.shape[1]
 
     def advance_by_table(self, num_rows: int, num_blocks: int) -> Integers:
         """Add one token to every running row, none of which may be `full`.
@@ -133,112 +152,98 @@ class BlockTables:
         blocks, of which those beyond the row's own are arbitrary. Padding rows write to a spare block, which
         follows the blocks that these tables know.
         """
-        slots, lens, places = self._next_tokens()
-        spare = len(self._starts)
-        numbers = np.full((num_rows, 2 + num_blocks), spare, np.int64)
+        slots, lens, cache_positions = self._next_tokens()
+        numbers = np.full((num_rows, 2 + num_blocks), self.num_blocks, np.int64)
         numbers[:, 0] = 0
-        numbers[:, 1] = spare * self.block_size
-        numbers[: len(slots)] = np.column_stack((lens, places, self._table[slots, :num_blocks]))
+        numbers[:, 1] = self.num_blocks * self.block_size
+        numbers[: len(slots)] = np.column_stack((lens, cache_positions, self._table[slots, :num_blocks]))
         return numbers
 
     def _next_tokens(self) -> tuple[Integers, Integers, Integers]:
         """Add one token to every running row; return slots, positions and cache positions of the tokens."""
         slots = self.running()
         lens = self.lens[slots]
-        places = self._table[slots, lens // self.block_size] * self.block_size + lens % self.block_size
+        blocks = self._table[slots, lens // self.block_size]
         self.lens[slots] += 1
-        return slots, lens, places
+        return slots, lens, blocks * self.block_size + lens % self.block_size
 
     def advance(self) -> Decoding:
         """Add one token to every running row, none of which may be `full`."""
-        slots, lens, places = self._next_tokens()
-        if self._parts is None:
-            self._parts = self._new_parts(slots)
-        users, parts_BM, missing_BM = self._parts
-        sets = tuple(some.at(lens + 1, block_size=self.block_size) for some in users)
-        return Decoding(slots, torch.from_numpy(lens), torch.from_numpy(places), sets, parts_BM, missing_BM)
+        slots, lens, cache_positions = self._next_tokens()
+        positions_B, cache_positions_B = map(torch.from_numpy, (lens, cache_positions))
+        if self._last is None:
+            self._last = Decoding(slots, positions_B, cache_positions_B, *self._attended(slots))
+        else:
+            sets = tuple(blocks.with_next_tokens() for blocks in self._last.sets)
+            self._last = Decoding(
+                slots, positions_B, cache_positions_B, sets, self._last.parts_BM, self._last.missing_BM)
+        return self._last
 
-    def _new_parts(self, slots: Integers) -> "tuple[tuple[_Users, ...], Tensor, Tensor | None]":
-        """Return the parts of a Decoding that stay valid until a row starts, stops or gets a block."""
-        counts = self._counts[slots]
-        row_of = np.zeros(len(self.lens) + 1, np.int64)  # (Index -1 is the last entry.)
-        row_of[slots] = np.arange(len(slots))
-        table_BM = self._table[slots, : counts.max()]
+    def _attended(self, slots: Integers) -> tuple[tuple[BlockSet, ...], Tensor, Tensor | None]:
+        """Return the blocks to which the rows attend, and where their partial results are (see Decoding)."""
+        counts_B = self._counts[slots]
+        table_BM = self._table[slots, : counts_B.max()]
         index_M = np.arange(table_BM.shape[1])
-        shared_B = self._num_shared[slots]
-        own, own_indices = self._users(self._owners, row_of, joined=1)
-        users: tuple[_Users, ...] = (own,)
-        parts_BM = own_indices[table_BM]
-        missing_BM = index_M >= counts[:, None]
-        if shared_B.any():
-            joined = self._joined()
-            is_shared_BM = index_M < shared_B[:, None]
-            shared, shared_indices = self._users(self._sharers, row_of, joined=joined)
-            num_sharers = self._sharers.shape[1]
-            shared_parts_BM = len(own.rows_PS) + shared_indices[table_BM] * num_sharers
-            shared_parts_BM += self._ordinals[slots][:, None]
-            parts_BM = np.where(is_shared_BM, shared_parts_BM, parts_BM)
-            missing_BM |= is_shared_BM & (index_M % joined > 0)
+        missing_BM = index_M >= counts_B[:, None]
+        is_shared_BM = index_M < self._num_shared[slots, None]
+        is_own_BM = ~(is_shared_BM | missing_BM)
+        parts_BM = np.zeros_like(table_BM)
+        own, parts_N = self._block_set(slots, is_own_BM, np.zeros_like(slots))
+        parts_BM[is_own_BM] = parts_N
+        sets: tuple[BlockSet, ...] = (own,)
+        if is_shared_BM.any():
+            shared, parts_N = self._block_set(slots, is_shared_BM, self._ordinals[slots], joins=True)
+            parts_BM[is_shared_BM] = len(own.rows_PS) + parts_N
+            missing_BM |= is_shared_BM & (index_M % shared.joined > 0)
             order_BM = np.argsort(missing_BM, axis=1, kind="stable")[:, : (~missing_BM).sum(1).max()]
             parts_BM = np.take_along_axis(parts_BM, order_BM, 1)
             missing_BM = np.take_along_axis(missing_BM, order_BM, 1)
-            users = (own, shared)
-        parts_BM = np.where(missing_BM, 0, parts_BM)
+            sets = (own, shared)
         missing = torch.from_numpy(missing_BM) if missing_BM.any() else None
-        return users, torch.from_numpy(parts_BM), missing
+        return sets, torch.from_numpy(parts_BM), missing
 
-    def _joined(self) -> int:
-        """Return how many adjacent shared blocks can be joined: they always have the same rows, in order.
+    def _block_set(
+        self, slots: Integers, chosen_BM: NDArray[np.bool_], ordinals_B: Integers, *, joins: bool = False
+    ) -> tuple[BlockSet, Integers]:
+        """Return the chosen blocks of the rows in these slots, and the numbers of their partial results.
 
-        This is the number of shared blocks of a prompt, if all prompts have equally many; it is 1 where few
-        of the blocks are in use.
+        `ordinals_B` number the rows that use the same blocks. With `joins`, adjacent blocks are joined where
+        possible.
         """
-        is_used: NDArray[np.bool_] = np.any(self._sharers >= 0, axis=1)
-        used = np.flatnonzero(is_used)
-        first, last = int(used[0]), int(used[-1])
-        rows = self._sharers[first : last + 1]
-        numbers = self._starts[first : last + 1] // self.block_size
-        if len(used) < _DENSE * len(rows):
-            return 1
-        continues = (rows[1:] == rows[:-1]).all(1) & (numbers[1:] == numbers[:-1] + 1)
-        continues |= ~(is_used[first:last] | is_used[first + 1 : last + 1])
-        begins = np.flatnonzero(np.append(True, ~continues))
-        offsets = numbers[begins] * is_used[first + begins]
-        return int(np.gcd.reduce(np.concatenate((begins, offsets, [len(rows)]))))
-
-    def _users(
-        self, slots_PS: Integers, row_of: Integers, *, joined: int
-    ) -> "tuple[_Users, Integers]":
-        """Return the blocks that have users in `slots_PS` (-1 is none), and each block's index among them."""
-        used = np.flatnonzero((slots_PS >= 0).any(1))
+        row_N, index_N = np.nonzero(chosen_BM)
+        block_N = self._table[slots[row_N], index_N]
+        num_sharers = int(ordinals_B.max()) + 1
+        rows_PS = np.full((self.num_blocks, num_sharers), -1, np.int64)
+        rows_PS[block_N, ordinals_B[row_N]] = row_N
+        numbers = np.zeros(self.num_blocks, np.int64)  # The index of each block in its rows.
+        numbers[block_N] = index_N
+        used = np.unique(block_N)
         first, stop = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
-        indices = np.zeros(len(slots_PS), np.int64)
+        joined = 1
+        blocks: slice | Tensor = torch.from_numpy(used)
         if len(used) >= _DENSE * (stop - first):
+            blocks = slice(first, stop)
             used = np.arange(first, stop)
-            blocks: slice | Tensor = slice(first, stop)
-        else:
-            blocks = torch.from_numpy(used)
-        indices[used] = np.arange(len(used)) // joined
+            joined = _num_joined(rows_PS[blocks], numbers[blocks]) if joins else 1
+        parts_N = np.searchsorted(used, block_N) // joined * num_sharers + ordinals_B[row_N]
         used = used[::joined]
-        has_PS = slots_PS[used] >= 0
-        return _Users(blocks, joined, row_of[slots_PS[used]], has_PS, self._starts[used, None]), indices
+        rows_PS = rows_PS[used]
+        counts_PS = self.lens[slots[rows_PS]] - numbers[used, None] * self.block_size
+        valid = counts_PS[rows_PS >= 0] if len(row_N) else np.zeros(1)
+        found = BlockSet(
+            blocks, joined, torch.from_numpy(np.maximum(rows_PS, 0)), torch.from_numpy(counts_PS),
+            fewest=int(valid.min()), most=int(valid.max()), size=self.block_size * joined)
+        return found, parts_N
 
 
-@dataclass(frozen=True)
-class _Users:
-    """Some blocks and the rows that use them; has_PS says which entries of rows_PS are rows."""
+def _num_joined(rows_PS: Integers, numbers_P: Integers) -> int:
+    """Return how many of these adjacent blocks can be joined: they always have the same rows, in order.
 
-    blocks: slice | Tensor
-    joined: int
-    rows_PS: Integers
-    has_PS: NDArray[np.bool_]
-    starts_P1: Integers  # Tokens of a row before each block.
-
-    def at(self, lens: Integers, *, block_size: int) -> BlockSet:
-        """Return the set for rows that have `lens` tokens."""
-        counts_PS = lens[self.rows_PS] - self.starts_P1
-        valid = counts_PS[self.has_PS]
-        fewest, most = (int(valid.min()), int(valid.max())) if len(valid) else (0, 0)
-        width = min(most, block_size * self.joined)
-        rows = torch.from_numpy(self.rows_PS)
-        return BlockSet(self.blocks, self.joined, rows, torch.from_numpy(counts_PS), fewest, most, width)
+    This is the number of shared blocks of a prompt, if all prompts have equally many.
+    """
+    is_used: NDArray[np.bool_] = np.any(rows_PS >= 0, axis=1)
+    continues = (rows_PS[1:] == rows_PS[:-1]).all(1) & (numbers_P[1:] == numbers_P[:-1] + 1)
+    continues |= ~(is_used[:-1] | is_used[1:])
+    begins = np.flatnonzero(np.append(True, ~continues))
+    offsets = numbers_P[begins] * is_used[begins]
+    return int(np.gcd.reduce(np.concatenate((begins, offsets, [len(rows_PS)]))))

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -27,20 +28,17 @@ class CacheLimit:
 
     def __init__(self, groups: ParallelGroups) -> None:
         self._groups = groups
-        self._num_bytes: int | None = None
         self._has_warned = False
 
+    @cached_property
     def num_bytes(self) -> int:
-        """Return the limit of each rank. All ranks of the layout call this."""
-        if self._num_bytes is None:
-            ranks = self._groups.layout.ranks
-            world = self._groups.world
-            neighbours = world.ranks_on_host(world.rank)
-            free = free_bytes(world.device, num_users=sum(rank in neighbours for rank in ranks))
-            mine = int(SHARE_OF_FREE * free)
-            control = world.group(ranks, purpose="control")
-            self._num_bytes = min(control.all_gather_json(mine))
-        return self._num_bytes
+        """The limit of each rank. All ranks of the layout ask for it."""
+        ranks = self._groups.layout.ranks
+        world = self._groups.world
+        neighbours = world.ranks_on_host(world.rank)
+        free = free_bytes(world.device, num_users=sum(rank in neighbours for rank in ranks))
+        control = world.group(ranks, purpose="control")
+        return min(control.all_gather_json(int(SHARE_OF_FREE * free)))
 
     def warn_once(self, call: str, *, taken: int, needed: int) -> None:
         """Print, once and on one rank, that rows will wait for memory."""

@@ -7,6 +7,7 @@ Shape suffixes: B rows, padded to one of a few sizes; X position, cache position
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,42 +62,33 @@ class DecodeGraphs:
         self._cache = cache
         self._tables = tables
         self._record = record
-        self._passes: dict[tuple[int, ...], _Pass] = {}
+        self._inputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """Numbers of rows and of blocks -> the memory from which passes of that size read ids_B and
+        numbers_BX."""
+        self._replays: dict[tuple[int, int], Compute] = {}
 
     def __call__(self, ids_B: Tensor) -> Tensor:
         """Decode the last tokens of all running rows; return hidden_BH, valid until the next call."""
         counts = zip(self._tables.size(), self._tables.largest_size, strict=True)
         num_rows, num_blocks = (min(padded_size(count), most) for count, most in counts)
-        is_new = (num_rows, num_blocks) not in self._passes
+        size = (num_rows, num_blocks)
+        is_new = size not in self._inputs
         if is_new:
-            self._passes[num_rows, num_blocks] = _Pass(
-                self._model, self._cache, num_rows, num_blocks, block_size=self._tables.block_size)
-        step = self._passes[num_rows, num_blocks]
-        step.ids_B[: len(ids_B)] = ids_B
-        step.numbers_BX.copy_(torch.from_numpy(self._tables.advance_by_table(num_rows, num_blocks)))
+            numbers_BX = ids_B.new_zeros(num_rows, 2 + num_blocks)
+            self._inputs[size] = numbers_BX.new_zeros(num_rows), numbers_BX
+        padded_ids_B, numbers_BX = self._inputs[size]
+        padded_ids_B[: len(ids_B)] = ids_B
+        numbers_BX.copy_(torch.from_numpy(self._tables.advance_by_table(num_rows, num_blocks)))
+        compute = partial(self._compute, padded_ids_B, numbers_BX)
         if is_new:  # Libraries initialise themselves in a first pass, and some sizes occur only once.
-            return step.compute()[: len(ids_B)]
-        if step.replay is None:
-            step.replay = self._record(step.compute)
-        return step.replay()[: len(ids_B)]
+            return compute()[: len(ids_B)]
+        if size not in self._replays:
+            self._replays[size] = self._record(compute)
+        return self._replays[size]()[: len(ids_B)]
 
-
-class _Pass:
-    """A decoding pass of one size."""
-
-    def __init__(
-        self, model: Transformer, cache: KVCache, num_rows: int, num_blocks: int, *, block_size: int
-    ) -> None:
-        self.numbers_BX = model.flat.new_zeros(num_rows, 2 + num_blocks, dtype=torch.long)
-        self.ids_B = self.numbers_BX.new_zeros(num_rows)
-        self.replay: Compute | None = None
-        self._model = model
-        self._cache = cache
-        self._block_size = block_size
-
-    def compute(self) -> Tensor:
-        rows = DecodeByTable.of(self.numbers_BX, self._block_size)
-        return self._model.advance(self.ids_B, self._cache, [rows])
+    def _compute(self, ids_B: Tensor, numbers_BX: Tensor) -> Tensor:
+        rows = DecodeByTable(numbers_BX, self._tables.block_size)
+        return self._model.advance(ids_B, self._cache, [rows])
 
 
 def padded_size(count: int) -> int:

@@ -15,7 +15,7 @@ from realhf.data.batch import Batch
 from realhf.dist import tags
 from realhf.dist.group import Pending, peer_errors
 from realhf.dist.parallel import ParallelGroups
-from realhf.inference.rollout_buffer import PromptGroup, pack_groups, unpack_groups
+from realhf.inference.rollout_buffer import PromptGroup
 
 
 class Lines:
@@ -84,8 +84,7 @@ class PromptQueue:
         self._replicas = groups.replicas_control
         self._is_shared = stealing and self._replicas.size > 1
         self._line = self._replicas.index if self._is_shared else 0
-        self._heads = range(0, self._replicas.size, groups.layout.cp)  # First replica of each data shard.
-        self._shard_of = [shard for shard in range(groups.layout.dp) for _ in range(groups.layout.cp)]
+        self._cp = groups.layout.cp  # Replicas of a data shard: the first is its head.
         ranks: list[int] = groups.layout.grid[:, at.dp, at.cp, :].ravel().tolist()
         # (If a replica has its own queue, all of its ranks take the same prompts without being told.)
         self._leader, *self._followers = ranks if self._is_shared else [groups.rank]
@@ -104,10 +103,7 @@ class PromptQueue:
 
         All ranks call this, once.
         """
-        self._waiting = [list(groups)]
-        if self._is_shared:
-            lines = self._replicas.all_gather_bytes(pack_groups(groups))
-            self._waiting = [unpack_groups(line) for line in lines]
+        self._waiting = [[PromptGroup(*group) for group in line] for line in self.gather(groups)]
         self._is_over = not any(self._waiting)
         if self._leader == self._groups.rank and not self._is_over:
             name = f"waiting/{self._replicas.ranks}"
@@ -117,49 +113,47 @@ class PromptQueue:
 
     def take(self) -> PromptGroup | None:
         """Take a prompt for a free slot, or None when there are no more. All ranks of a replica call this."""
-        taken = None if self._is_over else self._take()
-        if taken is None:
-            self._is_over = True
+        if self._is_over:
             return None
-        line, number = taken
-        group = self._waiting[line][number]
-        if line != self._line:
-            self._stolen |= dict.fromkeys(group.ids, self._shard_of[line])
-        return group
-
-    def _take(self) -> tuple[int, int] | None:
         control = self._groups.world.control
         if self._lines is None:
             message = torch.empty(2, dtype=torch.long)
             control.exchange([], [(self._leader, message)], tag=tags.PROMPT)
-            line, number = message.tolist()
-            return (line, number) if line >= 0 else None
-        taken = self._lines.take()
-        if self._followers:
-            message = torch.tensor(taken or (-1, -1))
+        else:
+            message = torch.tensor(self._lines.take() or (-1, -1))
             messages = [(rank, message) for rank in self._followers]
             self._sent.append(control.post(messages, [], tag=tags.PROMPT))
-        return taken
+        line, number = message.tolist()
+        if line < 0:
+            self._is_over = True
+            return None
+        group = self._waiting[line][number]
+        if line != self._line:
+            self._stolen |= dict.fromkeys(group.ids, line // self._cp)
+        return group
 
     def collect_results(self, made: Batch, ids: Sequence[int]) -> Batch:
         """Return `ids`, the samples of this rank's data shard in their order, from the replicas that `made`
         them. All ranks call this; ranks that are not heads of the layout get no columns."""
         thieves = self._thieves()
-        self._clean_up()
+        for pending in self._sent:
+            pending.wait()
+        if self._lines is not None:  # Nobody takes a prompt any more.
+            self._lines.forget()
         if not made.fields:
             return made
         home = self._groups.at.dp
         index = self._replicas.index
-        head = self._heads[home]
+        head = home * self._cp
         rows: dict[int, list[int]] = {home: []}
         for row, sample in enumerate(made.ids):
             rows.setdefault(self._stolen.get(sample, home), []).append(row)
         sent = [
-            self._replicas.send_bytes(made.select(chosen).pack(), [self._heads[shard]])
-            for shard, chosen in rows.items() if self._heads[shard] != index]
+            self._replicas.send_bytes(made.select(chosen).pack(), [shard * self._cp])
+            for shard, chosen in rows.items() if shard * self._cp != index]
         received = [
             Batch.unpack(self._replicas.recv_bytes(peer)) for peer, shards in enumerate(thieves)
-            if index == head != peer and (self._shard_of[peer] == home or home in shards)]
+            if index == head != peer and (peer // self._cp == home or home in shards)]
         for pending in sent:
             pending.wait()
         if index != head:
@@ -175,10 +169,3 @@ class PromptQueue:
         if not self._is_shared or not any(self._waiting):
             return [[]] * self._replicas.size
         return self._replicas.all_gather_json(sorted(set(self._stolen.values()) - {self._groups.at.dp}))
-
-    def _clean_up(self) -> None:
-        """Wait for sent messages and delete the counters, when no prompt is taken any more."""
-        for pending in self._sent:
-            pending.wait()
-        if self._lines is not None:
-            self._lines.forget()

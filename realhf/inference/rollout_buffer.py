@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from realhf.data.batch import Batch, Packed
-from realhf.inference.block_tables import Integers
+from realhf.data.batch import Packed
+from realhf.inference.sampling import Draws
 from realhf.inference.scheduler import Prompt
-from realhf.nn.packed import token_places
+from realhf.nn.packed import token_positions
 
 Size = tuple[int, int]
 """Tokens of a prompt, and number of samples that continue it."""
@@ -27,30 +27,19 @@ class PromptGroup(NamedTuple):
         return len(self.tokens), len(self.ids)
 
 
-def by_prompt(prompts: Sequence[list[int]], ids: Sequence[int]) -> list[PromptGroup]:
+def group_by_prompt(prompts: Sequence[list[int]], ids: Sequence[int]) -> list[PromptGroup]:
     """Group adjacent samples that have equal prompts."""
     runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
     return [PromptGroup(prompts[run[0]], [ids[i] for i in run]) for run in runs]
 
 
-def pack_groups(groups: Sequence[PromptGroup]) -> torch.Tensor:
-    """Return the groups as bytes, to be sent to other ranks."""
-    tokens = [torch.tensor(group.tokens, dtype=torch.long) for group in groups]
-    packed = Packed.of(tokens, empty=torch.zeros(0, dtype=torch.long))
-    return Batch(list(range(len(groups))), {"tokens": packed, "ids": [group.ids for group in groups]}).pack()
-
-
-def unpack_groups(data: torch.Tensor) -> list[PromptGroup]:
-    batch = Batch.unpack(data)
-    tokens = batch["tokens"].split()
-    return [PromptGroup(prompt.tolist(), ids) for prompt, ids in zip(tokens, batch["ids"], strict=True)]
-
-
 class RolloutBuffer:
     """Samples, numbered in the order of their arrival; it grows when more than `capacity` arrive."""
 
-    def __init__(self, capacity: int, *, max_new_tokens: int, ends: torch.Tensor) -> None:
-        """`ends` says for every token of the vocabulary whether it ends a sample."""
+    def __init__(
+        self, capacity: int, *, max_new_tokens: int, eos_ids: Sequence[int], seed: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self.prompts: list[list[int]] = []
         self.ids = np.zeros(capacity, np.int64)
         self.lengths = np.zeros(capacity, np.int64)
@@ -59,10 +48,11 @@ class RolloutBuffer:
         self.num_ended = 0
         self.num_tokens = 0
         """Tokens drawn so far, of all samples."""
-        self.tokens = torch.zeros(capacity, max_new_tokens, dtype=torch.long, device=ends.device)
-        self.logprobs = torch.zeros(capacity, max_new_tokens, dtype=torch.float64, device=ends.device)
+        self.tokens = torch.zeros(capacity, max_new_tokens, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(capacity, max_new_tokens, dtype=torch.float64, device=device)
         self._max_new_tokens = max_new_tokens
-        self._ends = ends
+        self._draws = Draws(seed)
+        self._eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
 
     def add(self, group: PromptGroup) -> Prompt:
         """Add the samples of a group and return it in the scheduler's form."""
@@ -83,10 +73,16 @@ class RolloutBuffer:
         """Return the prompt of a sample and all of its drawn tokens."""
         return self.prompts[number] + self.tokens[number, : self.lengths[number]].tolist()
 
-    def append(self, numbers: Integers, tokens_B: torch.Tensor) -> list[bool]:
+    def draws(self, numbers: Sequence[int]) -> torch.Tensor:
+        """Return the random number in [0, 1) for the next token of each of these samples."""
+        rows = np.array(numbers, np.int64)
+        draws = self._draws(rows, sample_ids=self.ids[rows], positions=self.lengths[rows])
+        return torch.from_numpy(draws).to(self.tokens.device)
+
+    def append(self, numbers: Sequence[int], tokens_B: torch.Tensor) -> list[bool]:
         """Append one token to each of these samples; return for each whether that was its last."""
         self.tokens[self.at(numbers)] = tokens_B
-        finished = self._ends[tokens_B].cpu().numpy()
+        finished = torch.isin(tokens_B, self._eos_ids).cpu().numpy()
         self.lengths[numbers] += 1
         self.finished[numbers] = finished
         ended = finished | (self.lengths[numbers] == self._max_new_tokens)
@@ -94,14 +90,14 @@ class RolloutBuffer:
         self.num_tokens += len(ended)
         return ended.tolist()
 
-    def at(self, numbers: Integers, *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, numbers: Sequence[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index in `tokens` of each sample's next token, or of the one `back` positions before."""
         device = self.tokens.device
-        lengths = self.lengths[numbers] - back
-        return torch.from_numpy(numbers).to(device), torch.from_numpy(lengths).to(device)
+        rows_B = torch.tensor(numbers, dtype=torch.long, device=device)
+        return rows_B, torch.from_numpy(self.lengths[numbers] - back).to(device)
 
 
-def columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
+def output_columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
     """Return the columns of `Generate`: sequences, response mask, log-probs and finished flags."""
     device = parts[0].tokens.device
     floats = torch.zeros(0, dtype=wide, device=device)
@@ -111,7 +107,7 @@ def columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
         count = len(part.prompts)
         prompt_lens = np.array([len(prompt) for prompt in part.prompts], np.int64)
         whole = (prompt_lens + part.lengths[:count]).tolist()
-        row_T, position_T, _ = token_places(whole, torch.device("cpu"))
+        row_T, position_T, _ = token_positions(whole, torch.device("cpu"))
         at_T = position_T - torch.from_numpy(prompt_lens)[row_T]
         drawn_T = at_T >= 0
         tokens_T = torch.empty(len(row_T), dtype=torch.long)

@@ -10,6 +10,7 @@ Shape suffixes: B rows, V the rank's shard of the vocabulary, C chunks of it, L 
 the tensor-parallel group.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -56,6 +57,11 @@ def uniform(seed: int, *, sample_ids: Integers, positions: Integers) -> Floats:
     words = philox_4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
     bits = words[0] >> np.uint64(5) << np.uint64(26) | words[1] >> np.uint64(6)
     return bits.astype(np.float64) / 2.0**53
+
+
+def stream_seed(seed: int, stream: str) -> int:
+    """Return the seed of one stream (a call, by its name), which has its own random numbers."""
+    return (seed << 32) | zlib.crc32(stream.encode())
 
 
 class Draws:

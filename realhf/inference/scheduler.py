@@ -32,13 +32,9 @@ class Prompt:
         # An empty prompt has no hidden state: its samples would continue the token of another prompt.
         assert self.tokens, "a prompt has at least one token"
 
-    @property
-    def is_cached(self) -> bool:
-        return self.num_cached == len(self.tokens)
-
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Tokens [start, stop) of a prompt, which one pass prefills."""
 
     prompt: Prompt
@@ -53,7 +49,7 @@ class Piece:
     def is_last(self) -> bool:
         return self.stop == len(self.prompt.tokens)
 
-    def places(self, block_size: int) -> list[int]:
+    def cache_positions(self, block_size: int) -> list[int]:
         """Return the cache positions of the prompt's tokens up to `stop`."""
         blocks = self.prompt.blocks
         return [blocks[i // block_size] * block_size + i % block_size for i in range(self.stop)]
@@ -61,52 +57,47 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """Copies of blocks, and then one pass in which all rows decode and pieces of prompts are prefilled.
+    """Copies of blocks, and then one pass in which all rows decode and chunks of prompts are prefilled.
 
-    A piece that continues a prompt comes before those that begin one.
+    A chunk that continues a prompt comes before those that begin one.
     """
 
     copies: list[tuple[int, int]]  # Block to copy from, block to copy to.
     rows: list[int]  # Samples that decode one token, in order of their slots.
-    pieces: list[Piece]
+    chunks: list[Chunk]
 
     @property
-    def continued(self) -> Piece | None:
-        """The piece that continues a prompt, if there is one."""
-        return self.pieces[0] if self.pieces and self.pieces[0].start > 0 else None
+    def continued(self) -> Chunk | None:
+        """The chunk that continues a prompt, if there is one."""
+        return self.chunks[0] if self.chunks and self.chunks[0].start > 0 else None
 
     @property
-    def fresh(self) -> list[Piece]:
-        """The pieces that begin their prompts."""
-        return self.pieces[self.continued is not None :]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the pass: one of each row, then those of the pieces."""
-        return len(self.rows) + sum(piece.stop - piece.start for piece in self.pieces)
+    def fresh(self) -> list[Chunk]:
+        """The chunks that begin their prompts."""
+        return self.chunks[self.continued is not None :]
 
     @property
     def last_tokens(self) -> list[int]:
         """For each of `samples`, the index in the pass of the token that it continues."""
         count = len(self.rows)
         found = list(range(count))
-        for piece in self.pieces:
-            count += piece.stop - piece.start
-            found += [count - 1] * (len(piece.prompt.samples) * piece.is_last)
+        for chunk in self.chunks:
+            count += chunk.stop - chunk.start
+            found += [count - 1] * (len(chunk.prompt.samples) * chunk.is_last)
         return found
 
     @property
     def samples(self) -> list[int]:
         """Samples that get a token: the rows, then the samples of prompts that are now complete."""
-        return [*self.rows, *(s for piece in self.pieces if piece.is_last for s in piece.prompt.samples)]
+        return [*self.rows, *(s for chunk in self.chunks if chunk.is_last for s in chunk.prompt.samples)]
 
 
 class Scheduler:
-    """Plans the steps that bring all samples of a queue of prompts to their ends, `num_slots` at a time."""
+    """Plans the steps that bring all samples of a queue of prompts to their ends."""
 
     def __init__(
-        self, prompts: Iterable[Prompt], *, num_slots: int, blocks: BlockManager, tables: BlockTables,
-        prefill_tokens: int, history: Callable[[int], list[int]], restart_at: int | None = None,
+        self, prompts: Iterable[Prompt], *, tables: BlockTables, prefill_tokens: int,
+        history: Callable[[int], list[int]], restart_at: int | None = None,
         more: Callable[[], Prompt | None] = lambda: None,
     ) -> None:  # fmt: skip
         """`history` returns a sample's prompt and all of its tokens so far. A row that reaches `restart_at`
@@ -115,16 +106,15 @@ class Scheduler:
         self._queue = deque(prompts)
         self._more = more
         self._history = history
-        self._num_slots = num_slots
         self._prefill_tokens = prefill_tokens
         self._restart_at = restart_at
-        self._blocks = blocks
+        self.blocks = BlockManager(tables.num_blocks)
         self._tables = tables
         self._ready: deque[Prompt] = deque()
         """Cached prompts whose samples wait for slots."""
         self._rows: dict[int, int] = {}
         """Slot -> sample, the newest last."""
-        self._free_slots = list(range(num_slots))[::-1]
+        self._free_slots = list(range(tables.num_slots))[::-1]
         self._last: Step | None = None
         self.num_restarts = 0
         """Rows that gave up their blocks and were computed again."""
@@ -135,11 +125,11 @@ class Scheduler:
         self._grow()
         copies = self._start_rows()
         self._grow()
-        pieces = self._pieces()
-        if not self._rows and not pieces:
+        chunks = self._chunks()
+        if not self._rows and not chunks:
             assert not self._queue and not self._ready, "samples wait, but nobody can begin"
             return None
-        self._last = Step(copies, [self._rows[slot] for slot in self._tables.running().tolist()], pieces)
+        self._last = Step(copies, [self._rows[slot] for slot in self._tables.running().tolist()], chunks)
         return self._last
 
     def update(self, ended: Sequence[bool]) -> None:
@@ -149,18 +139,18 @@ class Scheduler:
         for slot in slots[np.array(ended[: len(slots)], dtype=bool)].tolist():
             self._stop(slot)
         rest = iter(ended[len(slots) :])
-        for prompt in (piece.prompt for piece in self._last.pieces if piece.is_last):
+        for prompt in (chunk.prompt for chunk in self._last.chunks if chunk.is_last):
             prompt.waiting = [sample for sample, end in zip(prompt.samples, rest, strict=False) if not end]
             if len(prompt.tokens) == self._restart_at:
                 self._restart_waiting(prompt)
             elif prompt.waiting:
                 self._ready.append(prompt)
             else:
-                self._blocks.release(prompt.blocks)
+                self.blocks.release(prompt.blocks)
 
     def _stop(self, slot: int) -> int:
         """Remove the row from the slot and return its sample."""
-        self._blocks.release(self._tables.stop(slot))
+        self.blocks.release(self._tables.stop(slot))
         self._free_slots.append(slot)
         return self._rows.pop(slot)
 
@@ -171,7 +161,7 @@ class Scheduler:
 
     def _restart_waiting(self, prompt: Prompt) -> None:
         """Release the prompt's blocks and queue its waiting samples to be computed again."""
-        self._blocks.release(prompt.blocks)
+        self.blocks.release(prompt.blocks)
         for sample in reversed(prompt.waiting):
             self._restart(sample)
 
@@ -184,16 +174,16 @@ class Scheduler:
     def _grow(self) -> None:
         """Give every row a block for its next token; if there are too few, some rows lose all of theirs."""
         for slot in self._tables.full():
-            while slot in self._rows and self._blocks.num_free == 0:
+            while slot in self._rows and self.blocks.num_free == 0:
                 self._reclaim_blocks()
             if slot in self._rows:
-                self._tables.append(slot, *self._blocks.allocate(1))
+                self._tables.append(slot, *self.blocks.allocate(1))
 
     def _reclaim_blocks(self) -> None:
         """Release the blocks of the prompt or row that has waited or run for the shortest time."""
         if self._queue and self._queue[0].blocks:  # It has been prefilled in part.
             prompt = self._queue[0]
-            self._blocks.release(prompt.blocks)
+            self.blocks.release(prompt.blocks)
             prompt.blocks = []
             prompt.num_cached = 0
         elif self._ready and not (len(self._ready) == 1 and not self._rows):
@@ -210,70 +200,71 @@ class Scheduler:
             is_last = len(prompt.waiting) == 1
             copies_tail = rest > 0 and not is_last
             needs_block = copies_tail or rest == 0
-            while not self._rows and self._blocks.num_free == 0 and needs_block:
+            while not self._rows and self.blocks.num_free == 0 and needs_block:
                 self._reclaim_blocks()
-            if self._blocks.num_free < needs_block:
+            if self.blocks.num_free < needs_block:
                 break
             slot = self._free_slots.pop()
             blocks = prompt.blocks
             if not is_last:
-                blocks = blocks[:num_full] + self._blocks.allocate(int(copies_tail))
-                self._blocks.share(blocks[:num_full])
+                blocks = blocks[:num_full] + self.blocks.allocate(int(copies_tail))
+                self.blocks.share(blocks[:num_full])
                 if copies_tail:
                     copies.append((prompt.blocks[num_full], blocks[num_full]))
             num_shared = num_full if len(prompt.samples) > 1 else 0
             self._tables.start(
                 slot, blocks, length=len(prompt.tokens), num_shared=num_shared, ordinal=prompt.num_started)
             if rest == 0:
-                self._tables.append(slot, *self._blocks.allocate(1))
+                self._tables.append(slot, *self.blocks.allocate(1))
             self._rows[slot] = prompt.waiting.pop(0)
             prompt.num_started += 1
             if is_last:
                 self._ready.popleft()
         return copies
 
-    def _pieces(self) -> list[Piece]:
-        """Return pieces of prompts for which there are slots and blocks, at most `prefill_tokens` tokens."""
-        pieces: list[Piece] = []
+    def _chunks(self) -> list[Chunk]:
+        """Return chunks of prompts for which there are slots and blocks, at most `prefill_tokens` tokens."""
+        chunks: list[Chunk] = []
         budget = self._prefill_tokens
         num_rows = len(self._rows) + sum(len(prompt.waiting) for prompt in self._ready)
         while budget > 0 and (self._queue or self._fetch(num_rows)):
             prompt = self._queue[0]
             left = len(prompt.tokens) - prompt.num_cached
-            if pieces and left > budget:  # A prompt is split only if it is too long for any pass.
+            if chunks and left > budget:  # A prompt is split only if it is too long for any pass.
                 break
             if not prompt.blocks and not self._admit(prompt, num_rows):
                 break
             take = min(left, budget)
-            pieces.append(Piece(prompt, prompt.num_cached, prompt.num_cached + take))
+            chunks.append(Chunk(prompt, prompt.num_cached, prompt.num_cached + take))
             prompt.num_cached += take
             budget -= take
             num_rows += len(prompt.samples)
-            if prompt.is_cached:
+            if prompt.num_cached == len(prompt.tokens):
                 self._queue.popleft()
-        # Attention batches neighbours of equal length; a piece that continues a prompt stays first.
-        return sorted(pieces, key=lambda piece: (piece.start == 0, piece.stop))
+        # Attention batches neighbours of equal length; a chunk that continues a prompt stays first.
+        return sorted(chunks, key=lambda chunk: (chunk.start == 0, chunk.stop))
 
     def _fetch(self, num_rows: int) -> bool:
         """Call `more` if a slot and a block are free; return whether the queue has a prompt.
 
         A prompt that turns out to need more blocks waits here, even if another replica could run it.
         """
-        if num_rows < self._num_slots and self._blocks.num_free > 0 and (prompt := self._more()) is not None:
+        has_room = num_rows < self._tables.num_slots and self.blocks.num_free > 0
+        if has_room and (prompt := self._more()) is not None:
             self._queue.append(prompt)
         return bool(self._queue)
 
     def _admit(self, prompt: Prompt, num_rows: int) -> bool:
         """Allocate blocks for the prompt and return True, if a slot is free and enough blocks remain to give
         one more to each of its samples that gets a slot."""
-        free_slots = self._num_slots - num_rows
+        free_slots = self._tables.num_slots - num_rows
         size = self._tables.block_size
         shares = len(prompt.samples) > 1
         needs = num_blocks(len(prompt.tokens), size)
         wants = needs + min(len(prompt.samples), free_slots) * shares
-        if num_rows > 0 and (free_slots <= 0 or self._blocks.num_free < wants):
+        if num_rows > 0 and (free_slots <= 0 or self.blocks.num_free < wants):
             return False
         num_shared = len(prompt.tokens) // size * shares
-        prompt.blocks = self._blocks.allocate(num_shared, to_share=True)
-        prompt.blocks += self._blocks.allocate(needs - num_shared)
+        prompt.blocks = self.blocks.allocate(num_shared, to_share=True)
+        prompt.blocks += self.blocks.allocate(needs - num_shared)
         return True

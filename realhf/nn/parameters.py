@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from realhf.dist.parallel import ParallelGroups
+from realhf.errors import UserError
 from realhf.nn.grad_accumulation import Weight
 from realhf.param_spec import ModelSpec, ParamSpec
 from realhf.realloc.bind import shards_of
@@ -99,6 +100,13 @@ class ShardedParameters:
     def fused(self, layer: int | None, part: str) -> Mapping[str, int]:
         """Return the parts that are fused into a weight -> their numbers of rows on this rank."""
         return self._rows[layer, part]
+
+    def check_lengths(self, seq_lens: Sequence[int]) -> None:
+        """Raise UserError if a sequence has more tokens than the model has positions."""
+        limit = self.config.num_positions
+        longest = max(seq_lens, default=0)
+        if limit is not None and longest > limit:
+            raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
 
     def flat_offsets(self) -> dict[str, tuple[int, int]]:
         """Return parameter name -> [start, stop) in `flat` and `grad_buffer`."""

@@ -5,14 +5,14 @@ from functools import partial
 
 import torch
 
+from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import World
-from realhf.inference.block_manager import BlockManager
-from realhf.inference.block_tables import BlockTables
 from realhf.inference.forward_batch import Prefill, next_tokens
+from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.kv_cache import KVCache
+from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.scheduler import Prompt, Scheduler
-from realhf.kv_blocks import block_size, blocks_for, num_blocks
 from realhf.layout import even_split
 from realhf.nn.transformer import Transformer
 from realhf.profiling.memory import device_bytes
@@ -44,24 +44,20 @@ class Rows:
     def __init__(self, model: Transformer, rows: int, *, prompt_tokens: int, num_prompts: int) -> None:
         bounds = [even_split(rows, num_prompts, i) for i in range(num_prompts)]
         given = [Prompt([0] * prompt_tokens, list(range(*pair))) for pair in bounds]
-        sizes = [(prompt_tokens, len(prompt.samples)) for prompt in given]
-        size = block_size(sizes, max_new_tokens=_NEW_TOKENS)
-        count = blocks_for(sizes, size=size, num_slots=rows, max_new_tokens=_NEW_TOKENS)
-        tables = BlockTables(
-            num_slots=rows, num_blocks=count, block_size=size,
-            blocks_per_row=num_blocks(prompt_tokens + _NEW_TOKENS, size),
-            max_sharers=max(shared for _, shared in sizes))
+        groups = [PromptGroup(prompt.tokens, prompt.samples) for prompt in given]
+        work = Generate(SamplingConfig(max_new_tokens=_NEW_TOKENS), max_rows=rows)
+        limits = GenerationLimits([group.size for group in groups], work, token_bytes=1, num_cohorts=1)
+        tables = CacheSizes(groups, limits).tables()
         scheduler = Scheduler(
-            given, num_slots=rows, blocks=BlockManager(count), tables=tables, history=lambda _: [],
-            prefill_tokens=rows * prompt_tokens)
+            given, tables=tables, history=lambda _: [], prefill_tokens=rows * prompt_tokens)
         self._model = model
         device = model.flat.device
-        self._cache = KVCache.of(model, count, size)
+        self._cache = KVCache.of(model, tables.num_blocks, tables.block_size)
         for layer in self._cache.layers:
             layer.fill_(1.0)  # Memory pages that were never written would all map to one page.
         first = scheduler.plan()
         assert first is not None
-        self._places = [piece.places(size) for piece in first.pieces]
+        self._cache_positions = [chunk.cache_positions(tables.block_size) for chunk in first.chunks]
         scheduler.update([False] * rows)
         scheduler.plan()
         self.segment = next_tokens(tables, device)
@@ -70,12 +66,13 @@ class Rows:
 
     def reading(self) -> Callable[[], object]:
         """Return a function that runs the pass of all prompts."""
-        lens = list(map(len, self._places))
+        lens = list(map(len, self._cache_positions))
         device = self._ids_B.device
         given = prompts(len(lens), lens[0], vocab_size=self._model.config.vocab_size)
         ids_T = given["prompt_ids"].values.to(device)
-        places_T = torch.tensor([place for places in self._places for place in places], device=device)
-        run = partial(self._model.advance, ids_T, self._cache, [Prefill(lens, places_T)])
+        positions_T = torch.tensor([i for prompt in self._cache_positions for i in prompt], device=device)
+        segment = Prefill(lens, positions_T, whole_lens=lens)
+        run = partial(self._model.advance, ids_T, self._cache, [segment])
         return torch.no_grad()(run)
 
     @torch.no_grad()

@@ -15,15 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from realhf.calls import (
-    Generate,
-    LogProbs,
-    OptimizerConfig,
-    Scores,
-    TrainStep,
-    Values,
-    Work,
-)
+from realhf.calls import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
@@ -75,7 +67,7 @@ class Model:
         found: dict[str, bool] = {}
         for call in self.calls:
             if call.kind != "generate":
-                output = _output(call.work)
+                output = call.work.output
                 trains = call.kind == "train_step"
                 found[output] = found.get(output, False) or trains
         return found or {"logprobs": False}
@@ -83,12 +75,6 @@ class Model:
     @property
     def generates(self) -> bool:
         return any(call.kind == "generate" for call in self.calls)
-
-
-def _output(work: Work) -> str:
-    if isinstance(work, TrainStep):
-        return work.loss.output
-    return {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
 
 
 @dataclass(frozen=True)
@@ -360,7 +346,7 @@ class Bench:
     # Calls to the engine
 
     def _forward(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
-        work = {"logprobs": LogProbs(), "values": Values(), "scores": Scores()}[output]
+        work = next(work for work in (LogProbs(), Values(), Scores()) if work.output == output)
         call = FunctionCall("profile", "forward", tuple(batch.fields), ("out",), role="role", work=work)
         return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.checkpoint.run_state import Saved, SavedTensors
-from realhf.engine.protocol import Optimizer, Shards
+from realhf.engine.optimizer import ShardedAdamW
+from realhf.engine.protocol import Shards
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
 from realhf.region import Region
@@ -25,7 +26,7 @@ class HomeState:
     layout: Layout
     trained: bool
     tensors: Mapping[str, Shards]
-    optimizer: Optimizer | None = None
+    optimizer: ShardedAdamW | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ from realhf.calls import OptimizerConfig
 from realhf.checkpoint.hf import adapter_writer
 from realhf.checkpoint.write import Beside, CheckpointWriter
 from realhf.dist.group import PeerError, World
+from realhf.engine.base import Engine
 from realhf.engine.hf_factory import file_spec
 from realhf.engine.native import NativeEngine
-from realhf.engine.protocol import DTYPES, Engine
+from realhf.engine.protocol import DTYPES
 from realhf.engine.transformers import TransformersEngine
 from realhf.errors import UserError
 from realhf.experiment import Role

@@ -189,8 +189,7 @@ def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: in
     if role.engine != "native" and any(getattr(call.work, coef, 0) for coef in routers):
         why = f"router losses need engine native; {call.role}.engine is {role.engine}"
         raise ValueError(f"call {call.name!r}: {why}")
-    output = call.work.loss.output if isinstance(call.work, TrainStep) else ""
-    head = "score" if isinstance(call.work, (Values, Scores)) or output in ("values", "scores") else "lm"
+    head = "score" if getattr(call.work, "output", "") in ("values", "scores") else "lm"
     if role.head != head:
         raise ValueError(f"call {call.name!r} needs {call.role}.head {head!r}; it is {role.head!r}")
 

@@ -1,4 +1,4 @@
-"""Generation: one result whatever the slots, the memory and the pieces; log-probs as of a forward pass."""
+"""Generation: one result whatever the slots, the memory and the chunks; log-probs as of a forward pass."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ FEW_TOKENS = 600
 
 
 def _tight(engine):
-    """Settings with fewer slots than samples, memory for few rows, and prompts in pieces."""
+    """Settings with fewer slots than samples, memory for few rows, and prompts in chunks."""
     memory = {"kv_cache_gib": FEW_TOKENS * engine.model.cache_token_bytes / 2**30}
     return [{"max_rows": 3}, memory, {"prefill_tokens": 50}, memory | {"max_rows": 5, "prefill_tokens": 33}]
 

@@ -9,7 +9,7 @@ from realhf.dist.group import World
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.inference import cache_limit
-from realhf.inference.kv_budget import CohortCapacity, GenerationLimits
+from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.kv_blocks import SHARE_OF_FREE
 from realhf.layout import Layout, even_split
@@ -53,14 +53,14 @@ def test_a_7b_model_takes_no_more_than_it_may():
     llama, work = 2 * 32 * 4096 * 2, Generate(SamplingConfig(max_new_tokens=256), max_rows=512)
     groups = [PromptGroup([1] * 200, [8 * i + j for j in range(8)]) for i in range(64)]
     sizes = [group.size for group in groups]
-    free = GenerationLimits.of(sizes, work, token_bytes=llama, num_cohorts=1)
-    limited = GenerationLimits.of(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=20 << 30)
-    assert CohortCapacity(groups, free).num_blocks * 64 * llama > 80e9
-    assert 19 << 30 < CohortCapacity(groups, limited).num_blocks * 64 * llama <= 20 << 30
-    assert CohortCapacity(groups, limited).num_wanted == CohortCapacity(groups, free).num_blocks
-    none = GenerationLimits.of(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=0)
+    free = GenerationLimits(sizes, work, token_bytes=llama, num_cohorts=1)
+    limited = GenerationLimits(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=20 << 30)
+    assert CacheSizes(groups, free).num_blocks * 64 * llama > 80e9
+    assert 19 << 30 < CacheSizes(groups, limited).num_blocks * 64 * llama <= 20 << 30
+    assert CacheSizes(groups, limited).num_wanted == CacheSizes(groups, free).num_blocks
+    none = GenerationLimits(sizes, work, token_bytes=llama, num_cohorts=1, cache_bytes=0)
     none.check(None)  # One sample can run all the same.
-    assert CohortCapacity(groups, none).num_blocks == -(-456 // 64) + 1
+    assert CacheSizes(groups, none).num_blocks == -(-456 // 64) + 1
 
 
 def _generated(world, layout, free):
@@ -82,7 +82,7 @@ def _generated(world, layout, free):
         for _ in range(2):
             made = engine.run(call, [batch], micro_batch_tokens=1000).batch
         rows = dict(zip(made.ids, made["s"].split(), strict=True)) if made.fields else {}
-        return {i: row.tolist() for i, row in rows.items()}, engine._cache_limit._num_bytes
+        return {i: row.tolist() for i, row in rows.items()}, engine._cache_limit.num_bytes
     finally:
         cache_limit.free_bytes = real
 

@@ -8,7 +8,7 @@ import pytest
 from realhf.calls import Generate, SamplingConfig
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import BlockTables
-from realhf.inference.kv_budget import CohortCapacity, GenerationLimits
+from realhf.inference.kv_budget import CacheSizes, GenerationLimits
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.scheduler import Prompt, Scheduler
 from realhf.kv_blocks import block_size, blocks_for, num_blocks
@@ -50,15 +50,13 @@ class _Replay:
         self.made = {sample: [] for sample in samples}
         self.wanted = wanted
         self.memory = np.full(num_blocks_ * BLOCK_SIZE, -1)
-        self.blocks = BlockManager(num_blocks_)
         self.tables = BlockTables(
             num_slots=num_slots, num_blocks=num_blocks_, block_size=BLOCK_SIZE,
-            blocks_per_row=num_blocks(250 + MAX_NEW, BLOCK_SIZE),
-            max_sharers=max(len(prompt.samples) for prompt in prompts))
+            blocks_per_row=num_blocks(250 + MAX_NEW, BLOCK_SIZE))
         first, later = prompts[: len(prompts) - num_later], iter(prompts[len(prompts) - num_later :])
         self.scheduler = Scheduler(
-            first, num_slots=num_slots, blocks=self.blocks, tables=self.tables, prefill_tokens=prefill_tokens,
-            history=self.history, restart_at=restart_at, more=lambda: next(later, None))
+            first, tables=self.tables, prefill_tokens=prefill_tokens, history=self.history,
+            restart_at=restart_at, more=lambda: next(later, None))
         self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
         self.steps, self.widest, self.most_joined, self.crossings = 0, 0, 0, []
 
@@ -73,13 +71,13 @@ class _Replay:
             self._block(target)[:] = self._block(source)
         if step.rows:
             self._decode(step.rows)
-        assert sum(piece.stop - piece.start for piece in step.pieces) <= self.prefill_tokens
-        assert all(piece.start == 0 for piece in step.fresh)
-        for piece in step.pieces:
-            places = piece.places(BLOCK_SIZE)
-            assert (self.memory[places[: piece.start]] == piece.prompt.tokens[: piece.start]).all()
-            self.memory[places[piece.start :]] = piece.prompt.tokens[piece.start : piece.stop]
-            assert all(piece.prompt.tokens == self.history(s) for s in piece.prompt.samples)
+        assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= self.prefill_tokens
+        assert all(chunk.start == 0 for chunk in step.fresh)
+        for chunk in step.chunks:
+            positions = chunk.cache_positions(BLOCK_SIZE)
+            assert (self.memory[positions[: chunk.start]] == chunk.prompt.tokens[: chunk.start]).all()
+            self.memory[positions[chunk.start :]] = chunk.prompt.tokens[chunk.start : chunk.stop]
+            assert all(chunk.prompt.tokens == self.history(s) for s in chunk.prompt.samples)
         for sample in step.samples:
             self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
         self.scheduler.update([len(self.made[s]) == self.wanted[s] for s in step.samples])
@@ -95,7 +93,7 @@ class _Replay:
         decoding = self.tables.advance()
         assert len(rows) == len(decoding.slots) <= self.num_slots
         tokens = [self.history(sample)[-1] for sample in rows]
-        self.memory[decoding.places_B.numpy()] = tokens
+        self.memory[decoding.cache_positions_B.numpy()] = tokens
         parts = []
         for blocks in decoding.sets:
             used = blocks.blocks
@@ -138,7 +136,7 @@ def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
     while replay.step():
         assert replay.steps < 10_000
     assert [len(replay.made[sample]) for sample in samples] == replay.wanted
-    assert replay.blocks.num_free == available
+    assert replay.scheduler.blocks.num_free == available
     assert not replay.crossings
     if available >= plenty and replay.scheduler._restart_at is None:
         assert replay.scheduler.num_restarts == 0
@@ -152,15 +150,11 @@ def test_capacity_knows_how_many_prompts_begin_at_once(seed):
     max_rows = rng.choice([1, 3, 8, 64])
     gib = rng.choice([None, rng.randint(8, 40) * 128 / 2**30])
     work = Generate(SamplingConfig(max_new_tokens=MAX_NEW), max_rows=max_rows, kv_cache_gib=gib)
-    limits = GenerationLimits.of([group.size for group in groups], work, token_bytes=1, num_cohorts=1)
-    capacity = CohortCapacity(groups, limits)
-    tables = BlockTables(
-        num_slots=capacity.num_slots, num_blocks=capacity.num_blocks, block_size=capacity.block_size,
-        blocks_per_row=capacity.blocks_per_row, max_sharers=capacity.max_sharers)
+    limits = GenerationLimits([group.size for group in groups], work, token_bytes=1, num_cohorts=1)
+    sizes = CacheSizes(groups, limits)
     scheduler = Scheduler(
-        prompts, num_slots=capacity.num_slots, blocks=BlockManager(capacity.num_blocks), tables=tables,
-        prefill_tokens=10_000, history=lambda sample: [])
-    assert len(scheduler.plan().pieces) == max(1, capacity.num_at_once(groups))
+        prompts, tables=sizes.tables(), prefill_tokens=10_000, history=lambda sample: [])
+    assert len(scheduler.plan().chunks) == max(1, sizes.num_at_once(groups))
 
 
 @pytest.mark.parametrize("num_later", [0, 18, 20])
@@ -187,7 +181,7 @@ def test_samples_of_a_prompt_share_its_blocks():
     replay.step()
     replay.step()
     assert (replay.widest, replay.most_joined) == (8, 3)
-    assert replay.blocks.num_free == 0  # three shared blocks, and eight of one row each
+    assert replay.scheduler.blocks.num_free == 0  # three shared blocks, and eight of one row each
 
 
 def test_blocks_are_small_where_samples_can_share_them():

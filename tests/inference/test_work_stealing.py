@@ -16,6 +16,7 @@ from realhf.engine.base import output_batch
 from realhf.engine.native import NativeEngine
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
+from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.generate import generate
 from realhf.inference.prompt_queue import Lines, PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
@@ -84,7 +85,9 @@ def _generate_counting(engine, call, batch):
     """Generate; return the results, and how many samples the engine stole."""
     cp, queue = engine.groups.cp, PromptQueue(engine.groups, stealing=call.work.work_stealing)
     part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
-    ids, columns = generate(engine.model, part, call.work, queue, prompt_key="prompts", stream=call.name)
+    ids, columns = generate(
+        engine.model, part, call.work, queue, prompt_key="prompts", stream=call.name,
+        limit=CacheLimit(engine.groups))
     made = queue.collect_results(output_batch(call, ids, columns), batch.ids)
     return made, len(set(ids) - set(part.ids))
 

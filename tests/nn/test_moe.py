@@ -212,7 +212,7 @@ def test_decoding_with_the_cache_is_the_full_forward(name):
             torch.testing.assert_close(rows.decode(new), full, rtol=1e-11, atol=1e-11)
 
 
-def test_a_piece_attends_to_cached_latents():
+def test_a_chunk_attends_to_cached_latents():
     model, ids = build(hf_config("deepseek-v3")), tokens()
     rows = CachedRows(model, [len(ids)])
     with torch.no_grad():
