@@ -3,7 +3,7 @@
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 Region = tuple[tuple[int, int], ...]
@@ -18,6 +18,16 @@ def region_size(region: Region) -> int:
 def region_slices(region: Region) -> tuple[slice, ...]:
     """Return the region as an index into the whole tensor."""
     return tuple(slice(start, stop) for start, stop in region)
+
+
+def row_blocks(num_rows: int, row_size: int, block_size: int) -> Iterator[slice]:
+    """Yield slices of rows that have `block_size` elements or bytes at most, or a single row each.
+
+    Yields an empty slice if there are no rows.
+    """
+    step = max(1, block_size // max(1, row_size))
+    for start in range(0, max(1, num_rows), step):
+        yield slice(start, start + step)
 
 
 def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, Region]]:

@@ -36,6 +36,10 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * _BITS[self.dtype] // 8
 
+    @property
+    def row_bytes(self) -> int:
+        return self.num_bytes // self.shape[0]
+
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a model directory by name.

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.model_config import ModelConfig
-from realhf.nn import narrow
+from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import collects
 from realhf.nn.linear import linear
+from realhf.region import row_blocks
 
 Activation = Callable[[Tensor], Tensor]
 """up_TF -> hidden_TF. In a gated MLP the first half of F is the gate, and hidden_TF is half as wide."""
@@ -61,8 +62,7 @@ def activated_linear(config: ModelConfig, up_TF: Tensor, weight_HF: Tensor) -> T
 
 
 def _parts(x_TF: Tensor) -> list[slice]:
-    rows = len(x_TF) if x_TF.is_cuda else max(1, _PART_NUMEL // x_TF.shape[1])
-    return [slice(start, start + rows) for start in range(0, len(x_TF), max(1, rows))]
+    return list(row_blocks(len(x_TF), x_TF.shape[1], x_TF.numel() if x_TF.is_cuda else _PART_NUMEL))
 
 
 def _activate(up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:
@@ -120,11 +120,11 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.save_for_backward(up_TF)
         ctx.weight = weight_HF
         ctx.settings = curve, gated
-        return narrow.linear(_activate(up_TF, curve, gated), weight_HF)
+        return half_matmul.linear(_activate(up_TF, curve, gated), weight_HF)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:
-        hidden_TF = narrow.product(grad_TH, ctx.weight)  # Its gradient, which `_gradient` overwrites.
+        hidden_TF = half_matmul.product(grad_TH, ctx.weight)  # Its gradient, which `_gradient` overwrites.
         grad_TF = _gradient(hidden_TF, *ctx.saved_tensors, *ctx.settings, recompute=True)
         ctx.weight.add_product(grad_TH, hidden_TF)
         return grad_TF, None, None, None

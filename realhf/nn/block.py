@@ -56,7 +56,9 @@ class Block:
         self.mlp_out_norm = Norm(config, weights, "mlp_out_norm")
         self.mlp: Moe | Mlp
         if config.has_experts(layer):
-            self.mlp = _moe(config, weights, layer, groups, adapters)
+            has_shared = "shared_down.weight" in weights
+            shared = Mlp(config, weights, groups.tp, adapters, prefix="shared_") if has_shared else None
+            self.mlp = Moe(config, weights, layer, groups, activation=activation(config), shared=shared)
         else:
             self.mlp = Mlp(config, weights, groups.tp, adapters)
 
@@ -72,15 +74,6 @@ class Block:
     def _add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor:
         scale = self.config.residual_scale
         return x_TH + (y_TH if scale == 1 else y_TH * scale)
-
-
-def _moe(
-    config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups, adapters: Adapted
-) -> Moe:
-    shared = None
-    if "shared_down.weight" in weights:
-        shared = Mlp(config, weights, groups.tp, adapters, prefix="shared_")
-    return Moe(config, weights, layer, groups, activation=activation(config), shared=shared)
 
 
 class Attention:
@@ -100,14 +93,7 @@ class Attention:
         self.k_norm = Norm(config, weights, "k_norm")
         self.num_heads = self.out.shape[1] // config.head_dim
         self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
-        scale = config.attention_scale
-        self.kind = AttentionKind(
-            config.head_dim**-0.5 if scale is None else scale, config.window(layer), config.attention_softcap)
-
-    @property
-    def cache_heads(self) -> tuple[int, int, int | None]:
-        """Return (heads, head dim, None) for KVCache; None: the values are not a part of the keys."""
-        return self.num_kv_heads, self.config.head_dim, None
+        self.kind = AttentionKind.of(config, layer)
 
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads

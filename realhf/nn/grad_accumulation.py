@@ -7,10 +7,12 @@ gradient of a weight's size is ever allocated (Megatron-LM's gradient accumulati
 Shape suffixes: T tokens, O and I outputs and inputs of a layer.
 """
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
-from realhf.nn import narrow
+from realhf.nn import half_matmul
 
 _BLOCK_NUMEL = 1 << 22
 """Elements per block of a product that is computed in one dtype and added in another; more on CUDA."""
@@ -46,8 +48,8 @@ class Weight(torch.nn.Parameter):
                 torch.mm(grad_TO.T, x_TI, out=total_OI)
             else:
                 total_OI.addmm_(grad_TO.T, x_TI)
-        elif narrow.lacks_units(grad_TO):
-            narrow.add_product(total_OI, grad_TO, x_TI, is_empty=self.is_empty)
+        elif half_matmul.needs_float32(grad_TO):
+            half_matmul.add_product(total_OI, grad_TO, x_TI, is_empty=self.is_empty)
         else:
             numel = _BLOCK_NUMEL * (64 if grad_TO.is_cuda else 1)
             rows = max(1, numel // total_OI.shape[1])
@@ -82,6 +84,6 @@ def _move(weight: Tensor) -> None:
         weight.grad = None
 
 
-def collects(weight: Tensor) -> bool:
+def collects(weight: Tensor) -> TypeGuard[Weight]:
     """Return whether a weight sums up its gradients itself."""
     return isinstance(weight, Weight) and weight.total is not None and weight.requires_grad

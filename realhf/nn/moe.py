@@ -19,7 +19,7 @@ from realhf.layout import even_split
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
 from realhf.nn.grouped_linear import grouped_linear
-from realhf.nn.narrow import widened
+from realhf.nn.half_matmul import widened
 from realhf.nn.split_float32 import joined
 
 

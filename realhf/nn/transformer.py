@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
 from realhf.errors import UserError
+from realhf.kv_blocks import cached_heads
 from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
@@ -53,7 +54,7 @@ class Transformer(ShardedParameters):
         self._layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
         self._adapted: list[Adapter] = []
         self.blocks = [self._block(layer) for layer in self._layers]
-        self.cache_heads = self.blocks[0].attention.cache_heads
+        self.cache_heads = cached_heads(self.config, groups.layout.tp)
         self._final_norm = Norm(self.config, self.of_layer(None), "final_norm")
         # The scale is rounded to the model's dtype, as in transformers.
         self._embedding_scale = float(torch.tensor(self.config.embedding_scale, dtype=dtype))
@@ -178,7 +179,7 @@ class Transformer(ShardedParameters):
             if layer_done is not None and x_TH.requires_grad:
                 # Hooks of leaves run in any order; that of a view runs after the gradients of the layer.
                 x_TH = x_TH.view_as(x_TH) if x_TH.is_leaf else x_TH
-                x_TH.register_hook(partial(_tell, layer_done, layer))
+                x_TH.register_hook(lambda _, layer=layer: layer_done(layer))
             # All ranks of a tp group recompute a block at the same point of the backward pass, and stop after
             # the same saved tensor, so that their collectives match.
             checkpointed = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
@@ -241,12 +242,5 @@ class Transformer(ShardedParameters):
     @property
     def cache_token_bytes(self) -> int:
         """Bytes per token in the KV cache of the stage with the most layers; the same on all stages."""
-        heads, dim, value_dim = self.cache_heads
-        num_tensors = 1 if value_dim else 2
         num_layers = -(-self.config.num_layers // self.groups.layout.pp)
-        return num_layers * num_tensors * heads * dim * self.flat.itemsize
-
-
-def _tell(layer_done: Callable[[int], None], layer: int, _: Tensor) -> None:
-    """Call `layer_done`, as a hook that runs when the gradient of the layer's input is complete."""
-    layer_done(layer)
+        return num_layers * self.cache_heads.width * self.flat.itemsize
