@@ -7,7 +7,7 @@ that share a block, M blocks of the row that has most.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,6 +32,28 @@ class BlockSet:
     fewest: int  # Least of these counts, over the entries that have a row.
     most: int
     width: int  # Every block is empty, or ends, after this many tokens.
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the additive mask of a decoding step: (P, 1, S * group or 1, L), for L tokens of a block;
+        None if everything is visible. All layers of an attention kind share it."""
+        if window not in self._masks:
+            self._masks[window] = self._new_mask(window, group, dtype)
+        return self._masks[window]
+
+    def _new_mask(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
+        sees_all_before = window is None or window >= self.most
+        if self.fewest >= self.width and sees_all_before:
+            return None
+        counts_PS1 = self.counts_PS[:, :, None]
+        at_L = torch.arange(self.width, device=counts_PS1.device)
+        visible_PSL = at_L < counts_PS1
+        if window is not None:
+            visible_PSL &= at_L >= counts_PS1 - window
+        if self.rows_PS.shape[1] > 1:
+            visible_PSL = visible_PSL.repeat_interleave(group, dim=1)
+        # The mask is finite, so that a block without visible tokens gets a weight of 0 instead of NaN.
+        return (~visible_PSL).to(dtype).mul_(torch.finfo(dtype).min / 2)[:, None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +66,7 @@ class Decoding:
 
     slots: Integers
     positions_B: Tensor
-    places_B: Tensor  # Cache positions of the new tokens.
+    cache_positions_B: Tensor
     sets: tuple[BlockSet, ...]
     parts_BM: Tensor
     missing_BM: Tensor | None
@@ -133,30 +155,31 @@ class BlockTables:
         blocks, of which those beyond the row's own are arbitrary. Padding rows write to a spare block, which
         follows the blocks that these tables know.
         """
-        slots, lens, places = self._next_tokens()
+        slots, lens, cache_positions = self._next_tokens()
         spare = len(self._starts)
         numbers = np.full((num_rows, 2 + num_blocks), spare, np.int64)
         numbers[:, 0] = 0
         numbers[:, 1] = spare * self.block_size
-        numbers[: len(slots)] = np.column_stack((lens, places, self._table[slots, :num_blocks]))
+        numbers[: len(slots)] = np.column_stack((lens, cache_positions, self._table[slots, :num_blocks]))
         return numbers
 
     def _next_tokens(self) -> tuple[Integers, Integers, Integers]:
         """Add one token to every running row; return slots, positions and cache positions of the tokens."""
         slots = self.running()
         lens = self.lens[slots]
-        places = self._table[slots, lens // self.block_size] * self.block_size + lens % self.block_size
+        blocks = self._table[slots, lens // self.block_size]
         self.lens[slots] += 1
-        return slots, lens, places
+        return slots, lens, blocks * self.block_size + lens % self.block_size
 
     def advance(self) -> Decoding:
         """Add one token to every running row, none of which may be `full`."""
-        slots, lens, places = self._next_tokens()
+        slots, lens, cache_positions = self._next_tokens()
         if self._parts is None:
             self._parts = self._new_parts(slots)
         users, parts_BM, missing_BM = self._parts
         sets = tuple(some.at(lens + 1, block_size=self.block_size) for some in users)
-        return Decoding(slots, torch.from_numpy(lens), torch.from_numpy(places), sets, parts_BM, missing_BM)
+        positions_B, cache_positions_B = map(torch.from_numpy, (lens, cache_positions))
+        return Decoding(slots, positions_B, cache_positions_B, sets, parts_BM, missing_BM)
 
     def _new_parts(self, slots: Integers) -> "tuple[tuple[_Users, ...], Tensor, Tensor | None]":
         """Return the parts of a Decoding that stay valid until a row starts, stops or gets a block."""

@@ -95,7 +95,7 @@ class _Pass:
         self._block_size = block_size
 
     def compute(self) -> Tensor:
-        rows = DecodeByTable.of(self.numbers_BX, self._block_size)
+        rows = DecodeByTable(self.numbers_BX, self._block_size)
         return self._model.advance(self.ids_B, self._cache, [rows])
 
 

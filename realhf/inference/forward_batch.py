@@ -1,101 +1,54 @@
 """Segments of a forward pass: tokens that attend in the same way, and whose keys and values are cached.
 
-A token's cache position (`places`) is block * block_size + offset in the block.
-
 Shape suffixes: T tokens, L all tokens so far of the sequence that is continued, B rows of a decoding step, N
 query heads, K key-value heads, D head dim, X columns of a table of BlockTables.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from realhf.inference.block_tables import BlockTables, Decoding
-from realhf.inference.kv_cache import KVCache, Visible
+from realhf.inference.kv_cache import KVCache
 from realhf.nn.attention import AttentionKind, masked_attention, packed_attention
-from realhf.nn.packed import token_places
+from realhf.nn.packed import Segment, token_positions
 
 
-class Segment(ABC):
-    """Tokens of one pass that attend in the same way."""
-
-    from_cache = True
-    """Whether the tokens attend to cached keys and values; else they attend to one another."""
-    longest = 0
-    """Final length of the longest sequence; 0 if its length has been checked before."""
-
-    @property
-    @abstractmethod
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Return each token's position, and the final length of its sequence: position_T, length_T."""
-
-    @abstractmethod
-    def attend(
-        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        k_cached: Tensor, v_cached: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Write `k_cached` and `v_cached` to the cache and return out_TND."""
-
-
-@dataclass(frozen=True)
 class Decode(Segment):
     """A new token of every running row."""
 
-    decoding: Decoding
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        return self.decoding.positions_B, self.decoding.positions_B + 1
-
-    @cached_property
-    def _visible(self) -> Visible:
-        return Visible(self.decoding)
+    def __init__(self, decoding: Decoding) -> None:
+        super().__init__(decoding.positions_B, decoding.positions_B + 1, decoding.cache_positions_B)
+        self._decoding = decoding
 
     def attend(
-        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        k_cached: Tensor, v_cached: Tensor,
-    ) -> Tensor:  # fmt: skip
-        cache.write(layer, k_cached, v_cached, self.decoding.places_B)
-        return cache.attention(layer, q_TND, kind, self._visible)
+        self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
+    ) -> Tensor:
+        return cache.attention(layer, q_TND, kind, self._decoding)
 
 
-@dataclass(frozen=True)
 class DecodeByTable(Segment):
     """A variant of `Decode` that can be recorded and replayed with other contents.
 
-    It consists of tensors alone, whose shapes do not depend on the rows' exact lengths. It reads all of each
-    row's `places_BL`.
+    It consists of tensors alone, whose shapes do not depend on the rows' exact lengths. It reads all blocks
+    of each row, those after its newest token included.
     """
 
-    positions_B: Tensor
-    places_B: Tensor
-    places_BL: Tensor  # Cache positions of each row's tokens; arbitrary after its newest token.
-
-    @classmethod
-    def of(cls, numbers_BX: Tensor, block_size: int) -> Self:
-        """Build the segment from the table that BlockTables.advance_by_table returns."""
+    def __init__(self, numbers_BX: Tensor, block_size: int) -> None:
+        """`numbers_BX` is the table that BlockTables.advance_by_table returns."""
+        position_B, cache_positions_B = numbers_BX[:, 0], numbers_BX[:, 1]
+        super().__init__(position_B, position_B + 1, cache_positions_B)
         inside = torch.arange(block_size, device=numbers_BX.device)
-        places_BL = (numbers_BX[:, 2:, None] * block_size + inside).flatten(1)
-        return cls(numbers_BX[:, 0], numbers_BX[:, 1], places_BL)
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        return self.positions_B, self.positions_B + 1
+        self._cache_positions_BL = (numbers_BX[:, 2:, None] * block_size + inside).flatten(1)
 
     def attend(
-        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        k_cached: Tensor, v_cached: Tensor,
-    ) -> Tensor:  # fmt: skip
-        cache.write(layer, k_cached, v_cached, self.places_B)
+        self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
+    ) -> Tensor:
         k, v = (
-            x.unflatten(0, self.places_BL.shape).transpose(1, 2)
-            for x in cache.read(layer, self.places_BL.flatten()))
-        distance_BL = self.positions_B[:, None] - torch.arange(k.shape[2], device=k.device)
+            x.unflatten(0, self._cache_positions_BL.shape).transpose(1, 2)
+            for x in cache.read(layer, self._cache_positions_BL.flatten()))
+        distance_BL = self.position_T[:, None] - torch.arange(k.shape[2], device=k.device)
         visible_BL = (distance_BL >= 0) & (distance_BL < (kind.window or k.shape[2]))
         q_BKGD = q_TND.unflatten(1, (k.shape[1], -1))  # Query groups take the dim of positions.
         return masked_attention(q_BKGD, k, v, visible_BL[:, None, None], kind).flatten(1, 2)
@@ -109,67 +62,45 @@ def next_tokens(tables: BlockTables, device: torch.device) -> Segment:
     if device.type == "cpu":
         return Decode(tables.advance())
     numbers_BX = torch.from_numpy(tables.advance_by_table(*tables.size())).to(device)
-    return DecodeByTable.of(numbers_BX, tables.block_size)
+    return DecodeByTable(numbers_BX, tables.block_size)
 
 
-@dataclass(frozen=True)
 class ChunkedPrefill(Segment):
     """The next `num_tokens` of a sequence whose final length is `longest`.
 
-    `places_L` are the cache positions of all its tokens so far, these included.
+    `cache_positions_L` belong to all its tokens so far, these included.
     """
 
-    places_L: Tensor
-    num_tokens: int
-    longest: int
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        return self._position_T, torch.full_like(self._position_T, self.longest)
-
-    @property
-    def _position_T(self) -> Tensor:
-        return self._position_L[-self.num_tokens :]
-
-    @cached_property
-    def _position_L(self) -> Tensor:
-        return torch.arange(len(self.places_L), device=self.places_L.device)
+    def __init__(self, cache_positions_L: Tensor, *, num_tokens: int, longest: int) -> None:
+        self._cache_positions_L = cache_positions_L
+        self._position_L = torch.arange(len(cache_positions_L), device=cache_positions_L.device)
+        position_T = self._position_L[-num_tokens:]
+        length_T = torch.full_like(position_T, longest)
+        super().__init__(position_T, length_T, cache_positions_L[-num_tokens:], longest=longest)
 
     def attend(
-        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        k_cached: Tensor, v_cached: Tensor,
-    ) -> Tensor:  # fmt: skip
-        cache.write(layer, k_cached, v_cached, self.places_L[-self.num_tokens :])
-        distance_TL = self._position_T[:, None] - self._position_L
-        visible_TL = (distance_TL >= 0) & (distance_TL < (kind.window or len(self.places_L)))
-        q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, self.places_L)))
+        self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
+    ) -> Tensor:
+        distance_TL = self.position_T[:, None] - self._position_L
+        visible_TL = (distance_TL >= 0) & (distance_TL < (kind.window or len(self._position_L)))
+        q, k, v = (y.transpose(0, 1)[None] for y in (q_TND, *cache.read(layer, self._cache_positions_L)))
         return masked_attention(q, k, v, visible_TL, kind)[0].transpose(0, 1)
 
 
 class Prefill(Segment):
-    """The first `seq_lens` tokens of several sequences."""
+    """The first `seq_lens` tokens of several sequences, whose final lengths are `whole_lens`."""
 
     from_cache = False
 
     def __init__(
-        self, seq_lens: Sequence[int], places_T: Tensor, *, whole_lens: Sequence[int] | None = None
+        self, seq_lens: Sequence[int], cache_positions_T: Tensor, *, whole_lens: Sequence[int]
     ) -> None:
-        """`whole_lens` are the final lengths of the sequences; None means that these are `seq_lens`."""
+        row_T, position_T, _ = token_positions(seq_lens, cache_positions_T.device)
+        length_T = torch.tensor(whole_lens, device=cache_positions_T.device)[row_T]
+        super().__init__(position_T, length_T, cache_positions_T, longest=max(whole_lens))
         self._seq_lens = list(seq_lens)
-        self._places_T = places_T
-        row_T, position_T, length_T = token_places(seq_lens, places_T.device)
-        if whole_lens is not None:
-            length_T = torch.tensor(whole_lens, device=places_T.device)[row_T]
-        self._token_places = position_T, length_T
-        self.longest = max(whole_lens or seq_lens, default=0)
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        return self._token_places
 
     def attend(
-        self, cache: KVCache, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        k_cached: Tensor, v_cached: Tensor,
-    ) -> Tensor:  # fmt: skip
-        cache.write(layer, k_cached, v_cached, self._places_T)
+        self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
+    ) -> Tensor:
         return packed_attention(q_TND, k_TKD, v_TKD, self._seq_lens, kind)

@@ -23,7 +23,7 @@ from realhf.inference.block_manager import BlockManager
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.decode_graphs import DecodeGraphs, recorder
-from realhf.inference.forward_batch import ChunkedPrefill, Prefill, Segment, next_tokens
+from realhf.inference.forward_batch import ChunkedPrefill, Prefill, next_tokens
 from realhf.inference.kv_budget import CohortCapacity, GenerationLimits, check_not_empty, longest_sizes
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.prompt_queue import PromptQueue
@@ -31,6 +31,7 @@ from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, by_promp
 from realhf.inference.sampling import Draws, for_vocabulary, sample
 from realhf.inference.scheduler import Prompt, Scheduler, Step
 from realhf.layout import even_split
+from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
 
 
@@ -232,12 +233,12 @@ class _Cohort:
         size = self._tables.block_size
         if (piece := step.continued) is not None:
             yield ChunkedPrefill(
-                self._integers(piece.places(size)), num_tokens=len(piece.tokens),
+                self._integers(piece.cache_positions(size)), num_tokens=len(piece.tokens),
                 longest=len(piece.prompt.tokens))
         if fresh := step.fresh:
-            places_T = self._integers([place for piece in fresh for place in piece.places(size)])
+            positions_T = self._integers([i for piece in fresh for i in piece.cache_positions(size)])
             whole_lens = [len(piece.prompt.tokens) for piece in fresh]
-            yield Prefill([piece.stop for piece in fresh], places_T, whole_lens=whole_lens)
+            yield Prefill([piece.stop for piece in fresh], positions_T, whole_lens=whole_lens)
 
     def _receive_tokens(self, step: Step) -> None:
         groups = self._groups

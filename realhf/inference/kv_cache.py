@@ -44,15 +44,15 @@ class KVCache:
             len(model.blocks), (num_blocks, block_size, heads, dim), value_dim=value_dim,
             dtype=model.flat.dtype, device=model.flat.device)
 
-    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, places_T: Tensor) -> None:
-        """Write keys and values at cache positions `places_T`: block * block size + offset in the block."""
+    def write(self, layer: int, cache_positions_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Write keys and values at cache positions: block * block size + offset in the block."""
         news = (k_TKD, v_TKD) if self._value_dim is None else (k_TKD,)
         for cached, new in zip(self.layers[layer].flatten(1, 2), news, strict=True):
-            cached.index_copy_(0, places_T, new)
+            cached.index_copy_(0, cache_positions_T, new)
 
-    def read(self, layer: int, places_T: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, cache_positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values at these cache positions: k_TKD, v_TKD."""
-        k_TKD, *others = self.layers[layer].flatten(1, 2).index_select(1, places_T)
+        k_TKD, *others = self.layers[layer].flatten(1, 2).index_select(1, cache_positions_T)
         return k_TKD, others[0] if others else k_TKD[..., : self._value_dim]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -63,30 +63,28 @@ class KVCache:
         for layer in self.layers:
             layer.index_copy_(1, targets_P, layer.index_select(1, sources_P))
 
-    def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind, at: "Visible") -> Tensor:
+    def attention(self, layer: int, q_BND: Tensor, kind: AttentionKind, decoding: Decoding) -> Tensor:
         """Compute grouped-query attention of each row's newest token over its cached positions: out_BND."""
         num_rows, num_heads, dim = q_BND.shape
         num_kv_heads = self.layers[layer].shape[3]
         q_BKGD = q_BND.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
-        parts = [self._part(layer, q_BKGD, kind, at, number) for number in range(len(at.decoding.sets))]
+        parts = [self._part(layer, q_BKGD, kind, blocks) for blocks in decoding.sets]
         outs, lses = zip(*parts, strict=True)
         out_XKGD, lse_XKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
-        parts_BM = at.decoding.parts_BM
-        missing_BM = at.decoding.missing_BM
+        parts_BM = decoding.parts_BM
         if parts_BM.shape[1] == 1:
             return out_XKGD.index_select(0, parts_BM[:, 0]).flatten(1, 2)
         lse_BMKG, out_BMKGD = (
             x.index_select(0, parts_BM.flatten()).unflatten(0, parts_BM.shape) for x in (lse_XKG, out_XKGD))
-        if missing_BM is not None:
-            lse_BMKG.masked_fill_(missing_BM[:, :, None, None], -torch.inf)
+        if decoding.missing_BM is not None:
+            lse_BMKG.masked_fill_(decoding.missing_BM[:, :, None, None], -torch.inf)
         out_BMKGD = out_BMKGD.to(lse_BMKG.dtype).mul_(lse_BMKG.softmax(1)[..., None])
         return out_BMKGD.sum(1).flatten(1, 2).to(q_BND.dtype)
 
     def _part(
-        self, layer: int, q_BKGD: Tensor, kind: AttentionKind, at: "Visible", number: int
+        self, layer: int, q_BKGD: Tensor, kind: AttentionKind, blocks: BlockSet
     ) -> tuple[Tensor, Tensor]:
         """Return the partial results of a set's blocks and rows: out (P * S, K, G, D) and log-sum-exp."""
-        blocks = at.decoding.sets[number]
         cached = self.layers[layer]
         if blocks.joined > 1:
             cached = cached[:, blocks.blocks].unflatten(1, (-1, blocks.joined)).flatten(2, 3)
@@ -96,7 +94,7 @@ class KVCache:
         v = others[0] if others else k
         num_sharers = blocks.rows_PS.shape[1]
         group = q_BKGD.shape[2]
-        mask = at.mask(number, kind.window, group, q_BKGD.dtype)
+        mask = blocks.mask(kind.window, group, q_BKGD.dtype)
         q = q_BKGD.index_select(0, blocks.rows_PS.flatten())
         if num_sharers > 1:  # Sharers take the dim of positions, together with query groups.
             q = q.unflatten(0, blocks.rows_PS.shape).transpose(1, 2).flatten(2, 3)
@@ -105,37 +103,6 @@ class KVCache:
             out, lse = (
                 x.unflatten(2, (num_sharers, group)).transpose(1, 2).flatten(0, 1) for x in (out, lse))
         return out if others else out[..., : self._value_dim], lse
-
-
-class Visible:
-    """The masks of a decoding step, which all layers of an attention kind share."""
-
-    def __init__(self, decoding: Decoding) -> None:
-        self.decoding = decoding
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-
-    def mask(self, number: int, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the additive mask of set `number`: (P, 1, S * G or 1, L); None if everything is visible."""
-        if (number, window) not in self._masks:
-            blocks = self.decoding.sets[number]
-            self._masks[number, window] = self._mask(blocks, window, group, dtype)
-        return self._masks[number, window]
-
-    def _mask(
-        self, blocks: BlockSet, window: int | None, group: int, dtype: torch.dtype
-    ) -> Tensor | None:
-        sees_all_before = window is None or window >= blocks.most
-        if blocks.fewest >= blocks.width and sees_all_before:
-            return None
-        counts_PS1 = blocks.counts_PS[:, :, None]
-        at_L = torch.arange(blocks.width, device=counts_PS1.device)
-        visible_PSL = at_L < counts_PS1
-        if window is not None:
-            visible_PSL &= at_L >= counts_PS1 - window
-        if blocks.rows_PS.shape[1] > 1:
-            visible_PSL = visible_PSL.repeat_interleave(group, dim=1)
-        # The mask is finite, so that a block without visible tokens gets a weight of 0 instead of NaN.
-        return (~visible_PSL).to(dtype).mul_(torch.finfo(dtype).min / 2)[:, None]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from realhf.data.batch import Batch, Packed
 from realhf.inference.block_tables import Integers
 from realhf.inference.scheduler import Prompt
-from realhf.nn.packed import token_places
+from realhf.nn.packed import token_positions
 
 Size = tuple[int, int]
 """Tokens of a prompt, and number of samples that continue it."""
@@ -111,7 +111,7 @@ def columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
         count = len(part.prompts)
         prompt_lens = np.array([len(prompt) for prompt in part.prompts], np.int64)
         whole = (prompt_lens + part.lengths[:count]).tolist()
-        row_T, position_T, _ = token_places(whole, torch.device("cpu"))
+        row_T, position_T, _ = token_positions(whole, torch.device("cpu"))
         at_T = position_T - torch.from_numpy(prompt_lens)[row_T]
         drawn_T = at_T >= 0
         tokens_T = torch.empty(len(row_T), dtype=torch.long)

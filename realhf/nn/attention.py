@@ -45,8 +45,8 @@ class Attend:
     `v_TKD`.
     """
 
-    layer: int  # Index on this stage.
     compute: Callable[..., Tensor]
+    store: Callable[[Tensor, Tensor], None] | None = None  # Writes keys and values to a cache.
     from_cache: bool = False
     tokens: slice | None = None  # Position of its tokens in the pass; None: all.
 
@@ -54,7 +54,9 @@ class Attend:
         self, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
         *, cached: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        return self.compute(self.layer, kind, q_TND, k_TKD, v_TKD, *(cached or (k_TKD, v_TKD)))
+        if self.store is not None:
+            self.store(*(cached or (k_TKD, v_TKD)))
+        return self.compute(q_TND, k_TKD, v_TKD, kind=kind)
 
 
 def attend_in_parts(attends: Sequence[Attend], compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 Shape suffixes: T tokens of all sequences end to end, N query heads, K key-value heads, D head dim.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,29 +13,33 @@ from torch import Tensor
 from realhf.nn.attention import AttentionKind
 
 
-class CachedSegment(Protocol):
-    """Tokens of one pass that attend in the same way, and whose keys and values go into a cache."""
+class Segment(ABC):
+    """Tokens of one pass that attend in the same way, and whose keys and values go into a cache.
 
-    @property
-    def from_cache(self) -> bool:
-        """Whether the tokens attend to the cache's contents, rather than to one another."""
+    For each token it has the position, the final length of the sequence, and the cache position: block *
+    block_size + offset in the block.
+    """
 
-    @property
-    def longest(self) -> int:
-        """Final length of the longest sequence, in tokens; 0 if an earlier pass has checked it."""
+    from_cache = True
+    """Whether the tokens attend to the cache's contents, rather than to one another."""
 
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Each token's position, and the final length of its sequence: position_T, length_T."""
+    def __init__(
+        self, position_T: Tensor, length_T: Tensor, cache_positions_T: Tensor, *, longest: int = 0
+    ) -> None:
+        """`longest` is the final length of the longest sequence; 0 if an earlier pass has checked it."""
+        self.position_T = position_T
+        self.length_T = length_T
+        self.cache_positions_T = cache_positions_T
+        self.longest = longest
 
+    @abstractmethod
     def attend(
-        self, cache: Any, layer: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        k_cached: Tensor, v_cached: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Write k_cached and v_cached into the cache, and return the attention's output out_TND."""
+        self, cache: Any, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
+    ) -> Tensor:
+        """Return the attention's output out_TND; the cache already has the keys and values of the tokens."""
 
 
-def token_places(seq_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def token_positions(seq_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return, for every packed token: sequence index, position in the sequence, sequence length."""
     counts = torch.tensor(seq_lens, dtype=torch.long)
     row_T = torch.repeat_interleave(counts)

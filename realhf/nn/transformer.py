@@ -29,7 +29,7 @@ from realhf.nn.context_parallel import attend_over_group, token_range
 from realhf.nn.linear import embedding
 from realhf.nn.lora import Adapter, Adapters
 from realhf.nn.moe import RouterLosses
-from realhf.nn.packed import CachedSegment, token_places
+from realhf.nn.packed import Segment, token_positions
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
 from realhf.nn.vocab_parallel import Head
@@ -111,36 +111,40 @@ class Transformer(ShardedParameters):
         model has positions.
         """
         self._check_lengths(seq_lens)
-        row_T, position_T, length_T = token_places(seq_lens, x.device)
+        row_T, position_T, length_T = token_positions(seq_lens, x.device)
         cp = self.groups.cp
         mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
             router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
-        attend = partial(self._attend_packed, seq_lens)
+        attend = Attend(partial(packed_attention, seq_lens=seq_lens))
         if cp.size > 1:
             x = x[mine] if self.groups.is_first_stage else x
-            attend = partial(self._attend_part, seq_lens)
+            attend = Attend(partial(self._attend_part, seq_lens))
         return self._stage(
-            x, position_T[mine], length_T[mine], lambda layer: [Attend(layer, attend)],
+            x, position_T[mine], length_T[mine], lambda layer: [attend],
             recompute=recompute, router_losses=router_losses,
             layer_done=layer_done if torch.is_grad_enabled() else None,
         )  # fmt: skip
 
-    def advance(self, x: Tensor, cache: Any, segments: Sequence[CachedSegment]) -> Tensor:
+    def advance(self, x: Tensor, cache: Any, segments: Sequence[Segment]) -> Tensor:
         """Run tokens through this stage, write their keys and values into `cache`, and return hidden_TH.
 
         `x` is ids_T on the first stage, else hidden_TH, segment by segment. Gradients and context parallelism
         are not supported. Raises UserError if a sequence is too long, as a forward pass does.
         """
         self._check_lengths([segment.longest for segment in segments])
-        places = [segment.places for segment in segments]
-        position_T, length_T = places[0] if len(places) == 1 else map(torch.cat, zip(*places, strict=True))
-        stops = list(accumulate((len(position) for position, _ in places), initial=0))
+        position_T, length_T = segments[0].position_T, segments[0].length_T
+        if len(segments) > 1:
+            position_T = torch.cat([segment.position_T for segment in segments])
+            length_T = torch.cat([segment.length_T for segment in segments])
+        stops = list(accumulate((len(segment.position_T) for segment in segments), initial=0))
         tokens = [slice(start, stop) for start, stop in pairwise(stops)]
 
         def attends(layer: int) -> list[Attend]:
             return [
-                Attend(layer, partial(segment.attend, cache), segment.from_cache, part)
+                Attend(
+                    partial(segment.attend, cache, layer),
+                    partial(cache.write, layer, segment.cache_positions_T), segment.from_cache, part)
                 for segment, part in zip(segments, tokens, strict=True)
             ]
 
@@ -152,16 +156,9 @@ class Transformer(ShardedParameters):
         if limit is not None and longest > limit:
             raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
 
-    def _attend_packed(
-        self, seq_lens: list[int], _: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        *__: Tensor,
-    ) -> Tensor:  # fmt: skip
-        return packed_attention(q_TND, k_TKD, v_TKD, seq_lens, kind)
-
     def _attend_part(
-        self, seq_lens: list[int], _: int, kind: AttentionKind, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor,
-        *__: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self, seq_lens: list[int], q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
+    ) -> Tensor:
         """Return the attention of this rank's tokens, which it exchanges with the other ranks over cp."""
         attention = partial(packed_attention, seq_lens=seq_lens, kind=kind)
         return attend_over_group(

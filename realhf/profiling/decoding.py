@@ -61,7 +61,7 @@ class Rows:
             layer.fill_(1.0)  # Memory pages that were never written would all map to one page.
         first = scheduler.plan()
         assert first is not None
-        self._places = [piece.places(size) for piece in first.pieces]
+        self._cache_positions = [piece.cache_positions(size) for piece in first.pieces]
         scheduler.update([False] * rows)
         scheduler.plan()
         self.segment = next_tokens(tables, device)
@@ -70,12 +70,13 @@ class Rows:
 
     def reading(self) -> Callable[[], object]:
         """Return a function that runs the pass of all prompts."""
-        lens = list(map(len, self._places))
+        lens = list(map(len, self._cache_positions))
         device = self._ids_B.device
         given = prompts(len(lens), lens[0], vocab_size=self._model.config.vocab_size)
         ids_T = given["prompt_ids"].values.to(device)
-        places_T = torch.tensor([place for places in self._places for place in places], device=device)
-        run = partial(self._model.advance, ids_T, self._cache, [Prefill(lens, places_T)])
+        positions_T = torch.tensor([i for prompt in self._cache_positions for i in prompt], device=device)
+        segment = Prefill(lens, positions_T, whole_lens=lens)
+        run = partial(self._model.advance, ids_T, self._cache, [segment])
         return torch.no_grad()(run)
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ class CachedRows:
             num_slots=len(lens), num_blocks=len(lens) * _BLOCKS, block_size=BLOCK_SIZE,
             blocks_per_row=_BLOCKS, max_sharers=1)
 
-    def places(self, row, length):
+    def cache_positions(self, row, length):
         # (The blocks of a row do not lie in order.)
         blocks = [(row * 7 + i) % len(self.lens) * _BLOCKS + i for i in range(_BLOCKS)]
         return blocks, [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)]
@@ -28,18 +28,19 @@ class CachedRows:
     def prefill(self, x, *, first=None):
         """Prefill whole sequences, or the `first` tokens of each."""
         lens = self.lens if first is None else [min(first, length) for length in self.lens]
-        places = [place for row, length in enumerate(lens) for place in self.places(row, length)[1]]
-        segment = Prefill(lens, torch.tensor(places), whole_lens=self.lens)
+        positions = [i for row, length in enumerate(lens) for i in self.cache_positions(row, length)[1]]
+        segment = Prefill(lens, torch.tensor(positions), whole_lens=self.lens)
         hidden = self.model.advance(x, self.cache, [segment])
         for row, length in enumerate(self.lens):
-            self.tables.start(row, self.places(row, length)[0], length=length)
+            self.tables.start(row, self.cache_positions(row, length)[0], length=length)
         return hidden
 
     def extend(self, x, row):
         """Prefill the last tokens of a row, whose other tokens are cached already."""
         length = self.lens[row]
-        places = torch.tensor(self.places(row, length)[1])
-        return self.model.advance(x, self.cache, [ChunkedPrefill(places, num_tokens=len(x), longest=length)])
+        positions = torch.tensor(self.cache_positions(row, length)[1])
+        segment = ChunkedPrefill(positions, num_tokens=len(x), longest=length)
+        return self.model.advance(x, self.cache, [segment])
 
     def decode(self, x):
         return self.model.advance(x, self.cache, [Decode(self.tables.advance())])

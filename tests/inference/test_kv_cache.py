@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realhf.inference.block_tables import BlockTables
-from realhf.inference.kv_cache import KVCache, Visible
+from realhf.inference.kv_cache import KVCache
 from realhf.kv_blocks import num_blocks
 from realhf.nn.attention import AttentionKind
 
@@ -37,8 +37,8 @@ class _Rows:
             blocks, tokens = [first, first + 1][:num_shared] + own, self._draw(length)
             if num_shared:
                 tokens[:, : 2 * BLOCK_SIZE] = prefixes[first]
-            places = [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)]
-            self.cache.write(0, *tokens, torch.tensor(places))
+            positions = [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)]
+            self.cache.write(0, torch.tensor(positions), *tokens)
             self.tokens[slot] = tokens
             ordinal = 2 if slot in (5, 6) else 0
             self.tables.start(slot, blocks, length=length, num_shared=num_shared, ordinal=ordinal)
@@ -54,12 +54,12 @@ class _Rows:
         decoding = self.tables.advance()
         count = len(decoding.slots)
         q, new = torch.randn(count, HEADS * GROUP, DIM).to(self.dtype), self._draw(count)
-        self.cache.write(0, *new, decoding.places_B)
+        self.cache.write(0, decoding.cache_positions_B, *new)
         expected = []
         for row, slot in enumerate(decoding.slots.tolist()):
             self.tokens[slot] = torch.cat((self.tokens[slot], new[:, row : row + 1]), dim=1)
             expected.append(self._attend(q[row], *self.tokens[slot], kind))
-        return self.cache.attention(0, q, kind, Visible(decoding)), torch.stack(expected)
+        return self.cache.attention(0, q, kind, decoding), torch.stack(expected)
 
     def _attend(self, q, k, v, kind):
         v = v if self.value_dim is None else k[..., : self.value_dim]
@@ -118,9 +118,9 @@ def test_a_copied_block_goes_its_own_way():
     cache = KVCache(2, (3, BLOCK_SIZE, HEADS, DIM), dtype=torch.float32, device=CPU)
     tokens = torch.randn(2, 5, HEADS, DIM)
     for layer in range(2):
-        cache.write(layer, *tokens, torch.arange(5))
+        cache.write(layer, torch.arange(5), *tokens)
     cache.copy((0,), (2,))
-    cache.write(0, *tokens[:, :1] * 0, torch.tensor([2]))
+    cache.write(0, torch.tensor([2]), *tokens[:, :1] * 0)
     there = torch.arange(5) + 2 * BLOCK_SIZE
     for layer in range(2):
         assert torch.equal(torch.stack(cache.read(layer, there)), tokens)

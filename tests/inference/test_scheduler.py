@@ -76,9 +76,9 @@ class _Replay:
         assert sum(piece.stop - piece.start for piece in step.pieces) <= self.prefill_tokens
         assert all(piece.start == 0 for piece in step.fresh)
         for piece in step.pieces:
-            places = piece.places(BLOCK_SIZE)
-            assert (self.memory[places[: piece.start]] == piece.prompt.tokens[: piece.start]).all()
-            self.memory[places[piece.start :]] = piece.prompt.tokens[piece.start : piece.stop]
+            positions = piece.cache_positions(BLOCK_SIZE)
+            assert (self.memory[positions[: piece.start]] == piece.prompt.tokens[: piece.start]).all()
+            self.memory[positions[piece.start :]] = piece.prompt.tokens[piece.start : piece.stop]
             assert all(piece.prompt.tokens == self.history(s) for s in piece.prompt.samples)
         for sample in step.samples:
             self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
@@ -95,7 +95,7 @@ class _Replay:
         decoding = self.tables.advance()
         assert len(rows) == len(decoding.slots) <= self.num_slots
         tokens = [self.history(sample)[-1] for sample in rows]
-        self.memory[decoding.places_B.numpy()] = tokens
+        self.memory[decoding.cache_positions_B.numpy()] = tokens
         parts = []
         for blocks in decoding.sets:
             used = blocks.blocks
