@@ -260,7 +260,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         (_latent_attention if c.mla else _attention)(table, i)
         table.norm("attn_out_norm", i)
         table.norm("mlp_norm", i)
-        if c.moe and i >= c.moe.num_dense_layers:
+        if c.has_experts(i):
             _routing(table, i)
         else:
             _mlp(table, "", c.intermediate_size, i)

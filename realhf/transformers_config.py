@@ -84,9 +84,7 @@ def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
     hidden = found["hidden_size"] or 1
     heads = found["num_heads"] or 1
     act = hf.get("hidden_act") or hf.get("activation_function") or hf.get("activation") or "gelu"
-    kv_heads = _first(hf, ("num_key_value_heads", "num_kv_heads"))
-    if hf.get("multi_query"):
-        kv_heads = 1
+    kv_heads = 1 if hf.get("multi_query") else _first(hf, ("num_key_value_heads", "num_kv_heads"))
     sizes: dict[str, Any] = {
         **found, "vocab_size": hf.get("vocab_size"),
         "head_dim": _first(hf, ("head_dim",)) or max(1, hidden // heads),

@@ -11,7 +11,7 @@ from torch import Tensor
 from realhf.model_config import ModelConfig
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import collects
-from realhf.nn.linear import linear
+from realhf.nn.lora import Adapter, linear
 from realhf.region import row_blocks
 
 Activation = Callable[[Tensor], Tensor]
@@ -25,17 +25,13 @@ class Curve(NamedTuple):
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
-def _relu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.threshold_backward(grad, x, 0)
-
-
 _SILU = Curve(F.silu, torch.ops.aten.silu_backward)
 _GELU = Curve(F.gelu, torch.ops.aten.gelu_backward)
 _GELU_TANH = Curve(
     partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 ACTIVATIONS = {
     "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
-    "relu": Curve(F.relu, _relu_backward),
+    "relu": Curve(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
 }  # fmt: skip
 _PART_NUMEL = 1 << 17
 """Elements to process at a time on CPU, so that they stay in a core's cache."""
@@ -54,11 +50,13 @@ def activation(config: ModelConfig) -> Activation:
     return activate
 
 
-def activated_linear(config: ModelConfig, up_TF: Tensor, weight_HF: Tensor) -> Tensor:
+def activated_linear(
+    config: ModelConfig, up_TF: Tensor, weight_HF: Tensor, adapter: Adapter | None = None
+) -> Tensor:
     """Return the down-projection of the activated `up_TF`; only `up_TF` is kept for the backward pass."""
-    if torch.is_grad_enabled() and collects(weight_HF):
+    if torch.is_grad_enabled() and collects(weight_HF) and adapter is None:
         return _ActivatedLinear.apply(up_TF, weight_HF, ACTIVATIONS[config.activation], config.gated)
-    return linear(activation(config)(up_TF), weight_HF)
+    return linear(activation(config)(up_TF), weight_HF, adapter=adapter)
 
 
 def _parts(x_TF: Tensor) -> list[slice]:

@@ -66,10 +66,9 @@ class Block:
         self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend],
         losses: RouterLosses | None = None,
     ) -> Tensor:  # fmt: skip
-        more = (losses,) if isinstance(self.mlp, Moe) else ()
         # Intermediate results have no names, so that they are freed at once: memory peaks here.
         x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attends)))
-        return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), *more)))
+        return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), losses)))
 
     def _add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor:
         scale = self.config.residual_scale
@@ -138,7 +137,6 @@ class Mlp:
     ) -> None:
         self.tp = tp
         self.config = config
-        self.activation = activation(config)
         up = f"{prefix}{'gate_up' if config.gated else 'up'}"
         self.up = weights[f"{up}.weight"]
         self.up_bias = weights.get(f"{up}.bias")
@@ -147,11 +145,8 @@ class Mlp:
         self.up_adapter = adapters.get(f"{up}.weight")
         self.down_adapter = adapters.get(f"{prefix}down.weight")
 
-    def __call__(self, x_TH: Tensor) -> Tensor:
+    def __call__(self, x_TH: Tensor, _: RouterLosses | None = None) -> Tensor:
         up_TF = linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
-        if self.down_adapter is None:
-            y_TH = activated_linear(self.config, up_TF, self.down)
-        else:
-            y_TH = self.down_adapter(self.activation(up_TF), None)
+        y_TH = activated_linear(self.config, up_TF, self.down, self.down_adapter)
         y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.down_bias is None else y_TH + self.down_bias

@@ -7,7 +7,7 @@ gradient of a weight's size is ever allocated (Megatron-LM's gradient accumulati
 Shape suffixes: T tokens, O and I outputs and inputs of a layer.
 """
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -62,11 +62,7 @@ class Weight(torch.nn.Parameter):
         """Add rows to the rows of the sum at these indices."""
         self.finish()
         assert self.total is not None
-        rows_TI = rows_TI.to(self.total.dtype)
-        if rows_TI.is_cuda:  # On CUDA index_add_ adds in any order: runs would differ.
-            self.total.index_put_((index_T,), rows_TI, accumulate=True)
-        else:
-            self.total.index_add_(0, index_T, rows_TI)
+        add_rows(self.total, index_T, rows_TI.to(self.total.dtype))
 
     def finish(self) -> None:
         """Set the sum to 0 if the step had no gradient."""
@@ -76,10 +72,16 @@ class Weight(torch.nn.Parameter):
         self.is_empty = False
 
 
-def _move(weight: Tensor) -> None:
+def add_rows(x: Tensor, index_T: Tensor, rows_T: Tensor) -> Tensor:
+    """Add rows in place to the rows of `x` at these indices, and return `x`."""
+    if x.is_cuda:  # On CUDA index_add_ adds in any order: runs would differ.
+        return x.index_put_((index_T,), rows_T, accumulate=True)
+    return x.index_add_(0, index_T, rows_T)
+
+
+def _move(weight: Any) -> None:
     """Add a gradient that autograd has computed. Autograd also calls this when it has computed none."""
     if weight.grad is not None:
-        assert isinstance(weight, Weight)
         weight.add_gradient(weight.grad)
         weight.grad = None
 

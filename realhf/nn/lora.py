@@ -39,14 +39,15 @@ class Adapter:
                 rank += up.shape[1]
             output += num_outputs
         assert (rank, output) == (len(down), len(weight))
-        self._merged: Tensor | None = None
+        self.merged_weight: Tensor | None = None
+        """A copy of the weight with the adapters merged in; while it is there, it is computed with."""
 
     def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
-        linear = plain_linear if needs_float32(x_TI) else F.linear
-        if self._merged is not None:
-            return linear(x_TI, self._merged, bias)
-        y_TO = linear(x_TI, self.weight, bias)
-        x_TR = linear(x_TI, self._down)
+        multiply = plain_linear if needs_float32(x_TI) else F.linear
+        if self.merged_weight is not None:
+            return multiply(x_TI, self.merged_weight, bias)
+        y_TO = multiply(x_TI, self.weight, bias)
+        x_TR = multiply(x_TI, self._down)
         for ranks, outputs, up_OR in self._parts:
             part_TO = y_TO if len(up_OR) == len(self.weight) else y_TO[:, outputs]
             if needs_float32(x_TI):
@@ -58,21 +59,14 @@ class Adapter:
     @torch.no_grad()
     def merged(self) -> Tensor:
         """Return W + scale B A, computed in at least float32."""
-        if self._merged is not None:
-            return self._merged
+        if self.merged_weight is not None:
+            return self.merged_weight
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         sum_OI = self.weight.to(wide, copy=True)
         down_RI = self._down.to(wide)
         for ranks, outputs, up_OR in self._parts:
             sum_OI[outputs].addmm_(up_OR.to(wide), down_RI[ranks], alpha=self._scale)
         return sum_OI.to(self.weight.dtype)
-
-    def merge(self) -> None:
-        """Compute with a merged copy of the weight until `unmerge`."""
-        self._merged = self.merged()
-
-    def unmerge(self) -> None:
-        self._merged = None
 
 
 Adapted = Mapping[str, Adapter]

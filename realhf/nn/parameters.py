@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -50,12 +49,19 @@ class ShardedParameters:
         self.grad_buffer: Tensor | None = None
         """Gradients in the order of `flat`: backward passes add to them, `finish_grads` completes them."""
         self._grad_shards: dict[str, Tensor] = {}
-        self._rows: dict[tuple[int | None, str], dict[str, int]] = {}
-        """(layer, part) -> the parts that were fused into that weight -> their numbers of rows."""
-        self._by_layer = self._fuse_weights()
-        """Layer (as in ParamSpec) -> part -> weight."""
         held = [p for p in spec.params if p.name in self.regions]
-        self._weight_of = {p.name: self._by_layer[p.layer][self._fused_part(p)] for p in held}
+        self._fused: dict[tuple[int | None, str], list[ParamSpec]] = {}
+        """(layer, part) -> the parameters of which that weight consists."""
+        for p in held:
+            self._fused.setdefault((p.layer, self._fused_part(p)), []).append(p)
+        self._by_layer: dict[int | None, dict[str, Weight]] = {}
+        """Layer (as in ParamSpec) -> part -> weight."""
+        self._weight_of: dict[str, Weight] = {}
+        for (layer, part), params in self._fused.items():
+            whole = self.flat[self.offsets[params[0].name][0] : self.offsets[params[-1].name][1]]
+            weight = Weight(whole.view(-1, *self._shards[params[0].name].shape[1:]), requires_grad=False)
+            self._by_layer.setdefault(layer, {})[part] = weight
+            self._weight_of |= {p.name: weight for p in params}
         partial: dict[tuple[int, ...], list[str]] = {}
         tp = groups.layout.tp
         for p in held:
@@ -66,26 +72,13 @@ class ShardedParameters:
         if self.config.tied and groups.ends is not None:
             self._partial.append((groups.ends, [p.name for p in held if p.part == "embedding.weight"]))
 
-    def _fuse_weights(self) -> dict[int | None, dict[str, Weight]]:
-        starts: dict[tuple[int | None, str], int] = {}
-        weights: dict[int | None, dict[str, Weight]] = {}
-        for p in self.spec.params:
-            if p.name not in self.regions:
-                continue
-            start, stop = self.offsets[p.name]
-            part = self._fused_part(p)
-            rows, *rest = (hi - lo for lo, hi in self.regions[p.name])
-            self._rows.setdefault((p.layer, part), {})[p.part] = rows
-            view = self.flat[starts.setdefault((p.layer, part), start) : stop].view(-1, *rest)
-            weights.setdefault(p.layer, {})[part] = Weight(view, requires_grad=False)
-        return weights
-
     def _fused_part(self, param: ParamSpec) -> str:
         part = param.part
         if part.endswith("lora_B") and param.in_file.name == param.name:
             return part
-        part = re.sub(r"(^|_)(gate|up)\.", r"\1gate_up.", part) if self.config.gated else part
-        return re.sub(r"^[qkv]\.", "qkv.", part) if self.config.mla is None else part
+        if self.config.gated:
+            part = re.sub(r"(^|_)(gate|up)(\.\w+)$", r"\1gate_up\3", part)
+        return part if self.config.mla else re.sub(r"^[qkv](\.\w+)$", r"qkv\1", part)
 
     def of_layer(self, layer: int | None) -> Weights:
         """Return the weights of a layer (as in ParamSpec) by part; empty if the layer is on another stage."""
@@ -93,7 +86,7 @@ class ShardedParameters:
 
     def fused(self, layer: int | None, part: str) -> Mapping[str, int]:
         """Return the parts that are fused into a weight -> their numbers of rows on this rank."""
-        return self._rows[layer, part]
+        return {p.part: len(self._shards[p.name]) for p in self._fused[layer, part]}
 
     def shards(self) -> dict[str, Tensor]:
         """Return parameter name -> this rank's region, a view of `flat`; always the same mapping."""
@@ -142,11 +135,10 @@ class ShardedParameters:
         for weight in self.weights():
             weight.collect(self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight))
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
+    def requires_grad_(self, requires_grad: bool) -> None:
         """Switch autograd on or off for these parameters."""
         for weight in self.weights():
             weight.requires_grad_(requires_grad)
-        return self
 
     def weights(self) -> list[Weight]:
         """Return the parameters that autograd sees."""

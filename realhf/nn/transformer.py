@@ -74,12 +74,12 @@ class Transformer(ShardedParameters):
     def merged(self) -> Iterator[None]:
         """Compute, inside this context, with merged copies of the weights that have adapters."""
         for adapter in self._adapted:
-            adapter.merge()
+            adapter.merged_weight = adapter.merged()
         try:
             yield
         finally:
             for adapter in self._adapted:
-                adapter.unmerge()
+                adapter.merged_weight = None
 
     @torch.no_grad()
     def merged_model(self) -> "Transformer":
@@ -116,10 +116,9 @@ class Transformer(ShardedParameters):
         mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
             router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
-        attend = Attend(partial(packed_attention, seq_lens=seq_lens))
-        if cp.size > 1:
-            x = x[mine] if self.groups.is_first_stage else x
-            attend = Attend(partial(self._attend_part, seq_lens))
+        attend = Attend(partial(self._attend, seq_lens))
+        if cp.size > 1 and self.groups.is_first_stage:
+            x = x[mine]
         return self._stage(
             x, position_T[mine], length_T[mine], lambda layer: [attend],
             recompute=recompute, router_losses=router_losses,
@@ -156,11 +155,13 @@ class Transformer(ShardedParameters):
         if limit is not None and longest > limit:
             raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
 
-    def _attend_part(
+    def _attend(
         self, seq_lens: list[int], q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
         """Return the attention of this rank's tokens, which it exchanges with the other ranks over cp."""
         attention = partial(packed_attention, seq_lens=seq_lens, kind=kind)
+        if self.groups.cp.size == 1:
+            return attention(q_TND, k_TKD, v_TKD)
         return attend_over_group(
             attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(seq_lens))
 

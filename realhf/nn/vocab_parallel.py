@@ -148,7 +148,7 @@ def _summing(weight_VH: Tensor) -> Weight:
     """Return the weight if it sums up its gradients itself, else a copy of it that does so for autograd."""
     if collects(weight_VH):
         return weight_VH
-    summing = Weight(weight_VH, requires_grad=False)
+    summing = Weight(weight_VH.detach(), requires_grad=False)
     wide = torch.promote_types(weight_VH.dtype, torch.float32)
     summing.total = torch.empty_like(weight_VH, dtype=wide)
     return summing
