@@ -113,20 +113,17 @@ class Family:
         return None if suffix is None else self.prefix + suffix
 
 
-def _types(hf: Hf, default: Callable[[int], bool]) -> list[str]:
-    """Return `layer_types`; without that key, `default(layer)` says whether a layer has a sliding window."""
-    given = hf.get("layer_types")
-    layers = range(hf["num_hidden_layers"])
-    return given or ["sliding_attention" if default(i) else "full_attention" for i in layers]
-
-
 def _windows(hf: Hf, default: Callable[[int], bool] = lambda _: True) -> tuple[int | None, ...]:
-    """Return the window of every layer; an empty tuple if no layer has one."""
+    """Return the window of every layer; an empty tuple if no layer has one.
+
+    Without the key `layer_types`, `default(layer)` says whether a layer has a window.
+    """
     window = hf.get("sliding_window")
     if not window:
         return ()
-    types = _types(hf, default)
-    return tuple(window if t == "sliding_attention" else None for t in types)
+    if types := hf.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(window if default(layer) else None for layer in range(hf["num_hidden_layers"]))
 
 
 def _qwen_windows(hf: Hf) -> tuple[int | None, ...]:

@@ -1,6 +1,9 @@
-"""Sizes of a KV cache: how many tokens a block holds, and how many blocks a generation needs."""
+"""Sizes of a KV cache: elements per token, tokens per block, and the blocks that a generation needs."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from realhf.model_config import ModelConfig
 
 _SMALL = 64
 _LARGE = 128
@@ -9,6 +12,26 @@ _STEP = 16
 
 SHARE_OF_FREE = 0.5
 """Share of the free memory that a cache may take, unless the user sets a limit."""
+
+
+class CachedHeads(NamedTuple):
+    """The keys and values of one token that a rank caches in each layer."""
+
+    num_heads: int
+    head_dim: int
+    value_dim: int | None  # The values are the first dims of the keys; None: they are stored as well.
+
+    @property
+    def width(self) -> int:
+        """Return the number of elements."""
+        return self.num_heads * self.head_dim * (2 if self.value_dim is None else 1)
+
+
+def cached_heads(config: ModelConfig, tp: int) -> CachedHeads:
+    """Return what one of `tp` ranks caches: its key-value heads, or the latent that all heads share."""
+    if mla := config.mla:
+        return CachedHeads(1, mla.kv_lora_rank + mla.qk_rope_head_dim, mla.kv_lora_rank)
+    return CachedHeads(max(1, config.num_kv_heads // tp), config.head_dim, None)
 
 
 def block_size(prompts: Sequence[tuple[int, int]], *, max_new_tokens: int) -> int:

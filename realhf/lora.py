@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): settings, and the parameter table of a model's adapters."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,13 +40,10 @@ class LoraConfig:
         if not is_positive(self.alpha):
             raise ValueError(f"lora.alpha is {self.alpha!r}: it must be a number above 0")
         targets: Any = self.target_modules
-        names = (targets,) if isinstance(targets, str) else targets
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            legal = "it must be names of linear layers, or all-linear"
-            raise ValueError(f"lora.target_modules is {targets!r}: {legal}")
+        names = (targets,) if isinstance(targets, str) else tuple(targets)
         if not all(names) or not names:
             raise ValueError("lora.target_modules is empty: name linear layers, or all-linear")
-        object.__setattr__(self, "target_modules", targets if targets == "all-linear" else tuple(names))
+        object.__setattr__(self, "target_modules", targets if targets == "all-linear" else names)
 
     @property
     def scale(self) -> float:
@@ -68,19 +65,17 @@ def adapter_spec(config: ModelConfig, lora: LoraConfig) -> ModelSpec:
     weights = model_spec(config).params
     linear = _linear_layers(config)
     _check_targets(config, lora, linear, weights)
-    by_layer: dict[int | None, list[ParamSpec]] = {}
-    for p in linear:
-        if _is_target(lora, p):
-            by_layer.setdefault(p.layer, []).append(p)
+    targets = [p for p in linear if lora.all_linear or any(_is_named(n, p) for n in lora.target_modules)]
     if lora.adapter is None:  # Existing adapters may have a higher rank.
-        _check_rank(lora, by_layer)
+        _check_rank(lora, targets)
     params: list[ParamSpec] = []
     for layer in range(config.num_layers):
-        if layer not in by_layer:
+        mine = [p for p in targets if p.layer == layer]
+        if not mine:
             raise ValueError(f"lora.target_modules: none of them is in layer {layer}")
-        modules = {_module(p): p for p in reversed(by_layer[layer])}  # Module -> its first part.
-        params += [_down(p, lora.rank) for p in reversed(modules.values())]
-        params += [_up(p, lora.rank) for p in by_layer[layer]]
+        modules = {_module(p): p for p in reversed(mine)}  # Module -> its first part.
+        params += [_factor(p, "lora_A", lora.rank) for p in reversed(modules.values())]
+        params += [_factor(p, "lora_B", lora.rank) for p in mine]
     if config.head == "score":
         name = f"{PREFIX}score.weight"
         head = ParamSpec(name, (1, config.hidden_size), None, part="score.weight", in_file=InFile(name))
@@ -106,10 +101,6 @@ def _module(param: ParamSpec) -> str:
     return param.in_file.name.removesuffix(".weight")
 
 
-def _is_target(lora: LoraConfig, param: ParamSpec) -> bool:
-    return lora.all_linear or any(_is_named(name, param) for name in lora.target_modules)
-
-
 def _is_named(name: str, param: ParamSpec) -> bool:
     return f".{_module(param)}".endswith(f".{name}")
 
@@ -120,19 +111,18 @@ def _check_targets(
     for name in () if lora.all_linear else lora.target_modules:
         if any(_is_named(name, p) for p in linear):
             continue
-        legal = f"legal are {', '.join(legal_targets(config))}, or all-linear"
         routed = [p for p in weights if p.expert is not None or "router." in p.part]
-        if any(_is_named(name, p) for p in routed):
-            raise ValueError(
-                f"lora.target_modules has {name!r}: routed experts and routers cannot be targeted; {legal}")
-        raise ValueError(f"lora.target_modules has {name!r}: {legal}")
+        is_routed = any(_is_named(name, p) for p in routed)
+        why = "routed experts and routers cannot be targeted; " if is_routed else ""
+        legal = f"legal are {', '.join(legal_targets(config))}, or all-linear"
+        raise ValueError(f"lora.target_modules has {name!r}: {why}{legal}")
 
 
-def _check_rank(lora: LoraConfig, by_layer: Mapping[int | None, Sequence[ParamSpec]]) -> None:
+def _check_rank(lora: LoraConfig, targets: Sequence[ParamSpec]) -> None:
     """Raise ValueError if the rank exceeds the smaller dim of a layer, at which B A can be any matrix."""
     rows: dict[str, int] = {}  # Parts in one tensor count together.
     columns: dict[str, int] = {}
-    for p in (p for layer in by_layer.values() for p in layer):
+    for p in targets:
         module = _module(p)
         rows[module] = rows.get(module, 0) + p.shape[0]
         columns[module] = p.shape[1]
@@ -142,23 +132,19 @@ def _check_rank(lora: LoraConfig, by_layer: Mapping[int | None, Sequence[ParamSp
         raise ValueError(f"lora.rank is {lora.rank}: it must be at most {most}, the smaller dim of {layer}")
 
 
-def _down(p: ParamSpec, rank: int) -> ParamSpec:
-    """Return the A of a linear layer, or of all linear layers in one tensor, of which `p` is the first."""
-    name = f"{PREFIX}{_module(p)}.lora_A.weight"
-    split = p.split_dim == 1
-    return ParamSpec(
-        name, (rank, p.shape[1]), p.layer, 1 if split else None, p.num_units if split else 1,
-        part=p.part.replace(".weight", ".lora_A"), partial=p.split_dim == 0, in_file=InFile(name),
-    )  # fmt: skip
+def _factor(p: ParamSpec, kind: Literal["lora_A", "lora_B"], rank: int) -> ParamSpec:
+    """Return the A or the B of a linear layer.
 
-
-def _up(p: ParamSpec, rank: int) -> ParamSpec:
-    """Return the B of a linear layer."""
-    file = f"{PREFIX}{_module(p)}.lora_B.weight"
-    split = p.split_dim == 0
-    _, slash, part = p.name.partition("/")
+    Linear layers in one tensor have one A: `p` is then the first of them.
+    """
+    is_down = kind == "lora_A"
+    file = f"{PREFIX}{_module(p)}.{kind}.weight"
+    suffix = "" if is_down else p.name.removeprefix(p.in_file.name)
+    shape = (rank, p.shape[1]) if is_down else (p.shape[0], rank)
+    dim = 1 if is_down else 0  # The dim that it shares with the weight.
+    is_split = p.split_dim == dim
     return ParamSpec(
-        f"{file}{slash}{part}", (p.shape[0], rank), p.layer, 0 if split else None,
-        p.num_units if split else 1, part=p.part.replace(".weight", ".lora_B"), partial=p.split_dim == 1,
-        in_file=InFile(file, p.in_file.start),
+        file + suffix, shape, p.layer, dim if is_split else None, p.num_units if is_split else 1,
+        part=p.part.replace(".weight", f".{kind}"), partial=p.split_dim == 1 - dim,
+        in_file=InFile(file, 0 if is_down else p.in_file.start),
     )  # fmt: skip

@@ -27,9 +27,6 @@ _ARCHITECTURES = {
     for name, family in FAMILIES.items() for head in HEADS
     if (architecture := family.architecture(head)) is not None
 }
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,16 +122,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.head not in HEADS:
             raise ValueError(f"head is {self.head!r}: legal are {', '.join(HEADS)}")
-        for name in _SIZES:
-            value = getattr(self, name)
-            if not is_whole(value):
-                legal = "it must be a whole number of at least 1"
-                raise ValueError(f"{_key(self.family, name)} is {value!r}: {legal}")
+        for name in ("vocab_size", "head_dim"):  # Readers of config.json check the other sizes.
+            if not is_whole(value := getattr(self, name)):
+                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads}"
             raise ValueError(f"{heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
         if self.activation not in ACTIVATION_NAMES:
-            key = _key(self.family, "activation")
+            key = {**COMMON, **self.describes.reads}["activation"]
             raise ValueError(f"{key} is {self.activation!r}; supported are {', '.join(ACTIVATION_NAMES)}")
         for name in ("windows", "rope_layers"):
             if (by_layer := getattr(self, name)) and len(by_layer) != self.num_layers:
@@ -148,8 +143,6 @@ class ModelConfig:
 
         Raises ValueError about fields that are missing, not legal or not supported.
         """
-        if not isinstance(hf, Mapping):
-            raise ValueError("it must be a JSON object")
         architecture = (CheckedFields(hf).get("architectures") or ["(none)"])[0]
         if architecture not in _ARCHITECTURES:
             known = ", ".join(family.prefix for family in FAMILIES.values())
@@ -164,20 +157,15 @@ class ModelConfig:
         for key, legal in family.only.items():
             if (value := hf.get(key)) not in (None, legal):
                 raise ValueError(f"{key} is {_json(value)}; supported is {_json(legal)}")
-        mla = None
-        try:
-            CheckedFields(generation or {}).get("eos_token_id")
-        except ValueError as error:
-            raise ValueError(f"generation_config.json: {error}") from error
-        for key in ("eos_token_id", "initializer_range", "max_position_embeddings", _ORIGINAL_LENGTH):
+        check_eos(full, generation)
+        for key in ("initializer_range", "max_position_embeddings", _ORIGINAL_LENGTH):
             full.get(key)
         if other := [kind for kind in full.get("layer_types") or () if kind not in LAYER_TYPES]:
             raise ValueError(f"layer_types has {_json(other[0])}: legal are {' and '.join(LAYER_TYPES)}")
         try:
-            if "kv_a" in family.names:
-                mla = MlaConfig(**{part.name: full[part.name] for part in fields(MlaConfig)})
             config = cls(
-                family=name, head=head or own_head, hf=dict(hf), generation=dict(generation or {}), mla=mla,
+                family=name, head=head or own_head, hf=dict(hf), generation=dict(generation or {}),
+                mla=_latent_attention(full) if "kv_a" in family.names else None,
                 moe=MoeConfig(**_read(family.moe, full)) if family.moe else None,
                 **{**_read({**COMMON, **family.reads}, full), **family.sets},
             )
@@ -198,10 +186,6 @@ class ModelConfig:
         if not path.is_file():
             refuse_adapters(path.parent)
             raise ValueError(f"model {name}: there is no {path}")
-        try:
-            hf = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"model config {path}: {error}") from error
         generation = None
         beside = path.parent / "generation_config.json"
         if path.name == "config.json" and beside.is_file():
@@ -211,6 +195,9 @@ class ModelConfig:
             except (ValueError, AssertionError) as error:
                 raise ValueError(f"{beside} is not a JSON object: {error}") from error
         try:
+            hf = json.loads(path.read_text())
+            if not isinstance(hf, dict):
+                raise ValueError("it must be a JSON object")
             return cls.from_hf(hf, head=head, generation=generation)
         except ValueError as error:
             raise ValueError(f"model config {path}: {error}") from error
@@ -317,6 +304,19 @@ def refuse_adapters(directory: Path) -> None:
         )
 
 
+def check_eos(hf: Hf, generation: Hf | None) -> None:
+    """Raise ValueError about illegal tokens that end a response, in config.json or generation_config.json."""
+    CheckedFields(hf).get("eos_token_id")
+    try:
+        CheckedFields(generation or {}).get("eos_token_id")
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from error
+
+
+def _latent_attention(hf: Hf) -> MlaConfig:
+    return MlaConfig(**{part.name: hf[part.name] for part in fields(MlaConfig)})
+
+
 def _read(readers: Mapping[str, Reader], hf: Hf) -> dict[str, Any]:
     return {name: hf[reader] if isinstance(reader, str) else reader(hf) for name, reader in readers.items()}
 
@@ -346,14 +346,6 @@ def _check_rope(config: ModelConfig, rope: Mapping[str, Any], where: str) -> Non
         given = rope[key]
         if not isinstance(given, list) or len(given) != half or not all(map(is_positive, given)):
             raise ValueError(f"{where}: {key} must be a list of {half} numbers above 0, one per pair of dims")
-
-
-def _key(family: str, name: str) -> str:
-    """Return the key of config.json that holds a field of ModelConfig."""
-    described = FAMILIES.get(family)
-    reader = {**COMMON, **(described.reads if described else {})}.get(name)
-    special = {"num_kv_heads": "num_key_value_heads"}
-    return reader if isinstance(reader, str) else special.get(name, name)
 
 
 def _json(value: Any) -> str:

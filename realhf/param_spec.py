@@ -19,7 +19,7 @@ from realhf.region import Region, region_size, shards_of_rows
 
 Placement = tuple[tuple[Region, tuple[int, ...]], ...]
 """The distinct regions of a parameter under a layout, by tp index, each with the ranks that hold it."""
-NUM_LIMBS = 3  # A float32 has 24 significant bits, a bfloat16 has 8.
+NUM_TERMS = 3  # A float32 has 24 significant bits, a bfloat16 has 8.
 _BOTH_ENDS = -1  # Stands for the stages of an embedding that is also the head: the first and the last.
 
 
@@ -56,8 +56,8 @@ class ParamSpec:
     partial: bool = False  # Every tp rank holds the whole parameter and computes a part of its gradient.
     in_file: InFile = InFile("")
     trainable: bool = True  # The optimizer changes it.
-    limbs: int = 1
-    """Parts of a split float32 (nn/split_float32.py); if above 1, the first dim of `shape`. Their sum,
+    num_terms: int = 1
+    """Terms of a split float32 (nn/split_float32.py); if above 1, the first dim of `shape`. Their sum,
     which checkpoints hold, keeps float32 precision in a model of any dtype."""
 
     @property
@@ -93,11 +93,11 @@ class ModelSpec:
     @property
     def numel(self) -> int:
         """Number of parameters, counted as in the checkpoint."""
-        return sum(param.numel // param.limbs for param in self.params)
+        return sum(param.numel // param.num_terms for param in self.params)
 
-    def without_limbs(self) -> "ModelSpec":
+    def as_in_checkpoints(self) -> "ModelSpec":
         """Return the table with every parameter in the shape that it has in a checkpoint."""
-        params = (replace(p, shape=p.shape[1:], limbs=1) if p.limbs > 1 else p for p in self.params)
+        params = (replace(p, shape=p.shape[1:], num_terms=1) if p.num_terms > 1 else p for p in self.params)
         return replace(self, params=tuple(params))
 
     def stage_layers(self, strategy: ParallelStrategy, stage: int) -> range:
@@ -260,7 +260,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         (_latent_attention if c.mla else _attention)(table, i)
         table.norm("attn_out_norm", i)
         table.norm("mlp_norm", i)
-        if c.moe and i >= c.moe.num_dense_layers:
+        if c.has_experts(i):
             _routing(table, i)
         else:
             _mlp(table, "", c.intermediate_size, i)
@@ -296,19 +296,10 @@ class _Table:
             if self.config.norm == "layer":
                 self.add(f"{part}.bias", (self.config.hidden_size,), layer)
 
-    def linear(
-        self, part: str, rows: int, columns: int, layer: int, split_dim: int | None = None,
-        num_units: int = 1, *, expert: int | None = None,
-    ) -> None:  # fmt: skip
-        """Add the weight (out, in) of a linear layer of a block."""
-        self.add(
-            f"{part}.weight", (rows, columns), layer, split_dim, num_units, expert=expert,
-            transposed=self.config.describes.transposed)
-
     def add(
         self, part: str, shape: tuple[int, ...], layer: int | None, split_dim: int | None = None,
-        num_units: int = 1, *, expert: int | None = None, partial: bool = False, transposed: bool = False,
-        trainable: bool = True, limbs: int = 1,
+        num_units: int = 1, *, expert: int | None = None, partial: bool = False, trainable: bool = True,
+        num_terms: int = 1,
     ) -> None:  # fmt: skip
         part_name, _, kind = part.rpartition(".")
         module = self._names[part_name]
@@ -317,10 +308,12 @@ class _Table:
         if module in self._fused:
             name, start = f"{in_file}/{part_name}", self._filled.get(in_file, 0)
             self._filled[in_file] = start + shape[0]
+        is_linear = kind == "weight" and len(shape) == 2 and layer not in (None, -1)
+        transposed = self.config.describes.transposed and is_linear
         self.params.append(
             ParamSpec(
                 name, shape, layer, split_dim, num_units, expert, part, partial,
-                InFile(in_file, start, transposed), trainable, limbs,
+                InFile(in_file, start, transposed), trainable, num_terms,
             )
         )  # fmt: skip
 
@@ -330,7 +323,7 @@ def _attention(table: _Table, layer: int) -> None:
     hidden, q_rows, kv_rows = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     qkv = (("q", q_rows, c.num_heads), ("k", kv_rows, c.num_kv_heads), ("v", kv_rows, c.num_kv_heads))
     for part, rows, heads in qkv:
-        table.linear(part, rows, hidden, layer, 0, heads)
+        table.add(f"{part}.weight", (rows, hidden), layer, 0, heads)
     if c.qkv_bias:
         for part, rows, heads in qkv:
             table.add(f"{part}.bias", (rows,), layer, 0, heads)
@@ -340,7 +333,7 @@ def _attention(table: _Table, layer: int) -> None:
     if c.qk_norm == "all":
         table.add("q_norm.weight", (q_rows,), layer, 0, c.num_heads)
         table.add("k_norm.weight", (kv_rows,), layer, 0, c.num_kv_heads)
-    table.linear("o", hidden, q_rows, layer, 1, c.num_heads)
+    table.add("o.weight", (hidden, q_rows), layer, 1, c.num_heads)
     if c.out_bias:
         table.add("o.bias", (hidden,), layer)
 
@@ -352,15 +345,15 @@ def _latent_attention(table: _Table, layer: int) -> None:
     hidden, heads = c.hidden_size, c.num_heads
     q_rank, kv_rank = mla.q_lora_rank, mla.kv_lora_rank
     if q_rank is None:
-        table.linear("q", heads * c.head_dim, hidden, layer, 0, heads)
+        table.add("q.weight", (heads * c.head_dim, hidden), layer, 0, heads)
     else:
-        table.linear("q_a", q_rank, hidden, layer)
+        table.add("q_a.weight", (q_rank, hidden), layer)
         table.add("q_a_norm.weight", (q_rank,), layer)
-        table.linear("q_b", heads * c.head_dim, q_rank, layer, 0, heads)
-    table.linear("kv_a", kv_rank + mla.qk_rope_head_dim, hidden, layer)
+        table.add("q_b.weight", (heads * c.head_dim, q_rank), layer, 0, heads)
+    table.add("kv_a.weight", (kv_rank + mla.qk_rope_head_dim, hidden), layer)
     table.add("kv_a_norm.weight", (kv_rank,), layer)
-    table.linear("kv_b", heads * (mla.qk_nope_head_dim + mla.v_head_dim), kv_rank, layer, 0, heads)
-    table.linear("o", hidden, heads * mla.v_head_dim, layer, 1, heads)
+    table.add("kv_b.weight", (heads * (mla.qk_nope_head_dim + mla.v_head_dim), kv_rank), layer, 0, heads)
+    table.add("o.weight", (hidden, heads * mla.v_head_dim), layer, 1, heads)
 
 
 def _routing(table: _Table, layer: int) -> None:
@@ -369,8 +362,8 @@ def _routing(table: _Table, layer: int) -> None:
     assert moe is not None
     table.add("router.weight", (moe.num_experts, c.hidden_size), layer)
     if moe.router_bias:
-        shape = (NUM_LIMBS, moe.num_experts)  # As in transformers, it is float32 in a model of any dtype.
-        table.add("router.e_score_correction_bias", shape, layer, trainable=False, limbs=NUM_LIMBS)
+        shape = (NUM_TERMS, moe.num_experts)  # As in transformers, it is float32 in a model of any dtype.
+        table.add("router.e_score_correction_bias", shape, layer, trainable=False, num_terms=NUM_TERMS)
     if moe.shared_width:
         _mlp(table, "shared_", moe.shared_width, layer)
     if moe.shared_gate:
@@ -384,9 +377,9 @@ def _mlp(
     c = table.config
     for part in parts:
         if part == "down":
-            table.linear(f"{prefix}down", c.hidden_size, width, layer, 1, width, expert=expert)
+            table.add(f"{prefix}down.weight", (c.hidden_size, width), layer, 1, width, expert=expert)
         elif part == "up" or c.gated:
-            table.linear(f"{prefix}{part}", width, c.hidden_size, layer, 0, width, expert=expert)
+            table.add(f"{prefix}{part}.weight", (width, c.hidden_size), layer, 0, width, expert=expert)
     if c.mlp_bias and expert is None:
         for part in ("gate", "up") if c.gated else ("up",):
             table.add(f"{prefix}{part}.bias", (width,), layer, 0, width)

@@ -1,10 +1,9 @@
 """Region: the box of a parameter that a rank holds. Also splits regions evenly over replicas."""
 
-import itertools
 import math
-from bisect import bisect_right
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 
 Region = tuple[tuple[int, int], ...]
 """A half-open index range for each dim."""
@@ -27,29 +26,30 @@ def region_slices(region: Region, *, within: Region | None = None) -> tuple[slic
     return tuple(slice(start - low, stop - low) for (start, stop), low in zip(region, lows, strict=True))
 
 
+def row_blocks(num_rows: int, row_size: int, block_size: int) -> Iterator[slice]:
+    """Yield slices of rows that have `block_size` elements or bytes at most, or a single row each.
+
+    Yields one slice even if there are no rows.
+    """
+    step = max(1, block_size // max(1, row_size))
+    for start in range(0, max(1, num_rows), step):
+        yield slice(start, start + step)
+
+
 def shards_of_rows(regions: Mapping[str, Region], num_parts: int) -> list[dict[str, Region]]:
     """Split regions that are stored end to end into parts that are as even as whole rows allow.
 
     Returns name -> region for each part.
     """
-    names = list(regions)
-    stops = list(accumulate(map(region_size, regions.values())))
-    starts = [0, *stops]
-    edges = [(0, 0)]  # Index of the parameter, row in it.
-    for index in range(1, num_parts):
-        position = starts[-1] * index // num_parts
-        number = min(bisect_right(stops, position), len(names) - 1)
-        (low, high), *rest = regions[names[number]]
-        row = math.prod(b - a for a, b in rest)
-        edges.append((number, min(high - low, round((position - starts[number]) / row))))
-    edges.append((len(names), 0))
-    parts: list[dict[str, Region]] = []
-    for (first, begin), (last, end) in itertools.pairwise(edges):
-        part: dict[str, Region] = {}
-        for number in range(first, min(last + 1, len(names))):
-            (low, high), *rest = regions[names[number]]
-            rows = (low + begin if number == first else low, low + end if number == last else high)
-            if rows[0] < rows[1]:
-                part[names[number]] = (rows, *rest)
-        parts.append(part)
+    boxes = list(regions.items())
+    sizes = np.array([region_size(region) for region in regions.values()])
+    num_rows = np.array([stop - start for (start, stop), *_ in regions.values()])
+    cuts = np.arange(num_parts + 1) * sizes.sum() // num_parts
+    rows = (cuts - (sizes.cumsum() - sizes)[:, None]) / (sizes // num_rows)[:, None]
+    edges = rows.round().clip(0, num_rows[:, None]).astype(np.int64)  # Of each region, one per cut.
+    parts: list[dict[str, Region]] = [{} for _ in range(num_parts)]
+    for number, i in np.argwhere(np.diff(edges)).tolist():
+        name, ((low, _), *rest) = boxes[number]
+        first, last = edges[number, i : i + 2].tolist()
+        parts[i][name] = ((low + first, low + last), *rest)
     return parts

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from realhf.families import FAMILIES, Family, Hf
-from realhf.hf_fields import CheckedFields, is_whole
+from realhf.hf_fields import is_whole
 from realhf.layout import Layout
-from realhf.model_config import ACTIVATION_NAMES, ModelConfig, labelled
+from realhf.model_config import ACTIVATION_NAMES, ModelConfig, check_eos, labelled
 
 _KEYS = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -38,14 +38,12 @@ class TransformersConfig(ModelConfig):
     def from_hf(
         cls, hf: Hf, *, head: str | None = None, generation: Hf | None = None
     ) -> "TransformersConfig":
-        if not isinstance(hf, Mapping):
-            raise ValueError("it must be a JSON object")
         family = hf.get("model_type")
         if not isinstance(family, str):
             raise ValueError("model_type is missing: it tells transformers which class to take")
         if "quantization_config" in hf:
             raise ValueError("the checkpoint is quantised (quantization_config): dequantise it first")
-        _check_eos(hf, generation or {})
+        check_eos(hf, generation)
         read: dict[str, Any] = {"head": head or "lm", "hf": dict(hf), "generation": dict(generation or {})}
         try:
             name = FAMILIES[family].architecture("lm")
@@ -73,21 +71,10 @@ class TransformersConfig(ModelConfig):
             )
 
 
-def _check_eos(hf: Hf, generation: Hf) -> None:
-    try:
-        CheckedFields(generation).get("eos_token_id")
-    except ValueError as error:
-        raise ValueError(f"generation_config.json: {error}") from error
-    CheckedFields(hf).get("eos_token_id")
-
-
 def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
     """Return fields of ModelConfig, and the reason why the planner cannot use them, if it cannot."""
     if isinstance(text := hf.get("text_config"), Mapping):
         return _estimate({**text, "text_config": None})[0], "it has more than a text model (text_config)"
-    vocabulary = hf.get("vocab_size")
-    if not is_whole(vocabulary):
-        raise ValueError(f"vocab_size is {vocabulary!r}: it must be a whole number of at least 1")
     found = {name: _first(hf, keys) for name, keys in _KEYS.items()}
     why = next((f"config.json has no {_KEYS[name][0]}" for name, n in found.items() if n is None), "")
     if why:
@@ -97,11 +84,10 @@ def _estimate(hf: Hf) -> tuple[dict[str, Any], str]:
     hidden = found["hidden_size"] or 1
     heads = found["num_heads"] or 1
     act = hf.get("hidden_act") or hf.get("activation_function") or hf.get("activation") or "gelu"
-    kv_heads = _first(hf, ("num_key_value_heads", "num_kv_heads"))
-    if hf.get("multi_query"):
-        kv_heads = 1
+    kv_heads = 1 if hf.get("multi_query") else _first(hf, ("num_key_value_heads", "num_kv_heads"))
     sizes: dict[str, Any] = {
-        **found, "vocab_size": vocabulary, "head_dim": _first(hf, ("head_dim",)) or max(1, hidden // heads),
+        **found, "vocab_size": hf.get("vocab_size"),
+        "head_dim": _first(hf, ("head_dim",)) or max(1, hidden // heads),
         "num_kv_heads": kv_heads if kv_heads and heads % kv_heads == 0 else heads,
         "intermediate_size": _first(hf, _WIDTHS) or 4 * hidden,
         "activation": act if act in ACTIVATION_NAMES else "gelu", "gated": act in ("silu", "swish"),

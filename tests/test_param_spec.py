@@ -73,7 +73,7 @@ def test_names_and_shapes_are_those_of_transformers(config):
     theirs |= {n: tuple(b.shape) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
     spec = model_spec(config)
     assert spec.numel == sum(map(np.prod, theirs.values()))
-    assert {p.name: p.shape for p in spec.without_limbs().params} == dict(unfused(theirs))
+    assert {p.name: p.shape for p in spec.as_in_checkpoints().params} == dict(unfused(theirs))
 
 
 def unfused(shapes):

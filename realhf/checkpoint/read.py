@@ -36,9 +36,14 @@ def params_by_tensor(params: Iterable[ParamSpec]) -> dict[str, list[ParamSpec]]:
     return found
 
 
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return name of a tensor in a checkpoint -> its shape."""
+    return {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
+
+
 def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
     """Return the shape of the tensor that holds these parameters in a checkpoint."""
-    if params[0].limbs > 1:
+    if params[0].num_terms > 1:
         return params[0].shape[1:]
     rows, *rest = params[0].shape
     shape = (sum(param.shape[0] for param in params), *rest)
@@ -47,17 +52,25 @@ def tensor_shape(params: list[ParamSpec]) -> tuple[int, ...]:
 
 def box_in_tensor(param: ParamSpec, region: Region) -> Region:
     """Return the box of a parameter's region in its tensor of a checkpoint."""
-    if param.limbs > 1:
+    if param.num_terms > 1:
         return region[1:]
     (low, high), *rest = region
     box = ((low + param.in_file.start, high + param.in_file.start), *rest)
     return box[::-1] if param.in_file.transposed else box
 
 
+def box_start(tensor: StoredTensor, box: Region) -> tuple[int, bool]:
+    """Return the byte at which a box of a tensor begins in the file, and whether it has whole rows."""
+    start = tensor.start + box[0][0] * tensor.row_bytes
+    if box[1:] == tuple((0, size) for size in tensor.shape[1:]):
+        return start, True
+    return start + box[1][0] * (tensor.row_bytes // tensor.shape[1]), False
+
+
 def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
     """Read the headers; raise ValueError that names file and tensor if they are not those of this model."""
     config = spec.config
-    shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
+    shapes = tensor_shapes(spec)
     if "quantization_config" in config.hf:
         what = "the checkpoint is quantised: dequantise it, and take quantization_config out"
         raise ValueError(f"{directory}/config.json says that {what}")
@@ -97,7 +110,7 @@ def check_tensors(directory: Path, spec: ModelSpec) -> None:
 
     Parameters that are missing, and tensors of other names, are accepted.
     """
-    shapes = {name: tensor_shape(params) for name, params in params_by_tensor(spec.params).items()}
+    shapes = tensor_shapes(spec)
     for name, tensor in find_tensors(directory).items():
         if name in shapes:
             check_tensor(tensor, name, shapes[name])

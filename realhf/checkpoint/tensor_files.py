@@ -36,6 +36,10 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * _BITS[self.dtype] // 8
 
+    @property
+    def row_bytes(self) -> int:
+        return self.num_bytes // self.shape[0]
+
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a model directory by name.
@@ -104,25 +108,22 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is corrupt: its header is no JSON object") from error
     header.pop("__metadata__", None)
     begin = 8 + length
-    spans = {name: _span(path, name, fields) for name, fields in header.items()}
-    stop = 0
-    for name in sorted(spans, key=lambda name: spans[name]):
-        start, end = spans[name]
-        if start != stop:
-            at = f"byte {begin + start}, not at {begin + stop}"
+    stored = {name: _stored_tensor(path, name, fields, begin) for name, fields in header.items()}
+    tensors = dict(sorted(stored.items(), key=lambda item: (item[1].start, item[1].num_bytes)))
+    stop = begin
+    for name, tensor in tensors.items():
+        if tensor.start != stop:
+            at = f"byte {tensor.start}, not at {stop}"
             raise ValueError(f"{path} is corrupt: tensor {name} starts at {at}")
-        stop = end
-    if begin + stop != size:
-        kind = "truncated" if begin + stop > size else "corrupt"
-        raise ValueError(f"{path} is {kind}: its tensors end at byte {begin + stop}, the file at {size}")
-    return {
-        name: StoredTensor(path, header[name]["dtype"], tuple(header[name]["shape"]), begin + start)
-        for name, (start, _) in sorted(spans.items(), key=lambda item: item[1])
-    }
+        stop += tensor.num_bytes
+    if stop != size:
+        kind = "truncated" if stop > size else "corrupt"
+        raise ValueError(f"{path} is {kind}: its tensors end at byte {stop}, the file at {size}")
+    return tensors
 
 
-def _span(path: Path, name: str, fields: Any) -> tuple[int, int]:
-    """Return the bytes [start, stop) of a tensor, counted from the end of the header."""
+def _stored_tensor(path: Path, name: str, fields: Any, begin: int) -> StoredTensor:
+    """Return a tensor, given its fields in the header; `begin` is the first byte after the header."""
     try:
         dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
         sizes = [*shape, start, stop]
@@ -136,7 +137,7 @@ def _span(path: Path, name: str, fields: Any) -> tuple[int, int]:
     if (stop - start) * 8 != math.prod(shape) * _BITS[dtype]:
         what = f"{dtype} of shape {tuple(shape)}"
         raise ValueError(f"{path} is corrupt: tensor {name}, {what}, has {stop - start} bytes")
-    return start, stop
+    return StoredTensor(path, dtype, tuple(shape), begin + start)
 
 
 def pack_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from realhf.checkpoint.read import box_in_tensor, params_by_tensor, tensor_shape
-from realhf.checkpoint.tensor_files import INDEX, STORED_DTYPES, pack_header, pack_index
+from realhf.checkpoint.peft import CONFIG_FILE, STEM, adapter_config
+from realhf.checkpoint.read import box_in_tensor, box_start, params_by_tensor, tensor_shape
+from realhf.checkpoint.tensor_files import INDEX, STORED_DTYPES, StoredTensor, pack_header, pack_index
 from realhf.dist.group import World
 from realhf.layout import Layout
+from realhf.lora import LoraConfig
 from realhf.nn.split_float32 import joined, sum_dtype
 from realhf.param_spec import ModelSpec, ParamSpec
-from realhf.region import Region, region_size
+from realhf.region import Region, region_size, row_blocks
 
 MAX_SHARD_BYTES = 5 * 10**9
 Beside = Path | str
@@ -35,11 +38,12 @@ _BLOCK_BYTES = 16 << 20
 
 
 class ShardFile(NamedTuple):
-    """A file to write: its first bytes, and tensor -> byte at which it begins ("": the end of the file)."""
+    """A file to write: its first bytes, its length in bytes, and its tensors by name."""
 
     name: str
     header: bytes
-    starts: Mapping[str, int]
+    num_bytes: int
+    tensors: Mapping[str, StoredTensor]
 
 
 def plan_files(
@@ -50,27 +54,25 @@ def plan_files(
     A tensor that is larger has a file of its own.
     """
     stored = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
-    tensors = {
-        name: (_dtype_in_file(params[0], dtype), tensor_shape(params))
-        for name, params in params_by_tensor(spec.params).items()
-    }
-    files: list[list[str]] = [[]]
+    contents: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     filled = 0  # Bytes in the last file.
-    for name, (own, shape) in tensors.items():
-        num_bytes = torch.Size(shape).numel() * own.itemsize
-        if files[-1] and filled + num_bytes > max_shard_bytes:
-            files.append([])
+    for name, params in params_by_tensor(spec.params).items():
+        own = _dtype_in_file(params[0], dtype)
+        shape = tensor_shape(params)
+        num_bytes = math.prod(shape) * own.itemsize
+        if contents[-1] and filled + num_bytes > max_shard_bytes:
+            contents.append([])
             filled = 0
-        files[-1].append(name)
+        contents[-1].append((name, stored[own], shape))
         filled += num_bytes
-    count = len(files)
-    names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    names = names if count > 1 else [f"{stem}.safetensors"]
-    headers = [
-        pack_header((name, stored[own], shape) for name in file for own, shape in [tensors[name]])
-        for file in files
-    ]
-    return [ShardFile(name, *header) for name, header in zip(names, headers, strict=True)]
+    files: list[ShardFile] = []
+    for i, content in enumerate(contents, start=1):
+        number = f"-{i:05d}-of-{len(contents):05d}" if len(contents) > 1 else ""
+        path = Path(f"{stem}{number}.safetensors")
+        header, starts = pack_header(content)
+        tensors = {name: StoredTensor(path, kind, shape, starts[name]) for name, kind, shape in content}
+        files.append(ShardFile(path.name, header, starts[""], tensors))
+    return files
 
 
 @dataclass(frozen=True)
@@ -104,32 +106,36 @@ def assign_parts(spec: ModelSpec, layout: Layout, writers: Sequence[int]) -> lis
 
 
 class CheckpointWriter:
-    """A writer of model directories for one layout, which can be used many times.
+    """A writer of model or PEFT directories for one layout, which can be used many times.
 
     The directory needs to be on the disk of one host only, that of the rank `leader`, which need not be in
     the layout. The layout's ranks on that host write their own regions in parallel into the same files; other
     ranks send them the regions that none of them holds, block by block.
 
-    `stem` begins the names of the files. `config` is the name and the content of the config file; by default
-    it is the model's config.json with `fields` added.
+    It writes the model's config.json, with `fields` added. With `lora`, the parameters are adapters, and it
+    writes a PEFT directory instead; `base` then names the base model.
     """
 
     def __init__(
         self, spec: ModelSpec, layout: Layout, world: World,
-        *, dtype: torch.dtype, leader: int, max_shard_bytes: int = MAX_SHARD_BYTES, stem: str = "model",
-        config: tuple[str, Mapping[str, object]] | None = None,
-        fields: Mapping[str, object] = MappingProxyType({}),
+        *, dtype: torch.dtype, leader: int, max_shard_bytes: int = MAX_SHARD_BYTES,
+        fields: Mapping[str, object] = MappingProxyType({}), lora: LoraConfig | None = None, base: str = "",
     ) -> None:  # fmt: skip
         self._rank = world.rank
         self._leader = leader
         self._dtype = dtype
-        self._files = plan_files(spec, dtype=dtype, max_shard_bytes=max_shard_bytes, stem=stem)
-        self._config = config or ("config.json", {**_model_config(spec, dtype), **fields})
+        if lora is None:
+            self._files = plan_files(spec, dtype=dtype, max_shard_bytes=max_shard_bytes)
+            self._config_file = "config.json"
+            self._config = {**_model_config(spec, dtype), **fields}
+        else:  # PEFT reads a single file.
+            self._files = plan_files(spec, dtype=dtype, max_shard_bytes=sys.maxsize, stem=STEM)
+            self._config_file = CONFIG_FILE
+            self._config = adapter_config(spec.config, lora, base=base)
         host = world.ranks_on_host(leader)
         self._writers = sorted(rank for rank in layout.ranks if rank in host) or [leader]
         self._parts = assign_parts(spec, layout, self._writers)
-        self._shapes = {name: tensor_shape(p) for name, p in params_by_tensor(spec.params).items()}
-        self._file_of = {name: file for file in self._files for name in file.starts}
+        self._tensors = {name: tensor for file in self._files for name, tensor in file.tensors.items()}
         self._group = world.group(tuple(sorted({*layout.ranks, leader})), purpose="export")
 
     @torch.no_grad()
@@ -144,14 +150,11 @@ class CheckpointWriter:
             for file in self._files:
                 with open(directory / _unfinished(file.name), "wb") as out:
                     out.write(file.header)
-                    out.truncate(file.starts[""])
+                    out.truncate(file.num_bytes)
         self._group.barrier()
-        for part in self._local_parts():
-            for row, block in _blocks(in_file_order(part.param, shards[part.param.name])):
-                self._write(directory, part, row, block.cpu().contiguous())
-        for part in self._parts:
-            if part.sender != part.writer and self._rank in (part.sender, part.writer):
-                self._send_or_write(directory, part, shards)
+        for part in (*self._local_parts(), *(part for part in self._parts if part.sender != part.writer)):
+            for row, block in self._blocks(part, shards):
+                self._write(directory, part, row, block)
         self._group.barrier()
         if self._rank == self._leader:
             self._finish(directory, beside)
@@ -166,42 +169,43 @@ class CheckpointWriter:
         if not mine:
             return []
         count = len(self._files)
-        number = {name: i for i, file in enumerate(self._files) for name in file.starts}
+        number = {name: i for i, file in enumerate(self._files) for name in file.tensors}
         first = self._writers.index(self._rank) * count // len(self._writers)
         return sorted(mine, key=lambda part: (number[part.param.in_file.name] - first) % count)
 
-    def _send_or_write(self, directory: Path, part: Part, shards: Mapping[str, Tensor]) -> None:
-        """Send a part to its writer, or receive and write it."""
+    def _blocks(self, part: Part, shards: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield, on the rank that writes a part, the indices of first rows and the rows that fit a block.
+
+        If another rank holds the part, that one sends them meanwhile.
+        """
         peers = self._group.ranks
         if self._rank == part.sender:
-            for _, block in _blocks(in_file_order(part.param, shards[part.param.name])):
-                self._group.exchange([(peers.index(part.writer), block.cpu().contiguous())], [])
+            values = in_file_order(part.param, shards[part.param.name])
+        elif self._rank == part.writer:
+            shape = [stop - start for start, stop in box_in_tensor(part.param, part.region)]
+            values = torch.empty(shape, dtype=_dtype_in_file(part.param, self._dtype), device="meta")
+        else:
             return
-        box = box_in_tensor(part.param, part.region)
-        shape = [stop - start for start, stop in box]
-        dtype = _dtype_in_file(part.param, self._dtype)
-        for row, like in _blocks(torch.empty(shape, dtype=dtype, device="meta")):
-            block = torch.empty(like.shape, dtype=dtype)
-            self._group.exchange([], [(peers.index(part.sender), block)])
-            self._write(directory, part, row, block)
+        for rows in row_blocks(len(values), values[:1].nbytes, _BLOCK_BYTES):
+            if values.is_meta:
+                block = torch.empty_like(values[rows], device="cpu")
+                self._group.exchange([], [(peers.index(part.sender), block)])
+                yield rows.start, block
+                continue
+            block = values[rows].cpu().contiguous()
+            if self._rank == part.writer:
+                yield rows.start, block
+            else:
+                self._group.exchange([(peers.index(part.writer), block)], [])
 
     def _write(self, directory: Path, part: Part, row: int, block: Tensor) -> None:
         """Write rows of a part into its file; `row` is the index of the first one in the part."""
-        name = part.param.in_file.name
-        box = box_in_tensor(part.param, part.region)
-        file = self._file_of[name]
-        shape = self._shapes[name]
-        stride = block.itemsize * math.prod(shape[1:])
-        start = file.starts[name] + (box[0][0] + row) * stride
-        data = memory_of(block)
-        with open(directory / _unfinished(file.name), "r+b", buffering=0) as out:
-            if box[1:] == tuple((0, size) for size in shape[1:]):
-                _write_all(out.fileno(), data, start)
-                return
-            length = len(data) // len(block)
-            start += box[1][0] * block.itemsize
-            for i in range(len(block)):
-                _write_all(out.fileno(), data[i * length : (i + 1) * length], start + i * stride)
+        tensor = self._tensors[part.param.in_file.name]
+        start, has_whole_rows = box_start(tensor, box_in_tensor(part.param, part.region))
+        with open(directory / _unfinished(tensor.path.name), "r+b") as out:
+            for i, piece in enumerate([block] if has_whole_rows else block):
+                out.seek(start + (row + i) * tensor.row_bytes)
+                out.write(memory_of(piece))
 
     def _finish(self, directory: Path, beside: Mapping[str, Beside]) -> None:
         """Give the files their final names, after removing an earlier export of a model or adapters."""
@@ -214,13 +218,12 @@ class CheckpointWriter:
         for name in names:
             os.replace(directory / _unfinished(name), directory / name)
         if len(names) > 1:
-            files = {name: file.name for name, file in self._file_of.items() if name}
-            num_bytes = sum(file.starts[""] - len(file.header) for file in self._files)
+            files = {name: tensor.path.name for name, tensor in self._tensors.items()}
+            num_bytes = sum(file.num_bytes - len(file.header) for file in self._files)
             _put(directory / INDEX, pack_index(files, num_bytes))
         for name, content in beside.items():
             _put(directory / name, content)
-        config_file, config = self._config
-        _put(directory / config_file, json.dumps(config, indent=2) + "\n")
+        _put(directory / self._config_file, json.dumps(self._config, indent=2) + "\n")
 
 
 def _model_config(spec: ModelSpec, dtype: torch.dtype) -> dict[str, object]:
@@ -240,28 +243,14 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 def in_file_order(param: ParamSpec, shard: Tensor) -> Tensor:
     """Return a region with its dims in the order of checkpoints: a view, unless it is a sum of parts."""
-    if param.limbs > 1:
+    if param.num_terms > 1:
         return joined(shard)
     return shard.T if param.in_file.transposed else shard
 
 
 def _dtype_in_file(param: ParamSpec, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in files of a parameter of a model of this dtype."""
-    return sum_dtype(dtype) if param.limbs > 1 else dtype
-
-
-def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index of a first row, and the rows from there on that fit a block."""
-    step = max(1, _BLOCK_BYTES // max(1, values[:1].numel() * values.element_size()))
-    for row in range(0, len(values), step):
-        yield row, values[row : row + step]
-
-
-def _write_all(file: int, data: memoryview, position: int) -> None:
-    while len(data):
-        count = os.pwrite(file, data, position)
-        data = data[count:]
-        position += count
+    return sum_dtype(dtype) if param.num_terms > 1 else dtype
 
 
 def _put(path: Path, content: Beside) -> None:

@@ -45,7 +45,7 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
         cluster = Cluster.load(options.cluster) if options.cluster else None
     source, target = (_layout(options, name, config, cluster) for name in ("src", "dst"))
     schedule = make_schedule(
-        model_spec(config).without_limbs(), source=source, target=target, itemsize=ITEMSIZE[dtype],
+        model_spec(config).as_in_checkpoints(), source=source, target=target, itemsize=ITEMSIZE[dtype],
         links=Links.of_cluster(cluster) if cluster else None,
     )  # fmt: skip
     if options.json:

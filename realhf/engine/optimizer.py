@@ -131,7 +131,7 @@ class ShardedAdamW:
         """Return these parameters' gradients in [start, stop) that this rank counts in the norm."""
         found = []
         groups = self._groups
-        offsets = self._model.flat_offsets()
+        offsets = self._model.offsets
         for name in names:
             first, last = max(offsets[name][0], start), min(offsets[name][1], stop)
             param = self._by_name[name]

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.model_config import ModelConfig
-from realhf.nn import narrow
+from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import collects
-from realhf.nn.linear import linear
+from realhf.nn.lora import Adapter, linear
+from realhf.region import row_blocks
 
 Activation = Callable[[Tensor], Tensor]
 """up_TF -> hidden_TF. In a gated MLP the first half of F is the gate, and hidden_TF is half as wide."""
@@ -24,17 +25,13 @@ class Curve(NamedTuple):
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
-def _relu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.threshold_backward(grad, x, 0)
-
-
 _SILU = Curve(F.silu, torch.ops.aten.silu_backward)
 _GELU = Curve(F.gelu, torch.ops.aten.gelu_backward)
 _GELU_TANH = Curve(
     partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 ACTIVATIONS = {
     "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
-    "relu": Curve(F.relu, _relu_backward),
+    "relu": Curve(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
 }  # fmt: skip
 _PART_NUMEL = 1 << 17
 """Elements to process at a time on CPU, so that they stay in a core's cache."""
@@ -53,16 +50,17 @@ def activation(config: ModelConfig) -> Activation:
     return activate
 
 
-def activated_linear(config: ModelConfig, up_TF: Tensor, weight_HF: Tensor) -> Tensor:
+def activated_linear(
+    config: ModelConfig, up_TF: Tensor, weight_HF: Tensor, adapter: Adapter | None = None
+) -> Tensor:
     """Return the down-projection of the activated `up_TF`; only `up_TF` is kept for the backward pass."""
-    if torch.is_grad_enabled() and collects(weight_HF):
+    if torch.is_grad_enabled() and collects(weight_HF) and adapter is None:
         return _ActivatedLinear.apply(up_TF, weight_HF, ACTIVATIONS[config.activation], config.gated)
-    return linear(activation(config)(up_TF), weight_HF)
+    return linear(activation(config)(up_TF), weight_HF, adapter=adapter)
 
 
 def _parts(x_TF: Tensor) -> list[slice]:
-    rows = len(x_TF) if x_TF.is_cuda else max(1, _PART_NUMEL // x_TF.shape[1])
-    return [slice(start, start + rows) for start in range(0, len(x_TF), max(1, rows))]
+    return list(row_blocks(len(x_TF), x_TF.shape[1], x_TF.numel() if x_TF.is_cuda else _PART_NUMEL))
 
 
 def _activate(up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:
@@ -120,11 +118,11 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.save_for_backward(up_TF)
         ctx.weight = weight_HF
         ctx.settings = curve, gated
-        return narrow.linear(_activate(up_TF, curve, gated), weight_HF)
+        return half_matmul.linear(_activate(up_TF, curve, gated), weight_HF)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:
-        hidden_TF = narrow.product(grad_TH, ctx.weight)  # Its gradient, which `_gradient` overwrites.
+        hidden_TF = half_matmul.product(grad_TH, ctx.weight)  # Its gradient, which `_gradient` overwrites.
         grad_TF = _gradient(hidden_TF, *ctx.saved_tensors, *ctx.settings, recompute=True)
         ctx.weight.add_product(grad_TH, hidden_TF)
         return grad_TF, None, None, None

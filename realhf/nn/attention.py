@@ -6,7 +6,7 @@ sequences of equal length: S their number, L their length.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.nn.narrow import lacks_units, widened
+from realhf.model_config import ModelConfig
+from realhf.nn.half_matmul import needs_float32, widened
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class AttentionKind:
     scale: float  # Factor of query times key.
     window: int | None = None  # Number of tokens that a token sees, itself included.
     softcap: float | None = None  # Scores x become c * tanh(x / c).
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> "AttentionKind":
+        """Return the options of this layer of a model."""
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        return cls(scale, config.window(layer), config.attention_softcap)
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,7 @@ class Attend:
         return self.compute(q_TND, k_TKD, v_TKD, kind=kind)
 
 
-def attend_in_parts(
-    attends: Sequence[Attend], compute: Callable[..., Tensor], *tensors: Tensor
-) -> Tensor:
+def attend_in_parts(attends: Sequence[Attend], compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Call `compute(attend, *tensors)` on the tokens of each Attend, and return out_TND of all tokens."""
     if len(attends) == 1:
         return compute(attends[0], *tensors)
@@ -133,7 +138,7 @@ class _Flash(torch.autograd.Function):
         views = _by_runs((grad_TND, q_TND, k_TKD, v_TKD, out_TND, *grads), ctx.runs)
         for (*inputs, grad_q, grad_k, grad_v), lse_of_run in zip(views, lse, strict=True):
             is_short = grad_q.shape[2] * grad_q.shape[3] < _MIN_BFLOAT16_NUMEL
-            if lacks_units(grad_q) or grad_q.dtype == torch.bfloat16 and is_short:
+            if needs_float32(grad_q) or grad_q.dtype == torch.bfloat16 and is_short:
                 inputs = [x.float() for x in inputs]
             found = compute(*inputs, lse_of_run, 0.0, True, scale=ctx.scale)
             for target, grad in zip((grad_q, grad_k, grad_v), found, strict=True):
@@ -166,7 +171,7 @@ def _equal_lengths(q_SNLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, kind: Attenti
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kind: AttentionKind) -> Tensor:
     """Return grouped-query attention where `visible` is true; all are (sequences, heads, positions, dim)."""
-    if lacks_units(q):
+    if needs_float32(q):
         return masked_attention(q.float(), k.float(), v.float(), visible, kind).to(q.dtype)
     grouped = q.shape[1] != k.shape[1]
     if kind.softcap is None:
@@ -191,7 +196,7 @@ def attention_with_lse(
     if q.device.type == "cpu" and kind.softcap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         few = q.shape[2] <= _FEW_QUERIES and (mask is None or mask.shape[2] == 1)
-        few = few and q.dtype == torch.bfloat16 and not lacks_units(q)
+        few = few and q.dtype == torch.bfloat16 and not needs_float32(q)
         query_heads = q.flatten(1, 2)[:, :, None] if few else q
         out, lse = flash(query_heads, k, v, attn_mask=mask, scale=kind.scale)
         return out.view(q.shape), lse.view(q.shape[:-1])
@@ -203,7 +208,7 @@ def attention_with_lse(
         scores = scores + mask
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
-    return (weights @ v.to(wide)).to(v.dtype) if lacks_units(v) else weights.to(v.dtype) @ v, lse
+    return (weights @ v.to(wide)).to(v.dtype) if needs_float32(v) else weights.to(v.dtype) @ v, lse
 
 
 @lru_cache(maxsize=16)
@@ -214,24 +219,15 @@ def _varlen_kernel(kind: AttentionKind) -> Callable[..., Tensor] | None:
     """
     left = -1 if kind.window is None else kind.window - 1
     if find_spec("flash_attn"):
-        flash = import_module("flash_attn").flash_attn_varlen_func
-
-        def by_flash(*args: Any) -> Tensor:
-            return flash(
-                *args, causal=True, softmax_scale=kind.scale, window_size=(left, 0 if left >= 0 else -1),
-                softcap=kind.softcap or 0.0)
-
-        return by_flash
+        return partial(
+            import_module("flash_attn").flash_attn_varlen_func, causal=True, softmax_scale=kind.scale,
+            window_size=(left, 0 if left >= 0 else -1), softcap=kind.softcap or 0.0)
     if kind.softcap is not None:
         return None
     varlen = import_module("torch.nn.attention.varlen")  # Slow to import, and only CUDA needs it.
     # torch 2.11 has no such option: it accepts fewer heads of keys than of queries anyway.
     grouped = {"enable_gqa": True} if "enable_gqa" in signature(varlen.varlen_attn).parameters else {}
-
-    def by_torch(*args: Any) -> Tensor:
-        return varlen.varlen_attn(*args, scale=kind.scale, window_size=(left, 0), **grouped)
-
-    return by_torch
+    return partial(varlen.varlen_attn, scale=kind.scale, window_size=(left, 0), **grouped)
 
 
 @lru_cache(maxsize=8)

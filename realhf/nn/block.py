@@ -56,7 +56,9 @@ class Block:
         self.mlp_out_norm = Norm(config, weights, "mlp_out_norm")
         self.mlp: Moe | Mlp
         if config.has_experts(layer):
-            self.mlp = _moe(config, weights, layer, groups, adapters)
+            has_shared = "shared_down.weight" in weights
+            shared = Mlp(config, weights, groups.tp, adapters, prefix="shared_") if has_shared else None
+            self.mlp = Moe(config, weights, layer, groups, activation=activation(config), shared=shared)
         else:
             self.mlp = Mlp(config, weights, groups.tp, adapters)
 
@@ -64,23 +66,13 @@ class Block:
         self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend],
         losses: RouterLosses | None = None,
     ) -> Tensor:  # fmt: skip
-        more = (losses,) if isinstance(self.mlp, Moe) else ()
         # Intermediate results have no names, so that they are freed at once: memory peaks here.
         x_TH = self._add(x_TH, self.attn_out_norm(self.attention(self.attn_norm(x_TH), angles, attends)))
-        return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), *more)))
+        return self._add(x_TH, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TH), losses)))
 
     def _add(self, x_TH: Tensor, y_TH: Tensor) -> Tensor:
         scale = self.config.residual_scale
         return x_TH + (y_TH if scale == 1 else y_TH * scale)
-
-
-def _moe(
-    config: ModelConfig, weights: Weights, layer: int, groups: ParallelGroups, adapters: Adapted
-) -> Moe:
-    shared = None
-    if "shared_down.weight" in weights:
-        shared = Mlp(config, weights, groups.tp, adapters, prefix="shared_")
-    return Moe(config, weights, layer, groups, activation=activation(config), shared=shared)
 
 
 class Attention:
@@ -100,14 +92,7 @@ class Attention:
         self.k_norm = Norm(config, weights, "k_norm")
         self.num_heads = self.out.shape[1] // config.head_dim
         self.num_kv_heads = (self.qkv.shape[0] // config.head_dim - self.num_heads) // 2
-        scale = config.attention_scale
-        self.kind = AttentionKind(
-            config.head_dim**-0.5 if scale is None else scale, config.window(layer), config.attention_softcap)
-
-    @property
-    def cache_heads(self) -> tuple[int, int, int | None]:
-        """Return (heads, head dim, None) for KVCache; None: the values are not a part of the keys."""
-        return self.num_kv_heads, self.config.head_dim, None
+        self.kind = AttentionKind.of(config, layer)
 
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
@@ -152,7 +137,6 @@ class Mlp:
     ) -> None:
         self.tp = tp
         self.config = config
-        self.activation = activation(config)
         up = f"{prefix}{'gate_up' if config.gated else 'up'}"
         self.up = weights[f"{up}.weight"]
         self.up_bias = weights.get(f"{up}.bias")
@@ -161,11 +145,8 @@ class Mlp:
         self.up_adapter = adapters.get(f"{up}.weight")
         self.down_adapter = adapters.get(f"{prefix}down.weight")
 
-    def __call__(self, x_TH: Tensor) -> Tensor:
+    def __call__(self, x_TH: Tensor, _: RouterLosses | None = None) -> Tensor:
         up_TF = linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
-        if self.down_adapter is None:
-            y_TH = activated_linear(self.config, up_TF, self.down)
-        else:
-            y_TH = self.down_adapter(self.activation(up_TF), None)
+        y_TH = activated_linear(self.config, up_TF, self.down, self.down_adapter)
         y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.down_bias is None else y_TH + self.down_bias

@@ -7,10 +7,12 @@ gradient of a weight's size is ever allocated (Megatron-LM's gradient accumulati
 Shape suffixes: T tokens, O and I outputs and inputs of a layer.
 """
 
+from typing import Any, TypeGuard
+
 import torch
 from torch import Tensor
 
-from realhf.nn import narrow
+from realhf.nn import half_matmul
 
 _BLOCK_NUMEL = 1 << 22
 """Elements per block of a product that is computed in one dtype and added in another; more on CUDA."""
@@ -46,8 +48,8 @@ class Weight(torch.nn.Parameter):
                 torch.mm(grad_TO.T, x_TI, out=total_OI)
             else:
                 total_OI.addmm_(grad_TO.T, x_TI)
-        elif narrow.lacks_units(grad_TO):
-            narrow.add_product(total_OI, grad_TO, x_TI, is_empty=self.is_empty)
+        elif half_matmul.needs_float32(grad_TO):
+            half_matmul.add_product(total_OI, grad_TO, x_TI, is_empty=self.is_empty)
         else:
             numel = _BLOCK_NUMEL * (64 if grad_TO.is_cuda else 1)
             rows = max(1, numel // total_OI.shape[1])
@@ -60,11 +62,7 @@ class Weight(torch.nn.Parameter):
         """Add rows to the rows of the sum at these indices."""
         self.finish()
         assert self.total is not None
-        rows_TI = rows_TI.to(self.total.dtype)
-        if rows_TI.is_cuda:  # On CUDA index_add_ adds in any order: runs would differ.
-            self.total.index_put_((index_T,), rows_TI, accumulate=True)
-        else:
-            self.total.index_add_(0, index_T, rows_TI)
+        add_rows(self.total, index_T, rows_TI.to(self.total.dtype))
 
     def finish(self) -> None:
         """Set the sum to 0 if the step had no gradient."""
@@ -74,14 +72,20 @@ class Weight(torch.nn.Parameter):
         self.is_empty = False
 
 
-def _move(weight: Tensor) -> None:
+def add_rows(x: Tensor, index_T: Tensor, rows_T: Tensor) -> Tensor:
+    """Add rows in place to the rows of `x` at these indices, and return `x`."""
+    if x.is_cuda:  # On CUDA index_add_ adds in any order: runs would differ.
+        return x.index_put_((index_T,), rows_T, accumulate=True)
+    return x.index_add_(0, index_T, rows_T)
+
+
+def _move(weight: Any) -> None:
     """Add a gradient that autograd has computed. Autograd also calls this when it has computed none."""
     if weight.grad is not None:
-        assert isinstance(weight, Weight)
         weight.add_gradient(weight.grad)
         weight.grad = None
 
 
-def collects(weight: Tensor) -> bool:
+def collects(weight: Tensor) -> TypeGuard[Weight]:
     """Return whether a weight sums up its gradients itself."""
     return isinstance(weight, Weight) and weight.total is not None and weight.requires_grad

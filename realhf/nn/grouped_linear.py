@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.nn import narrow
+from realhf.nn import half_matmul
 
 
 def grouped_linear(x_RI: Tensor, weight_LOI: Tensor, ends_L: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def _kernel_takes(x: Tensor) -> bool:
     """
     dtypes = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     is_aligned = x.shape[-1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-    return x.dtype in dtypes and is_aligned and not narrow.lacks_units(x)
+    return x.dtype in dtypes and is_aligned and not half_matmul.needs_float32(x)
 
 
 class _ByGroup(torch.autograd.Function):
@@ -42,7 +42,7 @@ class _ByGroup(torch.autograd.Function):
         ctx.counts = counts
         y_RO = x_RI.new_empty(len(x_RI), weight_LOI.shape[1])
         for x, weight, y in zip(x_RI.split(counts), weight_LOI, y_RO.split(counts), strict=True):
-            narrow.product(x, weight.T, out=y)
+            half_matmul.product(x, weight.T, out=y)
         return y_RO
 
     @staticmethod
@@ -53,9 +53,9 @@ class _ByGroup(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x_RI = torch.empty_like(x_RI)
             for grad, weight, grad_x in zip(grads, weight_LOI, grad_x_RI.split(ctx.counts), strict=True):
-                narrow.product(grad, weight, out=grad_x)
+                half_matmul.product(grad, weight, out=grad_x)
         if ctx.needs_input_grad[1]:
             grad_weight_LOI = torch.zeros_like(weight_LOI)
             for grad, x, grad_weight in zip(grads, x_RI.split(ctx.counts), grad_weight_LOI, strict=True):
-                narrow.product(grad.T, x, out=grad_weight)
+                half_matmul.product(grad.T, x, out=grad_weight)
         return grad_x_RI, grad_weight_LOI, None

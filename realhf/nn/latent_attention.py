@@ -14,8 +14,8 @@ from realhf.dist.autograd import copy_to_group, sum_over_group
 from realhf.dist.group import Group
 from realhf.model_config import ModelConfig
 from realhf.nn.attention import Attend, AttentionKind, attend_in_parts
+from realhf.nn.half_matmul import widened
 from realhf.nn.lora import Adapted, linear
-from realhf.nn.narrow import widened
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
 
@@ -43,13 +43,7 @@ class LatentAttention:
         self.q_a_norm = weights.get("q_a_norm.weight")
         self.kv_a_norm = weights["kv_a_norm.weight"]
         self.num_heads = self.linears["o"].shape[1] // config.mla.v_head_dim
-        scale = config.attention_scale
-        self.kind = AttentionKind(config.head_dim**-0.5 if scale is None else scale, config.window(layer))
-
-    @property
-    def cache_heads(self) -> tuple[int, int, int | None]:
-        """Return (heads, dim, value dims) for KVCache: the values are the first dims of the shared key."""
-        return 1, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim, self.mla.kv_lora_rank
+        self.kind = AttentionKind.of(config, layer)
 
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         mla = self.mla

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.nn import narrow
+from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import Weight, collects
 
 _ROW_MULTIPLE = 32
@@ -21,15 +21,15 @@ _SMALL_PRODUCT = 1 << 21
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return y_TO = x W^T + b."""
-    if torch.is_grad_enabled() and (collects(weight_OI) or narrow.lacks_units(x_TI)):
+    if torch.is_grad_enabled() and (collects(weight_OI) or half_matmul.needs_float32(x_TI)):
         return _Linear.apply(x_TI, weight_OI, bias_O)
     is_padded = x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled())
-    if is_padded and not narrow.lacks_units(x_TI):
-        return _narrow_linear(x_TI, weight_OI, bias_O)
-    return narrow.linear(x_TI, weight_OI, bias_O)
+    if is_padded and not half_matmul.needs_float32(x_TI):
+        return _bfloat16_linear(x_TI, weight_OI, bias_O)
+    return half_matmul.linear(x_TI, weight_OI, bias_O)
 
 
-def _narrow_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+def _bfloat16_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return x W^T + b for bfloat16 on CPU. Both ways to compute it add up in float32."""
     if len(x_TI) * weight_OI.numel() <= _SMALL_PRODUCT:
         bias_O = None if bias_O is None else bias_O.float()
@@ -52,7 +52,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TI)
         ctx.weight = weight_OI
-        return narrow.linear(x_TI, weight_OI, bias_O)
+        return half_matmul.linear(x_TI, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,8 +62,8 @@ class _Linear(torch.autograd.Function):
         if collects(weight_OI):
             weight_OI.add_product(grad_TO, x_TI)
         elif ctx.needs_input_grad[1]:
-            grad_OI = (narrow.widened(grad_TO).T @ narrow.widened(x_TI)).to(weight_OI.dtype)
-        grad_x = narrow.product(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
+            grad_OI = (half_matmul.widened(grad_TO).T @ half_matmul.widened(x_TI)).to(weight_OI.dtype)
+        grad_x = half_matmul.product(grad_TO, weight_OI) if ctx.needs_input_grad[0] else None
         return grad_x, grad_OI, grad_TO.sum(0) if ctx.needs_input_grad[2] else None
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from realhf.dist.parallel import ParallelGroups
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
+from realhf.nn.half_matmul import needs_float32
 from realhf.nn.linear import linear as plain_linear
-from realhf.nn.narrow import lacks_units
 from realhf.nn.parameters import ShardedParameters
 
 
@@ -39,43 +39,34 @@ class Adapter:
                 rank += up.shape[1]
             output += num_outputs
         assert (rank, output) == (len(down), len(weight))
-        self._merged: Tensor | None = None
+        self.merged_weight: Tensor | None = None
+        """A copy of the weight with the adapters merged in; while it is there, it is computed with."""
 
     def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
-        if self._merged is not None:
-            return (plain_linear if lacks_units(x_TI) else F.linear)(x_TI, self._merged, bias)
-        if lacks_units(x_TI):
-            y_TO = plain_linear(x_TI, self.weight, bias)
-            x_TR = plain_linear(x_TI, self._down)
-            for ranks, outputs, up_OR in self._parts:
-                y_TO[:, outputs].add_(plain_linear(x_TR[:, ranks], up_OR), alpha=self._scale)
-            return y_TO
-        y_TO = F.linear(x_TI, self.weight, bias)
-        x_TR = F.linear(x_TI, self._down)
-        if len(self._parts) == 1 and len(self._parts[0][2]) == len(self.weight):
-            return y_TO.addmm_(x_TR, self._parts[0][2].T, alpha=self._scale)
+        multiply = plain_linear if needs_float32(x_TI) else F.linear
+        if self.merged_weight is not None:
+            return multiply(x_TI, self.merged_weight, bias)
+        y_TO = multiply(x_TI, self.weight, bias)
+        x_TR = multiply(x_TI, self._down)
         for ranks, outputs, up_OR in self._parts:
-            y_TO[:, outputs].addmm_(x_TR[:, ranks], up_OR.T, alpha=self._scale)
+            part_TO = y_TO if len(up_OR) == len(self.weight) else y_TO[:, outputs]
+            if needs_float32(x_TI):
+                part_TO.add_(plain_linear(x_TR[:, ranks], up_OR), alpha=self._scale)
+            else:
+                part_TO.addmm_(x_TR[:, ranks], up_OR.T, alpha=self._scale)
         return y_TO
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """Return W + scale B A, computed in at least float32."""
-        if self._merged is not None:
-            return self._merged
+        if self.merged_weight is not None:
+            return self.merged_weight
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         sum_OI = self.weight.to(wide, copy=True)
         down_RI = self._down.to(wide)
         for ranks, outputs, up_OR in self._parts:
             sum_OI[outputs].addmm_(up_OR.to(wide), down_RI[ranks], alpha=self._scale)
         return sum_OI.to(self.weight.dtype)
-
-    def merge(self) -> None:
-        """Compute with a merged copy of the weight until `unmerge`."""
-        self._merged = self.merged()
-
-    def unmerge(self) -> None:
-        self._merged = None
 
 
 Adapted = Mapping[str, Adapter]

@@ -18,8 +18,9 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.layout import even_split
 from realhf.model_config import ModelConfig, MoeConfig
 from realhf.nn.activation import Activation
+from realhf.nn.grad_accumulation import add_rows
 from realhf.nn.grouped_linear import grouped_linear
-from realhf.nn.narrow import widened
+from realhf.nn.half_matmul import widened
 from realhf.nn.split_float32 import joined
 
 
@@ -53,8 +54,9 @@ class RouterLosses:
         share_TE = scores_TE / scores_TE.sum(-1, keepdim=True) / self._length_T[:, None]
         chosen_TE = torch.zeros_like(share_TE).scatter_(1, scores_TE.topk(top_k).indices, 1)
         chosen_TE = chosen_TE * (num_experts / top_k / self._length_T[:, None])
-        empty_SE = share_TE.new_zeros(self._num_sequences, num_experts)
-        chosen_SE, share_SE = (_with_rows(empty_SE, self._row_T, x) for x in (chosen_TE, share_TE))
+        chosen_SE, share_SE = (
+            add_rows(x.new_zeros(self._num_sequences, num_experts), self._row_T, x)
+            for x in (chosen_TE, share_TE))
         if self._group.size > 1:
             self._group.all_reduce(chosen_SE)
         balance = (chosen_SE * share_SE).sum()
@@ -65,13 +67,6 @@ class RouterLosses:
     def sums(self) -> Tensor:
         """Return this rank's part of the balance loss and of the z-loss, each summed over all layers."""
         return torch.stack([x.double() for x in self._sums.values()]).sum(0) if self._sums else torch.zeros(2)
-
-
-def _with_rows(x_SE: Tensor, row_T: Tensor, rows_TE: Tensor) -> Tensor:
-    """Return `x_SE` with rows added at these indices; index_add on CUDA would add in a random order."""
-    if rows_TE.is_cuda:
-        return x_SE.index_put((row_T,), rows_TE, accumulate=True)
-    return x_SE.index_add(0, row_T, rows_TE)
 
 
 class _WithLoss(torch.autograd.Function):

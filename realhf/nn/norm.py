@@ -6,13 +6,13 @@ here the CPU processes as many rows at a time as fit a core's cache.
 Shape suffixes: H the dim that is normalised; p a part of the rows.
 """
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from realhf.region import row_blocks
 
 _PART_NUMEL = 1 << 17
 """Elements to process at a time."""
@@ -32,19 +32,13 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) ->
     return _normalise(x, weight_H, eps)[0]
 
 
-def _parts(x: Tensor) -> Iterator[slice]:
-    rows = max(1, _PART_NUMEL // max(1, math.prod(x.shape[1:])))
-    for start in range(0, len(x), rows):
-        yield slice(start, start + rows)
-
-
 def _normalise(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the output, and 1 / rms of every row."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight_H = weight_H.to(wide)
     y = x.new_empty(x.shape)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=wide)
-    for rows in _parts(x):
+    for rows in row_blocks(len(x), x[:1].numel(), _PART_NUMEL):
         part = x[rows].to(wide)
         norm = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
         torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps), out=scale[rows])
@@ -75,7 +69,7 @@ class _RmsNorm(torch.autograd.Function):
         weight_H = narrow_H.to(scale.dtype) + ctx.offset
         grad_x = x.new_empty(x.shape)
         grad_weight_H = torch.zeros_like(weight_H)
-        for rows in _parts(x):
+        for rows in row_blocks(len(x), x[:1].numel(), _PART_NUMEL):
             x_p = x[rows].to(scale.dtype)
             grad_p = grad_y[rows].to(scale.dtype)
             scale_p = scale[rows]

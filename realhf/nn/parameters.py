@@ -2,9 +2,9 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from realhf.region import region_size, region_slices
 
 _DRAWN_NUMEL = 1 << 20
 """Random numbers to draw at a time."""
-_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
-"""Parts that are stored side by side and computed with as one weight."""
 Weights = Mapping[str, Weight]
 """Part ("o.weight") -> a layer's weight; q, k and v are one weight ("qkv.weight"), gate and up another."""
 
@@ -44,54 +42,44 @@ class ShardedParameters:
         """Parameter name -> region that this rank holds."""
         sizes = [region_size(region) for region in self.regions.values()]
         stops = zip(self.regions, sizes, accumulate(sizes), strict=True)
-        self._offsets = {name: (stop - size, stop) for name, size, stop in stops}
+        self.offsets = {name: (stop - size, stop) for name, size, stop in stops}
+        """Parameter name -> [start, stop) in `flat` and `grad_buffer`."""
         self.flat = groups.world.zeros(sum(sizes), dtype) if memory is None else memory
         assert self.flat.numel() == sum(sizes) and self.flat.dtype == dtype
         self._shards = shards_of(self.flat, self.regions)
         self.grad_buffer: Tensor | None = None
         """Gradients in the order of `flat`: backward passes add to them, `finish_grads` completes them."""
         self._grad_shards: dict[str, Tensor] = {}
-        self._rows: dict[tuple[int | None, str], dict[str, int]] = {}
-        """(layer, part) -> the parts that were fused into that weight -> their numbers of rows."""
-        self._by_layer = self._fuse_weights()
-        """Layer (as in ParamSpec) -> part -> weight."""
         held = [p for p in spec.params if p.name in self.regions]
-        self._weight_of = {p.name: self._by_layer[p.layer][self._fused_part(p)] for p in held}
-        self._partial: dict[tuple[int, ...], list[str]] = {}
-        """Members of the tp group -> parameters whose gradients they must add up."""
+        self._fused: dict[tuple[int | None, str], list[ParamSpec]] = {}
+        """(layer, part) -> the parameters of which that weight consists."""
+        for p in held:
+            self._fused.setdefault((p.layer, self._fused_part(p)), []).append(p)
+        self._by_layer: dict[int | None, dict[str, Weight]] = {}
+        """Layer (as in ParamSpec) -> part -> weight."""
+        self._weight_of: dict[str, Weight] = {}
+        for (layer, part), params in self._fused.items():
+            whole = self.flat[self.offsets[params[0].name][0] : self.offsets[params[-1].name][1]]
+            weight = Weight(whole.view(-1, *self._shards[params[0].name].shape[1:]), requires_grad=False)
+            self._by_layer.setdefault(layer, {})[part] = weight
+            self._weight_of |= {p.name: weight for p in params}
+        partial: dict[tuple[int, ...], list[str]] = {}
         tp = groups.layout.tp
         for p in held:
             if p.has_partial_gradient(tp):
-                self._partial.setdefault(p.sharers(tp, groups.at.tp), []).append(p.name)
-        self._sharers = {members: groups.tp_subgroup(members) for members in self._partial}
-        at_both_ends = self.config.tied and groups.ends is not None
-        self._at_both_ends = [p.name for p in held if p.part == "embedding.weight" and at_both_ends]
-
-    def _fuse_weights(self) -> dict[int | None, dict[str, Weight]]:
-        starts: dict[tuple[int | None, str], int] = {}
-        weights: dict[int | None, dict[str, Weight]] = {}
-        for p in self.spec.params:
-            if p.name not in self.regions:
-                continue
-            start, stop = self._offsets[p.name]
-            part = self._fused_part(p)
-            rows, *rest = (hi - lo for lo, hi in self.regions[p.name])
-            self._rows.setdefault((p.layer, part), {})[p.part] = rows
-            view = self.flat[starts.setdefault((p.layer, part), start) : stop].view(-1, *rest)
-            weights.setdefault(p.layer, {})[part] = Weight(view, requires_grad=False)
-        return weights
+                partial.setdefault(p.sharers(tp, groups.at.tp), []).append(p.name)
+        self._partial = [(groups.tp_subgroup(members), names) for members, names in partial.items()]
+        """Groups of ranks, and the parameters whose gradients they must add up."""
+        if self.config.tied and groups.ends is not None:
+            self._partial.append((groups.ends, [p.name for p in held if p.part == "embedding.weight"]))
 
     def _fused_part(self, param: ParamSpec) -> str:
-        module, _, kind = param.part.rpartition(".")
-        prefix, _, last = module.rpartition("_")
-        is_mlp = last in ("gate", "up")
-        if kind == "lora_B" and param.in_file.name == param.name:
-            return param.part
-        if is_mlp and self.config.gated:
-            return f"{prefix}_gate_up.{kind}".lstrip("_")
-        if module in _FUSED and not is_mlp and self.config.mla is None:
-            return f"{_FUSED[module]}.{kind}"
-        return param.part
+        part = param.part
+        if part.endswith("lora_B") and param.in_file.name == param.name:
+            return part
+        if self.config.gated:
+            part = re.sub(r"(^|_)(gate|up)(\.\w+)$", r"\1gate_up\3", part)
+        return part if self.config.mla else re.sub(r"^[qkv](\.\w+)$", r"qkv\1", part)
 
     def of_layer(self, layer: int | None) -> Weights:
         """Return the weights of a layer (as in ParamSpec) by part; empty if the layer is on another stage."""
@@ -99,7 +87,7 @@ class ShardedParameters:
 
     def fused(self, layer: int | None, part: str) -> Mapping[str, int]:
         """Return the parts that are fused into a weight -> their numbers of rows on this rank."""
-        return self._rows[layer, part]
+        return {p.part: len(self._shards[p.name]) for p in self._fused[layer, part]}
 
     def check_lengths(self, seq_lens: Sequence[int]) -> None:
         """Raise UserError if a sequence has more tokens than the model has positions."""
@@ -107,10 +95,6 @@ class ShardedParameters:
         longest = max(seq_lens, default=0)
         if limit is not None and longest > limit:
             raise UserError(f"a sequence has {longest} tokens; the model has {limit} positions")
-
-    def flat_offsets(self) -> dict[str, tuple[int, int]]:
-        """Return parameter name -> [start, stop) in `flat` and `grad_buffer`."""
-        return self._offsets
 
     def shards(self) -> dict[str, Tensor]:
         """Return parameter name -> this rank's region, a view of `flat`; always the same mapping."""
@@ -159,19 +143,14 @@ class ShardedParameters:
         for weight in self.weights():
             weight.collect(self.grad_buffer[weight.storage_offset() :][: weight.numel()].view_as(weight))
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
+    def requires_grad_(self, requires_grad: bool) -> None:
         """Switch autograd on or off for these parameters."""
         for weight in self.weights():
             weight.requires_grad_(requires_grad)
-        return self
 
     def weights(self) -> list[Weight]:
         """Return the parameters that autograd sees."""
         return [weight for weights in self._by_layer.values() for weight in weights.values()]
-
-    def zero_grad_buffer(self) -> None:
-        assert self.grad_buffer is not None, "enable_grad comes first"
-        self.grad_buffer.zero_()
 
     def forget_grads(self) -> None:
         """Begin a step: let the next gradient of each weight overwrite its sum."""
@@ -189,15 +168,14 @@ class ShardedParameters:
         for name in some:
             self._weight_of[name].finish()
         grads = self.grad_shards()
-        for members, partial in self._partial.items():
-            if parts := [grads[name].view(-1) for name in partial if name in some]:
-                total = self._sharers[members].all_reduce(torch.cat(parts))
+        for group, partial in self._partial:
+            parts = [grads[name].view(-1) for name in partial if name in some]
+            if len(parts) == 1:
+                group.all_reduce(parts[0])
+            elif parts:
+                total = group.all_reduce(torch.cat(parts))
                 for part, value in zip(parts, total.split([len(p) for p in parts]), strict=True):
                     part.copy_(value)
-        for name in self._at_both_ends:
-            if name in some:
-                assert self.groups.ends is not None
-                self.groups.ends.all_reduce(grads[name])
 
 
 def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -116,10 +116,8 @@ def rotate(x_TND: Tensor, angles: Angles, *, interleaved: bool, num_heads: int |
 
 def _halves(x_TND: Tensor, cos: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Return views (a, b) of the rotated dims, in which a[i] is rotated together with b[i]."""
-    size = 2 * cos.shape[-1]
-    if size < x_TND.shape[2]:
-        x_TND = x_TND[..., :size]
-    a, b = (x_TND[..., ::2], x_TND[..., 1::2]) if interleaved else x_TND.chunk(2, dim=-1)
+    x_TNR = x_TND[..., : 2 * cos.shape[-1]]
+    a, b = (x_TNR[..., ::2], x_TNR[..., 1::2]) if interleaved else x_TNR.chunk(2, dim=-1)
     return a, b
 
 
@@ -144,11 +142,9 @@ def _rotated(
 ) -> Tensor:
     y_TND = x_TND.new_empty(x_TND.shape)
     y_TND[:, num_heads:] = x_TND[:, num_heads:]
-    x_TND, out_TND = x_TND[:, :num_heads], y_TND[:, :num_heads]
-    size = 2 * cos.shape[-1]
-    if size < x_TND.shape[2]:
-        out_TND[..., size:] = x_TND[..., size:]
-    (a, b), (c, d) = (_halves(x, cos, interleaved) for x in (x_TND, out_TND))
+    num_turned = 2 * cos.shape[-1]
+    y_TND[:, :num_heads, num_turned:] = x_TND[:, :num_heads, num_turned:]
+    (a, b), (c, d) = (_halves(x[:, :num_heads], cos, interleaved) for x in (x_TND, y_TND))
     torch.mul(a, cos, out=c).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=d).addcmul_(a, sin, value=sign)
     return y_TND

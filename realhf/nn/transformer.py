@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.dist.autograd import sum_over_group
 from realhf.dist.parallel import ParallelGroups
+from realhf.kv_blocks import cached_heads
 from realhf.nn.attention import Attend, AttentionKind, packed_attention
 from realhf.nn.block import Block, Norm
 from realhf.nn.context_parallel import attend_over_group, token_range
@@ -52,7 +53,7 @@ class Transformer(ShardedParameters):
         self._layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
         self._adapted: list[Adapter] = []
         self.blocks = [self._block(layer) for layer in self._layers]
-        self.cache_heads = self.blocks[0].attention.cache_heads
+        self.cache_heads = cached_heads(self.config, groups.layout.tp)
         self._final_norm = Norm(self.config, self.of_layer(None), "final_norm")
         # The scale is rounded to the model's dtype, as in transformers.
         self._embedding_scale = float(torch.tensor(self.config.embedding_scale, dtype=dtype))
@@ -72,12 +73,12 @@ class Transformer(ShardedParameters):
     def merged(self) -> Iterator[None]:
         """Compute, inside this context, with merged copies of the weights that have adapters."""
         for adapter in self._adapted:
-            adapter.merge()
+            adapter.merged_weight = adapter.merged()
         try:
             yield
         finally:
             for adapter in self._adapted:
-                adapter.unmerge()
+                adapter.merged_weight = None
 
     @torch.no_grad()
     def merged_model(self) -> "Transformer":
@@ -114,10 +115,9 @@ class Transformer(ShardedParameters):
         mine = slice(*token_range(len(row_T), cp))
         if router_losses is not None:
             router_losses.start(row_T[mine], length_T[mine], num_sequences=len(seq_lens), group=cp)
-        attend = Attend(partial(packed_attention, seq_lens=seq_lens))
-        if cp.size > 1:
-            x = x[mine] if self.groups.is_first_stage else x
-            attend = Attend(partial(self._attend_part, seq_lens))
+        attend = Attend(partial(self._attend, seq_lens))
+        if cp.size > 1 and self.groups.is_first_stage:
+            x = x[mine]
         return self._stage(
             x, position_T[mine], length_T[mine], lambda layer: [attend],
             recompute=recompute, router_losses=router_losses,
@@ -148,11 +148,13 @@ class Transformer(ShardedParameters):
 
         return self._stage(x, position_T, length_T, attends)
 
-    def _attend_part(
+    def _attend(
         self, seq_lens: list[int], q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
         """Return the attention of this rank's tokens, which it exchanges with the other ranks over cp."""
         attention = partial(packed_attention, seq_lens=seq_lens, kind=kind)
+        if self.groups.cp.size == 1:
+            return attention(q_TND, k_TKD, v_TKD)
         return attend_over_group(
             attention, q_TND, k_TKD, v_TKD, group=self.groups.cp, num_tokens=sum(seq_lens))
 
@@ -168,7 +170,7 @@ class Transformer(ShardedParameters):
             if layer_done is not None and x_TH.requires_grad:
                 # Hooks of leaves run in any order; that of a view runs after the gradients of the layer.
                 x_TH = x_TH.view_as(x_TH) if x_TH.is_leaf else x_TH
-                x_TH.register_hook(partial(_tell, layer_done, layer))
+                x_TH.register_hook(lambda _, layer=layer: layer_done(layer))
             # All ranks of a tp group recompute a block at the same point of the backward pass, and stop after
             # the same saved tensor, so that their collectives match.
             checkpointed = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
@@ -237,12 +239,5 @@ class Transformer(ShardedParameters):
     @property
     def cache_token_bytes(self) -> int:
         """Bytes per token in the KV cache of the stage with the most layers; the same on all stages."""
-        heads, dim, value_dim = self.cache_heads
-        num_tensors = 1 if value_dim else 2
         num_layers = -(-self.config.num_layers // self.groups.layout.pp)
-        return num_layers * num_tensors * heads * dim * self.flat.itemsize
-
-
-def _tell(layer_done: Callable[[int], None], layer: int, _: Tensor) -> None:
-    """Call `layer_done`, as a hook that runs when the gradient of the layer's input is complete."""
-    layer_done(layer)
+        return num_layers * self.cache_heads.width * self.flat.itemsize

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from realhf.dist.autograd import copy_to_group
 from realhf.dist.group import Group
-from realhf.nn import narrow
+from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import Weight, collects
 from realhf.nn.linear import linear
+from realhf.region import row_blocks
 
 _CHUNK_NUMEL = 1 << 24
 """Logits that exist at a time on CPU; planner/memory.py counts with the same number."""
@@ -100,9 +101,9 @@ class _LogProbs(torch.autograd.Function):
         at_T1 = torch.where(here_T, labels_T, 0)[:, None]
         parts = []
         logits_tV = hidden_TH
-        for tokens in _steps(len(hidden_TH), chunk):
+        for tokens in row_blocks(len(hidden_TH), 1, chunk):
             logits_tV = hidden_TH  # Frees the previous chunk before the next product.
-            logits_tV = narrow.linear(hidden_TH[tokens], weight_VH)
+            logits_tV = half_matmul.linear(hidden_TH[tokens], weight_VH)
             parts += _statistics(logits_tV, at_T1[tokens], head, temperature, entropy)
         found = torch.cat(parts, dim=1)
         found[1].masked_fill_(~here_T, 0)
@@ -125,30 +126,37 @@ class _LogProbs(torch.autograd.Function):
         grad_T = torch.zeros_like(lse_T) if grad_T is None else grad_T
         kept_TV, ctx.logits_TV = ctx.logits_TV, None
         grad_hidden_TH = torch.empty_like(hidden_TH)
-        grad_weight = _WeightGradient(head.weight_VH)
-        for tokens in _steps(len(hidden_TH), chunk):
-            grad_tV = narrow.linear(hidden_TH[tokens], weight_VH) if kept_TV is None else kept_TV
+        summing = _summing(head.weight_VH) if ctx.needs_input_grad[1] else None
+        for tokens in row_blocks(len(hidden_TH), 1, chunk):
+            grad_tV = half_matmul.linear(hidden_TH[tokens], weight_VH) if kept_TV is None else kept_TV
             labels = at_T1[tokens], here_T[tokens]
             of_entropy = None
             if grad_entropy_T is not None:
                 of_entropy = entropy_T[tokens], grad_entropy_T[tokens]
             _to_gradient(grad_tV, grad_T[tokens], lse_T[tokens], labels, of_entropy, head, temperature)
-            narrow.product(grad_tV, weight_VH, out=grad_hidden_TH[tokens])
-            if ctx.needs_input_grad[1]:
-                grad_weight.add(grad_tV, hidden_TH[tokens])
+            half_matmul.product(grad_tV, weight_VH, out=grad_hidden_TH[tokens])
+            if summing is not None:
+                summing.add_product(grad_tV, hidden_TH[tokens])
             del grad_tV
-        return grad_hidden_TH, grad_weight.result, None, None, None, None, None
+        grad_weight_VH = None
+        if summing is not None and summing.total is not None and summing is not head.weight_VH:
+            grad_weight_VH = summing.total.to(weight_VH.dtype)
+        return grad_hidden_TH, grad_weight_VH, None, None, None, None, None
 
 
-def _steps(num_tokens: int, step: int) -> Iterator[slice]:
-    """Yield slices of `step` tokens; at least one."""
-    for start in range(0, max(1, num_tokens), step):
-        yield slice(start, start + step)
+def _summing(weight_VH: Tensor) -> Weight:
+    """Return the weight if it sums up its gradients itself, else a copy of it that does so for autograd."""
+    if collects(weight_VH):
+        return weight_VH
+    summing = Weight(weight_VH.detach(), requires_grad=False)
+    wide = torch.promote_types(weight_VH.dtype, torch.float32)
+    summing.total = torch.empty_like(weight_VH, dtype=wide)
+    return summing
 
 
 def _slices(logits_tV: Tensor) -> Iterator[slice]:
     numel = _SLICE_NUMEL * (_CUDA_SLICES if logits_tV.is_cuda else 1)
-    return _steps(len(logits_tV), max(1, numel // max(1, logits_tV.shape[1])))
+    return row_blocks(len(logits_tV), logits_tV.shape[1], numel)
 
 
 def _statistics(
@@ -190,26 +198,3 @@ def _to_gradient(
         head.to_logits_backward(grad_sV, capped_sV, temperature=temperature)
         if grad_sV.data_ptr() != logits_tV[rows].data_ptr():
             logits_tV[rows] = grad_sV
-
-
-class _WeightGradient:
-    """The sum of a weight's gradient over chunks: in the weight if it collects its gradients, else here."""
-
-    def __init__(self, weight_VH: Tensor) -> None:
-        self._weight = weight_VH
-        self._sum: Tensor | None = None
-
-    def add(self, grad_tV: Tensor, hidden_tH: Tensor) -> None:
-        if collects(self._weight):
-            assert isinstance(self._weight, Weight)
-            self._weight.add_product(grad_tV, hidden_tH)
-            return
-        if self._sum is None:
-            wide = torch.promote_types(self._weight.dtype, torch.float32)
-            self._sum = torch.zeros_like(self._weight, dtype=wide)
-        self._sum.add_(narrow.widened(grad_tV).T @ narrow.widened(hidden_tH))
-
-    @property
-    def result(self) -> Tensor | None:
-        """The gradient for autograd; None if the weight collects its own."""
-        return None if self._sum is None else self._sum.to(self._weight.dtype)

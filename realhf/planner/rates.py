@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster, Link
+from realhf.kv_blocks import cached_heads
 from realhf.model_config import ModelConfig
 from realhf.planner.problem import ModelRole
 
@@ -297,7 +298,7 @@ class Rates:
         cached = rows * context
         if shared is not None:
             cached = cached - (rows - shared.prompts) * shared.tokens
-        read = (params + touched + cached * cache_width(c, n)) * role.itemsize
+        read = (params + touched + cached * cached_heads(c, n).width) * role.itemsize
         compute = np.maximum(flops / (self.peak(role) * self.assume.matmul), read / self._memory)
         # Collectives take numbers, not arrays, so their seconds are a latency and a slope over 1e9 bytes.
         latency = self.all_reduce(1.0, tp)
@@ -338,10 +339,3 @@ class Rates:
         """
         wide = role.wide_itemsize
         return self.traffic(owned * (7 * wide + (role.itemsize if role.itemsize < wide else 0)))
-
-
-def cache_width(config: ModelConfig, tp: int) -> float:
-    """Return the elements that the KV cache keeps per token and block on one tensor-parallel rank."""
-    if config.mla is not None:
-        return config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-    return 2 * config.head_dim * max(1, config.num_kv_heads // tp)

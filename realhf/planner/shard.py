@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from realhf.kv_blocks import cached_heads
 from realhf.layout import ParallelStrategy
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
@@ -173,15 +174,13 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
         latents = 0
         rotated = q + k
         attention = q
-        cached = 2 * k
         rotated = 0 if c.positions == "learned" else rotated
     else:
         mla = c.mla
         q = rows["q" if mla.q_lora_rank is None else "q_b"]
         qkv = q + rows["kv_b"]
         rotated = 2 * q
-        cached = mla.kv_lora_rank + mla.qk_rope_head_dim  # The latent is cached, on every tp rank.
-        latents = 2 * ((mla.q_lora_rank or 0) + cached)
+        latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
         attention = heads * mla.v_head_dim
     mlp = rows.get("up", 0)
     routed = 0
@@ -196,6 +195,6 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     vocabulary = max(stop - start for start, stop in (table[0].region(tp, i)[0] for i in range(tp)))
     return Widths(
         hidden=c.hidden_size, heads=heads, qkv=qkv, latents=latents, rotated=rotated, attention=attention,
-        cached=cached, mlp=mlp, norms=norms, routed=routed, vocabulary=vocabulary,
+        cached=cached_heads(c, tp).width, mlp=mlp, norms=norms, routed=routed, vocabulary=vocabulary,
         widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim,
     )  # fmt: skip

@@ -215,7 +215,8 @@ class Bench:
         for blocks in self._engines:
             model = self._engine(blocks, self._main, trains=False).model
             work["update", blocks] = ShardedAdamW(model, OptimizerConfig(lr=0.0)).step
-            work["zero", blocks] = model.zero_grad_buffer
+            assert model.grad_buffer is not None
+            work["zero", blocks] = model.grad_buffer.zero_
         return work
 
     def _chosen_rows(self) -> list[int]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from realhf.calls import OptimizerConfig
-from realhf.checkpoint.hf import adapter_writer
 from realhf.checkpoint.write import Beside, CheckpointWriter
 from realhf.dist.group import PeerError, World
 from realhf.engine.base import Engine
@@ -384,4 +383,4 @@ class ModelStore:
             spec = file_spec(spec) if settings.engine == "transformers" else spec
             return CheckpointWriter(spec, layout, self._world, fields=fields, **how)
         spec = self._specs[adapters_of(role)]
-        return adapter_writer(spec, lora, layout, self._world, base=base_name(settings), **how)
+        return CheckpointWriter(spec, layout, self._world, lora=lora, base=base_name(settings), **how)

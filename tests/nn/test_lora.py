@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from realhf.checkpoint.hf import load_adapters, load_weights, save_adapters, save_weights
+from realhf.checkpoint.hf import load_adapters, load_weights, save_weights
 from realhf.checkpoint.peft import resolved
 from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
@@ -100,7 +100,7 @@ def test_scores_are_those_of_peft(tmp_path):
     scores = model.scores(model(ids, SEQ_LENS)).split(SEQ_LENS)
     for part, score in zip(ids.split(SEQ_LENS), scores, strict=True):
         torch.testing.assert_close(score[-1], reference(part[None]).logits[0, 0], rtol=1e-4, atol=1e-4)
-    save_adapters(tmp_path / "again", model.adapters, base="base")
+    save_weights(tmp_path / "again", model.adapters, base="base")
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     again = peft.PeftModel.from_pretrained(plain, tmp_path / "again")
     torch.testing.assert_close(again(ids[None]).logits, reference(ids[None]).logits, rtol=1e-5, atol=1e-5)
@@ -108,7 +108,7 @@ def test_scores_are_those_of_peft(tmp_path):
 
 def _save(world, directory, layout):
     if world.rank in Layout.parse(layout):
-        save_adapters(directory / layout, ours(directory, world=world, layout=layout).adapters, base="base")
+        save_weights(directory / layout, ours(directory, world=world, layout=layout).adapters, base="base")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi-3", "gpt2"])
@@ -206,7 +206,7 @@ def test_the_other_kind_of_export_goes_first(tmp_path):
     (tmp_path / "model-00001-of-00009.safetensors.part").touch()
     (tmp_path / "notes.part").touch()
     kept = {"README.md", "notes.part"}
-    save_adapters(tmp_path, model.adapters, base="base")
+    save_weights(tmp_path, model.adapters, base="base")
     adapters = {"adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == kept | adapters
     (tmp_path / "adapter_config.json.part").touch()

@@ -11,7 +11,7 @@ from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
-from realhf.nn import narrow
+from realhf.nn import half_matmul
 from realhf.planner.problem import ModelRole, Workload
 from tests.realloc.test_memory import Storages
 
@@ -78,7 +78,7 @@ def measure(world: Any, case: Case) -> Any:
 
     It treats every CPU as one with bfloat16 units; CPUs without them also hold some operands in float32.
     """
-    with patch.object(narrow, "_has_units", lambda dtype: True):
+    with patch.object(half_matmul, "_has_units", lambda dtype: True):
         return _measure(world, case)
 
 

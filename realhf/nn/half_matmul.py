@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.region import row_blocks
+
 _WEIGHT_NUMEL = 1 << 19
 """Elements of a weight to convert at a time."""
 _TOKENS_NUMEL = 1 << 21
 """Elements of the tokens to convert at a time."""
 
 
-def lacks_units(x: Tensor) -> bool:
+def needs_float32(x: Tensor) -> bool:
     """Return whether products of this tensor's dtype are slow on its device."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not _has_units(x.dtype)
 
@@ -36,15 +38,15 @@ def _has_units(dtype: torch.dtype) -> bool:
 
 def widened(x: Tensor) -> Tensor:
     """Return the tensor in float32 if products of its dtype are slow, else unchanged; has gradients."""
-    return x.float() if lacks_units(x) else x
+    return x.float() if needs_float32(x) else x
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return x W^T + b; without gradients if `lacks_units`."""
-    if not lacks_units(x_TI):
+    """Return x W^T + b; without gradients if `needs_float32`."""
+    if not needs_float32(x_TI):
         return F.linear(x_TI, weight_OI, bias_O)
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
-    for tokens in _parts(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
+    for tokens in row_blocks(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
         x_tI = x_TI[tokens].float()
         for outputs in _outputs(weight_OI, len(x_tI)):
             y_to = x_tI @ weight_OI[outputs].float().T
@@ -55,9 +57,9 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 def product(x_TO: Tensor, weight_OI: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return x W, written to `out` if that is given; without gradients."""
     y_TI = x_TO.new_empty(len(x_TO), weight_OI.shape[1]) if out is None else out
-    if not lacks_units(x_TO):
+    if not needs_float32(x_TO):
         return torch.mm(x_TO, weight_OI, out=y_TI)
-    for tokens in _parts(len(x_TO), weight_OI.shape[1], _TOKENS_NUMEL):
+    for tokens in row_blocks(len(x_TO), weight_OI.shape[1], _TOKENS_NUMEL):
         y_tI = torch.zeros_like(y_TI[tokens], dtype=torch.float32)
         for outputs in _outputs(weight_OI, len(y_tI)):
             y_tI.addmm_(x_TO[tokens, outputs].float(), weight_OI[outputs].float())
@@ -67,7 +69,7 @@ def product(x_TO: Tensor, weight_OI: Tensor, *, out: Tensor | None = None) -> Te
 
 def add_product(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bool) -> None:
     """Add grad^T x to a sum in float32, which is overwritten if `is_empty`."""
-    for tokens in _parts(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
+    for tokens in row_blocks(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
         x_tI = x_TI[tokens].float()
         beta = 0 if is_empty and tokens.start == 0 else 1
         for outputs in _outputs(total_OI, len(x_tI)):
@@ -77,11 +79,4 @@ def add_product(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bo
 def _outputs(weight_OI: Tensor, num_tokens: int) -> Iterator[slice]:
     """Yield parts of a weight's rows, so small that the outputs for `num_tokens` tokens are small, too."""
     share = _TOKENS_NUMEL // _WEIGHT_NUMEL
-    yield from _parts(len(weight_OI), max(weight_OI.shape[1], num_tokens // share), _WEIGHT_NUMEL)
-
-
-def _parts(count: int, width: int, numel: int) -> Iterator[slice]:
-    """Yield parts of `count` rows with at most `numel` elements each; at least one part."""
-    step = max(1, numel // max(1, width))
-    for start in range(0, max(1, count), step):
-        yield slice(start, start + step)
+    return row_blocks(len(weight_OI), max(weight_OI.shape[1], num_tokens // share), _WEIGHT_NUMEL)

@@ -13,7 +13,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
-from realhf.nn import narrow
+from realhf.nn import half_matmul
 from realhf.param_spec import model_spec
 from tests.engine.training import CALL, minibatch
 from tests.families import CASES, MOE_CASES
@@ -26,7 +26,7 @@ PRODUCTS += ("_scaled_dot_product_flash_attention_for_cpu_backward",)
 
 @pytest.fixture
 def without_units(monkeypatch):
-    monkeypatch.setattr(narrow, "_has_units", lambda dtype: False)
+    monkeypatch.setattr(half_matmul, "_has_units", lambda dtype: False)
 
 
 def _random(*shape, seed=0):
@@ -41,18 +41,18 @@ def _is_rounded(found, exact):
 @pytest.mark.parametrize("numel", [1, 40, 1 << 19])
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_products_in_parts(monkeypatch, without_units, tokens, numel):
-    monkeypatch.setattr(narrow, "_WEIGHT_NUMEL", numel)
-    monkeypatch.setattr(narrow, "_TOKENS_NUMEL", numel)
+    monkeypatch.setattr(half_matmul, "_WEIGHT_NUMEL", numel)
+    monkeypatch.setattr(half_matmul, "_TOKENS_NUMEL", numel)
     x, grad = _random(tokens, 16), _random(tokens, 12, seed=3)
     weight, bias = _random(12, 16, seed=1), _random(12, seed=2)
     wide = x.double() @ weight.double().T
-    _is_rounded(narrow.linear(x, weight), wide)
-    _is_rounded(narrow.linear(x, weight, bias), wide + bias.double())
-    _is_rounded(narrow.product(grad, weight), grad.double() @ weight.double())
+    _is_rounded(half_matmul.linear(x, weight), wide)
+    _is_rounded(half_matmul.linear(x, weight, bias), wide + bias.double())
+    _is_rounded(half_matmul.product(grad, weight), grad.double() @ weight.double())
     total, product = torch.full((12, 16), torch.nan), grad.double().T @ x.double()
-    narrow.add_product(total, grad, x, is_empty=True)
+    half_matmul.add_product(total, grad, x, is_empty=True)
     torch.testing.assert_close(total.double(), product, rtol=1e-5, atol=1e-5)
-    narrow.add_product(total, grad, x, is_empty=False)
+    half_matmul.add_product(total, grad, x, is_empty=False)
     torch.testing.assert_close(total.double(), 2 * product, rtol=1e-5, atol=1e-5)
 
 
@@ -65,8 +65,9 @@ def test_little_memory_is_taken_beside_the_result(without_units, tokens, width, 
     x, weight = torch.zeros(tokens, width, dtype=BF16), torch.zeros(outputs, width, dtype=BF16)
     grad, total = torch.zeros(tokens, outputs, dtype=BF16), torch.zeros(outputs, width)
     for run, held in (
-        (lambda: narrow.linear(x, weight), grad.nbytes), (lambda: narrow.product(grad, weight), x.nbytes),
-        (lambda: narrow.add_product(total, grad, x, is_empty=False), 0),
+        (lambda: half_matmul.linear(x, weight), grad.nbytes),
+        (lambda: half_matmul.product(grad, weight), x.nbytes),
+        (lambda: half_matmul.add_product(total, grad, x, is_empty=False), 0),
     ):  # fmt: skip
         with Storages() as storages:
             run()
@@ -132,6 +133,6 @@ def test_no_product_of_16_bits_is_left(without_units, name, lora):
 
 
 def test_units_are_used_where_they_are(monkeypatch):
-    monkeypatch.setattr(narrow, "_has_units", lambda dtype: True)
+    monkeypatch.setattr(half_matmul, "_has_units", lambda dtype: True)
     found, *_ = _train_and_generate("qwen2", "bfloat16", None)
     assert found != []
