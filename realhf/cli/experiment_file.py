@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -58,14 +59,17 @@ def _line(error: BaseException, path: Path) -> str:
 
 
 def compile_experiment(
-    experiment: Experiment, options: Namespace, num_ranks: int | None
+    experiment: Experiment, options: Namespace, num_ranks: int | None = None
 ) -> tuple[Program, int]:
-    """Return the program and its number of ranks: `num_ranks`, else --nproc, else as many as the plan uses.
+    """Return the program and its number of ranks.
 
+    The number is that of torchrun's workers, else `num_ranks`, else --nproc, else as many as the plan uses.
     Raises UserError if experiment, plan and options do not fit each other.
     """
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
+    if is_worker():
+        num_ranks = int(os.environ["WORLD_SIZE"])
     plan = None
     named = getattr(options, "cluster", None)
     profile = getattr(options, "profile", None)

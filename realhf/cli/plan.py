@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
+from realhf.cli.job import is_worker
 from realhf.cli.problem import problem_of
 from realhf.cluster import Cluster, host_memory_bytes
 from realhf.errors import UserError, refuse_other_file
@@ -94,8 +95,7 @@ def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: s
     rates = _rates(cluster, None if profile is None else Profile.load(profile), profile)
     with _reporting(name):
         problem = problem_of(experiment, cluster)
-        is_worker = "TORCHELASTIC_RUN_ID" in os.environ
-        with nullcontext() if is_worker else _watched() as progress:
+        with nullcontext() if is_worker() else _watched() as progress:
             return make_plan(
                 problem, rates, time_limit=float("inf"), gap=_GAP, max_rounds=_AUTO_ROUNDS, progress=progress
             )
@@ -126,7 +126,7 @@ def cluster_at_hand(*, nproc: int | None, cluster: str | None, profile: str | No
     if cluster is not None:
         return Cluster.load(cluster)
     num_hosts = 1
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_worker():
         nproc = int(os.environ["LOCAL_WORLD_SIZE"])
         num_hosts = int(os.environ["WORLD_SIZE"]) // nproc
     if profile is None:
