@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from realhf.field_types import check_types
+from realhf.graph import DataflowGraph
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,9 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Work:
-    """The base class of all kinds of work, which tells the runtime how to distribute samples."""
+    """The base class of all work. A call's work must be of the call's kind (see `graph.KINDS`)."""
+
+    kind: ClassVar[str]
 
     @property
     def num_minibatches(self) -> int:
@@ -84,6 +87,7 @@ class Generate(Work):
     temperature, before top-k and top-p), and 1.0 for samples that ended with an end-of-sequence token.
     """
 
+    kind = "generate"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
     max_rows: int = 512  # Sequences that a rank decodes at once; the others wait for a free slot.
@@ -106,6 +110,8 @@ class Generate(Work):
 class LogProbs(Work):
     """Computes log-probs of the first input's tokens, where `response_mask` is 1 if that is an input."""
 
+    kind = "forward"
+    output: ClassVar[str] = "logprobs"
     temperature: float = 1.0
 
 
@@ -113,11 +119,16 @@ class LogProbs(Work):
 class Values(Work):
     """Computes the values of the states in which the first input's tokens were chosen (score head)."""
 
+    kind = "forward"
+    output: ClassVar[str] = "values"
+
 
 @dataclass(frozen=True)
 class Scores(Work):
     """Computes a score per sequence of the first input: the score head at its last token, or its sigmoid."""
 
+    kind = "forward"
+    output: ClassVar[str] = "scores"
     probability: bool = False  # The score is a logit (outcome reward model) and its probability is wanted.
 
 
@@ -129,6 +140,7 @@ class TrainStep(Work):
     mini-batch's sequences or tokens.
     """
 
+    kind = "train_step"
     loss: Loss
     minibatches: int = 1
     epochs: int = 1
@@ -142,13 +154,23 @@ class TrainStep(Work):
         _require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
         _require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
 
+    @property
+    def output(self) -> str:
+        return self.loss.output
+
 
 @dataclass(frozen=True)
 class HostFunction(Work):
     """Calls plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`."""
 
+    kind = "host"
     function: Any
     splittable: bool = False  # Whether it can run on any part of the samples, so that a plan may use dp.
+
+
+def longest_response(graph: DataflowGraph) -> int:
+    """Return the most tokens that a response of the graph's generate calls may have; 0 without such calls."""
+    return max((call.work.sampling.max_new_tokens for call in graph.of_kind("generate")), default=0)
 
 
 class Loss(Protocol):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from realhf.calls import Generate, OptimizerConfig
+from realhf.calls import OptimizerConfig
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig
 from realhf.field_types import check_types
@@ -98,7 +98,7 @@ class Experiment:
 
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
         """Return the graph with the experiment's seed in every generating call."""
-        generating = [call for call in graph.calls if isinstance(call.work, Generate)]
+        generating = graph.of_kind("generate")
         return graph.replace(*(replace(call, work=replace(call.work, seed=self.seed)) for call in generating))
 
     def tokenizer_dir(self) -> str:

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from realhf.calls import HostFunction
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import TokenizedRows
 from realhf.errors import UserError
@@ -38,8 +37,8 @@ def try_out(program: Program) -> list[str]:
     found = warnings_of(program, rows, eval_rows)
     called = dict[Any, None]()
     for graph, some in ((program.graph, rows), (program.eval_graph, eval_rows)):
-        for call in graph.calls if graph is not None else ():
-            reward = call.work.function if isinstance(call.work, HostFunction) else None
+        for call in graph.of_kind("host") if graph is not None else ():
+            reward = call.work.function
             if isinstance(reward, RewardCall) and some is not None:
                 key = (reward.function, some.config.path)
                 if key not in called:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.calls import Generate, HostFunction, Scores, TrainStep, Values
+from realhf.calls import longest_response
 from realhf.cluster import Cluster
 from realhf.data.dataset import load_rows
 from realhf.experiment import Experiment, Role
@@ -36,8 +36,9 @@ def problem_of(
         )
     if unused := [name for name in roles if not graph.of_role(name)]:
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
-    generating = [call.work for call in graph.calls if isinstance(call.work, Generate)]
-    limit = generating[0].sampling.max_new_tokens if generating else 0
+    for call in graph.calls:
+        call.require_work()
+    limit = longest_response(graph)
     prompt, response = _lengths(experiment, limit)
     longest = limit or round(response)
     lengths = {"prompt_tokens": prompt, "response_tokens": response, "max_new_tokens": longest}
@@ -63,21 +64,16 @@ def _model_role(name: str, role: Role) -> ModelRole:
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:
     work = call.work
     samples = experiment.batch_size * experiment.group_size
-    common = {**lengths, "samples_per_prompt": experiment.group_size}
-    if isinstance(work, HostFunction):
-        return Workload(samples, **common, seconds=experiment.expected.host_seconds)
-    if isinstance(work, Generate):
-        return Workload(
-            samples, **common, max_rows=work.max_rows, kv_cache_gib=work.kv_cache_gib,
-            prefill_tokens=work.prefill_tokens,
-        )  # fmt: skip
-    if isinstance(work, TrainStep):
-        return Workload(
-            samples, **common, minibatches=work.minibatches, epochs=work.epochs, output=work.loss.output,
-            entropy=work.loss.entropy,
-        )  # fmt: skip
-    outputs = {Values: "values", Scores: "scores"}
-    return Workload(samples, **common, output=outputs.get(type(work), "logprobs"))
+    settings: dict[str, Any] = {**lengths, "samples_per_prompt": experiment.group_size}
+    if call.kind == "host":
+        settings["seconds"] = experiment.expected.host_seconds
+    elif call.kind == "generate":
+        settings |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
+    else:
+        settings["output"] = work.output
+    if call.kind == "train_step":
+        settings |= {"minibatches": work.minibatches, "epochs": work.epochs, "entropy": work.loss.entropy}
+    return Workload(samples, **settings)
 
 
 def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from realhf.calls import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
+from realhf.calls import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values
 from realhf.data.batch import Batch, Packed
 from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
@@ -97,20 +97,21 @@ class BaseEngine(ABC):
     ) -> CallResult:  # fmt: skip
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
-        if isinstance(work, TrainStep):
+        if call.kind == "train_step":
             passes = {"max_tokens": micro_batch_tokens, "recompute": recompute}
             metrics = self._train(call, work, minibatches, passes, gather=gather, report=report)
             return CallResult(Batch([]), metrics)
         (batch,) = minibatches
-        if isinstance(work, Generate):
+        if call.kind == "generate":
             return CallResult(self._generate(call, work, batch, report), {})
         columns = self._forward(call, work, batch, micro_batch_tokens, report)
         return CallResult(output_batch(call, batch.ids, columns), {})
 
     def _forward(
-        self, call: FunctionCall, work: Work, batch: Batch, max_tokens: int, report: Report
+        self, call: FunctionCall, work: LogProbs | Values | Scores, batch: Batch, max_tokens: int,
+        report: Report,
     ) -> list:
-        output = {LogProbs: "logprobs", Values: "values", Scores: "scores"}[type(work)]
+        output = work.output
         settings = {"output": output, "temperature": getattr(work, "temperature", 1.0)}
         with torch.no_grad():
             order, results = self._pipeline(

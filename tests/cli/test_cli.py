@@ -60,6 +60,14 @@ GRAPHS = {
         'graph.replace(replace(graph["actor_train"], role="ref"))',
         "'ref', which has no optimizer",
     ),
+    "a call without work": (
+        'graph.replace(replace(graph["actor_train"], work=None))',
+        "call 'actor_train' of kind 'train_step' has work NoneType: it must be TrainStep",
+    ),
+    "work of another kind": (
+        'graph.replace(replace(graph["ref_forward"], work=graph["actor_train"].work))',
+        "call 'ref_forward' of kind 'forward' has work TrainStep: it must be LogProbs or Values or Scores",
+    ),
 }
 
 # What is wrong -> fields of the model's config.json, layout of actor_train, words of the sentence.
