@@ -30,15 +30,15 @@ def _require(legal: bool, name: str, value: Any, rule: str) -> None:
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019), gradient clipping and a learning-rate schedule."""
 
-    lr: float = 1e-5
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    lr: float = 1e-5  # The learning rate after warm-up.
+    betas: tuple[float, float] = (0.9, 0.95)  # Decay of the averages of gradients and of their squares.
+    eps: float = 1e-8  # Added to the root of the average square, by which updates are divided.
+    weight_decay: float = 0.01  # Share of a weight, times the learning rate, by which a step shrinks it.
     max_grad_norm: float = 1.0  # Gradients are scaled down to this global L2 norm.
     warmup_steps: int = 0  # Optimizer steps over which the learning rate rises linearly from 0.
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # How `lr` falls after warm-up.
     total_steps: int = 0  # Optimizer steps until `linear` and `cosine` reach `min_lr_ratio`; they require it.
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = 0.0  # Share of `lr` that remains at the end of the schedule.
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
@@ -53,10 +53,10 @@ class OptimizerConfig:
 class SamplingConfig:
     """Settings of sampling. `top_k=0` and `top_p=1` switch those filters off; `temperature=0` is greedy."""
 
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    max_new_tokens: int = 256  # Most tokens of a response.
+    temperature: float = 1.0  # Logits are divided by it; 0: always take the most probable token.
+    top_k: int = 0  # Sample among this many most probable tokens; 0: among all.
+    top_p: float = 1.0  # Sample among the most probable tokens that together have this probability.
 
     def __post_init__(self) -> None:
         check_types(self, "sampling.")

@@ -22,12 +22,12 @@ class Role:
 
     model: str  # Hugging Face model directory; or, with `random_init`, a config.json or shipped name.
     head: Literal["lm", "score"] = "lm"  # `score` computes one number per token (critics, reward models).
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    optimizer: OptimizerConfig | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # Type of the weights.
+    optimizer: OptimizerConfig | None = None  # Settings of training; None: the role is frozen.
     random_init: bool = False  # Draw the weights at random instead of reading them.
     follows: str | None = None  # Be the moving average of this role, updated after its train steps.
     follow_rate: float = 0.01  # Share of the followed role's weights in each update.
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = None  # Adapters, if only they are to be trained.
     engine: Literal["native", "transformers"] = "native"
     """`transformers` runs that library's own class of any family, in whole replicas (data parallelism)."""
 
@@ -72,16 +72,16 @@ class Expected:
 class Experiment:
     """The base class of all experiments; an algorithm adds its settings and overrides `roles` and `graph`."""
 
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)  # Prompts (and answers) to train on.
     eval_dataset: DatasetConfig | None = None  # Held-out prompts, which are answered greedily.
-    steps: int = 100
+    steps: int = 100  # Training steps of the run.
     batch_size: int = 32  # Prompts per step.
     group_size: int = 1  # Samples per prompt: a step has `batch_size * group_size` samples.
-    seed: int = 0
+    seed: int = 0  # Decides the order of rows, sampled tokens and random weights.
     eval_every: int = 0  # Steps between evaluations; 0: only before the first and after the last step.
     export_every: int = 0  # Steps between Hugging Face exports; 0: only after the last step.
     log_every: int = 1  # Steps between printed lines.
-    expected: Expected = field(default_factory=Expected)
+    expected: Expected = field(default_factory=Expected)  # Lengths for the planner.
     tokenizer: str | None = None  # Directory of the tokenizer; None: that of the first role.
 
     def roles(self) -> dict[str, Role]:

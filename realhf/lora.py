@@ -23,8 +23,8 @@ class LoraConfig:
     There is no dropout. A score head (critics, reward models) is trained in full, along with the adapters.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: int = 16  # Rows of A, and columns of B.
+    alpha: float = 32.0  # The adapters' share of y is scaled by alpha / rank.
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers of the blocks, by the last part of their names in checkpoints, such as q_proj."""
     use_rslora: bool = False  # Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023).

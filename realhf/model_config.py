@@ -198,6 +198,7 @@ class ModelConfig:
         if not path.is_file():
             refuse_adapters(path.parent)
             raise ValueError(f"model {name}: there is no {path}")
+        _refuse_run(path.parent)
         try:
             hf = json.loads(path.read_text())
         except ValueError as error:
@@ -315,6 +316,14 @@ def refuse_adapters(directory: Path) -> None:
             f"{directory} holds LoRA adapters of {base or 'another model'}, and no model: give that as the "
             f"model and set lora.adapter to {directory}, or merge the two and give the result"
         )
+
+
+def _refuse_run(directory: Path) -> None:
+    """Raise ValueError if the directory is that of a run, and name the model that the run has exported."""
+    if (directory / "metrics.jsonl").is_file():
+        exported = sorted(directory.glob("hf/step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+        where = f"its model is {exported[-1]}" if exported else "it has exported no model yet"
+        raise ValueError(f"{directory} is the directory of a run, and {where}")
 
 
 def _read(readers: Mapping[str, Reader], hf: Hf) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from realhf.field_types import check_types
 
@@ -27,8 +27,8 @@ _K3_LIMIT = 10.0
 class PolicyLossConfig:
     """Settings of PPO's clipped surrogate (Schulman et al. 2017) and of its average."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = 0.2  # Ratios below 1 - `clip_low` have no gradient where the advantage is negative.
+    clip_high: float = 0.2  # Ratios above 1 + `clip_high` have no gradient where the advantage is positive.
     dual_clip: float | None = None
     """Lower bound of the objective, in units of A, for tokens with a negative advantage A: it is at least
     `dual_clip` A, however large the ratio is (Ye et al. 2020, arXiv:1912.09729; 3 is usual). It must be above
@@ -53,8 +53,8 @@ class PolicyLoss:
     """
 
     config: PolicyLossConfig
-    output: str = "logprobs"
-    entropy: bool = True
+    output: ClassVar[str] = "logprobs"
+    entropy: ClassVar[bool] = True
 
     @property
     def first_minibatch(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig, clamped_log_ratio, rollout_metrics
@@ -29,9 +29,9 @@ class ValueLoss:
     It is averaged over response tokens.
     """
 
-    clip: float = 0.2
-    output: str = "values"
-    entropy: bool = False
+    clip: float = 0.2  # Most by which a value may move from the one before training without being clipped.
+    output: ClassVar[str] = "values"
+    entropy: ClassVar[bool] = False
 
     def totals(self, batch: Batch) -> dict[str, float]:
         return {"tokens": float(batch["response_mask"].values.sum())}
@@ -61,11 +61,11 @@ class AdvantageConfig:
     added at the last token.
     """
 
-    gamma: float = 1.0
+    gamma: float = 1.0  # Discount of the reward of each following token.
     lam: float = 0.95
-    kl_coef: float = 0.05
-    whiten: bool = True
-    """Normalise advantages to mean 0 and variance 1 over the batch's response tokens."""
+    """Weight of each following token's error; 1 relies on rewards only, 0 on the next value."""
+    kl_coef: float = 0.05  # Weight of the KL to the reference in the rewards of tokens.
+    whiten: bool = True  # Normalise advantages to mean 0 and variance 1 over the batch's response tokens.
 
 
 def generalized_advantages(
@@ -141,6 +141,7 @@ class PPO(OnPolicy):
     value_loss: ValueLoss = field(default_factory=ValueLoss)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     minibatches: int = 4
+    """Optimizer steps of actor and critic per epoch of a step, each on an equal part of the samples."""
 
     def roles(self) -> dict[str, Role]:
         return {**self.shared_roles(with_ref=True), "critic": self.critic}

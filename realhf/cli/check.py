@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from realhf.cli.dry_run import try_out
-from realhf.cli.experiment_file import compile_experiment
+from realhf.cli.experiment_file import add_plan_option, compile_experiment
 from realhf.cli.problem import problem_of
 from realhf.cluster import Cluster
 from realhf.errors import naming
@@ -18,6 +18,7 @@ from realhf.units import format_bytes
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf check`."""
+    add_plan_option(parser)
     add = parser.add_argument
     add("--nproc", type=int, help="ranks to check against; default: as many as the plan uses")
     add("--cluster", help="cluster file or shipped name: its devices are the ranks")

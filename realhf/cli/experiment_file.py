@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from realhf.cli.job import is_worker
@@ -56,6 +56,12 @@ def _line(error: BaseException, path: Path) -> str:
     file, _, number = where.rpartition(":")
     is_here = Path(file).resolve() == path.resolve()
     return f" line {number}" if is_here else f" ({file} line {number})"
+
+
+def add_plan_option(parser: ArgumentParser) -> None:
+    """Declare --plan, which `compile_experiment` reads."""
+    text = "plan file or shipped name, or `auto`; default: calls split over all ranks by dp"
+    parser.add_argument("--plan", help=text)
 
 
 def compile_experiment(

@@ -4,9 +4,9 @@ import importlib
 import os
 import sys
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from realhf.cli import check, plan, profile, realloc, run
 from realhf.cli.experiment_file import load_experiment
@@ -21,23 +21,34 @@ EXIT_USER = 2
 
 
 class _Command(NamedTuple):
-    """A command that takes an experiment file."""
-
     help: str
     add_options: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace, Experiment, Sequence[str]], int]
-    takes_plan: bool
+    run: Callable[..., int]
+    """Takes the options, the experiment and all words; `realloc`, which has no experiment, the options."""
+    examples: tuple[str, ...]
 
 
 _COMMANDS = {
-    "run": _Command("train on local workers, or as one worker under torchrun",
-                    run.add_options, run.run, takes_plan=True),
-    "check": _Command("find what is wrong with an experiment and a plan, without running it",
-                      check.add_options, check.run, takes_plan=True),
-    "profile": _Command("measure this machine for the models of an experiment, for the planner",
-                        profile.add_options, profile.run, takes_plan=False),
-    "plan": _Command("search a plan for a cluster, with a lower bound over the plans enumerated",
-                     plan.add_options, plan.run, takes_plan=False),
+    "run": _Command(
+        "train on local workers, or as one worker under torchrun", run.add_options, run.run,
+        ("realhf run examples/grpo.py --plan grpo-4 --actor.optimizer.lr 1e-4",
+         "torchrun --nproc-per-node 4 -m realhf run examples/grpo.py --plan grpo-4")),
+    "check": _Command(
+        "find what is wrong with an experiment and a plan, without running it", check.add_options, check.run,
+        ("realhf check examples/grpo.py --plan grpo-4 --steps 50",
+         "realhf check examples/ppo_7b.py --cluster h100-2x8")),
+    "profile": _Command(
+        "measure this machine for the models of an experiment, for the planner",
+        profile.add_options, profile.run, ("realhf profile examples/grpo.py -o profile.yaml",)),
+    "plan": _Command(
+        "search a plan for a cluster, with a lower bound over the plans enumerated",
+        plan.add_options, plan.run,
+        ("realhf plan examples/ppo_7b.py --cluster h100-2x8 -o plan.yaml",
+         "realhf plan examples/grpo.py --profile profile.yaml --devices 4")),
+    "realloc": _Command(
+        "explain one reallocation: what moves, how long it takes, what limits it",
+        realloc.add_options, realloc.run,
+        ("realhf realloc --model llama-7b --src d2t4@0-7 --dst d8@0-7",)),
 }  # fmt: skip
 
 
@@ -51,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         _check_environment()
-        options, overrides = _parser().parse_known_args(argv)
+        options, words = _parser().parse_known_args(argv)
         if options.command is realloc.run:
-            return realloc.run(options, overrides)
-        experiment = _read_experiment(options, overrides)
+            return realloc.run(options, words)
+        experiment = _read_experiment(options, words)
         return EXIT_DONE if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
         text = f"{traceback.format_exc()}realhf: {error}" if "--traceback" in argv else None
@@ -81,38 +92,47 @@ class _Parser(ArgumentParser):
 
 def _parser() -> ArgumentParser:
     package = importlib.import_module("realhf")
-    parser = _Parser(prog="realhf", description=package.__doc__, allow_abbrev=False)
+    parser = _Parser(
+        prog="realhf", description=package.__doc__, epilog=_examples(_COMMANDS["run"]), allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"realhf {package.__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in _COMMANDS.items():
-        _add_command(commands, name, command)
-    text = "explain one reallocation: what moves, how long it takes, what limits it"
-    explains = commands.add_parser("realloc", help=text, description=text, allow_abbrev=False)
-    explains.set_defaults(command=realloc.run)
-    realloc.add_options(explains)
+        takes_experiment = command.run is not realloc.run
+        own = commands.add_parser(
+            name, help=command.help, description=command.help, epilog=_examples(command), allow_abbrev=False,
+            formatter_class=RawDescriptionHelpFormatter, add_help=not takes_experiment,
+        )  # fmt: skip
+        own.set_defaults(command=command.run)
+        if takes_experiment:
+            own.set_defaults(parser=own)
+            own.usage = f"realhf {name} EXP.py [options] [--field value ...]"
+            text = "this help; with EXP.py, the Python file that defines `experiment`, also every field"
+            own.add_argument("-h", "--help", action="store_true", help=text)
+            own.add_argument("--traceback", action="store_true", help="show the traceback of an error, too")
+        command.add_options(own)
     return parser
 
 
-def _add_command(commands: Any, name: str, command: _Command) -> None:
-    parser = commands.add_parser(
-        name, help=command.help, description=command.help, add_help=False, allow_abbrev=False)
-    parser.set_defaults(command=command.run, parser=parser)
-    add = parser.add_argument
-    add("experiment", nargs="?", metavar="EXP.py", help="Python file that defines `experiment`")
-    if command.takes_plan:
-        add("--plan", help="plan file or shipped name, or `auto`; default: calls split over all ranks by dp")
-    add("--traceback", action="store_true", help="show the Python traceback of an error, too")
-    add("-h", "--help", action="store_true", help="this help; with EXP.py also every field to override")
-    command.add_options(parser)
+def _examples(command: _Command) -> str:
+    return "\n  ".join(("examples:", *command.examples))
 
 
-def _read_experiment(options: Namespace, overrides: list[str]) -> Experiment | None:
-    """Return the experiment with its overrides; or, for --help, print the help and return None."""
+def _read_experiment(options: Namespace, words: list[str]) -> Experiment | None:
+    """Return the experiment with its overrides; or, for --help, print the help and return None.
+
+    The experiment file is the first word, or, if that is an override, the first word that ends in .py.
+    """
+    is_override = bool(words) and words[0].startswith("-")
+    file = next((word for word in words if not is_override or word.endswith(".py")), None)
     if options.help:
-        print(options.parser.format_help())
-        if options.experiment is not None:
-            print_fields(load_experiment(options.experiment))
+        if file is not None:
+            print_fields(load_experiment(file))
+        options.parser.print_help()
         return None
-    if options.experiment is None:
+    if file is None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
-    return override(load_experiment(options.experiment), overrides)
+    options.experiment = file
+    words.remove(file)
+    return override(load_experiment(file), words)

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.cli.experiment_file import compile_experiment
+from realhf.cli.experiment_file import add_plan_option, compile_experiment
 from realhf.cli.job import Job, is_worker
 from realhf.errors import UserError
 from realhf.experiment import Experiment
@@ -17,6 +17,7 @@ _MAX_TIMEOUT_SECONDS = 1e6
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf run`."""
+    add_plan_option(parser)
     add = parser.add_argument
     add("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     add("--out", help="run directory; default: a new one below runs/")

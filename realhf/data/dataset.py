@@ -26,11 +26,11 @@ class DatasetConfig:
     """
 
     path: str = ""  # A .jsonl or .parquet file.
-    prompt_key: str = "prompt"
-    completion_key: str = "completion"  # Text or chat messages that supervised fine-tuning learns.
+    prompt_key: str = "prompt"  # Column of the prompts.
+    completion_key: str = "completion"  # Column of the text or messages that supervised fine-tuning learns.
     max_prompt_tokens: int = 4096  # Rows with longer prompts are left out, and their number is logged.
     max_rows: int = 0  # Rows read from the start of the file; 0 reads all.
-    shuffle: bool = True
+    shuffle: bool = True  # Draw a new order of rows in every epoch; otherwise keep that of the file.
 
 
 def load_rows(config: DatasetConfig, keys: Sequence[str]) -> list[dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,9 @@ WORDS: dict[str, list[str]] = {
     "--actor.model {here}/adapters": [
         "actor.model: {here}/adapters holds LoRA adapters of org/base, and no model",
         "set lora.adapter to {here}/adapters",
+    ],
+    "--actor.model {here}/run": [
+        "actor.model: {here}/run is the directory of a run, and its model is {here}/run/hf/step_10"
     ],
     "--actor.no-random-init": ["actor.model", "holds no safetensors weights", "actor.random_init"],
     "--tokenizer /nowhere": ["tokenizer '/nowhere'", "tokenizer.json"],
@@ -270,6 +275,10 @@ def experiment(tmp_path_factory) -> Path:
     (path.parent / "binary.yaml").write_bytes(b"num_hosts: \xff\xfe")
     for name, text in files.items():
         (path.parent / name).write_text(text)
+    for step in (5, 10):
+        (path.parent / "run" / "hf" / f"step_{step}").mkdir(parents=True)
+    for name in ("config.json", "metrics.jsonl"):
+        (path.parent / "run" / name).write_text("{}")
     (path.parent / "adapters").mkdir()
     adapter = json.dumps({"base_model_name_or_path": "org/base"})
     (path.parent / "adapters" / "adapter_config.json").write_text(adapter)
@@ -468,6 +477,7 @@ def test_check_finds_experiment(tmp_path, refused, text):
     ("words", "says"),
     [
         (["check"], ["needs an experiment file"]),
+        (["check", "--steps", 2], ["needs an experiment file"]),
         (["check", "nowhere.py"], ["'nowhere.py'", "no such file"]),
         (["check", REPO / "README.md"], ["README.md", ".py"]),
         (["check", REPO], [str(REPO), "no such file"]),
@@ -565,6 +575,61 @@ def test_help(experiment, call):
         assert (code, err) == (0, "")
         for part in says:
             assert part in out
+
+
+COMMANDS = ("run", "check", "profile", "plan", "realloc")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_a_command_is_explained(call, command):
+    code, out, err = call(command, "--help")
+    assert (code, err) == (0, "")
+    options, examples = out.split("\noptions:\n")[1].split("\nexamples:\n")
+    entries = re.split(r"\n  (?=-)", f"\n{options}")[1:]
+    assert entries and [entry for entry in entries if not re.search(r"(  |\n +)\w", entry)] == []
+    lines = examples.splitlines()
+    assert 1 <= len(lines) <= 2
+    for line in lines:
+        words = line.removeprefix("  torchrun --nproc-per-node 4 -m").split()
+        assert words[:2] == ["realhf", command]
+        assert all((REPO / word).is_file() for word in words if word.startswith("examples/"))
+        given = {word for word in words if word.startswith("-")}
+        assert given <= {*re.findall(r"--[\w-]+|-o", options), "--steps", "--actor.optimizer.lr"}
+
+
+ALL_FIELDS = """
+from realhf import *
+data = DatasetConfig("data.jsonl")
+part = Role("m", optimizer=OptimizerConfig(), lora=LoraConfig())
+experiment = {}
+"""
+
+
+@pytest.mark.parametrize("kind", [
+    "GRPO(data, data, actor=part, ref=part, reward=part)", "PPO(data, data, actor=part, critic=part)",
+    "RewardModel(data, data, reward=part)", "SFT(data, data, actor=part)",
+])  # fmt: skip
+def test_every_field_is_explained(tmp_path, call, monkeypatch, kind):
+    monkeypatch.setenv("COLUMNS", "110")  # Wider terminals get two columns.
+    (tmp_path / "mine.py").write_text(ALL_FIELDS.format(kind))
+    code, out, _ = call("run", tmp_path / "mine.py", "--help")
+    assert code == 0
+    lines = [line.strip("│ ") for line in out.split("\nusage: ")[0].splitlines()]
+    explained = {line: below for line, below in pairwise(lines) if re.match(r"--\w", line)}
+    assert len(explained) > 30
+    assert [line for line, below in explained.items() if below.startswith(("--", "("))] == []
+    assert "--actor.lora.rank INT" in explained or "--reward.lora.rank INT" in explained
+
+
+def test_options_may_stand_before_the_experiment(experiment, call):
+    code, out, err = call("check", "--steps", 2, "--no-scale-by-std", experiment, "--json", "--batch-size=2")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["ranks"] == 1
+
+
+def test_help_names_the_options_of_parts_that_are_not_set(experiment, call):
+    out = " ".join(call("run", experiment, "--help")[1].split())
+    assert "Parts that are not set have the options" in out and " --actor.lora.no-merge, " in out
 
 
 def test_version(call):
