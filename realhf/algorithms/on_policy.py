@@ -10,7 +10,7 @@ from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, Samp
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, reward_columns
+from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, decode_responses, reward_columns
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -119,6 +119,4 @@ def graph_of(*calls: FunctionCall) -> DataflowGraph:
 
 
 def _decode(batch: Batch, context: Any) -> dict[str, list[str]]:
-    pairs = zip(*(batch[key].split() for key in SEQUENCE), strict=True)
-    answers = [tokens[mask.bool()].tolist() for tokens, mask in pairs]
-    return {"completion": [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]}
+    return {"completion": decode_responses(batch, context)[1]}

@@ -95,12 +95,11 @@ def compile_experiment(
         if cluster is not None and (origin := named or profile) is not None:
             program = dataclasses.replace(program, links=Links.of_cluster(cluster, origin=f"{origin}'s"))
         return program, num_ranks
-    except Exception as error:
-        if not isinstance(error, ValueError):
-            if user_line(error) is None:
-                raise
-            where = _line(error, Path(options.experiment))
-            what = f"{type(error).__name__}: {error}"
-            raise UserError(f"experiment {options.experiment}{where}: {what}") from error
+    except ValueError as error:
         about_plan = options.plan is not None and str(error).startswith("calls.")
         raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error
+    except Exception as error:
+        if user_line(error) is None:
+            raise
+        where = f"experiment {options.experiment}{_line(error, Path(options.experiment))}"
+        raise UserError(f"{where}: {type(error).__name__}: {error}") from error

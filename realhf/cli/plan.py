@@ -17,7 +17,7 @@ from rich.status import Status
 from realhf.cli.job import is_worker
 from realhf.cli.problem import problem_of
 from realhf.cluster import Cluster, host_memory_bytes
-from realhf.errors import UserError, refuse_other_file
+from realhf.errors import UserError, naming, require_output
 from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.planner import report
@@ -57,19 +57,14 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     """Search a plan, print it, write it to --output and return the exit code."""
-    profile = None if options.profile is None else Profile.load(options.profile)
-    cluster = _cluster(options, profile)
-    rates = _rates(cluster, profile, options.profile)
+    cluster = _cluster(options)
+    rates = _rates(cluster, options.profile)
     if not options.time_limit > 0:
         raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
     if not 0 <= options.gap < 1:
         raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
-    if options.output and not Path(options.output).parent.is_dir():
-        raise UserError(f"--output {options.output}: there is no directory {Path(options.output).parent}")
-    if options.output and Path(options.output).is_dir():
-        raise UserError(f"--output {options.output} is a directory: name the file to write")
     if options.output:
-        refuse_other_file(Path(options.output), "--output", first="calls:", what="plan")
+        require_output(Path(options.output), "--output", first="calls:", what="plan")
     with _reporting(options.experiment), _watched() as progress:
         problem = problem_of(
             experiment, cluster, pins=_pins(options.pin),
@@ -92,7 +87,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
 
 def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> Planned:
     """Return a plan for the machines of this run; every rank computes the same one."""
-    rates = _rates(cluster, None if profile is None else Profile.load(profile), profile)
+    rates = _rates(cluster, profile)
     with _reporting(name):
         problem = problem_of(experiment, cluster)
         with nullcontext() if is_worker() else _watched() as progress:
@@ -109,9 +104,10 @@ def describe(planned: Planned) -> str:
     return f"planned in {took}: {step} per step predicted, {near}"
 
 
-def _rates(cluster: Cluster, profile: Profile | None, name: str | None) -> Rates:
-    if profile is None:
+def _rates(cluster: Cluster, name: str | None) -> Rates:
+    if name is None:
         return Rates(cluster)
+    profile = Profile.load(name)
     if (measured := profile.cluster.device_type) != cluster.device_type:
         what = f"it was measured on {measured} devices, the cluster has {cluster.device_type} devices"
         raise UserError(f"--profile {name}: {what}")
@@ -218,28 +214,23 @@ def _state(best: float, bound: float, seconds: float) -> str:
 
 def _pins(texts: Sequence[str]) -> dict[str, Layout]:
     pins: dict[str, Layout] = {}
-    for call, layout in map(_pin, texts):
+    for text in texts:
+        call, equals, layout = text.partition("=")
+        with naming(f"--pin {text}"):
+            if not equals:
+                raise ValueError("write CALL=LAYOUT, such as actor_train=d8t8@0-63")
+            place = Layout.parse(layout)
         if call in pins:
-            raise ValueError(f"--pin {call} is given twice: {pins[call]} and {layout}")
-        pins[call] = layout
+            raise ValueError(f"--pin {call} is given twice: {pins[call]} and {place}")
+        pins[call] = place
     return pins
 
 
-def _pin(text: str) -> tuple[str, Layout]:
-    call, equals, layout = text.partition("=")
-    if not equals:
-        raise ValueError(f"--pin {text}: write CALL=LAYOUT, such as actor_train=d8t8@0-63")
-    try:
-        return call, Layout.parse(layout)
-    except ValueError as error:
-        raise ValueError(f"--pin {text}: {error}") from error
-
-
-def _cluster(options: Namespace, profile: Profile | None) -> Cluster:
+def _cluster(options: Namespace) -> Cluster:
     if options.cluster:
         cluster = Cluster.load(options.cluster)
     else:
-        cluster = this_machine() if profile is None else profile.cluster
+        cluster = this_machine() if options.profile is None else Profile.load(options.profile).cluster
     if (number := options.devices) is None:
         return cluster
     per_host = cluster.devices_per_host

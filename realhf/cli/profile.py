@@ -8,7 +8,7 @@ from pathlib import Path
 from realhf.cli.experiment_file import compile_experiment
 from realhf.cli.job import Job, is_worker
 from realhf.cli.plan import this_machine
-from realhf.errors import UserError, refuse_other_file
+from realhf.errors import require_output
 from realhf.experiment import Experiment
 
 _TIMEOUT_SECONDS = 600.0
@@ -28,10 +28,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if not in_worker and options.nproc is None:
         options.nproc = this_machine().num_devices
     program, num_ranks = compile_experiment(experiment, options)
-    if out.is_dir() or not out.parent.is_dir():
-        raise UserError(f"--out {out}: it must be a file in a directory that exists")
-    if not in_worker:
-        refuse_other_file(out, "--out", first="date:", what="profile")
+    require_output(out, "--out", first="date:", what="profile")
     if in_worker or num_ranks == 1:
         job = Job(program, out, _TIMEOUT_SECONDS, options.traceback)
         return importlib.import_module("realhf.cli.worker").profile(job)

@@ -8,7 +8,7 @@ import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.data.json_form import json_form
-from realhf.errors import UserError, user_line
+from realhf.errors import UserError, described, user_line
 from realhf.graph import FunctionCall
 
 
@@ -46,12 +46,9 @@ def _answer(call: FunctionCall, batch: Batch, context: Any) -> Any:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        where = user_line(error)
-        if where is None and not isinstance(error, SystemExit):
+        if user_line(error) is None and not isinstance(error, SystemExit):
             raise
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        at = f" ({where})" if where else ""
-        raise UserError(f"host call {call.name!r} raised {what}{at}") from error
+        raise UserError(f"host call {call.name!r} raised {described(error)}") from error
 
 
 def _metric(name: str, value: Any) -> float:

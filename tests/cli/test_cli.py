@@ -17,7 +17,7 @@ from realhf.checkpoint.read import params_by_tensor, tensor_shape
 from realhf.checkpoint.tensor_files import pack_header, pack_index
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.main import main
-from realhf.errors import refuse_other_file
+from realhf.errors import require_output
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan
@@ -453,8 +453,8 @@ def test_a_plan_replaces_no_other_file(tmp_path, experiment, refused):
     assert mine.read_text() == "experiment = 1\n"
     plan = tmp_path / "plan.yaml"
     plan.write_text("# by hand\n\ncalls: {}\n")
-    refuse_other_file(plan, "--output", first="calls:", what="plan")
-    refuse_other_file(tmp_path / "new.yaml", "--output", first="calls:", what="plan")
+    require_output(plan, "--output", first="calls:", what="plan")
+    require_output(tmp_path / "new.yaml", "--output", first="calls:", what="plan")
 
 
 def test_a_run_that_diverges_ends_in_a_sentence(tmp_path, call):
