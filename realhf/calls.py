@@ -12,18 +12,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from realhf.field_types import check_types
+from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from realhf.data.batch import Batch
-
-
-def _require(legal: bool, name: str, value: Any, rule: str) -> None:
-    if not legal:
-        raise ValueError(f"{name} is {value}: it must {rule}")
 
 
 @dataclass(frozen=True)
@@ -42,11 +37,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
-        _require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
-        _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
+        require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
+        require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
         legal = self.total_steps > 0 or self.schedule == "constant"
         rule = f"be above 0 for the {self.schedule} schedule"
-        _require(legal, "optimizer.total_steps", self.total_steps, rule)
+        require(legal, "optimizer.total_steps", self.total_steps, rule)
 
 
 @dataclass(frozen=True)
@@ -60,11 +55,11 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "sampling.")
-        _require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "be at least 1")
+        require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "be at least 1")
         legal = 0 <= self.temperature < inf
-        _require(legal, "sampling.temperature", self.temperature, "be a number of at least 0")
-        _require(self.top_k >= 0, "sampling.top_k", self.top_k, "not be negative")
-        _require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "be above 0 and at most 1")
+        require(legal, "sampling.temperature", self.temperature, "be a number of at least 0")
+        require(self.top_k >= 0, "sampling.top_k", self.top_k, "not be negative")
+        require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "be above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -100,10 +95,10 @@ class Generate(Work):
     cuda_graphs: bool = True  # On a GPU, record decoding of unsharded models without experts as CUDA graphs.
 
     def __post_init__(self) -> None:
-        _require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
+        require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
         gib = self.kv_cache_gib
-        _require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")
-        _require(self.prefill_tokens >= 1, "prefill_tokens", self.prefill_tokens, "be at least 1")
+        require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")
+        require(self.prefill_tokens >= 1, "prefill_tokens", self.prefill_tokens, "be at least 1")
 
 
 @dataclass(frozen=True)
@@ -150,9 +145,9 @@ class TrainStep(Work):
 
     def __post_init__(self) -> None:
         for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
-        _require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
-        _require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
+        require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
+        require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
 
     @property
     def output(self) -> str:

@@ -6,7 +6,7 @@ from typing import Literal
 from realhf.calls import OptimizerConfig
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig
-from realhf.field_types import check_types
+from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
@@ -39,8 +39,7 @@ class Role:
             raise ValueError("a role that follows another cannot have adapters (lora)")
         if self.engine == "transformers" and self.lora is not None:
             raise ValueError("the transformers engine has no adapters (lora): use engine native for them")
-        if not 0 < self.follow_rate <= 1:
-            raise ValueError(f"follow_rate is {self.follow_rate}: it must be above 0 and at most 1")
+        require(0 < self.follow_rate <= 1, "follow_rate", self.follow_rate, "be above 0 and at most 1")
 
     def config(self) -> ModelConfig:
         kind = TransformersConfig if self.engine == "transformers" else ModelConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from realhf.field_types import check_types
+from realhf.field_types import check_types, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +40,7 @@ class PolicyLossConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "loss.")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"loss.dual_clip is {self.dual_clip}: it must be above 1")
+        require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", self.dual_clip, "be above 1")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
-from realhf.algorithms.policy_loss import PolicyLossConfig, clamped_log_ratio, rollout_metrics
+from realhf.algorithms.policy_loss import (
+    PolicyLossConfig,
+    clamped_log_ratio,
+    response_counts,
+    rollout_metrics,
+)
 from realhf.calls import HostFunction, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -97,39 +102,30 @@ class TokenAdvantages:
         c = self.config
         mask = batch["response_mask"]
         chosen_T = mask.values.bool()
-        counts = [int(part.sum()) for part in mask.split()]
+        counts_S = response_counts(mask).long()
+        valid_ST = counts_S[:, None] > counts_S.new_tensor(range(int(counts_S.max())))
         values_N = batch["values"].values[chosen_T]
         kl_N = clamped_log_ratio(batch["gen_logprobs"].values, batch["ref_logprobs"].values)[chosen_T]
-        valid_ST = values_N.new_ones(len(counts), max(counts)).bool()
-        for row, count in zip(valid_ST, counts, strict=True):
-            row[count:] = False
-
-        def padded(x_N: Tensor) -> Tensor:
-            x_ST = x_N.new_zeros(valid_ST.shape)
-            x_ST[valid_ST] = x_N
-            return x_ST
-
-        rewards_ST = padded(-c.kl_coef * kl_N)
-        for row, count, score in zip(rewards_ST, counts, batch["score"], strict=True):
-            row[count - 1] += score
+        rewards_ST = _scattered(-c.kl_coef * kl_N, valid_ST)
+        rewards_ST[list(range(len(mask))), counts_S - 1] += batch["score"]
         advantages_ST, returns_ST = generalized_advantages(
-            rewards_ST, padded(values_N), valid_ST.to(values_N.dtype), gamma=c.gamma, lam=c.lam
+            rewards_ST, _scattered(values_N, valid_ST), valid_ST.to(values_N.dtype), gamma=c.gamma, lam=c.lam
         )
         advantage_N = advantages_ST[valid_ST]
         return_N = returns_ST[valid_ST]
         metrics = rollout_metrics(batch)
-        metrics["reward/kl"] = kl_N.sum().item() / len(counts)
+        metrics["reward/kl"] = kl_N.sum().item() / len(mask)
         residual = (return_N - values_N).var(correction=0) / return_N.var(correction=0).clamp(min=1e-12)
         metrics["critic/explained_variance"] = 1.0 - residual.item()
         if c.whiten:
             advantage_N = (advantage_N - advantage_N.mean()) / (advantage_N.std(correction=0) + 1e-8)
+        columns = {"advantages": advantage_N, "returns": return_N}
+        return {key: mask.like(_scattered(x_N, chosen_T)) for key, x_N in columns.items()}, metrics
 
-        def spread(x_N: Tensor) -> Any:
-            column_T = x_N.new_zeros(chosen_T.shape)
-            column_T[chosen_T] = x_N
-            return mask.like(column_T)
 
-        return {"advantages": spread(advantage_N), "returns": spread(return_N)}, metrics
+def _scattered(x_N: Tensor, where: Tensor) -> Tensor:
+    """Return a tensor with the values of x in order where a mask is true, and 0 elsewhere."""
+    return x_N.new_zeros(where.shape).masked_scatter(where, x_N)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from realhf.calls import longest_response
 from realhf.cluster import Cluster
 from realhf.data.dataset import load_rows
 from realhf.experiment import Experiment, Role
+from realhf.field_types import require
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
@@ -80,18 +81,18 @@ def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:
     """Return the mean tokens of prompts and responses: as expected, else measured or at the limit."""
     expected = experiment.expected
     for name in ("prompt_tokens", "response_tokens"):
-        if (value := getattr(expected, name)) is not None and value < 1:
-            raise ValueError(f"expected.{name} is {value}: it must be at least 1")
-    prompt = expected.prompt_tokens
-    response = expected.response_tokens
+        value = getattr(expected, name)
+        require(value is None or value >= 1, f"expected.{name}", value, "be at least 1")
+    prompt: float | None = expected.prompt_tokens
+    response: float | None = expected.response_tokens
     if response is not None and limit and response > limit:
         raise ValueError(f"expected.response_tokens is {response}: sampling.max_new_tokens allows {limit}")
-    if response is None and limit:
-        response = limit
-    if prompt is not None and response is not None:
-        return float(prompt), float(response)
-    measured = _measured(experiment, limit)
-    return float(prompt or measured[0]), float(response or measured[1])
+    response = response or limit or None
+    if prompt is None or response is None:
+        measured = _measured(experiment, limit)
+        prompt = prompt or measured[0]
+        response = response or measured[1]
+    return float(prompt), float(response)
 
 
 def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
