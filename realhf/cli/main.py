@@ -5,8 +5,9 @@ import os
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
 
 from realhf.cli import check, plan, profile, realloc, run
 from realhf.cli.experiment_file import load_experiment
@@ -20,36 +21,8 @@ EXIT_FAILED = 1
 EXIT_USER = 2
 
 
-class _Command(NamedTuple):
-    help: str
-    add_options: Callable[[ArgumentParser], None]
-    run: Callable[..., int]
-    """Takes the options, the experiment and all words; `realloc`, which has no experiment, the options."""
-    examples: tuple[str, ...]
-
-
-_COMMANDS = {
-    "run": _Command(
-        "train on local workers, or as one worker under torchrun", run.add_options, run.run,
-        ("realhf run examples/grpo.py --plan grpo-4 --actor.optimizer.lr 1e-4",
-         "torchrun --nproc-per-node 4 -m realhf run examples/grpo.py --plan grpo-4")),
-    "check": _Command(
-        "find what is wrong with an experiment and a plan, without running it", check.add_options, check.run,
-        ("realhf check examples/grpo.py --plan grpo-4 --steps 50",
-         "realhf check examples/ppo_7b.py --cluster h100-2x8")),
-    "profile": _Command(
-        "measure this machine for the models of an experiment, for the planner",
-        profile.add_options, profile.run, ("realhf profile examples/grpo.py -o profile.yaml",)),
-    "plan": _Command(
-        "search a plan for a cluster, with a lower bound over the plans enumerated",
-        plan.add_options, plan.run,
-        ("realhf plan examples/ppo_7b.py --cluster h100-2x8 -o plan.yaml",
-         "realhf plan examples/grpo.py --profile profile.yaml --devices 4")),
-    "realloc": _Command(
-        "explain one reallocation: what moves, how long it takes, what limits it",
-        realloc.add_options, realloc.run,
-        ("realhf realloc --model llama-7b --src d2t4@0-7 --dst d8@0-7",)),
-}  # fmt: skip
+_COMMANDS = {"run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc}
+"""Modules with HELP, EXAMPLES, `add_options` and `run`. All but `realloc` take an experiment file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,15 +66,15 @@ class _Parser(ArgumentParser):
 def _parser() -> ArgumentParser:
     package = importlib.import_module("realhf")
     parser = _Parser(
-        prog="realhf", description=package.__doc__, epilog=_examples(_COMMANDS["run"]), allow_abbrev=False,
+        prog="realhf", description=package.__doc__, epilog=_examples(run), allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"realhf {package.__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in _COMMANDS.items():
-        takes_experiment = command.run is not realloc.run
+        takes_experiment = command is not realloc
         own = commands.add_parser(
-            name, help=command.help, description=command.help, epilog=_examples(command), allow_abbrev=False,
+            name, help=command.HELP, description=command.HELP, epilog=_examples(command), allow_abbrev=False,
             formatter_class=RawDescriptionHelpFormatter, add_help=not takes_experiment,
         )  # fmt: skip
         own.set_defaults(command=command.run)
@@ -115,8 +88,8 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _examples(command: _Command) -> str:
-    return "\n  ".join(("examples:", *command.examples))
+def _examples(command: ModuleType) -> str:
+    return "\n  ".join(("examples:", *command.EXAMPLES))
 
 
 def _read_experiment(options: Namespace, words: list[str]) -> Experiment | None:

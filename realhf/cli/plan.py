@@ -27,6 +27,11 @@ from realhf.planner.rates import Rates
 from realhf.planner.search import Progress
 from realhf.units import format_seconds
 
+HELP = "search a plan for a cluster, with a lower bound over the plans enumerated"
+EXAMPLES = (
+    "realhf plan examples/ppo_7b.py --cluster h100-2x8 -o plan.yaml",
+    "realhf plan examples/grpo.py --profile profile.yaml --devices 4",
+)
 _GAP = 0.01
 """The search ends when the plan is within this share of the lower bound."""
 _TIME_LIMIT = 60.0

@@ -11,6 +11,8 @@ from realhf.cli.plan import this_machine
 from realhf.errors import require_output
 from realhf.experiment import Experiment
 
+HELP = "measure this machine for the models of an experiment, for the planner"
+EXAMPLES = ("realhf profile examples/grpo.py -o profile.yaml",)
 _TIMEOUT_SECONDS = 600.0
 
 

@@ -12,6 +12,11 @@ from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.runtime.run_directory import check_run_directory, new_run_directory
 
+HELP = "train on local workers, or as one worker under torchrun"
+EXAMPLES = (
+    "realhf run examples/grpo.py --plan grpo-4 --actor.optimizer.lr 1e-4",
+    "torchrun --nproc-per-node 4 -m realhf run examples/grpo.py --plan grpo-4",
+)
 _MAX_TIMEOUT_SECONDS = 1e6
 
 

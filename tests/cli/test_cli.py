@@ -450,6 +450,8 @@ def test_a_plan_replaces_no_other_file(tmp_path, experiment, refused):
     says = [f"--output {mine} exists and is no plan: name another file"]
     refused("plan", experiment, "--cluster", "cpu-laptop", "-o", mine, says=says)
     refused("profile", experiment, "-o", mine, says=[f"--out {mine} exists and is no profile"])
+    refused("profile", experiment, "-o", tmp_path, says=[f"--out {tmp_path} is a directory"])
+    refused("profile", experiment, "-o", "no/p.yaml", says=["--out no/p.yaml: there is no directory no"])
     assert mine.read_text() == "experiment = 1\n"
     plan = tmp_path / "plan.yaml"
     plan.write_text("# by hand\n\ncalls: {}\n")
