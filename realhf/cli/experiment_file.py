@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from realhf.cli.job import is_worker
-from realhf.cli.plan import auto_plan, cluster_at_hand, describe
+from realhf.cli.plan import auto_plan, cluster_at_hand
 from realhf.cluster import Cluster
 from realhf.errors import UserError, naming, user_line
 from realhf.experiment import Experiment
@@ -82,11 +82,8 @@ def compile_experiment(
     cluster = Cluster.load(named) if named is not None else None
     if options.plan == "auto":
         cluster = cluster_at_hand(nproc=options.nproc, cluster=named, profile=profile)
-        planned = auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
-        plan = planned.plan
+        plan = auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
         num_ranks = num_ranks or options.nproc or cluster.num_devices
-        if not is_worker():
-            print(f"realhf: {describe(planned)}", file=sys.stderr)
     elif options.plan is not None:
         plan = ExecutionPlan.load(options.plan)
     num_ranks = num_ranks or options.nproc or (plan.num_ranks if plan else 1)

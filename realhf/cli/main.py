@@ -16,11 +16,6 @@ from realhf.cli.overrides import override, print_fields
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 
-EXIT_DONE = 0
-EXIT_FAILED = 1
-EXIT_USER = 2
-
-
 _COMMANDS = {"run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc}
 """Modules with HELP, EXAMPLES, `add_options` and `run`. All but `realloc` take an experiment file."""
 
@@ -39,17 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command is realloc.run:
             return realloc.run(options, words)
         experiment = _read_experiment(options, words)
-        return EXIT_DONE if experiment is None else options.command(options, experiment, argv)
+        return 0 if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
         text = f"{traceback.format_exc()}realhf: {error}" if "--traceback" in argv else None
         if is_worker():
-            importlib.import_module("realhf.cli.worker").report(str(error), code=EXIT_USER, text=text)
+            importlib.import_module("realhf.cli.worker").report(str(error), code=2, text=text)
         else:
             print(text or f"realhf: {error}", file=sys.stderr)
-        return EXIT_USER
+        return 2
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        return 1
 
 
 def _check_environment() -> None:

@@ -20,8 +20,9 @@ from realhf.cluster import Cluster, host_memory_bytes
 from realhf.errors import UserError, naming, require_output
 from realhf.experiment import Experiment
 from realhf.layout import Layout
+from realhf.plan import ExecutionPlan
 from realhf.planner import report
-from realhf.planner.make import Planned, make_plan
+from realhf.planner.make import make_plan
 from realhf.planner.profile import Profile, ProfiledRates
 from realhf.planner.rates import Rates
 from realhf.planner.search import Progress
@@ -90,23 +91,21 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     return 0
 
 
-def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> Planned:
-    """Return a plan for the machines of this run; every rank computes the same one."""
+def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> ExecutionPlan:
+    """Return a plan for the machines of this run, the same one on every rank; the launcher prints a line."""
     rates = _rates(cluster, profile)
     with _reporting(name):
         problem = problem_of(experiment, cluster)
         with nullcontext() if is_worker() else _watched() as progress:
-            return make_plan(
+            planned = make_plan(
                 problem, rates, time_limit=float("inf"), gap=_GAP, max_rounds=_AUTO_ROUNDS, progress=progress
             )
-
-
-def describe(planned: Planned) -> str:
-    """Return one line about the plan that `--plan auto` found."""
-    step = format_seconds(planned.found.step_seconds)
-    took = format_seconds(planned.search_seconds)
-    near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
-    return f"planned in {took}: {step} per step predicted, {near}"
+    if not is_worker():
+        step = f"{format_seconds(planned.found.step_seconds)} per step predicted"
+        near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
+        took = format_seconds(planned.search_seconds)
+        print(f"realhf: planned in {took}: {step}, {near}", file=sys.stderr)
+    return planned.plan
 
 
 def _rates(cluster: Cluster, name: str | None) -> Rates:
