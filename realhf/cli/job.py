@@ -9,11 +9,12 @@ from realhf.runtime.program import Program
 
 @dataclass(frozen=True)
 class Job:
-    """A program to run, and its output."""
+    """A program to run, and its output: `out` is a run directory, or the file of a profile."""
 
     program: Program
+    name: str
+    """Name of the experiment file without its suffix; run directories are named after it."""
     out: Path | None
-    """The run directory, or the file of a profile; only rank 0 needs it."""
     timeout_seconds: float
     traceback: bool = False
     """Whether errors are shown with the Python lines that led to them."""

@@ -32,6 +32,6 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     program, num_ranks = compile_experiment(experiment, options)
     require_output(out, "--out", first="date:", what="profile")
     if in_worker or num_ranks == 1:
-        job = Job(program, out, _TIMEOUT_SECONDS, options.traceback)
+        job = Job(program, Path(options.experiment).stem, out, _TIMEOUT_SECONDS, options.traceback)
         return importlib.import_module("realhf.cli.worker").profile(job)
     return importlib.import_module("realhf.cli.launch").launch(argv, num_ranks)

@@ -43,12 +43,12 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
         legal = f"it must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds"
         raise UserError(f"--timeout {options.timeout:g}: {legal}")
+    name = Path(options.experiment).stem
     out = None if options.out is None else Path(options.out)
-    if not in_worker or os.environ["RANK"] == "0":
-        out = out or new_run_directory(Path(options.experiment).stem)
+    if out is not None and (not in_worker or os.environ["RANK"] == "0"):
         check_run_directory(out)
     if in_worker or num_ranks == 1:
-        job = Job(program, out, options.timeout, options.traceback)
+        job = Job(program, name, out, options.timeout, options.traceback)
         return importlib.import_module("realhf.cli.worker").work(job)
     launch = importlib.import_module("realhf.cli.launch").launch
-    return launch([*argv, "--out", str(out)], num_ranks)
+    return launch([*argv, "--out", str(out or new_run_directory(name))], num_ranks)

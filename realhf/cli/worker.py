@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from realhf.cli.job import Job, is_worker
+from realhf.cli.job import Job
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError, World, open_store
 from realhf.dist.heartbeat import Heartbeat
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
-from realhf.runtime.run_directory import RunDirectory
+from realhf.runtime.run_directory import RunDirectory, new_run_directory
 from realhf.runtime.trainer import Trainer
 
 _M_TRIM_THRESHOLD = -1  # Both constants are from glibc's malloc.h.
@@ -45,7 +45,7 @@ class Place:
     @classmethod
     def from_environment(cls) -> "Place":
         """Return the place that torchrun's variables describe; without them this is the only process."""
-        if not is_worker():
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
         return cls(*(int(os.environ[name]) for name in names))
@@ -72,7 +72,7 @@ def report(sentence: str, *, code: int, text: str | None = None, names_rank: boo
     Without a connection to the other ranks the sentence is printed here.
     """
     write_error_file(sentence)
-    if "MASTER_ADDR" in os.environ and is_worker():
+    if "MASTER_ADDR" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(RuntimeError, OSError, KeyError):
             board = Place.from_environment().connect(_REPORT_SECONDS)
             board.report(sentence, code=code, text=text, names_rank=names_rank)
@@ -87,8 +87,7 @@ def _train(job: Job, world: World) -> None:
         raise UserError(f"ranks 0 and {different[0]} have different plans: {hint}")
     directory = None
     if world.rank == 0:
-        assert job.out is not None
-        directory = RunDirectory(job.out)
+        directory = RunDirectory(job.out or new_run_directory(job.name))
     out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
     Trainer(job.program, world, out=out).run()
 
