@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from realhf.field_types import check_types
+from realhf.field_types import check_types, require
+from realhf.graph import DataflowGraph
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,62 +21,59 @@ if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
 
-def _require(legal: bool, name: str, value: Any, rule: str) -> None:
-    if not legal:
-        raise ValueError(f"{name} is {value}: it must {rule}")
-
-
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019), gradient clipping and a learning-rate schedule."""
 
-    lr: float = 1e-5
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
+    lr: float = 1e-5  # The learning rate after warm-up.
+    betas: tuple[float, float] = (0.9, 0.95)  # Decay of the averages of gradients and of their squares.
+    eps: float = 1e-8  # Added to the root of the average square, by which updates are divided.
+    weight_decay: float = 0.01  # Share of a weight, times the learning rate, by which a step shrinks it.
     max_grad_norm: float = 1.0  # Gradients are scaled down to this global L2 norm.
     warmup_steps: int = 0  # Optimizer steps over which the learning rate rises linearly from 0.
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # How `lr` falls after warm-up.
     total_steps: int = 0  # Optimizer steps until `linear` and `cosine` reach `min_lr_ratio`; they require it.
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = 0.0  # Share of `lr` that remains at the end of the schedule.
     max_skipped: int = 3
     """Updates in a row whose gradients are not finite and which are skipped; one more ends the run. The
     metric `skipped_updates` counts them, and their samples are saved in the run directory."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
-        _require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
-        _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
-        _require(self.max_skipped >= 0, "optimizer.max_skipped", self.max_skipped, "not be negative")
+        require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
+        require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
+        require(self.max_skipped >= 0, "optimizer.max_skipped", self.max_skipped, "not be negative")
         legal = self.total_steps > 0 or self.schedule == "constant"
         rule = f"be above 0 for the {self.schedule} schedule"
-        _require(legal, "optimizer.total_steps", self.total_steps, rule)
+        require(legal, "optimizer.total_steps", self.total_steps, rule)
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
     """Settings of sampling. `top_k=0` and `top_p=1` switch those filters off; `temperature=0` is greedy."""
 
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    max_new_tokens: int = 256  # Most tokens of a response.
+    temperature: float = 1.0  # Logits are divided by it; 0: always take the most probable token.
+    top_k: int = 0  # Sample among this many most probable tokens; 0: among all.
+    top_p: float = 1.0  # Sample among the most probable tokens that together have this probability.
 
     def __post_init__(self) -> None:
         check_types(self, "sampling.")
-        _require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "be at least 1")
+        require(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "be at least 1")
         legal = 0 <= self.temperature < inf
-        _require(legal, "sampling.temperature", self.temperature, "be a number of at least 0")
-        _require(self.top_k >= 0, "sampling.top_k", self.top_k, "not be negative")
-        _require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "be above 0 and at most 1")
+        require(legal, "sampling.temperature", self.temperature, "be a number of at least 0")
+        require(self.top_k >= 0, "sampling.top_k", self.top_k, "not be negative")
+        require(0 < self.top_p <= 1, "sampling.top_p", self.top_p, "be above 0 and at most 1")
 
 
 @dataclass(frozen=True)
 class Work:
-    """The base class of all kinds of work, which tells the runtime how to distribute samples.
+    """The base class of all work. A call's work must be of the call's kind (see `graph.KINDS`).
 
     Work that runs forward passes has `output`: what the model computes (`logprobs`, `values` or `scores`).
     """
+
+    kind: ClassVar[str]
 
     @property
     def num_minibatches(self) -> int:
@@ -91,6 +89,7 @@ class Generate(Work):
     temperature, before top-k and top-p), and 1.0 for samples that ended with an end-of-sequence token.
     """
 
+    kind = "generate"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
     max_rows: int = 512  # Sequences that a rank decodes at once; the others wait for a free slot.
@@ -103,24 +102,26 @@ class Generate(Work):
     cuda_graphs: bool = True  # On a GPU, record decoding of unsharded models without experts as CUDA graphs.
 
     def __post_init__(self) -> None:
-        _require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
+        require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
         gib = self.kv_cache_gib
-        _require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")
-        _require(self.prefill_tokens >= 1, "prefill_tokens", self.prefill_tokens, "be at least 1")
+        require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")
+        require(self.prefill_tokens >= 1, "prefill_tokens", self.prefill_tokens, "be at least 1")
 
 
 @dataclass(frozen=True)
 class LogProbs(Work):
     """Computes log-probs of the first input's tokens, where `response_mask` is 1 if that is an input."""
 
-    temperature: float = 1.0
+    kind = "forward"
     output: ClassVar[str] = "logprobs"
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
 class Values(Work):
     """Computes the values of the states in which the first input's tokens were chosen (score head)."""
 
+    kind = "forward"
     output: ClassVar[str] = "values"
 
 
@@ -128,8 +129,9 @@ class Values(Work):
 class Scores(Work):
     """Computes a score per sequence of the first input: the score head at its last token, or its sigmoid."""
 
-    probability: bool = False  # The score is a logit (outcome reward model) and its probability is wanted.
+    kind = "forward"
     output: ClassVar[str] = "scores"
+    probability: bool = False  # The score is a logit (outcome reward model) and its probability is wanted.
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class TrainStep(Work):
     mini-batch's sequences or tokens.
     """
 
+    kind = "train_step"
     loss: Loss
     minibatches: int = 1
     epochs: int = 1
@@ -149,9 +152,9 @@ class TrainStep(Work):
 
     def __post_init__(self) -> None:
         for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
-        _require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
-        _require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
+        require(self.minibatches >= 1, "minibatches", self.minibatches, "be at least 1")
+        require(self.epochs >= 1, "epochs", self.epochs, "be at least 1")
 
     @property
     def output(self) -> str:
@@ -162,8 +165,14 @@ class TrainStep(Work):
 class HostFunction(Work):
     """Calls plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`."""
 
+    kind = "host"
     function: Any
     splittable: bool = False  # Whether it can run on any part of the samples, so that a plan may use dp.
+
+
+def longest_response(graph: DataflowGraph) -> int:
+    """Return the most tokens that a response of the graph's generate calls may have; 0 without such calls."""
+    return max((call.work.sampling.max_new_tokens for call in graph.of_kind("generate")), default=0)
 
 
 class Loss(Protocol):

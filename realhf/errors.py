@@ -26,6 +26,12 @@ def user_line(error: BaseException) -> str | None:
     return None
 
 
+def described(error: BaseException) -> str:
+    """Return an error's type and message on one line, and where in the user's own code it arose, if there."""
+    where = user_line(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}" + (f" ({where})" if where else "")
+
+
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
     """Turn ValueErrors of the `with` block into UserErrors that begin with `what`, an option or file."""
@@ -35,11 +41,15 @@ def naming(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {error}") from error
 
 
-def refuse_other_file(path: Path, option: str, *, first: str, what: str) -> None:
-    """Raise UserError if a file exists here that is of another kind, and would be lost.
+def require_output(path: Path, option: str, *, first: str, what: str) -> None:
+    """Raise UserError if no file can be written here, or if one of another kind exists, and would be lost.
 
     A file of the right kind begins with the field `first`, behind any comments.
     """
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a directory: name the file to write")
     if not path.exists():
         return
     lines = path.read_text(errors="replace").splitlines()

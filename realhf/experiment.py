@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from realhf.calls import Generate, OptimizerConfig
+from realhf.calls import OptimizerConfig
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig
-from realhf.field_types import check_types
+from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
@@ -25,12 +25,12 @@ class Role:
 
     model: str  # Hugging Face model directory; or, with `random_init`, a config.json or shipped name.
     head: Literal["lm", "score"] = "lm"  # `score` computes one number per token (critics, reward models).
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    optimizer: OptimizerConfig | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # Type of the weights.
+    optimizer: OptimizerConfig | None = None  # Settings of training; None: the role is frozen.
     random_init: bool = False  # Draw the weights at random instead of reading them.
     follows: str | None = None  # Be the moving average of this role, updated after its train steps.
     follow_rate: float = 0.01  # Share of the followed role's weights in each update.
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = None  # Adapters, if only they are to be trained.
     engine: Literal["native", "transformers"] = "native"
     """`transformers` runs that library's own class of any family, in whole replicas (data parallelism)."""
 
@@ -42,8 +42,7 @@ class Role:
             raise ValueError("a role that follows another cannot have adapters (lora)")
         if self.engine == "transformers" and self.lora is not None:
             raise ValueError("the transformers engine has no adapters (lora): use engine native for them")
-        if not 0 < self.follow_rate <= 1:
-            raise ValueError(f"follow_rate is {self.follow_rate}: it must be above 0 and at most 1")
+        require(0 < self.follow_rate <= 1, "follow_rate", self.follow_rate, "be above 0 and at most 1")
 
     def config(self) -> ModelConfig:
         kind = TransformersConfig if self.engine == "transformers" else ModelConfig
@@ -75,12 +74,12 @@ class Expected:
 class Experiment:
     """The base class of all experiments; an algorithm adds its settings and overrides `roles` and `graph`."""
 
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)  # Prompts (and answers) to train on.
     eval_dataset: DatasetConfig | None = None  # Held-out prompts, which are answered greedily.
-    steps: int = 100
+    steps: int = 100  # Training steps of the run.
     batch_size: int = 32  # Prompts per step.
     group_size: int = 1  # Samples per prompt: a step has `batch_size * group_size` samples.
-    seed: int = 0
+    seed: int = 0  # Decides the order of rows, sampled tokens and random weights.
     eval_every: int = 0  # Steps between evaluations; 0: only before the first and after the last step.
     export_every: int = 0  # Steps between Hugging Face exports; 0: only after the last step.
     checkpoint_every: int | str = "15m"  # Steps ("10"), minutes ("15m") or hours ("1h") between checkpoints.
@@ -88,7 +87,7 @@ class Experiment:
     keep_checkpoints: int = 2  # The newest checkpoints that stay on the disk.
     keep_checkpoint_every: int = 0  # Checkpoints of multiples of this step stay, too; 0: none.
     log_every: int = 1  # Steps between printed lines.
-    expected: Expected = field(default_factory=Expected)
+    expected: Expected = field(default_factory=Expected)  # Lengths for the planner.
     tokenizer: str | None = None  # Directory of the tokenizer; None: that of the first role.
 
     def roles(self) -> dict[str, Role]:
@@ -105,7 +104,7 @@ class Experiment:
 
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
         """Return the graph with the experiment's seed in every generating call."""
-        generating = [call for call in graph.calls if isinstance(call.work, Generate)]
+        generating = graph.of_kind("generate")
         return graph.replace(*(replace(call, work=replace(call.work, seed=self.seed)) for call in generating))
 
     def checkpoint_period(self) -> tuple[int, float]:

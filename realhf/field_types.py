@@ -35,6 +35,12 @@ def check_types(config: Any, prefix: str = "") -> None:
             check_types(value, f"{where}.")
 
 
+def require(legal: bool, name: str, value: Any, rule: str) -> None:
+    """Raise ValueError unless the value of the field `name` is legal; `rule` follows "it must"."""
+    if not legal:
+        raise ValueError(f"{name} is {value}: it must {rule}")
+
+
 def explain_keyword(error: TypeError, public: Any) -> str:
     """Return what a call with an unknown keyword probably meant, or an empty string.
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import networkx as nx
 
-KINDS = ("generate", "forward", "train_step", "host")
+KINDS = {
+    "generate": "Generate",
+    "forward": "LogProbs or Values or Scores",
+    "train_step": "TrainStep",
+    "host": "HostFunction",
+}
+"""Kinds of calls, and the classes of `realhf.calls` that describe the work of each."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,7 @@ class FunctionCall:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     role: str | None = None
-    work: Any = None  # Describes the work to the role's engine or the runtime; the graph does not read it.
+    work: Any = None  # The settings of the call, for the role's engine or the runtime; the kind decides.
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -27,6 +33,8 @@ class FunctionCall:
         if (self.role is None) != (self.kind == "host"):
             need = "has no role" if self.kind == "host" else "needs a role"
             raise ValueError(f"call {self.name!r} {need}: kind is {self.kind!r} and role is {self.role!r}")
+        if self.work is not None:
+            self.require_work()
         for field in ("inputs", "outputs"):
             if isinstance(getattr(self, field), str):
                 raise ValueError(f"call {self.name!r}: {field} must be a tuple of key names, not a string")
@@ -35,6 +43,12 @@ class FunctionCall:
             if key in self.inputs:
                 both = f"both reads and writes the key {key!r}"
                 raise ValueError(f"call {self.name!r} {both}: rename its output")
+
+    def require_work(self) -> None:
+        """Raise ValueError unless the call has work, and of its own kind."""
+        if getattr(self.work, "kind", None) != self.kind:
+            of_kind = f"call {self.name!r} of kind {self.kind!r}"
+            raise ValueError(f"{of_kind} has work {type(self.work).__name__}: it must be {KINDS[self.kind]}")
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,9 @@ class DataflowGraph:
 
     def of_role(self, role: str) -> tuple[FunctionCall, ...]:
         return tuple(call for call in self.order if call.role == role)
+
+    def of_kind(self, kind: str) -> tuple[FunctionCall, ...]:
+        return tuple(call for call in self.calls if call.kind == kind)
 
     def replace(self, *calls: FunctionCall) -> "DataflowGraph":
         """Return this graph with the calls of the same names replaced by these."""

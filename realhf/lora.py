@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from realhf.field_types import check_types
+from realhf.field_types import check_types, require
 from realhf.hf_fields import is_positive, is_whole
 from realhf.model_config import ModelConfig
 from realhf.param_spec import InFile, ModelSpec, ParamSpec, model_spec
@@ -23,8 +23,8 @@ class LoraConfig:
     There is no dropout. A score head (critics, reward models) is trained in full, along with the adapters.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: int = 16  # Rows of A, and columns of B.
+    alpha: float = 32.0  # The adapters' share of y is scaled by alpha / rank.
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers of the blocks, by the last part of their names in checkpoints, such as q_proj."""
     use_rslora: bool = False  # Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023).
@@ -35,10 +35,8 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "lora.")
-        if not is_whole(self.rank):
-            raise ValueError(f"lora.rank is {self.rank!r}: it must be a whole number of at least 1")
-        if not is_positive(self.alpha):
-            raise ValueError(f"lora.alpha is {self.alpha!r}: it must be a number above 0")
+        require(is_whole(self.rank), "lora.rank", self.rank, "be a whole number of at least 1")
+        require(is_positive(self.alpha), "lora.alpha", self.alpha, "be a number above 0")
         targets: Any = self.target_modules
         names = (targets,) if isinstance(targets, str) else tuple(targets)
         if not all(names) or not names:

@@ -186,6 +186,7 @@ class ModelConfig:
         if not path.is_file():
             refuse_adapters(path.parent)
             raise ValueError(f"model {name}: there is no {path}")
+        _refuse_run(path.parent)
         generation = None
         beside = path.parent / "generation_config.json"
         if path.name == "config.json" and beside.is_file():
@@ -315,6 +316,12 @@ def check_eos(hf: Hf, generation: Hf | None) -> None:
 
 def _latent_attention(hf: Hf) -> MlaConfig:
     return MlaConfig(**{part.name: hf[part.name] for part in fields(MlaConfig)})
+def _refuse_run(directory: Path) -> None:
+    """Raise ValueError if the directory is that of a run, and name the model that the run has exported."""
+    if (directory / "metrics.jsonl").is_file():
+        exported = sorted(directory.glob("hf/step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+        where = f"its model is {exported[-1]}" if exported else "it has exported no model yet"
+        raise ValueError(f"{directory} is the directory of a run, and {where}")
 
 
 def _read(readers: Mapping[str, Reader], hf: Hf) -> dict[str, Any]:

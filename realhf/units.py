@@ -21,14 +21,11 @@ def parse(value: object, *, of: str) -> float:
     """
     if not isinstance(value, str):
         return value  # type: ignore[return-value]  # The caller checks whether it is a number.
-    match = re.fullmatch(r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(\S*)\s*", value)
-    legal = f"it must be a number, or one with a unit of {', '.join(_UNITS[of])}"
-    if match is None or (match[2] and match[2] not in _UNITS[of]):
-        raise ValueError(f"{value!r}: {legal}")
-    try:
-        return float(match[1]) * (_UNITS[of][match[2]] if match[2] else 1.0)
-    except ValueError:
-        raise ValueError(f"{value!r}: {legal}") from None
+    match = re.fullmatch(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)\s*", value)
+    factor = {"": 1.0, **_UNITS[of]}.get(match[2]) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{value!r}: it must be a number, or one with a unit of {', '.join(_UNITS[of])}")
+    return float(match[1]) * factor
 
 
 def format_bytes(number: float) -> str:

@@ -45,8 +45,8 @@ class GroupAdvantages:
 class GRPO(OnPolicy):
     """Group-relative policy optimisation of `actor`, with a reference model if `loss.kl_coef` is above 0."""
 
-    scale_by_std: bool = True
-    group_size: int = 8
+    scale_by_std: bool = True  # Divide advantages by the standard deviation of the group; Dr. GRPO does not.
+    group_size: int = 8  # Samples per prompt, which are compared with each other.
 
     def roles(self) -> dict[str, Role]:
         return self.shared_roles(with_ref=self.loss.kl_coef > 0)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
-from realhf.calls import (
-    Generate,
-    HostFunction,
-    LogProbs,
-    OptimizerConfig,
-    SamplingConfig,
-    Scores,
-    TrainStep,
-)
+from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.limits import RewardLimits
-from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, reward_columns
+from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, decode_responses, reward_columns
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -36,28 +28,24 @@ class OnPolicy(Experiment):
     """
 
     actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))
-    ref: Role | None = None
-    """The reference model, if the loss needs one; None: the actor's initial weights."""
-    reward: Role | None = None
-    """A reward model, when there is no reward function."""
+    ref: Role | None = None  # The reference model, if the loss needs one; None: the actor's initial weights.
+    reward: Role | None = None  # A reward model, when there is no reward function.
     reward_scores: Scores = field(default_factory=Scores)
     """Whether the reward model's score is its logit or its probability."""
-    reward_function: RewardFunction | None = None
+    reward_function: RewardFunction | None = None  # Scores the answers, when there is no reward model.
     reward_limits: RewardLimits = field(default_factory=RewardLimits)
     """What happens when a reward function fails, or takes too long."""
     eval_function: RewardFunction | None = None
     """Scores the answers to `eval_dataset`; None: the training reward scores them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    minibatches: int = 1
-    epochs: int = 1
-    max_rows: int = 512
-    """Sequences that a rank decodes at once; the others wait for a free slot."""
+    minibatches: int = 1  # Optimizer steps per epoch of a step, each on an equal part of the samples.
+    epochs: int = 1  # Times that a step trains on its samples.
+    max_rows: int = 512  # Sequences that a rank decodes at once; the others wait for a free slot.
     kv_cache_gib: float | None = None
     """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but at most
     half of the free memory."""
-    prefill_tokens: int = 8192
-    """Prompt tokens per forward pass; a longer prompt is processed in chunks."""
+    prefill_tokens: int = 8192  # Prompt tokens per forward pass; a longer prompt is processed in chunks.
     work_stealing: bool = True
     """Whether replicas that finish early take waiting prompts from others. Which prompts they take depends on
     timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. Switch it off for
@@ -66,7 +54,7 @@ class OnPolicy(Experiment):
     """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
-    router_z_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0  # Weight of the routers' z-loss, which keeps their logits small.
 
     def shared_roles(self, *, with_ref: bool) -> dict[str, Role]:
         """Return the roles actor, ref (if `with_ref`) and reward (if a model scores). Raises ValueError."""
@@ -80,10 +68,7 @@ class OnPolicy(Experiment):
 
     def actor_generate(self) -> FunctionCall:
         """Return the call in which the actor answers the prompts."""
-        work = Generate(
-            sampling=self.sampling, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
-            prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing,
-            cuda_graphs=self.cuda_graphs)
+        work = Generate(**{setting.name: getattr(self, setting.name) for setting in fields(Generate)})
         outputs = (*SEQUENCE, "gen_logprobs", "finished")
         return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
 
@@ -137,6 +122,4 @@ def graph_of(*calls: FunctionCall) -> DataflowGraph:
 
 
 def _decode(batch: Batch, context: Any) -> dict[str, list[str]]:
-    pairs = zip(*(batch[key].split() for key in SEQUENCE), strict=True)
-    answers = [tokens[mask.bool()].tolist() for tokens, mask in pairs]
-    return {"completion": [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]}
+    return {"completion": decode_responses(batch, context)[1]}

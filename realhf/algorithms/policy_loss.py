@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from realhf.errors import UserError
-from realhf.field_types import check_types
+from realhf.field_types import check_types, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +28,8 @@ _K3_LIMIT = 10.0
 class PolicyLossConfig:
     """Settings of PPO's clipped surrogate (Schulman et al. 2017) and of its average."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = 0.2  # Ratios below 1 - `clip_low` have no gradient where the advantage is negative.
+    clip_high: float = 0.2  # Ratios above 1 + `clip_high` have no gradient where the advantage is positive.
     dual_clip: float | None = None
     """Lower bound of the objective, in units of A, for tokens with a negative advantage A: it is at least
     `dual_clip` A, however large the ratio is (Ye et al. 2020, arXiv:1912.09729; 3 is usual). It must be above
@@ -41,8 +41,7 @@ class PolicyLossConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "loss.")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"loss.dual_clip is {self.dual_clip}: it must be above 1")
+        require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", self.dual_clip, "be above 1")
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class PolicyLoss:
     """
 
     config: PolicyLossConfig
-    output: str = "logprobs"
-    entropy: bool = True
+    output: ClassVar[str] = "logprobs"
+    entropy: ClassVar[bool] = True
 
     @property
     def first_minibatch(self) -> dict[str, str]:

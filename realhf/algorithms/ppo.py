@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import (
     PolicyLossConfig,
     clamped_log_ratio,
+    response_counts,
     rollout_metrics,
     without_dropped,
 )
@@ -35,9 +36,9 @@ class ValueLoss:
     It is averaged over response tokens.
     """
 
-    clip: float = 0.2
-    output: str = "values"
-    entropy: bool = False
+    clip: float = 0.2  # Most by which a value may move from the one before training without being clipped.
+    output: ClassVar[str] = "values"
+    entropy: ClassVar[bool] = False
 
     def totals(self, batch: Batch) -> dict[str, float]:
         mask, _ = without_dropped(batch["response_mask"], batch["returns"].values)
@@ -68,11 +69,11 @@ class AdvantageConfig:
     added at the last token.
     """
 
-    gamma: float = 1.0
+    gamma: float = 1.0  # Discount of the reward of each following token.
     lam: float = 0.95
-    kl_coef: float = 0.05
-    whiten: bool = True
-    """Normalise advantages to mean 0 and variance 1 over the batch's response tokens."""
+    """Weight of each following token's error; 1 relies on rewards only, 0 on the next value."""
+    kl_coef: float = 0.05  # Weight of the KL to the reference in the rewards of tokens.
+    whiten: bool = True  # Normalise advantages to mean 0 and variance 1 over the batch's response tokens.
 
 
 def generalized_advantages(
@@ -104,29 +105,20 @@ class TokenAdvantages:
         c = self.config
         mask = batch["response_mask"]
         chosen_T = mask.values.bool()
-        counts = [int(part.sum()) for part in mask.split()]
+        counts_S = response_counts(mask).long()
+        valid_ST = counts_S[:, None] > counts_S.new_tensor(range(int(counts_S.max())))
         values_N = batch["values"].values[chosen_T]
         kl_N = clamped_log_ratio(batch["gen_logprobs"].values, batch["ref_logprobs"].values)[chosen_T]
-        valid_ST = values_N.new_ones(len(counts), max(counts)).bool()
-        for row, count in zip(valid_ST, counts, strict=True):
-            row[count:] = False
-
-        def padded(x_N: Tensor) -> Tensor:
-            x_ST = x_N.new_zeros(valid_ST.shape)
-            x_ST[valid_ST] = x_N
-            return x_ST
-
-        rewards_ST = padded(-c.kl_coef * kl_N)
-        for row, count, score in zip(rewards_ST, counts, batch["score"], strict=True):
-            row[count - 1] += score
+        rewards_ST = _scattered(-c.kl_coef * kl_N, valid_ST)
+        rewards_ST[list(range(len(mask))), counts_S - 1] += batch["score"]
         advantages_ST, returns_ST = generalized_advantages(
-            rewards_ST, padded(values_N), valid_ST.to(values_N.dtype), gamma=c.gamma, lam=c.lam
+            rewards_ST, _scattered(values_N, valid_ST), valid_ST.to(values_N.dtype), gamma=c.gamma, lam=c.lam
         )
         dropped_N = batch["score"].isnan().repeat_interleave(valid_ST.sum(1))  # Also where lam is 0.
         advantage_N = advantages_ST[valid_ST].masked_fill(dropped_N, nan)
         return_N = returns_ST[valid_ST].masked_fill(dropped_N, nan)
         metrics = rollout_metrics(batch)
-        metrics["reward/kl"] = kl_N.sum().item() / len(counts)
+        metrics["reward/kl"] = kl_N.sum().item() / len(mask)
         kept_N = return_N[~dropped_N]
         variance = kept_N.var(correction=0).clamp(min=1e-12)
         residual = (kept_N - values_N[~dropped_N]).var(correction=0) / variance
@@ -134,13 +126,13 @@ class TokenAdvantages:
         if c.whiten:
             kept_N = advantage_N[~dropped_N]
             advantage_N = (advantage_N - kept_N.mean()) / (kept_N.std(correction=0) + 1e-8)
+        columns = {"advantages": advantage_N, "returns": return_N}
+        return {key: mask.like(_scattered(x_N, chosen_T)) for key, x_N in columns.items()}, metrics
 
-        def spread(x_N: Tensor) -> Any:
-            column_T = x_N.new_zeros(chosen_T.shape)
-            column_T[chosen_T] = x_N
-            return mask.like(column_T)
 
-        return {"advantages": spread(advantage_N), "returns": spread(return_N)}, metrics
+def _scattered(x_N: Tensor, where: Tensor) -> Tensor:
+    """Return a tensor with the values of x in order where a mask is true, and 0 elsewhere."""
+    return x_N.new_zeros(where.shape).masked_scatter(where, x_N)
 
 
 @dataclass
@@ -152,6 +144,7 @@ class PPO(OnPolicy):
     value_loss: ValueLoss = field(default_factory=ValueLoss)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     minibatches: int = 4
+    """Optimizer steps of actor and critic per epoch of a step, each on an equal part of the samples."""
 
     def roles(self) -> dict[str, Role]:
         return {**self.shared_roles(with_ref=True), "critic": self.critic}

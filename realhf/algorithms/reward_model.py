@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from realhf.calls import OptimizerConfig, TrainStep
 from realhf.experiment import Experiment, Role
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class BinaryCrossEntropy:
     """The loss -label log sigmoid(score) - (1 - label) log sigmoid(-score), a mean over samples."""
 
-    output: str = "scores"
-    entropy: bool = False
+    output: ClassVar[str] = "scores"
+    entropy: ClassVar[bool] = False
 
     def row_fault(self, row: Mapping[str, Any]) -> str | None:
         """Return a sentence if the row's label is not legal, else None."""

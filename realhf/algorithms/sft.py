@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from realhf.algorithms.on_policy import OnPolicy
 from realhf.calls import OptimizerConfig, SamplingConfig, TrainStep
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class CrossEntropy:
     """Negative log-likelihood, averaged over the completion tokens of the mini-batch."""
 
-    output: str = "logprobs"
-    entropy: bool = False
+    output: ClassVar[str] = "logprobs"
+    entropy: ClassVar[bool] = False
 
     def totals(self, batch: Batch) -> dict[str, float]:
         return {"tokens": float(batch["response_mask"].values.sum())}
@@ -40,13 +40,11 @@ class SFT(Experiment):
     """Fine-tunes `actor` on rows of prompt and completion."""
 
     actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))
-    reward_function: RewardFunction | None = None
-    """Scores greedy answers to `eval_dataset`, if given."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """Limits the length of those answers."""
+    reward_function: RewardFunction | None = None  # Scores greedy answers to `eval_dataset`, if given.
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # Limits the length of those answers.
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
-    router_z_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0  # Weight of the routers' z-loss, which keeps their logits small.
 
     def roles(self) -> dict[str, Role]:
         return {"actor": self.actor}

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from realhf.cli.dry_run import try_out
-from realhf.cli.experiment_file import compile_experiment
+from realhf.cli.experiment_file import add_plan_option, compile_experiment
 from realhf.cli.problem import problem_of
 from realhf.cluster import Cluster
 from realhf.errors import naming
@@ -15,9 +15,16 @@ from realhf.planner import report
 from realhf.planner.memory_check import require_fit
 from realhf.units import format_bytes
 
+HELP = "find what is wrong with an experiment and a plan, without running it"
+EXAMPLES = (
+    "realhf check examples/grpo.py --plan grpo-4 --steps 50",
+    "realhf check examples/ppo_7b.py --cluster h100-2x8",
+)
+
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf check`."""
+    add_plan_option(parser)
     add = parser.add_argument
     add("--nproc", type=int, help="ranks to check against; default: as many as the plan uses")
     add("--cluster", help="cluster file or shipped name: its devices are the ranks")

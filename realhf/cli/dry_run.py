@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from realhf.calls import HostFunction
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import TokenizedRows
 from realhf.errors import UserError
@@ -36,15 +35,13 @@ def try_out(program: Program) -> list[str]:
     if program.eval_graph is not None:
         eval_rows = _rows(program, "eval_dataset", program.eval_graph, tokenizer)
     found = warnings_of(program, rows, eval_rows)
-    called = dict[Any, None]()
+    rewards: dict[Any, tuple[RewardCall, TokenizedRows]] = {}
     for graph, some in ((program.graph, rows), (program.eval_graph, eval_rows)):
-        for call in graph.calls if graph is not None else ():
-            reward = call.work.function if isinstance(call.work, HostFunction) else None
-            if isinstance(reward, RewardCall) and some is not None:
-                key = (reward.function, some.config.path)
-                if key not in called:
-                    called[key] = None
-                    _try_reward(reward, some)
+        for call in graph.of_kind("host") if graph is not None else ():
+            if isinstance(reward := call.work.function, RewardCall) and some is not None:
+                rewards.setdefault((reward.function, some.config.path), (reward, some))
+    for reward, some in rewards.values():
+        _try_reward(reward, some)
     return found
 
 

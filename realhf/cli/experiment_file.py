@@ -6,11 +6,11 @@ import importlib
 import importlib.util
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from realhf.cli.job import is_worker
-from realhf.cli.plan import auto_plan, cluster_at_hand, describe
+from realhf.cli.plan import auto_plan, cluster_at_hand
 from realhf.cluster import Cluster
 from realhf.errors import UserError, naming, user_line
 from realhf.experiment import Experiment
@@ -40,10 +40,9 @@ def _smaller_plan(
     cluster = cluster_at_hand(nproc=None, cluster=options.cluster, profile=options.profile)
     per_host = min(cluster.devices_per_host, num_ranks)
     left = dataclasses.replace(cluster, devices_per_host=per_host, num_hosts=max(1, num_ranks // per_host))
-    planned = auto_plan(experiment, options.experiment, cluster=left, profile=options.profile)
     if is_main:
-        print(f"{said}: the run has a new plan, {describe(planned)}", file=sys.stderr, flush=True)
-    return planned.plan
+        print(f"{said}: the run has a new plan", file=sys.stderr, flush=True)
+    return auto_plan(experiment, options.experiment, cluster=left, profile=options.profile)
 
 
 def load_experiment(name: str) -> Experiment:
@@ -84,26 +83,32 @@ def _line(error: BaseException, path: Path) -> str:
     return f" line {number}" if is_here else f" ({file} line {number})"
 
 
-def compile_experiment(
-    experiment: Experiment, options: Namespace, num_ranks: int | None
-) -> tuple[Program, int]:
-    """Return the program and its number of ranks: `num_ranks`, else --nproc, else as many as the plan uses.
+def add_plan_option(parser: ArgumentParser) -> None:
+    """Declare --plan, which `compile_experiment` reads."""
+    text = "plan file or shipped name, or `auto`; default: calls split over all ranks by dp"
+    parser.add_argument("--plan", help=text)
 
+
+def compile_experiment(
+    experiment: Experiment, options: Namespace, num_ranks: int | None = None
+) -> tuple[Program, int]:
+    """Return the program and its number of ranks.
+
+    The number is that of torchrun's workers, else `num_ranks`, else --nproc, else as many as the plan uses.
     Raises UserError if experiment, plan and options do not fit each other.
     """
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
+    if is_worker():
+        num_ranks = int(os.environ["WORLD_SIZE"])
     plan = None
     named = getattr(options, "cluster", None)
     profile = getattr(options, "profile", None)
     cluster = Cluster.load(named) if named is not None else None
     if options.plan == "auto":
         cluster = cluster_at_hand(nproc=options.nproc, cluster=named, profile=profile)
-        planned = auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
-        plan = planned.plan
+        plan = auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
         num_ranks = num_ranks or options.nproc or cluster.num_devices
-        if not is_worker():
-            print(f"realhf: {describe(planned)}", file=sys.stderr)
     elif options.plan is not None:
         plan = ExecutionPlan.load(options.plan)
         if num_ranks is not None and plan.num_ranks > num_ranks:
@@ -114,12 +119,11 @@ def compile_experiment(
         if cluster is not None and (origin := named or profile) is not None:
             program = dataclasses.replace(program, links=Links.of_cluster(cluster, origin=f"{origin}'s"))
         return program, num_ranks
-    except Exception as error:
-        if not isinstance(error, ValueError):
-            if user_line(error) is None:
-                raise
-            where = _line(error, Path(options.experiment))
-            what = f"{type(error).__name__}: {error}"
-            raise UserError(f"experiment {options.experiment}{where}: {what}") from error
+    except ValueError as error:
         about_plan = options.plan is not None and str(error).startswith("calls.")
         raise UserError(f"{f'plan {options.plan}' if about_plan else options.experiment}: {error}") from error
+    except Exception as error:
+        if user_line(error) is None:
+            raise
+        where = f"experiment {options.experiment}{_line(error, Path(options.experiment))}"
+        raise UserError(f"{where}: {type(error).__name__}: {error}") from error

@@ -4,9 +4,10 @@ import importlib
 import os
 import sys
 import traceback
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
 
 from realhf.cli import check, plan, profile, realloc, run
 from realhf.cli.experiment_file import load_experiment
@@ -15,30 +16,8 @@ from realhf.cli.overrides import override, print_fields
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 
-EXIT_DONE = 0
-EXIT_FAILED = 1
-EXIT_USER = 2
-
-
-class _Command(NamedTuple):
-    """A command that takes an experiment file."""
-
-    help: str
-    add_options: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace, Experiment, Sequence[str]], int]
-    takes_plan: bool
-
-
-_COMMANDS = {
-    "run": _Command("train on local workers, or as one worker under torchrun",
-                    run.add_options, run.run, takes_plan=True),
-    "check": _Command("find what is wrong with an experiment and a plan, without running it",
-                      check.add_options, check.run, takes_plan=True),
-    "profile": _Command("measure this machine for the models of an experiment, for the planner",
-                        profile.add_options, profile.run, takes_plan=False),
-    "plan": _Command("search a plan for a cluster, with a lower bound over the plans enumerated",
-                     plan.add_options, plan.run, takes_plan=False),
-}  # fmt: skip
+_COMMANDS = {"run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc}
+"""Modules with HELP, EXAMPLES, `add_options` and `run`. All but `realloc` take an experiment file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,21 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         _check_environment()
-        options, overrides = _parser().parse_known_args(argv)
+        options, words = _parser().parse_known_args(argv)
         if options.command is realloc.run:
-            return realloc.run(options, overrides)
-        experiment = _read_experiment(options, overrides)
-        return EXIT_DONE if experiment is None else options.command(options, experiment, argv)
+            return realloc.run(options, words)
+        experiment = _read_experiment(options, words)
+        return 0 if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
         text = f"{traceback.format_exc()}realhf: {error}" if "--traceback" in argv else None
         if is_worker():
-            importlib.import_module("realhf.cli.worker").report(str(error), code=EXIT_USER, text=text)
+            importlib.import_module("realhf.cli.worker").report(str(error), code=2, text=text)
         else:
             print(text or f"realhf: {error}", file=sys.stderr)
-        return EXIT_USER
+        return 2
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        return 1
 
 
 def _check_environment() -> None:
@@ -81,38 +60,47 @@ class _Parser(ArgumentParser):
 
 def _parser() -> ArgumentParser:
     package = importlib.import_module("realhf")
-    parser = _Parser(prog="realhf", description=package.__doc__, allow_abbrev=False)
+    parser = _Parser(
+        prog="realhf", description=package.__doc__, epilog=_examples(run), allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"realhf {package.__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in _COMMANDS.items():
-        _add_command(commands, name, command)
-    text = "explain one reallocation: what moves, how long it takes, what limits it"
-    explains = commands.add_parser("realloc", help=text, description=text, allow_abbrev=False)
-    explains.set_defaults(command=realloc.run)
-    realloc.add_options(explains)
+        takes_experiment = command is not realloc
+        own = commands.add_parser(
+            name, help=command.HELP, description=command.HELP, epilog=_examples(command), allow_abbrev=False,
+            formatter_class=RawDescriptionHelpFormatter, add_help=not takes_experiment,
+        )  # fmt: skip
+        own.set_defaults(command=command.run)
+        if takes_experiment:
+            own.set_defaults(parser=own)
+            own.usage = f"realhf {name} EXP.py [options] [--field value ...]"
+            text = "this help; with EXP.py, the Python file that defines `experiment`, also every field"
+            own.add_argument("-h", "--help", action="store_true", help=text)
+            own.add_argument("--traceback", action="store_true", help="show the traceback of an error, too")
+        command.add_options(own)
     return parser
 
 
-def _add_command(commands: Any, name: str, command: _Command) -> None:
-    parser = commands.add_parser(
-        name, help=command.help, description=command.help, add_help=False, allow_abbrev=False)
-    parser.set_defaults(command=command.run, parser=parser)
-    add = parser.add_argument
-    add("experiment", nargs="?", metavar="EXP.py", help="Python file that defines `experiment`")
-    if command.takes_plan:
-        add("--plan", help="plan file or shipped name, or `auto`; default: calls split over all ranks by dp")
-    add("--traceback", action="store_true", help="show the Python traceback of an error, too")
-    add("-h", "--help", action="store_true", help="this help; with EXP.py also every field to override")
-    command.add_options(parser)
+def _examples(command: ModuleType) -> str:
+    return "\n  ".join(("examples:", *command.EXAMPLES))
 
 
-def _read_experiment(options: Namespace, overrides: list[str]) -> Experiment | None:
-    """Return the experiment with its overrides; or, for --help, print the help and return None."""
+def _read_experiment(options: Namespace, words: list[str]) -> Experiment | None:
+    """Return the experiment with its overrides; or, for --help, print the help and return None.
+
+    The experiment file is the first word, or, if that is an override, the first word that ends in .py.
+    """
+    is_override = bool(words) and words[0].startswith("-")
+    file = next((word for word in words if not is_override or word.endswith(".py")), None)
     if options.help:
-        print(options.parser.format_help())
-        if options.experiment is not None:
-            print_fields(load_experiment(options.experiment))
+        if file is not None:
+            print_fields(load_experiment(file))
+        options.parser.print_help()
         return None
-    if options.experiment is None:
+    if file is None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
-    return override(load_experiment(options.experiment), overrides)
+    options.experiment = file
+    words.remove(file)
+    return override(load_experiment(file), words)

@@ -5,9 +5,10 @@ import dataclasses
 import difflib
 import io
 import re
+import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,10 +23,14 @@ _TYRO = (tyro.conf.AvoidSubcommands,)  # Makes optional parts that are set overr
 
 
 def print_fields(experiment: Experiment) -> None:
-    """Print every override with its value and meaning."""
+    """Print every override with its value and meaning; of parts that are not set, only the names."""
     with contextlib.suppress(SystemExit):
         tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:", description="",
                  config=_TYRO)
+    shown = _options(experiment, unset=False)
+    if others := [option for option in _options(experiment) if option not in shown]:
+        text = f"Parts that are not set have the options {', '.join(others)}."
+        print(textwrap.fill(text, break_on_hyphens=False), end="\n\n")
 
 
 def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
@@ -35,8 +40,9 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     for word in words:
         if word.startswith("--"):
             experiment = _with_part(experiment, _path(word))
+    options = _options(experiment)
     for word, following in pairwise([*words, "--"]):
-        _check_switch(experiment, word, following)
+        _check_switch(options, word, following)
     complaints = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(complaints):
@@ -46,11 +52,10 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
         complaint = str(error)
         if isinstance(error, SystemExit):
             complaint = _sentence(complaints.getvalue())
-            complaint = _no_number(experiment, complaint) or complaint
+            complaint = _no_number(options, complaint) or complaint
         raise UserError(f"overrides {' '.join(words)!r}: {complaint}") from error
     if unknown:
-        legal = [f"--{name.replace('_', '-')}" for name in _field_names(experiment)]
-        near = difflib.get_close_matches(unknown[0].replace("_", "-"), legal, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(unknown[0].replace("_", "-"), options, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help behind the experiment lists them all"
         raise UserError(f"unknown override {unknown[0]!r}: {hint}")
     return changed
@@ -60,20 +65,41 @@ def _path(word: str) -> list[str]:
     return word[2:].split("=")[0].replace("-", "_").split(".")
 
 
-def _check_switch(experiment: Experiment, word: str, following: str) -> None:
+def _options(config: Any, prefix: str = "", *, unset: bool = True) -> dict[str, tuple[str, Any]]:
+    """Return the dotted name and the type of the field that each override changes.
+
+    Optional parts that are not set are included if `unset`.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if (kind := _unset_part(config, field.name)) is not None:
+            if not unset or not _has_defaults(kind):
+                continue
+            value = kind()
+        name = f"{prefix}{field.name}"
+        if is_dataclass(value) and not isinstance(value, type):
+            found |= _options(value, f"{name}.", unset=unset)
+        else:
+            hint = typing.get_type_hints(type(config))[field.name]
+            names = _switches(name) if hint is bool else [f"--{name}".replace("_", "-")]
+            found |= dict.fromkeys(names, (name, hint))
+    return found
+
+
+def _switches(name: str) -> list[str]:
+    """Return the options that switch a field on and off."""
+    *path, last = name.replace("_", "-").split(".")
+    return [f"--{'.'.join([*path, switch])}" for switch in (last, f"no-{last}")]
+
+
+def _check_switch(options: Mapping[str, tuple[str, Any]], word: str, following: str) -> None:
     """Raise UserError if a field that is true or false is given a value."""
-    if not word.startswith("--") or ("=" not in word and following.startswith("--")):
-        return
-    *path, name = _path(word)
-    value: Any = experiment
-    for part in path:
-        value = getattr(value, part, None)
-    names = [name, name.removeprefix("no_")]
-    if (field := next((n for n in names if isinstance(getattr(value, n, None), bool)), None)) is not None:
-        on, off = (".".join([*path, switch]).replace("_", "-") for switch in (field, f"no_{field}"))
+    name, hint = options.get(word.split("=")[0].replace("_", "-"), ("", None))
+    if hint is bool and ("=" in word or not following.startswith("--")):
         given = word if "=" in word else f"{word} {following}"
-        dotted = ".".join([*path, field])
-        raise UserError(f"override {given!r}: {dotted} takes no value: legal are --{on} and --{off}")
+        legal = " and ".join(_switches(name))
+        raise UserError(f"override {given!r}: {name} takes no value: legal are {legal}")
 
 
 def _with_part(value: Any, path: Sequence[str]) -> Any:
@@ -110,37 +136,12 @@ def _sentence(complaint: str) -> str:
     return [part for part in parts if part][:2][-1]
 
 
-def _no_number(experiment: Experiment, complaint: str) -> str:
+def _no_number(options: Mapping[str, tuple[str, Any]], complaint: str) -> str:
     """Return a plainer sentence than the parser's if a field should have been a number, else nothing."""
-    if (found := re.match(r"Error parsing (--[\w.-]+):", complaint)) is None:
+    found = re.match(r"Error parsing (--[\w.-]+):", complaint)
+    if found is None or found[1] not in options:
         return ""
-    *path, name = _path(found[1])
-    value: Any = experiment
-    for part in path:
-        value = getattr(value, part, None)
-    hint = typing.get_type_hints(type(value)).get(name)
+    _, hint = options[found[1]]
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    kinds = typing.get_args(hint) if is_union else (hint,)
-    names = [_KINDS.get(kind, "") for kind in kinds]
+    names = [_KINDS.get(kind, "") for kind in (typing.get_args(hint) if is_union else (hint,))]
     return f"{found[1]} must be {' or '.join(names)}" if all(names) else ""
-
-
-def _field_names(value: Any, name: str = "") -> list[str]:
-    """Return the names of all fields that an override can change, including those of unset optional parts.
-
-    A field that is true or false has a second name, which switches it off.
-    """
-    if isinstance(value, bool):
-        *parts, last = name.split(".")
-        return [name, ".".join([*parts, f"no_{last}"])]
-    if not is_dataclass(value) or isinstance(value, type):
-        return [name]
-    names = []
-    for part in fields(value):
-        kind = _unset_part(value, part.name)
-        path = f"{name}.{part.name}".lstrip(".")
-        if kind is None:
-            names += _field_names(getattr(value, part.name), path)
-        elif _has_defaults(kind):
-            names += _field_names(kind(), path)
-    return names

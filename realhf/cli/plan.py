@@ -14,18 +14,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
+from realhf.cli.job import is_worker
 from realhf.cli.problem import problem_of
 from realhf.cluster import Cluster, host_memory_bytes
-from realhf.errors import UserError, refuse_other_file
+from realhf.errors import UserError, naming, require_output
 from realhf.experiment import Experiment
 from realhf.layout import Layout
+from realhf.plan import ExecutionPlan
 from realhf.planner import report
-from realhf.planner.make import Planned, make_plan
+from realhf.planner.make import make_plan
 from realhf.planner.profile import Profile, ProfiledRates
 from realhf.planner.rates import Rates
 from realhf.planner.search import Progress
 from realhf.units import format_seconds
 
+HELP = "search a plan for a cluster, with a lower bound over the plans enumerated"
+EXAMPLES = (
+    "realhf plan examples/ppo_7b.py --cluster h100-2x8 -o plan.yaml",
+    "realhf plan examples/grpo.py --profile profile.yaml --devices 4",
+)
 _GAP = 0.01
 """The search ends when the plan is within this share of the lower bound."""
 _TIME_LIMIT = 60.0
@@ -56,19 +63,14 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     """Search a plan, print it, write it to --output and return the exit code."""
-    profile = None if options.profile is None else Profile.load(options.profile)
-    cluster = _cluster(options, profile)
-    rates = _rates(cluster, profile, options.profile)
+    cluster = _cluster(options)
+    rates = _rates(cluster, options.profile)
     if not options.time_limit > 0:
         raise UserError(f"--time-limit {options.time_limit:g}: it must be above 0 seconds")
     if not 0 <= options.gap < 1:
         raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
-    if options.output and not Path(options.output).parent.is_dir():
-        raise UserError(f"--output {options.output}: there is no directory {Path(options.output).parent}")
-    if options.output and Path(options.output).is_dir():
-        raise UserError(f"--output {options.output} is a directory: name the file to write")
     if options.output:
-        refuse_other_file(Path(options.output), "--output", first="calls:", what="plan")
+        require_output(Path(options.output), "--output", first="calls:", what="plan")
     with _reporting(options.experiment), _watched() as progress:
         problem = problem_of(
             experiment, cluster, pins=_pins(options.pin),
@@ -89,29 +91,27 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     return 0
 
 
-def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> Planned:
-    """Return a plan for the machines of this run; every rank computes the same one."""
-    rates = _rates(cluster, None if profile is None else Profile.load(profile), profile)
+def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> ExecutionPlan:
+    """Return a plan for the machines of this run, the same one on every rank; the launcher prints a line."""
+    rates = _rates(cluster, profile)
     with _reporting(name):
         problem = problem_of(experiment, cluster)
-        is_worker = "TORCHELASTIC_RUN_ID" in os.environ
-        with nullcontext() if is_worker else _watched() as progress:
-            return make_plan(
+        with nullcontext() if is_worker() else _watched() as progress:
+            planned = make_plan(
                 problem, rates, time_limit=float("inf"), gap=_GAP, max_rounds=_AUTO_ROUNDS, progress=progress
             )
+    if not is_worker():
+        step = f"{format_seconds(planned.found.step_seconds)} per step predicted"
+        near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
+        took = format_seconds(planned.search_seconds)
+        print(f"realhf: planned in {took}: {step}, {near}", file=sys.stderr)
+    return planned.plan
 
 
-def describe(planned: Planned) -> str:
-    """Return one line about the plan that `--plan auto` found."""
-    step = format_seconds(planned.found.step_seconds)
-    took = format_seconds(planned.search_seconds)
-    near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
-    return f"planned in {took}: {step} per step predicted, {near}"
-
-
-def _rates(cluster: Cluster, profile: Profile | None, name: str | None) -> Rates:
-    if profile is None:
+def _rates(cluster: Cluster, name: str | None) -> Rates:
+    if name is None:
         return Rates(cluster)
+    profile = Profile.load(name)
     if (measured := profile.cluster.device_type) != cluster.device_type:
         what = f"it was measured on {measured} devices, the cluster has {cluster.device_type} devices"
         raise UserError(f"--profile {name}: {what}")
@@ -126,7 +126,7 @@ def cluster_at_hand(*, nproc: int | None, cluster: str | None, profile: str | No
     if cluster is not None:
         return Cluster.load(cluster)
     num_hosts = 1
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_worker():
         nproc = int(os.environ["LOCAL_WORLD_SIZE"])
         num_hosts = int(os.environ["WORLD_SIZE"]) // nproc
     if profile is None:
@@ -218,28 +218,23 @@ def _state(best: float, bound: float, seconds: float) -> str:
 
 def _pins(texts: Sequence[str]) -> dict[str, Layout]:
     pins: dict[str, Layout] = {}
-    for call, layout in map(_pin, texts):
+    for text in texts:
+        call, equals, layout = text.partition("=")
+        with naming(f"--pin {text}"):
+            if not equals:
+                raise ValueError("write CALL=LAYOUT, such as actor_train=d8t8@0-63")
+            place = Layout.parse(layout)
         if call in pins:
-            raise ValueError(f"--pin {call} is given twice: {pins[call]} and {layout}")
-        pins[call] = layout
+            raise ValueError(f"--pin {call} is given twice: {pins[call]} and {place}")
+        pins[call] = place
     return pins
 
 
-def _pin(text: str) -> tuple[str, Layout]:
-    call, equals, layout = text.partition("=")
-    if not equals:
-        raise ValueError(f"--pin {text}: write CALL=LAYOUT, such as actor_train=d8t8@0-63")
-    try:
-        return call, Layout.parse(layout)
-    except ValueError as error:
-        raise ValueError(f"--pin {text}: {error}") from error
-
-
-def _cluster(options: Namespace, profile: Profile | None) -> Cluster:
+def _cluster(options: Namespace) -> Cluster:
     if options.cluster:
         cluster = Cluster.load(options.cluster)
     else:
-        cluster = this_machine() if profile is None else profile.cluster
+        cluster = this_machine() if options.profile is None else Profile.load(options.profile).cluster
     if (number := options.devices) is None:
         return cluster
     per_host = cluster.devices_per_host

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realhf.calls import Generate, HostFunction, Scores, TrainStep, Values
+from realhf.calls import longest_response
 from realhf.cluster import Cluster
 from realhf.data.dataset import load_rows
 from realhf.experiment import Experiment, Role
+from realhf.field_types import require
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
@@ -36,8 +37,9 @@ def problem_of(
         )
     if unused := [name for name in roles if not graph.of_role(name)]:
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
-    generating = [call.work for call in graph.calls if isinstance(call.work, Generate)]
-    limit = generating[0].sampling.max_new_tokens if generating else 0
+    for call in graph.calls:
+        call.require_work()
+    limit = longest_response(graph)
     prompt, response = _lengths(experiment, limit)
     longest = limit or round(response)
     lengths = {"prompt_tokens": prompt, "response_tokens": response, "max_new_tokens": longest}
@@ -63,39 +65,34 @@ def _model_role(name: str, role: Role) -> ModelRole:
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:
     work = call.work
     samples = experiment.batch_size * experiment.group_size
-    common = {**lengths, "samples_per_prompt": experiment.group_size}
-    if isinstance(work, HostFunction):
-        return Workload(samples, **common, seconds=experiment.expected.host_seconds)
-    if isinstance(work, Generate):
-        return Workload(
-            samples, **common, max_rows=work.max_rows, kv_cache_gib=work.kv_cache_gib,
-            prefill_tokens=work.prefill_tokens,
-        )  # fmt: skip
-    if isinstance(work, TrainStep):
-        return Workload(
-            samples, **common, minibatches=work.minibatches, epochs=work.epochs, output=work.loss.output,
-            entropy=work.loss.entropy,
-        )  # fmt: skip
-    outputs = {Values: "values", Scores: "scores"}
-    return Workload(samples, **common, output=outputs.get(type(work), "logprobs"))
+    settings: dict[str, Any] = {**lengths, "samples_per_prompt": experiment.group_size}
+    if call.kind == "host":
+        settings["seconds"] = experiment.expected.host_seconds
+    elif call.kind == "generate":
+        settings |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
+    else:
+        settings["output"] = work.output
+    if call.kind == "train_step":
+        settings |= {"minibatches": work.minibatches, "epochs": work.epochs, "entropy": work.loss.entropy}
+    return Workload(samples, **settings)
 
 
 def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:
     """Return the mean tokens of prompts and responses: as expected, else measured or at the limit."""
     expected = experiment.expected
     for name in ("prompt_tokens", "response_tokens"):
-        if (value := getattr(expected, name)) is not None and value < 1:
-            raise ValueError(f"expected.{name} is {value}: it must be at least 1")
-    prompt = expected.prompt_tokens
-    response = expected.response_tokens
+        value = getattr(expected, name)
+        require(value is None or value >= 1, f"expected.{name}", value, "be at least 1")
+    prompt: float | None = expected.prompt_tokens
+    response: float | None = expected.response_tokens
     if response is not None and limit and response > limit:
         raise ValueError(f"expected.response_tokens is {response}: sampling.max_new_tokens allows {limit}")
-    if response is None and limit:
-        response = limit
-    if prompt is not None and response is not None:
-        return float(prompt), float(response)
-    measured = _measured(experiment, limit)
-    return float(prompt or measured[0]), float(response or measured[1])
+    response = response or limit or None
+    if prompt is None or response is None:
+        measured = _measured(experiment, limit)
+        prompt = prompt or measured[0]
+        response = response or measured[1]
+    return float(prompt), float(response)
 
 
 def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """`realhf profile`: measures this machine for the models of an experiment. Free of torch."""
 
 import importlib
-import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +8,11 @@ from pathlib import Path
 from realhf.cli.experiment_file import compile_experiment
 from realhf.cli.job import Job, is_worker
 from realhf.cli.plan import this_machine
-from realhf.errors import UserError, refuse_other_file
+from realhf.errors import require_output
 from realhf.experiment import Experiment
 
+HELP = "measure this machine for the models of an experiment, for the planner"
+EXAMPLES = ("realhf profile examples/grpo.py -o profile.yaml",)
 _TIMEOUT_SECONDS = 600.0
 
 
@@ -28,12 +29,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     out = Path(options.out)
     if not in_worker and options.nproc is None:
         options.nproc = this_machine().num_devices
-    world_size = int(os.environ["WORLD_SIZE"]) if in_worker else None
-    program, num_ranks = compile_experiment(experiment, options, world_size)
-    if out.is_dir() or not out.parent.is_dir():
-        raise UserError(f"--out {out}: it must be a file in a directory that exists")
-    if not in_worker:
-        refuse_other_file(out, "--out", first="date:", what="profile")
+    program, num_ranks = compile_experiment(experiment, options)
+    require_output(out, "--out", first="date:", what="profile")
     if in_worker or num_ranks == 1:
         job = Job(program, Path(options.experiment).stem, out, _TIMEOUT_SECONDS, options.traceback)
         return importlib.import_module("realhf.cli.worker").profile(job)

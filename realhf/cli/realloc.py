@@ -16,6 +16,9 @@ from realhf.realloc import explain
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 
+HELP = "explain one reallocation: what moves, how long it takes, what limits it"
+EXAMPLES = ("realhf realloc --model llama-7b --src d2t4@0-7 --dst d8@0-7",)
+
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf realloc`."""

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.cli.experiment_file import compile_experiment
+from realhf.cli.experiment_file import add_plan_option, compile_experiment
 from realhf.cli.job import Job, is_worker
 from realhf.errors import UserError
 from realhf.experiment import Experiment
@@ -17,11 +17,17 @@ from realhf.runtime.run_directory import (
     new_run_directory,
 )
 
+HELP = "train on local workers, or as one worker under torchrun"
+EXAMPLES = (
+    "realhf run examples/grpo.py --plan grpo-4 --actor.optimizer.lr 1e-4",
+    "torchrun --nproc-per-node 4 -m realhf run examples/grpo.py --plan grpo-4",
+)
 _MAX_TIMEOUT_SECONDS = 1e6
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf run`."""
+    add_plan_option(parser)
     add = parser.add_argument
     add("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
     add("--out", help="run directory; default: a new one below runs/")
@@ -44,8 +50,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if in_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
         why = "under torchrun the number of workers comes from torchrun, leave it out"
         raise UserError(f"--nproc {options.nproc}: {why}")
-    world_size = int(os.environ["WORLD_SIZE"]) if in_worker else None
-    program, num_ranks = compile_experiment(experiment, options, world_size)
+    program, num_ranks = compile_experiment(experiment, options)
     if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
         legal = f"it must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds"
         raise UserError(f"--timeout {options.timeout:g}: {legal}")

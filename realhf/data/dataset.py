@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from realhf.data.json_form import json_form, with_text
+from realhf.data.json_form import json_form
 
 LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")
 """Keys of a graph that the loader makes; every other key is a column of the file."""
@@ -26,11 +26,11 @@ class DatasetConfig:
     """
 
     path: str = ""  # A .jsonl or .parquet file.
-    prompt_key: str = "prompt"
-    completion_key: str = "completion"  # Text or chat messages that supervised fine-tuning learns.
+    prompt_key: str = "prompt"  # Column of the prompts.
+    completion_key: str = "completion"  # Column of the text or messages that supervised fine-tuning learns.
     max_prompt_tokens: int = 4096  # Rows with longer prompts are left out, and their number is logged.
     max_rows: int = 0  # Rows read from the start of the file; 0 reads all.
-    shuffle: bool = True
+    shuffle: bool = True  # Draw a new order of rows in every epoch; otherwise keep that of the file.
 
 
 def load_rows(config: DatasetConfig, keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -45,9 +45,9 @@ def load_rows(config: DatasetConfig, keys: Sequence[str]) -> list[dict[str, Any]
         _to_json_form(config, rows, columns)
     for number, row in enumerate(rows):
         prompt = row[config.prompt_key]
-        if fault := _prompt_fault(prompt):
+        if fault := _fault(prompt):
             raise ValueError(f"{place(config, number)}: {config.prompt_key} {fault}")
-        if "sequence_ids" in keys and (fault := _completion_fault(row[config.completion_key], prompt)):
+        if "sequence_ids" in keys and (fault := _fault(row[config.completion_key], prompt=prompt)):
             raise ValueError(f"{place(config, number)}: {config.completion_key} {fault}")
     return rows
 
@@ -146,29 +146,21 @@ def _to_json_form(config: DatasetConfig, rows: list[dict[str, Any]], columns: Se
     """Convert these columns to JSON's types, in place."""
     for (number, row), column in product(enumerate(rows), columns):
         try:
-            row[column] = json_form(with_text(row[column]))
+            row[column] = json_form(row[column], as_text=True)
         except TypeError as error:
             hint = "store it as text or numbers, or leave the column out"
             raise ValueError(f"{place(config, number)}: column {column!r} has {error}; {hint}") from error
 
 
-def _prompt_fault(prompt: Any) -> str | None:
-    """Return a prompt's fault in words, or None if there is none."""
-    if isinstance(prompt, str):
-        return _text_fault(prompt)
-    if not isinstance(prompt, list):
-        return f"is {_shown(prompt)}: it must be text, or {_CHAT}"
-    return _chat_fault(prompt)
-
-
-def _completion_fault(completion: Any, prompt: Any) -> str | None:
-    if isinstance(completion, str):
-        return _text_fault(completion)
-    if not isinstance(completion, list):
-        return f"is {_shown(completion)}: it must be text, or {_CHAT}"
+def _fault(value: Any, *, prompt: Any = None) -> str | None:
+    """Return in words the fault of a prompt, or of a completion of `prompt`; None if there is none."""
+    if isinstance(value, str):
+        return _text_fault(value)
+    if not isinstance(value, list):
+        return f"is {_shown(value)}: it must be text, or {_CHAT}"
     if isinstance(prompt, str):
         return "is a list of chat messages, but the prompt is text: both must be messages"
-    return _chat_fault(completion)
+    return _chat_fault(value)
 
 
 def _text_fault(text: str) -> str | None:

@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from realhf.data.dataset import LOADER_KEYS, DatasetConfig, column_of, load_rows, place
 from realhf.errors import UserError
-
-
-class Tokenizer(Protocol):
-    """The methods that realhf calls on a tokenizer, a subset of those of transformers."""
-
-    @property
-    def chat_template(self) -> Any: ...
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
-
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, return_dict: bool = True
-    ) -> Any: ...
 
 
 class TokenizedRows:

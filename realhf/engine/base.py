@@ -137,12 +137,12 @@ class Engine(ABC):
         """
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
-        if isinstance(work, TrainStep):
+        if call.kind == "train_step":
             how = {"max_tokens": micro_batch_tokens, "recompute": recompute}
             metrics = self._train(call, work, minibatches, how, gather=gather, report=report)
             return CallResult(Batch([]), metrics)
         (batch,) = minibatches
-        if isinstance(work, Generate):
+        if call.kind == "generate":
             return CallResult(self._generate(call, work, batch, report), {})
         columns = self._forward(call, work, batch, micro_batch_tokens, report)
         return CallResult(output_batch(call, batch.ids, columns), {})

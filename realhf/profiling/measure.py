@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from realhf.calls import Generate
+from realhf.calls import longest_response
 from realhf.data.batch import Packed
 from realhf.data.loader import Loader, load_tokenizer
 from realhf.dist.group import World
@@ -66,9 +66,8 @@ def _sizes(program: Program, world: World) -> Sizes:
         columns = [column for column in batch.fields.values() if isinstance(column, Packed)]
         answer = max((statistics.fmean(column.lengths) for column in columns), default=1.0)
     prompt = round(world.control.all_gather_json(answer)[0])
-    works = [call.work for call in program.graph.calls]
-    new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
-    return Sizes(prompt, prompt + new, samples, experiment.group_size)
+    tokens = prompt + longest_response(program.graph)
+    return Sizes(prompt, tokens, samples, experiment.group_size)
 
 
 def _models(program: Program) -> list[Model]:

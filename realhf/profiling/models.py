@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from realhf.calls import Generate, LogProbs, OptimizerConfig, Scores, TrainStep, Values
+from realhf.calls import LogProbs, OptimizerConfig, Scores, TrainStep, Values
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
@@ -68,8 +68,7 @@ class Model:
         for call in self.calls:
             if call.kind != "generate":
                 output = call.work.output
-                trains = call.kind == "train_step"
-                found[output] = found.get(output, False) or trains
+                found[output] = found.get(output, False) or call.kind == "train_step"
         return found or {"logprobs": False}
 
     @property
@@ -131,7 +130,8 @@ class Bench:
         first = clock.world.rank - clock.world.rank % tp
         self._layout = Layout.parse(f"t{tp}@{first}-{first + tp - 1}" if tp > 1 else f"d1@{first}")
         self._outputs = model.outputs
-        self._works = [call.work for call in model.calls]
+        self._generates = [call.work for call in model.calls if call.kind == "generate"]
+        self._losses = [call.work.loss for call in model.calls if call.kind == "train_step"]
         self._trains = any(self._outputs.values())
         is_lm = "logprobs" in self._outputs or model.generates
         self._main = "logprobs" if is_lm else next(iter(self._outputs))
@@ -220,7 +220,7 @@ class Bench:
         return work
 
     def _chosen_rows(self) -> list[int]:
-        given = [work.max_rows for work in self._works if isinstance(work, Generate)]
+        given = [work.max_rows for work in self._generates]
         fit = most_rows(self._engines[_MANY].model, self._prompts[-1] + _DECODE_STEPS, self._clock.world)
         return sorted({min(rows, fit, *given) for rows in self._sizes.rows})
 
@@ -352,15 +352,14 @@ class Bench:
         return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
 
     def _train(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
-        losses = [work.loss for work in self._works if isinstance(work, TrainStep)]
-        entropy = any(loss.entropy for loss in losses if loss.output == output)
+        entropy = any(loss.entropy for loss in self._losses if loss.output == output)
         work = TrainStep(_MeanLoss(output, entropy))
         call = FunctionCall("profile", "train_step", tuple(batch.fields), role="role", work=work)
         return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
 
     def _generate(self, engine: NativeEngine, rows: int, prompt: int, new: int) -> Callable[[], object]:
         """Return a generation that decodes all rows at once, after one pass of their prompts."""
-        given = next(work for work in self._works if isinstance(work, Generate))
+        given = self._generates[0]
         sampling = dataclasses.replace(given.sampling, max_new_tokens=new)
         most = max(given.prefill_tokens, rows * prompt)
         work = dataclasses.replace(given, sampling=sampling, kv_cache_gib=None, prefill_tokens=most)

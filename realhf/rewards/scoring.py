@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
-from realhf.errors import UserError, user_line
+from realhf.errors import UserError, described
 from realhf.rewards.limits import LimitedCall, RewardLimits
 
 if TYPE_CHECKING:
@@ -77,6 +77,13 @@ def _name(function: RewardFunction) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
+def decode_responses(batch: Batch, context: Any) -> tuple[list[list[int]], list[str]]:
+    """Return the token ids of each response, and its text without special tokens."""
+    pairs = zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True)
+    token_ids = [tokens[chosen.bool()].tolist() for tokens, chosen in pairs]
+    return token_ids, [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+
+
 class RewardCall:
     """A host function that decodes responses and returns them as `completion`, with the reward as `score`."""
 
@@ -95,9 +102,7 @@ class RewardCall:
         self._has_warned_of_failures = False
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
-        pairs = zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True)
-        completion_ids = [tokens[chosen.bool()].tolist() for tokens, chosen in pairs]
-        completions = [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
+        completion_ids, completions = decode_responses(batch, context)
         columns = {name: batch[column_key(name)] for name in self.columns}
         scores = self.scores(batch.ids, batch["prompt"], completions, completion_ids, columns)
         return {"score": batch["response_mask"].values.new_tensor(scores), "completion": completions}
@@ -194,10 +199,7 @@ class RewardCall:
                 error = alone
                 which = f"sample {sample_id} with the prompt {_short(prompts[i])}"
                 break
-        where = user_line(error)
-        message = " ".join(str(error).split())
-        what = f"{type(error).__name__}: {message}" + (f" ({where})" if where else "")
-        return UserError(f"reward function {self.name} raised {what} on {which}")
+        return UserError(f"reward function {self.name} raised {described(error)} on {which}")
 
 
 def _short(prompt: Any) -> str:

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from realhf.calls import HostFunction
 from realhf.data.batch import Batch, Packed
 from realhf.data.json_form import json_form
-from realhf.errors import UserError, user_line
+from realhf.errors import UserError, described, user_line
 from realhf.graph import FunctionCall
 
 
@@ -22,7 +21,6 @@ def call_host_function(
     types, even if they stay on this rank: so a plan cannot change what a function sees. Raises UserError if
     the function fails, or if a column is missing or cannot be sent.
     """
-    assert isinstance(call.work, HostFunction)
     given = {key: json_form(column) if isinstance(column, list) else column
              for key, column in batch.fields.items()}  # fmt: skip
     answer = _answer(call, Batch(batch.ids, given), context)
@@ -48,12 +46,9 @@ def _answer(call: FunctionCall, batch: Batch, context: Any) -> Any:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        where = user_line(error)
-        if where is None and not isinstance(error, SystemExit):
+        if user_line(error) is None and not isinstance(error, SystemExit):
             raise
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        at = f" ({where})" if where else ""
-        raise UserError(f"host call {call.name!r} raised {what}{at}") from error
+        raise UserError(f"host call {call.name!r} raised {described(error)}") from error
 
 
 def _metric(name: str, value: Any) -> float:

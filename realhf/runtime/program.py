@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from realhf.calls import Generate, HostFunction, LogProbs, Scores, TrainStep, Values
+from realhf.calls import HostFunction, longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import check_tensors, open_checkpoint
 from realhf.data.dataset import load_rows, place
@@ -28,13 +28,6 @@ from realhf.runtime.actions import (
     parameter_specs,
     spec_of,
 )
-
-_WORK_OF_KIND = {
-    "generate": (Generate,),
-    "forward": (LogProbs, Values, Scores),
-    "train_step": (TrainStep,),
-    "host": (HostFunction,),
-}
 
 
 @dataclass(frozen=True)
@@ -168,12 +161,8 @@ def _check_host_function(call: FunctionCall) -> None:
 
 
 def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: int) -> None:
-    legal = _WORK_OF_KIND[call.kind]
-    if not isinstance(call.work, legal):
-        names = " or ".join(cls.__name__ for cls in legal)
-        work = type(call.work).__name__
-        raise ValueError(f"call {call.name!r} of kind {call.kind!r} has work {work}: it must be {names}")
-    if isinstance(call.work, HostFunction):
+    call.require_work()
+    if call.kind == "host":
         _check_host_function(call)
     if call.work.num_minibatches > batch_size:
         minibatches = call.work.num_minibatches
@@ -189,7 +178,7 @@ def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: in
     if role.engine != "native" and any(getattr(call.work, coef, 0) for coef in routers):
         why = f"router losses need engine native; {call.role}.engine is {role.engine}"
         raise ValueError(f"call {call.name!r}: {why}")
-    head = "score" if getattr(call.work, "output", "") in ("values", "scores") else "lm"
+    head = "lm" if call.kind == "generate" or call.work.output == "logprobs" else "score"
     if role.head != head:
         raise ValueError(f"call {call.name!r} needs {call.role}.head {head!r}; it is {role.head!r}")
 
@@ -263,8 +252,7 @@ def _check_positions(
     datasets = {"dataset": experiment.dataset}
     if eval_graph is not None and experiment.eval_dataset is not None:
         datasets["eval_dataset"] = experiment.eval_dataset
-    works = [call.work for call in (*graph.calls, *(eval_graph.calls if eval_graph is not None else ()))]
-    new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
+    new = max(map(longest_response, filter(None, (graph, eval_graph))))
     for name in {call.role for call in graph.calls if call.role is not None}:
         limit = spec_of(roles[name].config()).config.num_positions
         long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})" for key, dataset in datasets.items()
@@ -282,7 +270,7 @@ def _check_layouts(roles: Mapping[str, Role], graph: DataflowGraph, plan: Execut
         layout = plan[call.name].layout
         if call.name == "eval_record" and layout != RANK_0:
             raise ValueError(f"calls.eval_record.layout {layout}: answers are recorded at {RANK_0}")
-        if isinstance(call.work, HostFunction) and not call.work.splittable and layout.dp > 1:
+        if call.kind == "host" and not call.work.splittable and layout.dp > 1:
             raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
         if call.role is not None:
             try:
@@ -329,7 +317,7 @@ def _rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[
     config = getattr(experiment, name)
     try:
         rows = load_rows(config, graph.inputs)
-        losses = [call.work.loss for call in graph.calls if isinstance(call.work, TrainStep)]
+        losses = [call.work.loss for call in graph.of_kind("train_step")]
         for loss in (loss for loss in losses if hasattr(loss, "row_fault")):  # Optional method of a Loss.
             for number, row in enumerate(rows):
                 if fault := loss.row_fault(row):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from realhf.calls import Generate
+from realhf.calls import Generate, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.data.dataset import LOADER_KEYS, column_of
 from realhf.data.tokenized import TokenizedRows
@@ -82,12 +82,11 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
 
 def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
     """Yield warnings about changed settings of generation that only the native engine has."""
-    for call in graph.calls:
-        work = call.work
-        if not isinstance(work, Generate) or call.role is None or roles[call.role].engine == "native":
+    for call in graph.of_kind("generate"):
+        if call.role is None or roles[call.role].engine == "native":
             continue
         names = ("kv_cache_gib", "prefill_tokens", "work_stealing", "cuda_graphs")
-        if changed := [name for name in names if getattr(work, name) != getattr(Generate, name)]:
+        if changed := [name for name in names if getattr(call.work, name) != getattr(Generate, name)]:
             yield f"{call.role}.engine is transformers, which does not have {' and '.join(changed)}"
 
 
@@ -135,10 +134,8 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
-    for call in graph.calls:
-        if not isinstance(call.work, Generate) or call.role is None:
-            continue
-        if not roles[call.role].config().eos_token_ids:
+    for call in graph.of_kind("generate"):
+        if call.role is not None and not roles[call.role].config().eos_token_ids:
             what = f"{call.role}.model has no eos_token_id in config.json or generation_config.json"
             limit = f"sampling.max_new_tokens {call.work.sampling.max_new_tokens}"
             yield f"{what}: every answer runs to {limit}"
@@ -160,9 +157,9 @@ def _unknown_end(
 
 
 def _greedy(program: Program) -> Iterator[str]:
-    works = [call.work for call in program.graph.calls]
+    generating = program.graph.of_kind("generate")
     count = program.experiment.group_size
-    if count > 1 and any(isinstance(work, Generate) and work.sampling.temperature == 0 for work in works):
+    if count > 1 and any(call.work.sampling.temperature == 0 for call in generating):
         yield f"sampling.temperature is 0: the {count} samples of a prompt are all the same"
 
 
@@ -170,8 +167,7 @@ def _beyond_positions(
     roles: Mapping[str, Role], graph: DataflowGraph, name: str, rows: TokenizedRows
 ) -> Iterator[str]:
     """Yield warnings about sequences with more positions than a rotary model was made for."""
-    works = [call.work for call in graph.calls]
-    new = max((work.sampling.max_new_tokens for work in works if isinstance(work, Generate)), default=0)
+    new = longest_response(graph)
     for role in sorted({call.role for call in graph.calls if call.role is not None}):
         limit = _positions(roles[role].config())
         if limit is not None and rows.longest + new > limit:

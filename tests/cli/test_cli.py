@@ -2,9 +2,11 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from realhf.checkpoint.read import params_by_tensor, tensor_shape
 from realhf.checkpoint.tensor_files import pack_header, pack_index
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.main import main
-from realhf.errors import refuse_other_file
+from realhf.errors import require_output
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.cli_tools import GRPO_LAYOUTS, REPO, write_experiment, write_plan
@@ -60,6 +62,14 @@ GRAPHS = {
         'graph.replace(replace(graph["actor_train"], role="ref"))',
         "'ref', which has no optimizer",
     ),
+    "a call without work": (
+        'graph.replace(replace(graph["actor_train"], work=None))',
+        "call 'actor_train' of kind 'train_step' has work NoneType: it must be TrainStep",
+    ),
+    "work of another kind": (
+        'graph.replace(replace(graph["ref_forward"], work=graph["actor_train"].work))',
+        "call 'ref_forward' of kind 'forward' has work TrainStep: it must be LogProbs or Values or Scores",
+    ),
 }
 
 # What is wrong -> fields of the model's config.json, layout of actor_train, words of the sentence.
@@ -99,6 +109,9 @@ WORDS: dict[str, list[str]] = {
     "--actor.model {here}/adapters": [
         "actor.model: {here}/adapters holds LoRA adapters of org/base, and no model",
         "set lora.adapter to {here}/adapters",
+    ],
+    "--actor.model {here}/run": [
+        "actor.model: {here}/run is the directory of a run, and its model is {here}/run/hf/step_10"
     ],
     "--actor.no-random-init": ["actor.model", "holds no safetensors weights", "actor.random_init"],
     "--tokenizer /nowhere": ["tokenizer '/nowhere'", "tokenizer.json"],
@@ -262,6 +275,10 @@ def experiment(tmp_path_factory) -> Path:
     (path.parent / "binary.yaml").write_bytes(b"num_hosts: \xff\xfe")
     for name, text in files.items():
         (path.parent / name).write_text(text)
+    for step in (5, 10):
+        (path.parent / "run" / "hf" / f"step_{step}").mkdir(parents=True)
+    for name in ("config.json", "metrics.jsonl"):
+        (path.parent / "run" / name).write_text("{}")
     (path.parent / "adapters").mkdir()
     adapter = json.dumps({"base_model_name_or_path": "org/base"})
     (path.parent / "adapters" / "adapter_config.json").write_text(adapter)
@@ -433,11 +450,13 @@ def test_a_plan_replaces_no_other_file(tmp_path, experiment, refused):
     says = [f"--output {mine} exists and is no plan: name another file"]
     refused("plan", experiment, "--cluster", "cpu-laptop", "-o", mine, says=says)
     refused("profile", experiment, "-o", mine, says=[f"--out {mine} exists and is no profile"])
+    refused("profile", experiment, "-o", tmp_path, says=[f"--out {tmp_path} is a directory"])
+    refused("profile", experiment, "-o", "no/p.yaml", says=["--out no/p.yaml: there is no directory no"])
     assert mine.read_text() == "experiment = 1\n"
     plan = tmp_path / "plan.yaml"
     plan.write_text("# by hand\n\ncalls: {}\n")
-    refuse_other_file(plan, "--output", first="calls:", what="plan")
-    refuse_other_file(tmp_path / "new.yaml", "--output", first="calls:", what="plan")
+    require_output(plan, "--output", first="calls:", what="plan")
+    require_output(tmp_path / "new.yaml", "--output", first="calls:", what="plan")
 
 
 def test_a_run_that_diverges_ends_in_a_sentence(tmp_path, call):
@@ -460,6 +479,7 @@ def test_check_finds_experiment(tmp_path, refused, text):
     ("words", "says"),
     [
         (["check"], ["needs an experiment file"]),
+        (["check", "--steps", 2], ["needs an experiment file"]),
         (["check", "nowhere.py"], ["'nowhere.py'", "no such file"]),
         (["check", REPO / "README.md"], ["README.md", ".py"]),
         (["check", REPO], [str(REPO), "no such file"]),
@@ -557,6 +577,61 @@ def test_help(experiment, call):
         assert (code, err) == (0, "")
         for part in says:
             assert part in out
+
+
+COMMANDS = ("run", "check", "profile", "plan", "realloc")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_a_command_is_explained(call, command):
+    code, out, err = call(command, "--help")
+    assert (code, err) == (0, "")
+    options, examples = out.split("\noptions:\n")[1].split("\nexamples:\n")
+    entries = re.split(r"\n  (?=-)", f"\n{options}")[1:]
+    assert entries and [entry for entry in entries if not re.search(r"(  |\n +)\w", entry)] == []
+    lines = examples.splitlines()
+    assert 1 <= len(lines) <= 2
+    for line in lines:
+        words = line.removeprefix("  torchrun --nproc-per-node 4 -m").split()
+        assert words[:2] == ["realhf", command]
+        assert all((REPO / word).is_file() for word in words if word.startswith("examples/"))
+        given = {word for word in words if word.startswith("-")}
+        assert given <= {*re.findall(r"--[\w-]+|-o", options), "--steps", "--actor.optimizer.lr"}
+
+
+ALL_FIELDS = """
+from realhf import *
+data = DatasetConfig("data.jsonl")
+part = Role("m", optimizer=OptimizerConfig(), lora=LoraConfig())
+experiment = {}
+"""
+
+
+@pytest.mark.parametrize("kind", [
+    "GRPO(data, data, actor=part, ref=part, reward=part)", "PPO(data, data, actor=part, critic=part)",
+    "RewardModel(data, data, reward=part)", "SFT(data, data, actor=part)",
+])  # fmt: skip
+def test_every_field_is_explained(tmp_path, call, monkeypatch, kind):
+    monkeypatch.setenv("COLUMNS", "110")  # Wider terminals get two columns.
+    (tmp_path / "mine.py").write_text(ALL_FIELDS.format(kind))
+    code, out, _ = call("run", tmp_path / "mine.py", "--help")
+    assert code == 0
+    lines = [line.strip("│ ") for line in out.split("\nusage: ")[0].splitlines()]
+    explained = {line: below for line, below in pairwise(lines) if re.match(r"--\w", line)}
+    assert len(explained) > 30
+    assert [line for line, below in explained.items() if below.startswith(("--", "("))] == []
+    assert "--actor.lora.rank INT" in explained or "--reward.lora.rank INT" in explained
+
+
+def test_options_may_stand_before_the_experiment(experiment, call):
+    code, out, err = call("check", "--steps", 2, "--no-scale-by-std", experiment, "--json", "--batch-size=2")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["ranks"] == 1
+
+
+def test_help_names_the_options_of_parts_that_are_not_set(experiment, call):
+    out = " ".join(call("run", experiment, "--help")[1].split())
+    assert "Parts that are not set have the options" in out and " --actor.lora.no-merge, " in out
 
 
 def test_version(call):
