@@ -1,6 +1,6 @@
 """ExecutionPlan: the layout and the micro-batching of every call, read from and written to YAML."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,26 @@ class ExecutionPlan:
 
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Iterable[str]) -> dict[str, Layout]:
+    """Return the home of each role, the layout that owns its parameters.
+
+    It is the layout in which the role trains, or else that of its first call.
+    Raises ValueError when a role has no call, or trains in two layouts.
+    """
+    homes: dict[str, Layout] = {}
+    for role in roles:
+        calls = graph.of_role(role)
+        if not calls:
+            raise ValueError(f"role {role!r} has no call in the graph")
+        training = [call for call in calls if call.kind == "train_step"]
+        layouts = {plan[call.name].layout for call in training}
+        if len(layouts) > 1:
+            where = " and ".join(f"{call.name} at {plan[call.name].layout}" for call in training)
+            raise ValueError(f"role {role!r} has two homes: {where}; a role must train in one layout")
+        homes[role] = plan[(training or calls)[0].name].layout
+    return homes
 
 
 def _refuse_unknown(entry: Mapping[str, Any], legal: Sequence[str], prefix: str = "") -> None:

@@ -21,7 +21,8 @@ inter_host: {latency_seconds: 1.0e-5, bandwidth_bytes_per_second: 1.0e+9}
 def test_counts_devices():
     cluster = Cluster.from_dict(yaml.safe_load(GOOD))
     assert cluster.num_devices == 8
-    assert [cluster.host_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+    assert cluster.count_by_host(range(8)) == {0: 4, 1: 4}
+    assert cluster.count_by_host([1, 3, 4]) == {0: 2, 1: 1}
 
 
 def test_a_host_may_have_less_than_its_devices_ports():

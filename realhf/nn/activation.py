@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.chunk_sizes import PART_NUMEL
 from realhf.model_config import ModelConfig
 from realhf.nn import narrow
 from realhf.nn.grad_accumulation import collects
@@ -36,8 +37,6 @@ ACTIVATIONS = {
     "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
     "relu": Curve(F.relu, _relu_backward),
 }  # fmt: skip
-_PART_NUMEL = 1 << 17
-"""Elements to process at a time on CPU, so that they stay in a core's cache."""
 
 
 def activation(config: ModelConfig) -> Activation:
@@ -61,7 +60,7 @@ def activated_linear(config: ModelConfig, up_TF: Tensor, weight_HF: Tensor) -> T
 
 
 def _parts(x_TF: Tensor) -> list[slice]:
-    rows = len(x_TF) if x_TF.is_cuda else max(1, _PART_NUMEL // x_TF.shape[1])
+    rows = len(x_TF) if x_TF.is_cuda else max(1, PART_NUMEL // x_TF.shape[1])
     return [slice(start, start + rows) for start in range(0, len(x_TF), max(1, rows))]
 
 

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_PART_NUMEL = 1 << 17
-"""Elements to process at a time."""
+from realhf.chunk_sizes import PART_NUMEL
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -24,7 +23,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) ->
     if offset != 0 and (x.is_cuda or not torch.is_grad_enabled()):
         # Gemma adds in float32: in a narrower dtype, a weight near -1 or 0 would lose digits in the sum.
         weight_H = weight_H.to(wide) + offset
-    is_small = not torch.is_grad_enabled() and x.numel() <= _PART_NUMEL
+    is_small = not torch.is_grad_enabled() and x.numel() <= PART_NUMEL
     if x.is_cuda or is_small:
         return F.rms_norm(x.to(weight_H.dtype), weight_H.shape, weight_H, eps).to(x.dtype)
     if torch.is_grad_enabled():
@@ -33,7 +32,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) ->
 
 
 def _parts(x: Tensor) -> Iterator[slice]:
-    rows = max(1, _PART_NUMEL // max(1, math.prod(x.shape[1:])))
+    rows = max(1, PART_NUMEL // max(1, math.prod(x.shape[1:])))
     for start in range(0, len(x), rows):
         yield slice(start, start + rows)
 

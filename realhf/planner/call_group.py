@@ -2,41 +2,26 @@
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
-from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planner.candidates import Mesh, Variant, find_meshes, find_variants
+from realhf.layout import Layout, ParallelStrategy
+from realhf.planner.candidates import Variant, find_meshes, find_variants
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.transfer import Placed
+from realhf.planner.transfer import ContiguousLayout
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A layout that a call group can take, with one variant for each call of the group."""
 
-    mesh: Mesh
-    strategy: ParallelStrategy
+    layout: ContiguousLayout
     variants: tuple[Variant, ...]
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.strategy, DeviceMesh(tuple(range(self.mesh.first, self.mesh.stop))))
-
-    @property
-    def layout_key(self) -> tuple[Mesh, ParallelStrategy]:
-        return self.mesh, self.strategy
-
-    @property
-    def placed(self) -> Placed:
-        return Placed(self.strategy, self.mesh.first)
 
 
 class CallGroup:
@@ -57,13 +42,14 @@ class CallGroup:
         self.homes = tuple(role for role in roles if role in homes)
         self.copies = tuple(role for role in roles if role not in homes)
         self.candidates = sorted(candidates, key=lambda c: sum(v.cost.seconds for v in c.variants))
-        self.first = np.array([c.mesh.first for c in self.candidates])
-        self.stop = np.array([c.mesh.stop for c in self.candidates])
+        self.first = np.array([c.layout.first_rank for c in self.candidates])
+        self.stop = np.array([c.layout.ranks.stop for c in self.candidates])
         self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])
         self.running = np.array([max(v.call_bytes for v in c.variants) for c in self.candidates])
         # The first rank of the last pipeline stage, which owns the results.
-        self.heads = self.stop - [c.mesh.size // c.strategy.pp for c in self.candidates]
-        self.replicas = np.array([c.strategy.dp for c in self.candidates])
+        strategies = [c.layout.strategy for c in self.candidates]
+        self.heads = self.stop - [s.num_ranks // s.pp for s in strategies]
+        self.replicas = np.array([s.dp for s in strategies])
         self.resting = np.zeros(len(self.candidates))
         for role in self.homes:
             self.resting += [c.variants[roles[role]].home_bytes for c in self.candidates]
@@ -79,9 +65,9 @@ class CallGroup:
     @cached_property
     def by_mesh(self) -> list[np.ndarray]:
         """Indices of the candidates on each mesh; the meshes are in the order of their fastest candidate."""
-        found: dict[Mesh, list[int]] = {}
+        found: dict[range, list[int]] = {}
         for i, candidate in enumerate(self.candidates):
-            found.setdefault(candidate.mesh, []).append(i)
+            found.setdefault(candidate.layout.ranks, []).append(i)
         return [np.array(indices) for indices in found.values()]
 
     def varied(self) -> np.ndarray:
@@ -170,12 +156,12 @@ def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     This is for a call whose parameters never move, so that nothing else tells its candidates apart.
     """
-    kept: dict[Mesh, list[Candidate]] = {}
+    kept: dict[range, list[Candidate]] = {}
     for candidate in sorted(candidates, key=lambda c: c.variants[0].cost.seconds):
         (mine,) = candidate.variants
-        others = (other.variants[0] for other in kept.setdefault(candidate.mesh, []))
+        others = (other.variants[0] for other in kept.setdefault(candidate.layout.ranks, []))
         if not any(o.home_bytes <= mine.home_bytes and o.call_bytes <= mine.call_bytes for o in others):
-            kept[candidate.mesh].append(candidate)
+            kept[candidate.layout.ranks].append(candidate)
     return [candidate for group in kept.values() for candidate in group]
 
 
@@ -204,11 +190,6 @@ def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
     return layout
 
 
-def _in_host(cluster: Cluster, mesh: Mesh) -> int:
-    """Return the smallest number of ranks that the mesh has on any of its hosts."""
-    return min(Counter(map(cluster.host_of, range(mesh.first, mesh.stop))).values())
-
-
 def _candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
     known: dict[tuple[object, ...], list[Variant]],
@@ -221,7 +202,7 @@ def _candidates(
     only = None
     one_host = find_meshes(replace(problem.cluster, num_hosts=1))
     if (layout := _pinned(problem, calls)) is not None:
-        meshes = [Mesh(layout.ranks[0], len(layout.ranks))]
+        meshes = [range(layout.ranks[0], layout.ranks[-1] + 1)]
         only = layout.strategy
     return _on_meshes(problem, rates, calls, meshes, only, known) or (
         [] if only is not None else _on_meshes(problem, rates, calls, one_host, only, known)
@@ -229,18 +210,18 @@ def _candidates(
 
 
 def _on_meshes(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], meshes: Sequence[Mesh],
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], meshes: Sequence[range],
     only: ParallelStrategy | None, known: dict[tuple[object, ...], list[Variant]],
 ) -> list[Candidate]:  # fmt: skip
     found = []
     for mesh in meshes:
-        in_host = _in_host(problem.cluster, mesh)
+        in_host = min(problem.cluster.count_by_host(mesh).values())
         per_call: list[dict[ParallelStrategy, list[Variant]]] = []
         for call in calls:
-            key = (call.name, mesh.size, in_host, str(only))
+            key = (call.name, len(mesh), in_host, str(only))
             if key not in known:
                 known[key] = find_variants(
-                    problem, rates, call, size=mesh.size, in_host=in_host, only=only
+                    problem, rates, call, size=len(mesh), in_host=in_host, only=only
                 )
             by_strategy: dict[ParallelStrategy, list[Variant]] = {}
             for variant in known[key]:
@@ -248,5 +229,6 @@ def _on_meshes(
             per_call.append(by_strategy)
         for strategy in per_call[0]:
             options = [of_call.get(strategy, []) for of_call in per_call]
-            found += [Candidate(mesh, strategy, combo) for combo in itertools.product(*options)]
+            layout = ContiguousLayout(strategy, mesh.start)
+            found += [Candidate(layout, combo) for combo in itertools.product(*options)]
     return found

@@ -7,23 +7,25 @@ chosen, it holds the index of one of the candidates that `CallGroup.with_meshes`
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.call_group import CallGroup, Candidate, find_call_groups
-from realhf.planner.memory_check import available_bytes
-from realhf.planner.problem import Problem
+from realhf.planner.call_group import CallGroup, find_call_groups
+from realhf.planner.model_states import available_bytes, shard_of
+from realhf.planner.problem import ModelRole, Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import NEVER, Dependencies, periods
-from realhf.planner.transfer import Placed, transfer_seconds
+from realhf.planner.transfer import ContiguousLayout, transfer_seconds
 
 PossibleAlias = tuple[int, str, np.ndarray, np.ndarray]
 """A group, a role of which it has a copy, the copy's bytes by candidate, and the plans (a mask over K) in
 which the copy might share memory with another one."""
-_SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
+SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
 
 
 class SearchSpace:
@@ -38,7 +40,7 @@ class SearchSpace:
         self.groups = find_call_groups(problem, rates)
         self._on_host = _host_calls(problem, self.groups)
         self._home_of = {role: u for u, group in enumerate(self.groups) for role in group.homes}
-        self._moved: dict[tuple[int, Placed, Placed], float] = {}
+        self._moved: dict[tuple[int, ContiguousLayout, ContiguousLayout], float] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
 
     def call_plans(self, chosen: Sequence[int]) -> dict[str, CallPlan]:
@@ -46,13 +48,10 @@ class SearchSpace:
         plans: dict[str, CallPlan] = {}
         for group, pick in zip(self.groups, chosen, strict=True):
             candidate = group.candidates[pick]
+            layout = candidate.layout.as_layout
             for i, variant in zip(group.calls, candidate.variants, strict=True):
-                options = variant.options
-                seconds = float(f"{variant.cost.seconds:.6g}")
-                plans[self.calls[i].name] = CallPlan(
-                    candidate.layout, options.micro_batch_tokens, options.max_rows, options.recompute,
-                    options.offload, {"seconds": seconds},
-                )  # fmt: skip
+                predicted = {"seconds": float(f"{variant.cost.seconds:.6g}")}
+                plans[self.calls[i].name] = replace(variant.how, layout=layout, predicted=predicted)
         for call in self.calls:
             if call.role is None:
                 anchor, split = host_anchor(self.problem, call)
@@ -120,16 +119,11 @@ class SearchSpace:
         return out
 
     def _seconds(self, trained: int, here: int, target: int, there: int, source: int) -> float:
-        call = self.calls[trained]
-        role = self.problem.role_of(self.calls[trained])
-        ends = (self.groups[there].candidates[source].placed, self.groups[here].candidates[target].placed)
-        assert call.role is not None
+        ends = (self.groups[there].candidates[source].layout, self.groups[here].candidates[target].layout)
         key = (trained, *ends)
         if key not in self._moved:
-            self._moved[key] = transfer_seconds(
-                self.problem.cluster, *ends, num_bytes=role.trained_spec.numel * role.itemsize,
-                sharded=ends[0].strategy.num_replicas > 1, section_share=role.section_share,
-            ) / self.rates.assume.link  # fmt: skip
+            role = self.problem.role_of(self.calls[trained])
+            self._moved[key] = reallocation_seconds(self.rates, role, *ends)
         return self._moved[key]
 
     def exact_periods(self, chosen: np.ndarray) -> np.ndarray:
@@ -226,9 +220,9 @@ class SearchSpace:
         here, there = self.groups[group].candidates, self.groups[home].candidates
         same = np.zeros(len(chosen), dtype=bool)
         for k, row in enumerate(chosen.tolist()):
-            mine = here[row[group]]
-            same[k] = _same_shards(mine, there[row[home]]) or any(
-                self.groups[v].candidates[row[v]].layout_key == mine.layout_key for v in twins
+            mine = here[row[group]].layout
+            same[k] = _same_shards(mine, there[row[home]].layout) or any(
+                self.groups[v].candidates[row[v]].layout == mine for v in twins
             )
         return same
 
@@ -250,14 +244,26 @@ def _fullest(first: np.ndarray, stop: np.ndarray, resting: np.ndarray, running: 
     return most
 
 
-def _same_shards(here: Candidate, home: Candidate) -> bool:
-    if here.layout_key == home.layout_key:
+@lru_cache(maxsize=1 << 16)
+def _same_shards(here: ContiguousLayout, home: ContiguousLayout) -> bool:
+    """Return whether every rank has the same shard of a model in both layouts."""
+    if here == home:
         return True
-    mine = here.strategy
-    other = home.strategy
-    offset = here.mesh.first - home.mesh.first
-    inside = offset >= 0 and here.mesh.stop <= home.mesh.stop and offset % mine.tp == 0
-    return inside and mine.tp == other.tp and mine.pp == other.pp == mine.ep == other.ep == 1
+    alike = all(getattr(here.strategy, axis) == getattr(home.strategy, axis) for axis in ("pp", "tp", "ep"))
+    if not alike or here.first_rank < home.first_rank or here.ranks.stop > home.ranks.stop:
+        return False
+    mine, other = here.as_layout, home.as_layout
+    return all(shard_of(mine, rank) == shard_of(other, rank) for rank in here.ranks)
+
+
+def reallocation_seconds(
+    rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
+) -> float:
+    """Return the seconds to move the trained parameters of a role to another layout."""
+    seconds = transfer_seconds(
+        rates.cluster, source, target, num_bytes=role.trained_spec.numel * role.itemsize,
+        sharded=source.strategy.num_replicas > 1, section_share=role.section_share)
+    return seconds / rates.assume.link
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:
@@ -297,7 +303,7 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
     for i, call in enumerate(calls):
         work = problem.workloads[call.name]
         for producer in filter(None, map(graph.producer, call.inputs)):
-            data[i, index[producer.name]] = rates.samples(work.num_samples * work.tokens * _SAMPLE_BYTES)
+            data[i, index[producer.name]] = rates.samples(work.num_samples * work.tokens * SAMPLE_BYTES)
     weights = []
     for j, trainer in enumerate(calls):
         for i, user in enumerate(calls):

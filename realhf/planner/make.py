@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.plan import ExecutionPlan
-from realhf.planner.candidates import Mesh
 from realhf.planner.cost import CallCost
 from realhf.planner.evaluate import SearchSpace
 from realhf.planner.memory_check import MemoryCheck, check_memory, require_fit
@@ -88,15 +87,15 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
     deep as the model allows. Among its options it takes the fastest that fit together, or the fastest of all
     if none do. The result is None where a call fits in no layout on all devices.
     """
-    everywhere = Mesh(0, space.problem.cluster.num_devices)
+    everywhere = range(space.problem.cluster.num_devices)
     choices = []
     for group in space.groups:
-        here = [i for i, candidate in enumerate(group.candidates) if candidate.mesh == everywhere]
+        here = [i for i, candidate in enumerate(group.candidates) if candidate.layout.ranks == everywhere]
         if not here:
             return None
-        strategies = {group.candidates[i].strategy for i in here}
+        strategies = {group.candidates[i].layout.strategy for i in here}
         chosen = max(strategies, key=lambda s: (min(s.tp, 8), -s.dp, -s.tp, -s.ep))
-        choices.append(np.array([i for i in here if group.candidates[i].strategy == chosen]))
+        choices.append(np.array([i for i in here if group.candidates[i].layout.strategy == chosen]))
     local = LocalSearch(space, choices)
     pairs = zip(space.groups, choices, strict=True)
     leanest_of_each = [indices[np.argmin((g.resting + g.running)[indices])] for g, indices in pairs]
@@ -121,7 +120,7 @@ def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dic
     reasons = {}
     for u, group in enumerate(space.groups):
         mine = group.candidates[chosen[u]]
-        others = np.array([i for i, c in enumerate(group.candidates) if c.layout_key != mine.layout_key])
+        others = np.array([i for i, c in enumerate(group.candidates) if c.layout != mine.layout])
         if any(space.calls[i].name in space.problem.pins for i in group.calls):
             second = "pinned"
         else:
@@ -136,7 +135,7 @@ def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dic
             best = int(np.argmin(exact))
             if np.isfinite(exact[best]):
                 more = exact[best] / found.step_seconds - 1
-                layout = group.candidates[others[order[best]]].layout
+                layout = group.candidates[others[order[best]]].layout.as_layout
                 second = f"{layout} would make the step {more:.1%} longer"
                 if more < 1e-3:
                     second = f"{layout} would do as well, with more device time"

@@ -15,7 +15,9 @@ import numpy as np
 
 from realhf.cluster import Cluster, Link
 from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
 from realhf.planner.problem import ModelRole
+from realhf.planner.shard import widths
 
 _LOGIT_BYTES = 4  # Logits are float32.
 
@@ -44,40 +46,25 @@ class Assumptions:
 class BlockShape(NamedTuple):
     """Parameters and widths of the mean decoder block. `expert` is one expert of `num_experts`."""
 
-    attention: float
-    mlp: float  # The parameters that all tokens use: dense or shared MLP, and router.
-    expert: float
-    num_experts: int
-    experts_per_token: int
+    dense: float  # The parameters in matrix products of all tokens: attention, dense or shared MLP, router.
     width: float  # Sum of the widths of the MLPs that a token passes.
-    moe_share: float  # Fraction of blocks that have experts.
+    expert: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_share: float = 0.0  # Fraction of blocks that have experts.
 
 
 @lru_cache(maxsize=256)
 def block_shape(config: ModelConfig) -> BlockShape:
-    c = config
-    h = config.hidden_size
-    moe = config.moe
-    mla = config.mla
-    if mla is not None:
-        q = h * c.num_heads * c.head_dim
-        if mla.q_lora_rank is not None:
-            q = mla.q_lora_rank * (h + c.num_heads * c.head_dim)
-        kv = h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        kv += mla.kv_lora_rank * c.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        attention = q + kv + c.num_heads * mla.v_head_dim * h
-    else:
-        attention = h * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    dense = (3 if c.gated else 2) * h * c.intermediate_size
-    if moe is None:
-        return BlockShape(attention, dense, 0, 0, 0, c.intermediate_size, 0.0)
-    share = 1 - moe.num_dense_layers / c.num_layers
-    routed = 3 * h * moe.shared_width + h * moe.num_experts
-    width = share * (moe.shared_width + moe.num_experts_per_token * moe.expert_width)
-    width += (1 - share) * c.intermediate_size
-    mlp = share * routed + (1 - share) * dense
-    expert = 3 * h * moe.expert_width
-    return BlockShape(attention, mlp, expert, moe.num_experts, moe.num_experts_per_token, width, share)
+    table = [p for p in model_spec(config).params if p.layer not in (None, -1) and p.part.endswith(".weight")]
+    dense = sum(p.numel for p in table if len(p.shape) == 2 and p.expert is None) / config.num_layers
+    width = sum(p.shape[0] for p in table if p.part in ("up.weight", "shared_up.weight")) / config.num_layers
+    if (moe := config.moe) is None:
+        return BlockShape(dense, width)
+    share = 1 - moe.num_dense_layers / config.num_layers
+    width += share * moe.num_experts_per_token * moe.expert_width
+    expert = 3 * config.hidden_size * moe.expert_width
+    return BlockShape(dense, width, expert, moe.num_experts, moe.num_experts_per_token, share)
 
 
 class Span(NamedTuple):
@@ -225,8 +212,7 @@ class Rates:
         c = role.config
         shape = block_shape(role.config)
         n = tp.size
-        dense = (shape.attention + shape.mlp) / n
-        compute = self.matmul(role, tokens=tokens, params=dense)
+        compute = self.matmul(role, tokens=tokens, params=shape.dense / n)
         communication = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
         if shape.num_experts:
             routed = tokens * shape.experts_per_token
@@ -286,7 +272,7 @@ class Rates:
         c = role.config
         shape = block_shape(role.config)
         n = tp.size
-        params = (shape.attention + shape.mlp) / n
+        params = shape.dense / n
         touched = np.zeros_like(rows)
         if shape.num_experts:
             # b rows with k of E experts each use E (1 - (1 - k/E)^b) experts, spread over ep.
@@ -297,7 +283,7 @@ class Rates:
         cached = rows * context
         if shared is not None:
             cached = cached - (rows - shared.prompts) * shared.tokens
-        read = (params + touched + cached * cache_width(c, n)) * role.itemsize
+        read = (params + touched + cached * widths(c, n).cached) * role.itemsize
         compute = np.maximum(flops / (self.peak(role) * self.assume.matmul), read / self._memory)
         # Collectives take numbers, not arrays, so their seconds are a latency and a slope over 1e9 bytes.
         latency = self.all_reduce(1.0, tp)
@@ -338,10 +324,3 @@ class Rates:
         """
         wide = role.wide_itemsize
         return self.traffic(owned * (7 * wide + (role.itemsize if role.itemsize < wide else 0)))
-
-
-def cache_width(config: ModelConfig, tp: int) -> float:
-    """Return the elements that the KV cache keeps per token and block on one tensor-parallel rank."""
-    if config.mla is not None:
-        return config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-    return 2 * config.head_dim * max(1, config.num_kv_heads // tp)
