@@ -37,7 +37,7 @@ class CallGroup:
     def __init__(
         self, calls: Mapping[int, FunctionCall], candidates: Sequence[Candidate], *, homes: Sequence[str]
     ) -> None:
-        self.calls = tuple(calls)
+        self.calls = list(calls)
         roles = {call.role: number for number, call in enumerate(calls.values()) if call.role is not None}
         self.homes = tuple(role for role in roles if role in homes)
         self.copies = tuple(role for role in roles if role not in homes)
@@ -103,19 +103,24 @@ class CallGroup:
         needs = np.stack([np.pad(m, (0, most - len(m)), constant_values=np.inf) for m, _ in steps])
         return needs, np.stack([np.pad(x, ((0, most - len(x)), (0, 0)), mode="edge") for _, x in steps])
 
-    def with_meshes(self) -> "CallGroup":
-        """Return a copy with one more, optimistic candidate for each mesh, in the order of `by_mesh`.
+    def with_open_choices(self, number: int) -> "CallGroup":
+        """Return a copy with one more, optimistic candidate for each mesh, in the order of `by_mesh`, and a
+        last one for an open choice.
 
-        It stands for all candidates on its mesh: it takes the least time of each call and the least memory.
+        Each stands for several candidates: it takes the least time of each call and the least memory. The
+        last one is on ranks below 0, which no group with another number has, and takes no memory.
         """
         more = copy.copy(self)
         more.__dict__.pop("device_seconds", None)
 
-        def extended(array: np.ndarray) -> np.ndarray:
-            return np.concatenate([array, [array[here].min(axis=0) for here in self.by_mesh]])
+        def extended(array: np.ndarray, last: np.ndarray | float = 0.0) -> np.ndarray:
+            return np.concatenate([array, [array[here].min(axis=0) for here in self.by_mesh], [last]])
 
-        for name in ("first", "stop", "seconds", "resting", "running"):
-            setattr(more, name, extended(getattr(self, name)))
+        more.first = extended(self.first, -2 * number - 2)
+        more.stop = extended(self.stop, -2 * number - 1)
+        more.seconds = extended(self.seconds, self.seconds.min(axis=0))
+        more.resting = extended(self.resting)
+        more.running = extended(self.running)
         more.copied = [extended(array) for array in self.copied]
         return more
 

@@ -2,8 +2,8 @@
 
 Calls that must share a layout form a call group, and a plan picks one candidate for each group. Shapes: K
 plans, U call groups, N calls in graph order. Plans are an integer array `chosen` of shape (K, U). It holds
-the index of each group's candidate, or -1 where the choice is still open. Where only the mesh of a group is
-chosen, it holds the index of one of the candidates that `CallGroup.with_meshes` appends.
+the index of each group's candidate. Where only the mesh of a group is chosen, or where the choice is still
+open (-1), it is the index of a candidate that `CallGroup.with_open_choices` appends.
 """
 
 from collections.abc import Sequence
@@ -63,18 +63,12 @@ class SearchSpace:
     def timed(
         self, groups: Sequence[CallGroup], chosen: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds, the first rank and the stop rank of every call, each of shape (K, N).
-
-        The calls of a group whose choice is open take their least time, on ranks of their own.
-        """
+        """Return the seconds, the first rank and the stop rank of every call, each of shape (K, N)."""
         seconds, first, stop = (np.zeros((len(chosen), len(self.calls))) for _ in range(3))
-        for u, group in enumerate(groups):
-            pick = chosen[:, u]
-            is_open = pick < 0
-            for i, call in enumerate(group.calls):
-                seconds[:, call] = np.where(is_open, group.seconds[:, i].min(), group.seconds[pick, i])
-                first[:, call] = np.where(is_open, -2 * u - 2, group.first[pick])
-                stop[:, call] = np.where(is_open, -2 * u - 1, group.stop[pick])
+        for group, pick in zip(groups, chosen.T, strict=True):
+            seconds[:, group.calls] = group.seconds[pick]
+            first[:, group.calls] = group.first[pick, None]
+            stop[:, group.calls] = group.stop[pick, None]
         for number, (call, anchor, split, amount) in enumerate(self._on_host, start=len(groups)):
             if anchor is None:
                 seconds[:, call] = amount
@@ -173,7 +167,7 @@ class SearchSpace:
             mesh = pick - len(group.candidates)
             left = self.capacity - copies - beside
             tier = np.maximum((needs[mesh] <= left[:, None]).sum(axis=1) - 1, 0)
-            least[rows[:, None], list(group.calls)] = seconds[mesh, tier]
+            least[rows[:, None], group.calls] = seconds[mesh, tier]
         return least
 
     def _loads(
@@ -184,27 +178,21 @@ class SearchSpace:
         The last result lists the copies that are counted although they might share the memory of their role's
         home.
         """
-        first, stop, resting, running = (np.zeros(chosen.shape) for _ in range(4))
-        for u, group in enumerate(groups):
-            here = chosen[:, u] >= 0
-            pick = chosen[:, u]
-            for array, values in ((first, group.first), (stop, group.stop)):
-                array[:, u] = np.where(here, values[pick], -1)
-            for array, values in ((resting, group.resting), (running, group.running)):
-                array[:, u] = np.where(here, values[pick], 0.0)
+        first, stop, resting, running = (
+            np.stack([getattr(g, name)[pick] for g, pick in zip(groups, chosen.T, strict=True)], axis=1)
+            for name in ("first", "stop", "resting", "running")
+        )
+        is_decided = (chosen >= 0) & (chosen < [len(group.candidates) for group in groups])
         aliases = []
         for u, group in enumerate(groups):
             for role, values in zip(group.copies, group.copied, strict=True):
                 home = self._home_of[role]
                 equal = (first[:, home] <= first[:, u]) & (stop[:, u] <= stop[:, home])
-                known = (chosen[:, [u, home]] >= 0).all(axis=1)
-                decided = np.ones(len(chosen), dtype=bool)
-                for v in (home, *self._twins(u, role)):
-                    if v != home:
-                        equal |= (first[:, v] == first[:, u]) & (stop[:, v] == stop[:, u])
-                    decided &= (chosen[:, v] < len(groups[v].candidates)) & (chosen[:, v] >= 0)
-                decided &= chosen[:, u] < len(group.candidates)
-                known &= decided | ~equal
+                twins = self._twins(u, role)
+                for v in twins:
+                    equal |= (first[:, v] == first[:, u]) & (stop[:, v] == stop[:, u])
+                decided = (is_decided[:, [u, home, *twins]]).all(axis=1)
+                known = (chosen[:, [u, home]] >= 0).all(axis=1) & (decided | ~equal)
                 resting[:, u] += np.where(known, values[chosen[:, u]], 0.0)
                 aliases.append((u, role, values, known & equal))
         return first, stop, resting, running, aliases

@@ -179,10 +179,10 @@ class _Tree:
     def __init__(self, space: SearchSpace, local: LocalSearch) -> None:
         self._space = space
         self._local = local
-        self._groups = [group.with_meshes() for group in space.groups]
+        self._groups = [group.with_open_choices(number) for number, group in enumerate(space.groups)]
         self._sizes = [len(group.candidates) for group in space.groups]
         self._devices = space.problem.cluster.num_devices
-        self._least_device_seconds = np.array([group.device_seconds.min() for group in self._groups])
+        self._least_device_seconds = np.array([group.device_seconds[:-1].min() for group in self._groups])
         self._order = np.argsort(-self._least_device_seconds, kind="stable")
         self._plans = np.full((1, len(self._groups)), _OPEN)
         self._depths = np.zeros(1, dtype=int)
@@ -315,7 +315,7 @@ class _Tree:
         area = np.zeros(len(plans))
         for u, group in enumerate(self._groups):
             pick = plans[:, u]
-            seconds = np.maximum(group.seconds[pick], least[:, list(group.calls)]).sum(axis=1)
+            seconds = np.maximum(group.seconds[pick], least[:, group.calls]).sum(axis=1)
             here = seconds * (group.stop[pick] - group.first[pick])
             area += np.where(pick < 0, self._least_device_seconds[u], here)
         return area
