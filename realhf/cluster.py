@@ -62,15 +62,15 @@ class Cluster:
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
 
-    @property
-    def outward(self) -> Link:
-        """Return the link from a device to any rank: the one to other hosts, if it is known."""
-        return self.inter_host or self.intra_host
+    def link(self, *, within_host: bool) -> Link:
+        """Return the link from a device to others in its host, or to any: the one to other hosts, if it is
+        known."""
+        return self.intra_host if within_host else self.inter_host or self.intra_host
 
     @property
     def host_port_bytes_per_second(self) -> float:
         """Return the rate at which all devices of a host together can send to other hosts, or receive."""
-        ports = self.devices_per_host * self.outward.bandwidth_bytes_per_second
+        ports = self.devices_per_host * self.link(within_host=False).bandwidth_bytes_per_second
         return self.host_bandwidth_bytes_per_second or ports
 
     def count_by_host(self, ranks: Iterable[int]) -> Counter[int]:

@@ -36,7 +36,7 @@ def test_one_host_needs_no_link_between_hosts():
     document = yaml.safe_load(GOOD)
     del document["inter_host"]
     alone = Cluster.from_dict(document | {"num_hosts": 1})
-    assert alone.inter_host is None and alone.outward == alone.intra_host
+    assert alone.inter_host is None and alone.link(within_host=False) == alone.intra_host
     assert alone.host_port_bytes_per_second == 4 * 1e10
     with pytest.raises(ValueError, match="inter_host is missing: 2 hosts need the link between them"):
         Cluster.from_dict(document)

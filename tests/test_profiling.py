@@ -82,7 +82,7 @@ def test_links_are_measured_where_they_are(pool, per_host):
     assert cluster.host_memory_bytes == here.host_memory_bytes
     assert cluster.device_memory_bytes == here.device_memory_bytes
     # (A model too small to fill a link once gave petabytes per second.)
-    assert 1e6 < cluster.outward.bandwidth_bytes_per_second < 1e12
+    assert 1e6 < cluster.link(within_host=False).bandwidth_bytes_per_second < 1e12
     if per_host == 4:  # Nobody has seen a link between hosts.
         assert cluster.inter_host is None and cluster.host_bandwidth_bytes_per_second is None
     else:

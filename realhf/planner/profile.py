@@ -183,16 +183,16 @@ class ProfiledRates(Rates):
         table = self._calls.get(kind)
         return super().call_seconds(kind, samples=samples) if table is None else table.at(samples)
 
-    def all_reduce(self, num_bytes: float, span: Span) -> float:
+    def all_reduce(self, num_bytes: Any, span: Span) -> Any:
         return self._collective("all_reduce", num_bytes, span)
 
-    def reduce_scatter(self, num_bytes: float, span: Span) -> float:
+    def reduce_scatter(self, num_bytes: Any, span: Span) -> Any:
         return self._collective("reduce_scatter", num_bytes, span)
 
-    def all_gather(self, num_bytes: float, span: Span) -> float:
+    def all_gather(self, num_bytes: Any, span: Span) -> Any:
         return self._collective("all_gather", num_bytes, span)
 
-    def _collective(self, name: str, num_bytes: float, span: Span) -> float:
+    def _collective(self, name: str, num_bytes: Any, span: Span) -> Any:
         table = self._links.get(name)
         if table is None or span.hosts > 1 or span.size not in table.axes["ranks"]:
             return getattr(super(), name)(num_bytes, span)

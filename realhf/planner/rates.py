@@ -121,48 +121,42 @@ class Rates:
 
     # Links
 
-    def all_reduce(self, num_bytes: float, span: Span) -> float:
+    def all_reduce(self, num_bytes: Any, span: Span) -> Any:
+        """Return the seconds of a sum, for a number of bytes or an array of them, as in other collectives."""
         return self.all_gather(num_bytes, span) + self.reduce_scatter(num_bytes, span)
 
-    def reduce_scatter(self, num_bytes: float, span: Span) -> float:
+    def reduce_scatter(self, num_bytes: Any, span: Span) -> Any:
         return self.all_gather(num_bytes, span)
 
-    def all_gather(self, num_bytes: float, span: Span) -> float:
+    def all_gather(self, num_bytes: Any, span: Span) -> Any:
         """Return the seconds until every member has all `num_bytes`, of which it receives (n - 1) / n.
 
         On several hosts the members of a host share their ports: data from outside arrives once per host,
         (hosts - 1) / hosts of it, over the ports of all its members (as NCCL's rings over all NICs).
         """
         n = span.size
-        k = min(span.per_host, span.size)
-        hosts = span.hosts
         if n == 1:
             return 0.0
-        inside = self.cluster.intra_host
-        outside = self.cluster.outward
-        seconds = (n - 1) / n * num_bytes / self._bandwidth(inside) if k > 1 else 0.0
-        latency = math.ceil(math.log2(n)) * (outside if hosts > 1 else inside).latency_seconds
-        if hosts > 1:
-            ports = k * self._bandwidth(outside)
-            seconds = max(seconds, (hosts - 1) / hosts * num_bytes / ports)
-        return seconds + latency
+        inside = (n - 1) / n if span.per_host > 1 else 0.0
+        outside = (1 - 1 / span.hosts) / span.per_host
+        return self._exchange(num_bytes, inside, outside, num_latencies=math.ceil(math.log2(n)))
 
-    def all_to_all(self, num_bytes: float, span: Span) -> float:
+    def all_to_all(self, num_bytes: Any, span: Span) -> Any:
         """Return the seconds of an exchange in which every member sends `num_bytes` in equal parts to all."""
         if span.size == 1:
             return 0.0
-        outside = 1 - min(span.per_host, span.size) / span.size
-        link = self.cluster.outward if outside else self.cluster.intra_host
-        inside_bytes = (1 - outside - 1 / span.size) * num_bytes
-        seconds = max(
-            inside_bytes / self._bandwidth(self.cluster.intra_host),
-            outside * num_bytes / self._bandwidth(self.cluster.outward),
-        )
-        return seconds + link.latency_seconds
+        return self._exchange(num_bytes, (span.per_host - 1) / span.size, 1 - span.per_host / span.size)
+
+    def _exchange(self, num_bytes: Any, inside: float, outside: float, *, num_latencies: int = 1) -> Any:
+        """Return the seconds in which a device sends these fractions of some bytes inside its host and to
+        others."""
+        near = self.cluster.link(within_host=True)
+        far = self.cluster.link(within_host=False)
+        slope = max(inside / self._bandwidth(near), outside / self._bandwidth(far))
+        return num_bytes * slope + num_latencies * (far if outside else near).latency_seconds
 
     def send(self, num_bytes: float, *, within_host: bool) -> float:
-        link = self.cluster.intra_host if within_host else self.cluster.outward
-        return link.latency_seconds + num_bytes / self._bandwidth(link)
+        return self._exchange(num_bytes, float(within_host), float(not within_host))
 
     def samples(self, num_bytes: float) -> float:
         """Return the seconds to move samples between calls, from host memory to host memory."""
@@ -192,10 +186,10 @@ class Rates:
             raise ValueError(f"the cluster's peak_flops has no entry for dtype {role.dtype}: {has}")
         return peaks[role.dtype]
 
-    def matmul(self, role: ModelRole, *, tokens: float, params: float, weight_reads: float = 1.0) -> float:
+    def matmul(self, role: ModelRole, *, tokens: float, params: float) -> float:
         """Return the seconds of 2 * tokens * params FLOPs or of reading the matrix, whichever is longer."""
         flops = 2 * tokens * params / (self.peak(role) * self.assume.matmul)
-        return max(flops, weight_reads * params * role.itemsize / self._memory)
+        return max(flops, params * role.itemsize / self._memory)
 
     def traffic(self, num_bytes: float) -> float:
         """Return the seconds of operations that only read and write."""
@@ -285,15 +279,11 @@ class Rates:
             cached = cached - (rows - shared.prompts) * shared.tokens
         read = (params + touched + cached * widths(c, n).cached) * role.itemsize
         compute = np.maximum(flops / (self.peak(role) * self.assume.matmul), read / self._memory)
-        # Collectives take numbers, not arrays, so their seconds are a latency and a slope over 1e9 bytes.
-        latency = self.all_reduce(1.0, tp)
-        slope = self.all_reduce(1e9, tp) - latency
-        communication = 2 * (latency + rows * c.hidden_size * role.itemsize * slope / 1e9)
-        if shape.num_experts and ep.size > 1:
-            sent = rows * shape.experts_per_token * c.hidden_size * role.itemsize
-            latency = self.all_to_all(0.0, ep)
-            slope = self.all_to_all(1e9, ep) - latency
-            communication = communication + 2 * shape.moe_share * (latency + sent * slope / 1e9)
+        sent = rows * c.hidden_size * role.itemsize
+        communication = 2 * self.all_reduce(sent, tp) + np.zeros_like(rows)
+        if shape.num_experts:
+            exchange = self.all_to_all(sent * shape.experts_per_token, ep)
+            communication = communication + 2 * shape.moe_share * exchange
         return self._launched(compute), communication
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:

@@ -52,7 +52,6 @@ def transfer_seconds(
     if missing.max() <= 1e-9:
         return 0.0
     device = cluster.intra_host.bandwidth_bytes_per_second
-    outside = cluster.outward
     grid = _Grid(np.concatenate([held, wanted]))
     lacked = np.zeros_like(grid.areas, dtype=bool)  # Cells that some rank lacks.
     for pair in np.unique(np.concatenate([wanted, here], axis=1), axis=0):
@@ -62,7 +61,7 @@ def transfer_seconds(
     for part, count in zip(parts, replicas, strict=True):
         seconds = max(seconds, grid.area(part, lacked) / count / device)
     crossing = _between_hosts(cluster, source, target, held, wanted, grid)
-    latency = (outside if crossing else cluster.intra_host).latency_seconds
+    latency = cluster.link(within_host=not crossing).latency_seconds
     return _OVER_BOUND * max(seconds, crossing) * num_bytes + latency
 
 
@@ -130,7 +129,7 @@ def _between_hosts(
 ) -> float:  # fmt: skip
     """Return the seconds per byte of the model on the busiest port between hosts; 0 when nothing crosses."""
     per_host = cluster.devices_per_host
-    nic = cluster.outward.bandwidth_bytes_per_second
+    nic = cluster.link(within_host=False).bandwidth_bytes_per_second
     port = cluster.host_port_bytes_per_second
 
     def on_host(placed: ContiguousLayout, rectangles: np.ndarray, host: int) -> np.ndarray:
