@@ -103,22 +103,21 @@ class SearchSpace:
 
         Reallocations with an end whose choice is open take 0 seconds.
         """
-        sizes = [len(group.candidates) for group in self.groups]
         out = np.zeros((len(chosen), len(self.needs.weights)))
-        for number, (i, j, _) in enumerate(self.needs.weights):
-            here, there = self._group_of[i], self._group_of[j]
-            for k, (target, source) in enumerate(chosen[:, [here, there]].tolist()):
-                if 0 <= target < sizes[here] and 0 <= source < sizes[there]:
-                    out[k, number] = self._seconds(j, here, target, there, source)
+        is_decided = self.is_decided(chosen)
+        for number, (user, trainer, _) in enumerate(self.needs.weights):
+            ends = [self._group_of[trainer], self._group_of[user]]
+            for k in np.flatnonzero(is_decided[:, ends].all(axis=1)):
+                source, target = (self.groups[u].candidates[chosen[k, u]].layout for u in ends)
+                if (key := (trainer, source, target)) not in self._moved:
+                    role = self.problem.role_of(self.calls[trainer])
+                    self._moved[key] = reallocation_seconds(self.rates, role, source, target)
+                out[k, number] = self._moved[key]
         return out
 
-    def _seconds(self, trained: int, here: int, target: int, there: int, source: int) -> float:
-        ends = (self.groups[there].candidates[source].layout, self.groups[here].candidates[target].layout)
-        key = (trained, *ends)
-        if key not in self._moved:
-            role = self.problem.role_of(self.calls[trained])
-            self._moved[key] = reallocation_seconds(self.rates, role, *ends)
-        return self._moved[key]
+    def is_decided(self, chosen: np.ndarray) -> np.ndarray:
+        """Return which choices are candidates of their groups, rather than meshes or open; shape (K, U)."""
+        return (chosen >= 0) & (chosen < [len(group.candidates) for group in self.groups])
 
     def exact_periods(self, chosen: np.ndarray) -> np.ndarray:
         return self.periods(self.groups, chosen, moving=self.moving(chosen))
@@ -182,7 +181,7 @@ class SearchSpace:
             np.stack([getattr(g, name)[pick] for g, pick in zip(groups, chosen.T, strict=True)], axis=1)
             for name in ("first", "stop", "resting", "running")
         )
-        is_decided = (chosen >= 0) & (chosen < [len(group.candidates) for group in groups])
+        is_decided = self.is_decided(chosen)
         aliases = []
         for u, group in enumerate(groups):
             for role, values in zip(group.copies, group.copied, strict=True):
