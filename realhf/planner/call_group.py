@@ -16,6 +16,8 @@ from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.transfer import ContiguousLayout
 
+_Variants = Mapping[ParallelStrategy, Sequence[Variant]]
+
 
 class Candidate(NamedTuple):
     """A layout that a call group can take, with one variant for each call of the group."""
@@ -142,7 +144,7 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
         of_role = [i for i, call in enumerate(calls) if call.role == role]
         training = [i for i in of_role if calls[i].kind == "train_step"]
         owners[role] = (training or of_role)[0]
-    known: dict[tuple[object, ...], list[Variant]] = {}
+    known: dict[tuple[object, ...], _Variants] = {}
     groups = []
     moved = {call.role for call in calls if call.kind == "train_step"}
     moved |= {name for name, role in problem.roles.items() if role.follows in moved}
@@ -196,44 +198,38 @@ def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
 
 
 def _candidates(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
-    known: dict[tuple[object, ...], list[Variant]],
-) -> list[Candidate]:  # fmt: skip
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], known: dict[tuple[object, ...], _Variants]
+) -> list[Candidate]:
     """Return the candidates on all meshes of the cluster, or on the pinned one.
 
     If no call can be split over such meshes, it returns candidates inside the first host.
     """
-    meshes = find_meshes(problem.cluster)
-    only = None
-    one_host = find_meshes(replace(problem.cluster, num_hosts=1))
     if (layout := _pinned(problem, calls)) is not None:
-        meshes = [range(layout.ranks[0], layout.ranks[-1] + 1)]
-        only = layout.strategy
-    return _on_meshes(problem, rates, calls, meshes, only, known) or (
-        [] if only is not None else _on_meshes(problem, rates, calls, one_host, only, known)
+        mesh = range(layout.ranks[0], layout.ranks[-1] + 1)
+        return _on_meshes(problem, rates, calls, [mesh], known, only=layout.strategy)
+    one_host = replace(problem.cluster, num_hosts=1)
+    return _on_meshes(problem, rates, calls, find_meshes(problem.cluster), known) or (
+        _on_meshes(problem, rates, calls, find_meshes(one_host), known)
     )
 
 
 def _on_meshes(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall], meshes: Sequence[range],
-    only: ParallelStrategy | None, known: dict[tuple[object, ...], list[Variant]],
+    known: dict[tuple[object, ...], _Variants], *, only: ParallelStrategy | None = None,
 ) -> list[Candidate]:  # fmt: skip
     found = []
     for mesh in meshes:
         in_host = min(problem.cluster.count_by_host(mesh).values())
-        per_call: list[dict[ParallelStrategy, list[Variant]]] = []
+        per_call: list[_Variants] = []
         for call in calls:
-            key = (call.name, len(mesh), in_host, str(only))
+            key = (call.name, len(mesh), in_host, only)
             if key not in known:
                 known[key] = find_variants(
                     problem, rates, call, size=len(mesh), in_host=in_host, only=only
                 )
-            by_strategy: dict[ParallelStrategy, list[Variant]] = {}
-            for variant in known[key]:
-                by_strategy.setdefault(variant.strategy, []).append(variant)
-            per_call.append(by_strategy)
+            per_call.append(known[key])
         for strategy in per_call[0]:
-            options = [of_call.get(strategy, []) for of_call in per_call]
             layout = ContiguousLayout(strategy, mesh.start)
+            options = [of_call.get(strategy, []) for of_call in per_call]
             found += [Candidate(layout, combo) for combo in itertools.product(*options)]
     return found

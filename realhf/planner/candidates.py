@@ -82,16 +82,11 @@ class Variant:
     copy_bytes: float
     call_bytes: float
 
-    @property
-    def strategy(self) -> ParallelStrategy:
-        return self.how.layout.strategy
-
-
 def find_variants(
     problem: Problem, rates: Rates, call: FunctionCall, *, size: int, in_host: int,
     only: ParallelStrategy | None = None,
-) -> list[Variant]:  # fmt: skip
-    """Return the variants of a call on meshes of `size` ranks, `in_host` of them on one host.
+) -> dict[ParallelStrategy, list[Variant]]:  # fmt: skip
+    """Return the variants of a call on meshes of `size` ranks, `in_host` of them on one host, by strategy.
 
     Each fits a device by itself, and no other variant with the same strategy beats it.
     """
@@ -99,7 +94,7 @@ def find_variants(
     work = problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
     per_host = problem.cluster.devices_per_host
-    found: list[Variant] = []
+    found = {}
     most = work.most_replicas(call.kind)
     strategies = find_strategies(role.config, size, per_host=per_host, max_dp=most)
     mesh = DeviceMesh(tuple(range(size)))
@@ -115,7 +110,7 @@ def find_variants(
                 continue
             cost = call_cost(rates, call, role, work, how, per_host=in_host)
             variants.append(Variant(how, cost, *held, running))
-        found += [v for v in variants if not any(_beats(other, v) for other in variants if other is not v)]
+        found[strategy] = [v for v in variants if not any(_beats(other, v) for other in variants)]
     return found
 
 
@@ -130,31 +125,26 @@ def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[C
     sizes = {largest, largest >> 2, largest >> 4, longest}
     if call.kind == "train_step":
         sizes.add(2 * longest)
-    for offload in (False, True) if _can_offload(problem, call, strategy) else (False,):
-        if call.kind == "generate":
-            rows = min(work.max_rows, samples)
-            for count in sorted({max(1, rows >> i) for i in range(_HALVINGS)}):
-                yield CallPlan(layout, max_rows=count, offload=offload)
-            continue
-        ordered = sorted({min(max(size, longest), largest) for size in sizes})
-        yield from (CallPlan(layout, tokens, offload=offload) for tokens in ordered)
-        if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
-            yield from (CallPlan(layout, tokens, recompute=True) for tokens in ordered[:3])
+    offloads = (False, True) if _can_offload(problem, call, strategy) else (False,)
+    if call.kind == "generate":
+        rows = min(work.max_rows, samples)
+        counts = sorted({max(1, rows >> i) for i in range(_HALVINGS)})
+        yield from (CallPlan(layout, max_rows=n, offload=offload) for offload in offloads for n in counts)
+        return
+    ordered = sorted({min(max(size, longest), largest) for size in sizes})
+    yield from (CallPlan(layout, tokens, offload=offload) for offload in offloads for tokens in ordered)
+    if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
+        yield from (CallPlan(layout, tokens, recompute=True) for tokens in ordered[:3])
 
 
 def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> bool:
-    """Return whether the weights may wait in host memory while other calls run.
-
-    They must never change and serve no other call, and hosts must have enough memory for all such roles.
-    """
-    cluster = problem.cluster
-    role = problem.role_of(call)
-    if cluster.host_memory is None or role.trainable or role.follows is not None:
+    """Return whether hosts have enough memory to offload all frozen roles, if this one may be."""
+    if not problem.may_offload(call):
         return False
-    num_frozen = sum(not other.trainable and other.follows is None for other in problem.roles.values())
-    in_host = weights_bytes(role, strategy, 0) * min(cluster.devices_per_host, strategy.num_ranks)
-    fits_host = num_frozen * in_host <= _HOST_SHARE * cluster.host_memory_bytes
-    return fits_host and sum(other.role == call.role for other in problem.graph.calls) == 1
+    num_frozen = sum(role.is_frozen for role in problem.roles.values())
+    num_shards = min(problem.cluster.devices_per_host, strategy.num_ranks)
+    num_bytes = num_frozen * num_shards * weights_bytes(problem.role_of(call), strategy, 0)
+    return num_bytes <= _HOST_SHARE * problem.cluster.host_memory_bytes
 
 
 def _candidate_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
@@ -170,13 +160,9 @@ def _candidate_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
 
 def _beats(a: Variant, b: Variant) -> bool:
     """Return whether `a` is nowhere worse than `b`, and is better somewhere or has simpler options."""
-    mine = (a.cost.seconds, a.home_bytes, a.copy_bytes, a.call_bytes)
-    theirs = (b.cost.seconds, b.home_bytes, b.copy_bytes, b.call_bytes)
-    return all(x <= y for x, y in zip(mine, theirs, strict=True)) and (
-        mine != theirs or _complexity(a.how) < _complexity(b.how)
-    )
-
-
-def _complexity(how: CallPlan) -> tuple[int, ...]:
-    """Return a sort key for options that cost the same: the simplest come first."""
-    return (how.offload, how.recompute, how.max_rows or 0, how.micro_batch_tokens)
+    mine, theirs = (
+        (v.cost.seconds, v.home_bytes, v.copy_bytes, v.call_bytes, v.how.offload, v.how.recompute,
+         v.how.max_rows or 0, v.how.micro_batch_tokens)
+        for v in (a, b)
+    )  # fmt: skip
+    return mine < theirs and all(x <= y for x, y in zip(mine[:4], theirs[:4], strict=True))

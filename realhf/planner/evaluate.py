@@ -247,9 +247,10 @@ def reallocation_seconds(
     rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
 ) -> float:
     """Return the seconds to move the trained parameters of a role to another layout."""
+    spec = role.trained_spec
     seconds = transfer_seconds(
-        rates.cluster, source, target, num_bytes=role.trained_spec.numel * role.itemsize,
-        sharded=source.strategy.num_replicas > 1, section_share=role.section_share)
+        rates.cluster, source, target, num_bytes=spec.numel * role.itemsize,
+        sharded=source.strategy.num_replicas > 1, section_share=spec.section_numel / spec.numel)
     return seconds / rates.assume.link
 
 

@@ -54,31 +54,22 @@ class CallPieces:
     def _has_logits(self) -> bool:
         return self._is_last and self.role.config.head == "lm" and self.workload.output == "logprobs"
 
-    @property
-    def _samples(self) -> int:
-        """Samples of this dp rank in one mini-batch."""
-        return self.workload.most_samples("train_step", self.strategy.dp)
-
     @cached_property
     def _micro_batches(self) -> tuple[int, float, float]:
-        """Number of micro-batches; tokens and response tokens of a cp rank in the largest one."""
-        number, tokens, responses = self._whole_micro_batches
-        return number, tokens / self.strategy.cp, responses / self.strategy.cp
-
-    @cached_property
-    def _whole_micro_batches(self) -> tuple[int, float, float]:
-        """Number of micro-batches; tokens and response tokens in the largest one, over all cp ranks (see
+        """Number of micro-batches; tokens and response tokens of a cp rank in the largest one (see
         engine/micro_batch.py)."""
         w = self.workload
+        cp = self.strategy.cp
         limit = self.micro_batch_tokens
-        samples = self._samples
+        samples = w.most_samples("train_step", self.strategy.dp)
         length = max(w.tokens, 1.0)
         number = max(-(-int(samples * length) // limit), min(self.strategy.pp, samples), 1)
         if w.response_tokens >= w.max_new_tokens:  # All sequences are alike.
             rows = max(1, min(-(-samples // number), int(limit // length)))
-            return max(1, -(-samples // rows)), rows * length, rows * w.response_tokens
+            return max(1, -(-samples // rows)), rows * length / cp, rows * w.response_tokens / cp
         longest = w.prompt_tokens + w.max_new_tokens
         tokens = max(longest, min(limit, samples * length / number + longest / 2))
+        tokens /= cp
         return number, tokens, tokens * max(w.response_tokens / length, w.max_new_tokens / longest)
 
     def _inputs(self, tokens: float) -> Parts:

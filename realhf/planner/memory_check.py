@@ -146,7 +146,7 @@ def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
         peak = check.fullest
         for what, changed in _changes(problem, plan, peak):
             if check_memory(problem, changed).peaks[peak.rank].num_bytes <= check.available:
-                made = [*made, what]
+                made.append(what)
                 plan = changed
                 break
         else:
@@ -177,8 +177,5 @@ def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tupl
         yield change(call.name, recompute=True)
         yield change(call.name, recompute=True, micro_batch_tokens=max(1, int(work.tokens)))
     for other in problem.model_calls:
-        alone = sum(c.role == other.role for c in problem.graph.calls) == 1
-        role = problem.role_of(other)
-        rests = not role.trainable and role.follows is None and peak.rank in plan[other.name].layout
-        if alone and rests and problem.cluster.host_memory is not None:
+        if problem.may_offload(other) and peak.rank in plan[other.name].layout:
             yield change(other.name, offload=True)
