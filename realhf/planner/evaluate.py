@@ -38,10 +38,18 @@ class SearchSpace:
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
         self.groups = find_call_groups(problem, rates)
-        self._on_host = _host_calls(problem, self.groups)
         self._home_of = {role: u for u, group in enumerate(self.groups) for role in group.homes}
         self._moved: dict[tuple[int, ContiguousLayout, ContiguousLayout], float] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
+        self._on_host = [self._host_call(i) for i, call in enumerate(self.calls) if call.role is None]
+
+    def _host_call(self, number: int) -> tuple[int, int | None, bool, float]:
+        """Return for a call in plain Python: its number, the call group on whose result ranks it runs (None
+        for rank 0), whether it is split over them, and its seconds when it is not split."""
+        call = self.calls[number]
+        anchor, split = host_anchor(self.problem, call)
+        group = None if anchor is None else self._group_of[self.calls.index(self.problem.graph[anchor])]
+        return number, group, split, self.problem.workloads[call.name].seconds
 
     def call_plans(self, chosen: Sequence[int]) -> dict[str, CallPlan]:
         """Return the CallPlan of every call; `host_anchor` decides where calls in plain Python run."""
@@ -267,19 +275,6 @@ def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]
     if before and getattr(call.work, "splittable", False):
         return before[0], True
     return next(iter([*after, *before]), None), False
-
-
-def _host_calls(problem: Problem, groups: Sequence[CallGroup]) -> list[tuple[int, int | None, bool, float]]:
-    """Return, for each call in plain Python: its number, the call group on whose result ranks it runs
-    (None for rank 0), whether it is split over them, and its seconds when it is not split."""
-    order = problem.graph.order
-    group_of = {order[i].name: u for u, group in enumerate(groups) for i in group.calls}
-    found = []
-    for number, call in enumerate(order):
-        if call.role is None:
-            name, split = host_anchor(problem, call)
-            found.append((number, group_of.get(name or ""), split, problem.workloads[call.name].seconds))
-    return found
 
 
 def dependencies(problem: Problem, rates: Rates) -> Dependencies:

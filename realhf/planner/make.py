@@ -68,11 +68,14 @@ def make_plan(
         raise ValueError(_nothing_fits(space))
     chosen = np.array(found.chosen)
     simulation = simulate(space, chosen)
-    costs: dict[str, CallCost] = {}
-    for group, pick in zip(space.groups, found.chosen, strict=True):
-        variants = group.candidates[pick].variants
-        costs |= {space.calls[i].name: v.cost for i, v in zip(group.calls, variants, strict=True)}
-    plan = _execution_plan(space, found)
+    costs = {
+        space.calls[i].name: variant.cost
+        for group, pick in zip(space.groups, found.chosen, strict=True)
+        for i, variant in zip(group.calls, group.candidates[pick].variants, strict=True)
+    }
+    figures = {name: getattr(found, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
+    predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
+    plan = ExecutionPlan(space.call_plans(found.chosen), predicted)
     memory = check_memory(problem, plan)
     assert memory.fits, f"the search counts less memory than the check: {memory.fullest}"
     reasons = _reasons(space, chosen, found)
@@ -104,15 +107,6 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
         return Heuristic(local.best.tolist(), local.best_score, True)
     fastest = [int(indices[0]) for indices in choices]  # Candidates are in order of time.
     return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
-
-
-def _execution_plan(space: SearchSpace, found: SearchResult) -> ExecutionPlan:
-    figures = {
-        "step_seconds": found.step_seconds, "lower_bound_seconds": found.lower_bound_seconds,
-        "gap": found.gap,
-    }  # fmt: skip
-    predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
-    return ExecutionPlan(space.call_plans(found.chosen), predicted)
 
 
 def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dict[str, str]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, call_cost
@@ -28,7 +27,14 @@ class Prediction:
 
 def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
     """Return the prediction for a plan whose layouts are on contiguous ranks."""
-    costs = {call.name: _cost(problem, rates, plan, call) for call in problem.model_calls}
+    costs = {}
+    for call in problem.model_calls:
+        how = plan[call.name]
+        per_host = min(problem.cluster.count_by_host(how.layout.ranks).values())
+        workload = problem.workloads[call.name]
+        costs[call.name] = call_cost(
+            rates, call, problem.role_of(call), workload, how, per_host=per_host
+        )
     seconds = {name: cost.seconds for name, cost in costs.items()}
     return Prediction(step_seconds(problem, rates, plan, seconds), costs)
 
@@ -57,10 +63,3 @@ def step_seconds(
     }  # fmt: skip
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
     return float(periods(needs, seconds, shares[None], moving=np.array(moving).reshape(1, -1))[0])
-
-
-def _cost(problem: Problem, rates: Rates, plan: ExecutionPlan, call: FunctionCall) -> CallCost:
-    how = plan[call.name]
-    per_host = min(problem.cluster.count_by_host(how.layout.ranks).values())
-    workload = problem.workloads[call.name]
-    return call_cost(rates, call, problem.role_of(call), workload, how, per_host=per_host)
