@@ -44,14 +44,12 @@ class Assumptions:
 
 
 class BlockShape(NamedTuple):
-    """Parameters and widths of the mean decoder block. `expert` is one expert of `num_experts`."""
+    """Parameters and widths of the mean decoder block."""
 
     dense: float  # The parameters in matrix products of all tokens: attention, dense or shared MLP, router.
     width: float  # Sum of the widths of the MLPs that a token passes.
-    expert: int = 0
-    num_experts: int = 0
-    experts_per_token: int = 0
-    moe_share: float = 0.0  # Fraction of blocks that have experts.
+    expert: int  # The parameters of one expert.
+    moe_share: float  # Fraction of blocks that have experts.
 
 
 @lru_cache(maxsize=256)
@@ -60,11 +58,10 @@ def block_shape(config: ModelConfig) -> BlockShape:
     dense = sum(p.numel for p in table if len(p.shape) == 2 and p.expert is None) / config.num_layers
     width = sum(p.shape[0] for p in table if p.part in ("up.weight", "shared_up.weight")) / config.num_layers
     if (moe := config.moe) is None:
-        return BlockShape(dense, width)
+        return BlockShape(dense, width, 0, 0.0)
     share = 1 - moe.num_dense_layers / config.num_layers
     width += share * moe.num_experts_per_token * moe.expert_width
-    expert = 3 * config.hidden_size * moe.expert_width
-    return BlockShape(dense, width, expert, moe.num_experts, moe.num_experts_per_token, share)
+    return BlockShape(dense, width, 3 * config.hidden_size * moe.expert_width, share)
 
 
 class Span(NamedTuple):
@@ -186,10 +183,13 @@ class Rates:
             raise ValueError(f"the cluster's peak_flops has no entry for dtype {role.dtype}: {has}")
         return peaks[role.dtype]
 
-    def matmul(self, role: ModelRole, *, tokens: float, params: float) -> float:
-        """Return the seconds of 2 * tokens * params FLOPs or of reading the matrix, whichever is longer."""
+    def matmul(self, role: ModelRole, *, tokens: Any, params: float) -> Any:
+        """Return the seconds of 2 * tokens * params FLOPs or of reading the matrix, whichever is longer.
+
+        `tokens` may be an array.
+        """
         flops = 2 * tokens * params / (self.peak(role) * self.assume.matmul)
-        return max(flops, params * role.itemsize / self._memory)
+        return np.maximum(flops, params * role.itemsize / self._memory)
 
     def traffic(self, num_bytes: float) -> float:
         """Return the seconds of operations that only read and write."""
@@ -208,13 +208,11 @@ class Rates:
         n = tp.size
         compute = self.matmul(role, tokens=tokens, params=shape.dense / n)
         communication = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
-        if shape.num_experts:
-            routed = tokens * shape.experts_per_token
-            touched = min(shape.num_experts, routed) / ep.size
-            per_matrix = shape.expert / n * max(1.0, touched)
-            flops = 2 * routed * shape.expert / n / (self.peak(role) * self.assume.matmul)
-            reading = per_matrix * role.itemsize / self._memory
-            compute += shape.moe_share * max(flops, reading)
+        if c.moe is not None:
+            routed = tokens * c.moe.num_experts_per_token
+            used = max(1.0, min(c.moe.num_experts, routed) / ep.size)  # Experts, which share the tokens.
+            experts = self.matmul(role, tokens=routed / used, params=used * shape.expert / n)
+            compute += shape.moe_share * experts
             exchange = 2 * self.all_to_all(routed * c.hidden_size * role.itemsize, ep)
             communication += shape.moe_share * exchange
         attention = 2 * squared * c.num_heads / n * c.head_dim  # Causal: half of 4 * squared * heads * dim.
@@ -238,9 +236,8 @@ class Rates:
         embedding += 0.0 if backward else self.assume.pass_seconds
         if output != "logprobs" or c.head != "lm":
             return Cost(embedding)
-        params = c.vocab_size * c.hidden_size / n
         passes = 5 if backward else 6
-        compute = self.matmul(role, tokens=tokens, params=params)
+        compute = self.matmul(role, tokens=tokens, params=c.vocab_size * c.hidden_size / n)
         compute *= 2 if backward and role.lora is None else 1
         compute += self.traffic(passes * tokens * c.vocab_size / n * _LOGIT_BYTES)
         communication = 0.0 if n == 1 else self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
@@ -267,32 +264,31 @@ class Rates:
         shape = block_shape(role.config)
         n = tp.size
         params = shape.dense / n
-        touched = np.zeros_like(rows)
-        if shape.num_experts:
+        used = np.zeros_like(rows)  # Parameters of experts that some row uses.
+        per_token = 0
+        if c.moe is not None:
             # b rows with k of E experts each use E (1 - (1 - k/E)^b) experts, spread over ep.
-            unused = (1 - shape.experts_per_token / shape.num_experts) ** (rows * ep.size)
-            touched = shape.moe_share * shape.num_experts * (1 - unused) / ep.size * shape.expert / n
-        active = params + shape.moe_share * shape.experts_per_token * shape.expert / n
+            per_token = c.moe.num_experts_per_token
+            unused = (1 - per_token / c.moe.num_experts) ** (rows * ep.size)
+            used = shape.moe_share * c.moe.num_experts * (1 - unused) / ep.size * shape.expert / n
+        active = params + shape.moe_share * per_token * shape.expert / n
         flops = 2 * rows * active + 4 * rows * context * c.num_heads / n * c.head_dim
         cached = rows * context
         if shared is not None:
             cached = cached - (rows - shared.prompts) * shared.tokens
-        read = (params + touched + cached * widths(c, n).cached) * role.itemsize
+        read = (params + used + cached * widths(c, n).cached) * role.itemsize
         compute = np.maximum(flops / (self.peak(role) * self.assume.matmul), read / self._memory)
         sent = rows * c.hidden_size * role.itemsize
         communication = 2 * self.all_reduce(sent, tp) + np.zeros_like(rows)
-        if shape.num_experts:
-            exchange = self.all_to_all(sent * shape.experts_per_token, ep)
-            communication = communication + 2 * shape.moe_share * exchange
+        if per_token:
+            communication = communication + 2 * shape.moe_share * self.all_to_all(sent * per_token, ep)
         return self._launched(compute), communication
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
         """Return the seconds of logits and sampling for one token per row."""
         c = role.config
         n = tp.size
-        params = c.vocab_size * c.hidden_size / n
-        flops = 2 * rows * params / (self.peak(role) * self.assume.matmul)
-        compute = np.maximum(flops, params * role.itemsize / self._memory)
+        compute = self.matmul(role, tokens=rows, params=c.vocab_size * c.hidden_size / n)
         sampling = 8 * rows * c.vocab_size / n * _LOGIT_BYTES / self._memory
         exchange = 3 * self.all_gather(1.0, tp)
         return compute + sampling + exchange + 2 * self.assume.block_seconds
