@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+import networkx as nx
 import numpy as np
 
 from realhf.graph import FunctionCall
@@ -130,25 +131,21 @@ class CallGroup:
 def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
     """Return the calls joined into groups that must share a layout, in graph order."""
     calls = problem.graph.order
-    joined = [{i} for i, call in enumerate(calls) if call.role is not None]
-    ties = [
-        {i for i, call in enumerate(calls) if call.role == role and call.kind == "train_step"}
-        for role in problem.roles
-    ]
-    ties += [{i for i, call in enumerate(calls) if call.name in names} for names in problem.together]
-    for tie in ties:
-        if touched := [group for group in joined if group & tie]:
-            joined = [group for group in joined if group not in touched] + [set().union(*touched)]
+    ties = nx.Graph()
+    ties.add_nodes_from(i for i, call in enumerate(calls) if call.role is not None)
+    for names in problem.together:
+        nx.add_path(ties, [i for i, call in enumerate(calls) if call.name in names])
     owners = {}
     for role in problem.roles:
         of_role = [i for i, call in enumerate(calls) if call.role == role]
         training = [i for i in of_role if calls[i].kind == "train_step"]
+        nx.add_path(ties, training)
         owners[role] = (training or of_role)[0]
     known: dict[tuple[object, ...], _Variants] = {}
     groups = []
     moved = {call.role for call in calls if call.kind == "train_step"}
     moved |= {name for name, role in problem.roles.items() if role.follows in moved}
-    for group in sorted(map(sorted, joined)):
+    for group in sorted(map(sorted, nx.connected_components(ties))):
         candidates = _candidates(problem, rates, [calls[i] for i in group], known)
         homes = [role for role, owner in owners.items() if owner in group]
         mine = calls[group[0]].role
