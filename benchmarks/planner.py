@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py --no-metropolis
     python benchmarks/planner.py --only ppo-70b --devices 64
-    python benchmarks/planner.py --write plans/scenarios
+    python benchmarks/planner.py --write scenarios
 
 Only the search runs: seconds per step are those of the cost model. Plans are compared with
 
@@ -35,11 +35,10 @@ from realhf import GRPO, PPO, Expected, OptimizerConfig, PolicyLossConfig, Role,
 from realhf.cli.problem import problem_of  # noqa: E402
 from realhf.cluster import Cluster  # noqa: E402
 from realhf.experiment import Experiment  # noqa: E402
-from realhf.layout import ParallelStrategy  # noqa: E402
-from realhf.planner.candidates import Mesh  # noqa: E402
 from realhf.planner.evaluate import SearchSpace  # noqa: E402
 from realhf.planner.make import Planned, make_plan  # noqa: E402
 from realhf.planner.rates import Rates  # noqa: E402
+from realhf.planner.transfer import ContiguousLayout  # noqa: E402
 
 GAP = 0.001  # The search ends at this gap.
 NO_SLOWER = 1 - 1e-6
@@ -172,26 +171,24 @@ def symmetric_seconds(space: SearchSpace) -> float | None:
 
     Each call has the options that are best for the whole step.
     """
-    everywhere = Mesh(0, space.problem.cluster.num_devices)
+    everywhere = range(space.problem.cluster.num_devices)
     best = np.inf
     common = set.intersection(
-        *({c.strategy for c in unit.candidates if c.mesh == everywhere} for unit in space.groups)
+        *({c.layout.strategy for c in unit.candidates if c.layout.ranks == everywhere}
+          for unit in space.groups)
     )
     for strategy in sorted(common, key=str):
-        best = min(best, _best_options(space, [(everywhere, strategy)] * len(space.groups), below=best))
+        best = min(best, _best_options(space, ContiguousLayout(strategy, 0), below=best))
     return best if np.isfinite(best) else None
 
 
-def _best_options(
-    space: SearchSpace, keys: Sequence[tuple[Mesh, ParallelStrategy]], *, below: float
-) -> float:
-    """Return the shortest step in these layouts, all of them on all devices.
+def _best_options(space: SearchSpace, layout: ContiguousLayout, *, below: float) -> float:
+    """Return the shortest step with all calls in this layout, which is on all devices.
 
     Returns infinity if no plan fits that takes less than `below`.
     """
     picks = [
-        np.array([i for i, c in enumerate(unit.candidates) if c.layout_key == key])
-        for unit, key in zip(space.groups, keys, strict=True)
+        np.array([i for i, c in enumerate(unit.candidates) if c.layout == layout]) for unit in space.groups
     ]
     columns = list(zip(space.groups, picks, strict=True))
     resting = sum(unit.resting[pick].min() for unit, pick in columns)

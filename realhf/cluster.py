@@ -5,13 +5,13 @@ name.
 """
 
 import os
-import textwrap
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
+from realhf.field_types import check_fields
 from realhf.shipped import load_yaml
-from realhf.suggest import did_you_mean
 from realhf.units import parse
 
 DEVICE_TYPES = ("cuda", "cpu")
@@ -62,26 +62,29 @@ class Cluster:
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
 
-    @property
-    def outward(self) -> Link:
-        """Return the link from a device to any rank: the one to other hosts, if it is known."""
-        return self.inter_host or self.intra_host
+    def link(self, *, within_host: bool) -> Link:
+        """Return the link from a device to others in its host, or to any: the one to other hosts, if it is
+        known."""
+        return self.intra_host if within_host else self.inter_host or self.intra_host
 
     @property
     def host_port_bytes_per_second(self) -> float:
         """Return the rate at which all devices of a host together can send to other hosts, or receive."""
-        ports = self.devices_per_host * self.outward.bandwidth_bytes_per_second
+        ports = self.devices_per_host * self.link(within_host=False).bandwidth_bytes_per_second
         return self.host_bandwidth_bytes_per_second or ports
 
-    def host_of(self, rank: int) -> int:
-        return rank // self.devices_per_host
+    def count_by_host(self, ranks: Iterable[int]) -> Counter[int]:
+        """Return how many of these ranks are on each host."""
+        return Counter(rank // self.devices_per_host for rank in ranks)
 
     @classmethod
     def from_dict(cls, document: Any) -> "Cluster":
-        values = _checked(document, cls)
+        optional = [f.name for f in fields(cls) if f.default is not MISSING]
+        values = check_fields(document, [f.name for f in fields(cls)], optional=optional, whole="the cluster")
         for name in ("intra_host", "inter_host", "host_memory"):
             if values.get(name) is not None:
-                values[name] = Link(**_plain(_checked(values[name], Link, name), f"{name}."))
+                link = check_fields(values[name], [f.name for f in fields(Link)], where=name)
+                values[name] = Link(**_plain(link, f"{name}."))
         if not isinstance(values["peak_flops"], dict) or not values["peak_flops"]:
             raise ValueError("peak_flops must map dtype names to FLOP/s, for example {bfloat16: 989 TFLOP/s}")
         values["peak_flops"] = _plain(values["peak_flops"], "peak_flops.")
@@ -102,32 +105,12 @@ def host_memory_bytes() -> float:
     return whole // _ROUNDED_BYTES * _ROUNDED_BYTES or whole
 
 
-def _checked(document: Any, cls: type, where: str = "") -> dict[str, Any]:
-    """Return a copy of a mapping: the whole document, or its field `where`.
-
-    Raises ValueError unless it is a mapping that has the fields of the class.
-    """
-    prefix = where and f"{where}."
-    legal = [f.name for f in fields(cls)]
-    required = [f.name for f in fields(cls) if f.default is MISSING]
-    if not isinstance(document, dict):
-        shown = textwrap.shorten(repr(document), 60)
-        raise ValueError(f"{where or 'the cluster'} is {shown}: it must give {', '.join(legal)}")
-    for name in [*document, *required]:
-        if name not in legal:
-            meant = did_you_mean(str(name), legal)
-            raise ValueError(f"{prefix}{name} is not a field{meant}: legal are {', '.join(legal)}")
-        if name not in document:
-            raise ValueError(f"{prefix}{name} is missing")
-    return dict(document)
-
-
 def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values as plain numbers of bytes, seconds or FLOP/s, according to the fields' names."""
     plain = dict(values)
+    units = ("bytes_per_second", "bytes", "seconds")
     for name, value in values.items():
-        endings = [end for end in ("bytes_per_second", "bytes", "seconds") if name.endswith(end)]
-        of = "flops" if prefix == "peak_flops." else next(iter(endings), None)
+        of = "flops" if prefix == "peak_flops." else next(filter(name.endswith, units), None)
         if of is not None:
             try:
                 plain[name] = parse(value, of=of)

@@ -1,8 +1,9 @@
 """Checks the values of a config's fields against the types that its class declares."""
 
+import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from os import PathLike
@@ -39,6 +40,25 @@ def require(legal: bool, name: str, value: Any, rule: str) -> None:
     """Raise ValueError unless the value of the field `name` is legal; `rule` follows "it must"."""
     if not legal:
         raise ValueError(f"{name} is {value}: it must {rule}")
+def check_fields(
+    document: Any, legal: Sequence[str], *, optional: Collection[str] = (), where: str = "", whole: str = ""
+) -> dict[str, Any]:
+    """Return a copy of a mapping that was read from a file: a whole document, or its field `where`.
+
+    Raises ValueError unless it is a mapping with the legal fields, of which only the optional ones may be
+    missing. The message calls the document `whole`.
+    """
+    prefix = where and f"{where}."
+    if not isinstance(document, dict):
+        shown = textwrap.shorten(repr(document), 60)
+        raise ValueError(f"{where or whole} is {shown}: it must give {', '.join(legal)}")
+    for name in [*document, *(name for name in legal if name not in optional)]:
+        if name not in legal:
+            meant = did_you_mean(str(name), legal)
+            raise ValueError(f"{prefix}{name} is not a field{meant}: legal are {', '.join(legal)}")
+        if name not in document:
+            raise ValueError(f"{prefix}{name} is missing")
+    return dict(document)
 
 
 def explain_keyword(error: TypeError, public: Any) -> str:

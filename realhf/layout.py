@@ -1,6 +1,7 @@
 """ParallelStrategy, DeviceMesh and Layout: which ranks hold a model, and how it is split over them."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -92,7 +93,7 @@ class DeviceMesh:
             raise ValueError("a device mesh needs at least one rank")
         if min(self.ranks) < 0:
             raise ValueError(f"rank {min(self.ranks)} is not legal: ranks count from 0")
-        if twice := [rank for rank in set(self.ranks) if self.ranks.count(rank) > 1]:
+        if twice := [rank for rank, count in Counter(self.ranks).items() if count > 1]:
             raise ValueError(f"rank {twice[0]} stands twice in the mesh {self}")
 
     def __str__(self) -> str:

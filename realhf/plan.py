@@ -1,7 +1,7 @@
 """ExecutionPlan: the layout and the micro-batching of every call, read from and written to YAML."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,9 @@ class ExecutionPlan:
         _refuse_unknown(document, ("calls", "predicted"))
         calls = {}
         for name, entry in entries.items():
-            if not isinstance(entry, dict):
-                raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
+            entry = entry if isinstance(entry, dict) else {}
             _refuse_split_layout(entry, f"calls.{name}")
-            legal = ("layout", "micro_batch_tokens", "max_rows", *OPTIONS, "predicted")
-            _refuse_unknown(entry, legal, f"calls.{name} has an ")
+            _refuse_unknown(entry, [part.name for part in fields(CallPlan)], f"calls.{name} has an ")
             if "layout" not in entry:
                 raise ValueError(f"calls.{name}.layout is missing: write for example {{layout: d2t4@0-7}}")
             try:
@@ -109,14 +107,11 @@ class ExecutionPlan:
         return cls(calls, document.get("predicted", {}))
 
     def to_dict(self) -> dict[str, Any]:
-        calls: dict[str, Any] = {}
+        """Return the document of the plan, without what is unset, switched off or not predicted."""
+        calls = {}
         for name, call in self.calls.items():
-            calls[name] = {"layout": str(call.layout), "micro_batch_tokens": call.micro_batch_tokens}
-            if call.max_rows is not None:
-                calls[name]["max_rows"] = call.max_rows
-            calls[name] |= dict.fromkeys(call.options, True)
-            if call.predicted:
-                calls[name]["predicted"] = dict(call.predicted)
+            given = {part: value for part, value in vars(call).items() if value not in (None, False, {})}
+            calls[name] = given | {"layout": str(call.layout)}
         return {"calls": calls, **({"predicted": dict(self.predicted)} if self.predicted else {})}
 
     @classmethod
@@ -126,6 +121,26 @@ class ExecutionPlan:
 
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Iterable[str]) -> dict[str, Layout]:
+    """Return the home of each role, the layout that owns its parameters.
+
+    It is the layout in which the role trains, or else that of its first call.
+    Raises ValueError when a role has no call, or trains in two layouts.
+    """
+    homes: dict[str, Layout] = {}
+    for role in roles:
+        calls = graph.of_role(role)
+        if not calls:
+            raise ValueError(f"role {role!r} has no call in the graph")
+        training = [call for call in calls if call.kind == "train_step"]
+        layouts = {plan[call.name].layout for call in training}
+        if len(layouts) > 1:
+            where = " and ".join(f"{call.name} at {plan[call.name].layout}" for call in training)
+            raise ValueError(f"role {role!r} has two homes: {where}; a role must train in one layout")
+        homes[role] = plan[(training or calls)[0].name].layout
+    return homes
 
 
 def _refuse_unknown(entry: Mapping[str, Any], legal: Sequence[str], prefix: str = "") -> None:

@@ -21,7 +21,8 @@ inter_host: {latency_seconds: 1.0e-5, bandwidth_bytes_per_second: 1.0e+9}
 def test_counts_devices():
     cluster = Cluster.from_dict(yaml.safe_load(GOOD))
     assert cluster.num_devices == 8
-    assert [cluster.host_of(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+    assert cluster.count_by_host(range(8)) == {0: 4, 1: 4}
+    assert cluster.count_by_host([1, 3, 4]) == {0: 2, 1: 1}
 
 
 def test_a_host_may_have_less_than_its_devices_ports():
@@ -35,7 +36,7 @@ def test_one_host_needs_no_link_between_hosts():
     document = yaml.safe_load(GOOD)
     del document["inter_host"]
     alone = Cluster.from_dict(document | {"num_hosts": 1})
-    assert alone.inter_host is None and alone.outward == alone.intra_host
+    assert alone.inter_host is None and alone.link(within_host=False) == alone.intra_host
     assert alone.host_port_bytes_per_second == 4 * 1e10
     with pytest.raises(ValueError, match="inter_host is missing: 2 hosts need the link between them"):
         Cluster.from_dict(document)

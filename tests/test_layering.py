@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "realhf"
 
 NOUNS = (
-    "graph", "kv_blocks", "layout", "plan", "cluster", "families", "hf_fields", "lora", "model_config",
-    "param_spec", "region", "shipped", "transformers_config",
+    "chunk_sizes", "graph", "kv_blocks", "layout", "plan", "cluster", "families", "hf_fields", "lora",
+    "model_config", "param_spec", "region", "shipped", "transformers_config",
 )  # fmt: skip
 LAYERS = {
     **dict.fromkeys(("errors", "prepare", "suggest", "units"), 0),

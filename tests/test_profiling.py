@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from realhf.cli.plan import this_machine
-from realhf.cluster import Cluster
 from realhf.dist.group import World
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
@@ -65,7 +64,7 @@ def _apart(world, per_host):
 
 
 def _measured(world, per_host):
-    """The machine as a Cluster's fields."""
+    """The machine as a Cluster."""
     clock = Clock(_apart(world, per_host))
     if per_host == 1:
         assert measure_links(clock, Sizes(8, 16, 4, 1)) == {}  # Such tables are of what happens in a host.
@@ -76,14 +75,14 @@ def _measured(world, per_host):
 def test_links_are_measured_where_they_are(pool, per_host):
     answers = pool.run(_measured, per_host)
     assert all(answer == answers[0] for answer in answers)
-    cluster = Cluster.from_dict(answers[0])
+    cluster = answers[0]
     assert (cluster.num_hosts, cluster.devices_per_host) == (4 // per_host, per_host)
     assert cluster.device_type == "cpu"
     here = this_machine(per_host)
     assert cluster.host_memory_bytes == here.host_memory_bytes
     assert cluster.device_memory_bytes == here.device_memory_bytes
     # (A model too small to fill a link once gave petabytes per second.)
-    assert 1e6 < cluster.outward.bandwidth_bytes_per_second < 1e12
+    assert 1e6 < cluster.link(within_host=False).bandwidth_bytes_per_second < 1e12
     if per_host == 4:  # Nobody has seen a link between hosts.
         assert cluster.inter_host is None and cluster.host_bandwidth_bytes_per_second is None
     else:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.chunk_sizes import PART_NUMEL
 from realhf.model_config import ModelConfig
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import collects
@@ -33,8 +34,6 @@ ACTIVATIONS = {
     "silu": _SILU, "gelu": _GELU, "gelu_new": _GELU_TANH, "gelu_pytorch_tanh": _GELU_TANH,
     "relu": Curve(F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
 }  # fmt: skip
-_PART_NUMEL = 1 << 17
-"""Elements to process at a time on CPU, so that they stay in a core's cache."""
 
 
 def activation(config: ModelConfig) -> Activation:
@@ -60,7 +59,7 @@ def activated_linear(
 
 
 def _parts(x_TF: Tensor) -> list[slice]:
-    return list(row_blocks(len(x_TF), x_TF.shape[1], x_TF.numel() if x_TF.is_cuda else _PART_NUMEL))
+    return list(row_blocks(len(x_TF), x_TF.shape[1], x_TF.numel() if x_TF.is_cuda else PART_NUMEL))
 
 
 def _activate(up_TF: Tensor, curve: Curve, gated: bool) -> Tensor:

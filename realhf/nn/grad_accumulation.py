@@ -12,10 +12,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from realhf.chunk_sizes import block_numel
 from realhf.nn import half_matmul
-
-_BLOCK_NUMEL = 1 << 22
-"""Elements per block of a product that is computed in one dtype and added in another; more on CUDA."""
 
 
 class Weight(torch.nn.Parameter):
@@ -51,7 +49,7 @@ class Weight(torch.nn.Parameter):
         elif half_matmul.needs_float32(grad_TO):
             half_matmul.add_product(total_OI, grad_TO, x_TI, is_empty=self.is_empty)
         else:
-            numel = _BLOCK_NUMEL * (64 if grad_TO.is_cuda else 1)
+            numel = block_numel(is_cuda=grad_TO.is_cuda)
             rows = max(1, numel // total_OI.shape[1])
             for grad, total in zip(grad_TO.split(rows, dim=1), total_OI.split(rows), strict=True):
                 product = grad.T @ x_TI

@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.chunk_sizes import SMALL_PRODUCT
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import Weight, collects
 
 _ROW_MULTIPLE = 32
 """Without gradients, as in generation, rows are padded to a multiple of this: in bfloat16 on CPU torch
 compiles a product anew for every number of rows, which changes from step to step there."""
-_SMALL_PRODUCT = 1 << 21
-"""Multiplications up to which a product is faster in float32 than torch can prepare it in bfloat16."""
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -31,7 +30,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 def _bfloat16_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Return x W^T + b for bfloat16 on CPU. Both ways to compute it add up in float32."""
-    if len(x_TI) * weight_OI.numel() <= _SMALL_PRODUCT:
+    if len(x_TI) * weight_OI.numel() <= SMALL_PRODUCT:
         bias_O = None if bias_O is None else bias_O.float()
         return F.linear(x_TI.float(), weight_OI.float(), bias_O).to(x_TI.dtype)
     padding = -len(x_TI) % _ROW_MULTIPLE

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.chunk_sizes import PART_NUMEL
 from realhf.region import row_blocks
-
-_PART_NUMEL = 1 << 17
-"""Elements to process at a time."""
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -24,7 +22,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, offset: float = 0.0) ->
     if offset != 0 and (x.is_cuda or not torch.is_grad_enabled()):
         # Gemma adds in float32: in a narrower dtype, a weight near -1 or 0 would lose digits in the sum.
         weight_H = weight_H.to(wide) + offset
-    is_small = not torch.is_grad_enabled() and x.numel() <= _PART_NUMEL
+    is_small = not torch.is_grad_enabled() and x.numel() <= PART_NUMEL
     if x.is_cuda or is_small:
         return F.rms_norm(x.to(weight_H.dtype), weight_H.shape, weight_H, eps).to(x.dtype)
     if torch.is_grad_enabled():
@@ -38,7 +36,7 @@ def _normalise(x: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]
     weight_H = weight_H.to(wide)
     y = x.new_empty(x.shape)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=wide)
-    for rows in row_blocks(len(x), x[:1].numel(), _PART_NUMEL):
+    for rows in row_blocks(len(x), x[:1].numel(), PART_NUMEL):
         part = x[rows].to(wide)
         norm = torch.linalg.vector_norm(part, dim=-1, keepdim=True)
         torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps), out=scale[rows])
@@ -69,7 +67,7 @@ class _RmsNorm(torch.autograd.Function):
         weight_H = narrow_H.to(scale.dtype) + ctx.offset
         grad_x = x.new_empty(x.shape)
         grad_weight_H = torch.zeros_like(weight_H)
-        for rows in row_blocks(len(x), x[:1].numel(), _PART_NUMEL):
+        for rows in row_blocks(len(x), x[:1].numel(), PART_NUMEL):
             x_p = x[rows].to(scale.dtype)
             grad_p = grad_y[rows].to(scale.dtype)
             scale_p = scale[rows]

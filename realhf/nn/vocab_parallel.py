@@ -17,21 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realhf.chunk_sizes import chunk_numel, slice_numel
 from realhf.dist.autograd import copy_to_group
 from realhf.dist.group import Group
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import Weight, collects
 from realhf.nn.linear import linear
 from realhf.region import row_blocks
-
-_CHUNK_NUMEL = 1 << 24
-"""Logits that exist at a time on CPU; planner/memory.py counts with the same number."""
-_CUDA_CHUNKS = 8
-"""Factor for a GPU, where products of few tokens are slow."""
-_SLICE_NUMEL = 1 << 18
-"""Logits per slice on CPU: 1 MiB of float32, which fits its cache."""
-_CUDA_SLICES = 256
-"""Factor for a GPU, where each slice costs kernel launches."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,7 @@ class Head:
     @property
     def chunk_tokens(self) -> int:
         """Number of tokens for which logits are computed at a time."""
-        numel = _CHUNK_NUMEL * (_CUDA_CHUNKS if self.weight_VH.is_cuda else 1)
+        numel = chunk_numel(is_cuda=self.weight_VH.is_cuda)
         return max(1, numel // max(1, len(self.weight_VH)))
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
@@ -155,7 +147,7 @@ def _summing(weight_VH: Tensor) -> Weight:
 
 
 def _slices(logits_tV: Tensor) -> Iterator[slice]:
-    numel = _SLICE_NUMEL * (_CUDA_SLICES if logits_tV.is_cuda else 1)
+    numel = slice_numel(is_cuda=logits_tV.is_cuda)
     return row_blocks(len(logits_tV), logits_tV.shape[1], numel)
 
 

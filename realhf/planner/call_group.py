@@ -2,41 +2,29 @@
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
+import networkx as nx
 import numpy as np
 
-from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
-from realhf.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planner.candidates import Mesh, Variant, find_meshes, find_variants
+from realhf.layout import Layout, ParallelStrategy
+from realhf.planner.candidates import Variant, find_meshes, find_variants
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.transfer import Placed
+from realhf.planner.transfer import ContiguousLayout
+
+_Variants = Mapping[ParallelStrategy, Sequence[Variant]]
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A layout that a call group can take, with one variant for each call of the group."""
 
-    mesh: Mesh
-    strategy: ParallelStrategy
+    layout: ContiguousLayout
     variants: tuple[Variant, ...]
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.strategy, DeviceMesh(tuple(range(self.mesh.first, self.mesh.stop))))
-
-    @property
-    def layout_key(self) -> tuple[Mesh, ParallelStrategy]:
-        return self.mesh, self.strategy
-
-    @property
-    def placed(self) -> Placed:
-        return Placed(self.strategy, self.mesh.first)
 
 
 class CallGroup:
@@ -52,18 +40,19 @@ class CallGroup:
     def __init__(
         self, calls: Mapping[int, FunctionCall], candidates: Sequence[Candidate], *, homes: Sequence[str]
     ) -> None:
-        self.calls = tuple(calls)
+        self.calls = list(calls)
         roles = {call.role: number for number, call in enumerate(calls.values()) if call.role is not None}
         self.homes = tuple(role for role in roles if role in homes)
         self.copies = tuple(role for role in roles if role not in homes)
         self.candidates = sorted(candidates, key=lambda c: sum(v.cost.seconds for v in c.variants))
-        self.first = np.array([c.mesh.first for c in self.candidates])
-        self.stop = np.array([c.mesh.stop for c in self.candidates])
+        self.first = np.array([c.layout.first_rank for c in self.candidates])
+        self.stop = np.array([c.layout.ranks.stop for c in self.candidates])
         self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])
         self.running = np.array([max(v.call_bytes for v in c.variants) for c in self.candidates])
         # The first rank of the last pipeline stage, which owns the results.
-        self.heads = self.stop - [c.mesh.size // c.strategy.pp for c in self.candidates]
-        self.replicas = np.array([c.strategy.dp for c in self.candidates])
+        strategies = [c.layout.strategy for c in self.candidates]
+        self.heads = self.stop - [s.num_ranks // s.pp for s in strategies]
+        self.replicas = np.array([s.dp for s in strategies])
         self.resting = np.zeros(len(self.candidates))
         for role in self.homes:
             self.resting += [c.variants[roles[role]].home_bytes for c in self.candidates]
@@ -79,9 +68,9 @@ class CallGroup:
     @cached_property
     def by_mesh(self) -> list[np.ndarray]:
         """Indices of the candidates on each mesh; the meshes are in the order of their fastest candidate."""
-        found: dict[Mesh, list[int]] = {}
+        found: dict[range, list[int]] = {}
         for i, candidate in enumerate(self.candidates):
-            found.setdefault(candidate.mesh, []).append(i)
+            found.setdefault(candidate.layout.ranks, []).append(i)
         return [np.array(indices) for indices in found.values()]
 
     def varied(self) -> np.ndarray:
@@ -117,19 +106,24 @@ class CallGroup:
         needs = np.stack([np.pad(m, (0, most - len(m)), constant_values=np.inf) for m, _ in steps])
         return needs, np.stack([np.pad(x, ((0, most - len(x)), (0, 0)), mode="edge") for _, x in steps])
 
-    def with_meshes(self) -> "CallGroup":
-        """Return a copy with one more, optimistic candidate for each mesh, in the order of `by_mesh`.
+    def with_open_choices(self, number: int) -> "CallGroup":
+        """Return a copy with one more, optimistic candidate for each mesh, in the order of `by_mesh`, and a
+        last one for an open choice.
 
-        It stands for all candidates on its mesh: it takes the least time of each call and the least memory.
+        Each stands for several candidates: it takes the least time of each call and the least memory. The
+        last one is on ranks below 0, which no group with another number has, and takes no memory.
         """
         more = copy.copy(self)
         more.__dict__.pop("device_seconds", None)
 
-        def extended(array: np.ndarray) -> np.ndarray:
-            return np.concatenate([array, [array[here].min(axis=0) for here in self.by_mesh]])
+        def extended(array: np.ndarray, last: np.ndarray | float = 0.0) -> np.ndarray:
+            return np.concatenate([array, [array[here].min(axis=0) for here in self.by_mesh], [last]])
 
-        for name in ("first", "stop", "seconds", "resting", "running"):
-            setattr(more, name, extended(getattr(self, name)))
+        more.first = extended(self.first, -2 * number - 2)
+        more.stop = extended(self.stop, -2 * number - 1)
+        more.seconds = extended(self.seconds, self.seconds.min(axis=0))
+        more.resting = extended(self.resting)
+        more.running = extended(self.running)
         more.copied = [extended(array) for array in self.copied]
         return more
 
@@ -137,25 +131,21 @@ class CallGroup:
 def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
     """Return the calls joined into groups that must share a layout, in graph order."""
     calls = problem.graph.order
-    joined = [{i} for i, call in enumerate(calls) if call.role is not None]
-    ties = [
-        {i for i, call in enumerate(calls) if call.role == role and call.kind == "train_step"}
-        for role in problem.roles
-    ]
-    ties += [{i for i, call in enumerate(calls) if call.name in names} for names in problem.together]
-    for tie in ties:
-        if touched := [group for group in joined if group & tie]:
-            joined = [group for group in joined if group not in touched] + [set().union(*touched)]
+    ties = nx.Graph()
+    ties.add_nodes_from(i for i, call in enumerate(calls) if call.role is not None)
+    for names in problem.together:
+        nx.add_path(ties, [i for i, call in enumerate(calls) if call.name in names])
     owners = {}
     for role in problem.roles:
         of_role = [i for i, call in enumerate(calls) if call.role == role]
         training = [i for i in of_role if calls[i].kind == "train_step"]
+        nx.add_path(ties, training)
         owners[role] = (training or of_role)[0]
-    known: dict[tuple[object, ...], list[Variant]] = {}
+    known: dict[tuple[object, ...], _Variants] = {}
     groups = []
     moved = {call.role for call in calls if call.kind == "train_step"}
     moved |= {name for name, role in problem.roles.items() if role.follows in moved}
-    for group in sorted(map(sorted, joined)):
+    for group in sorted(map(sorted, nx.connected_components(ties))):
         candidates = _candidates(problem, rates, [calls[i] for i in group], known)
         homes = [role for role, owner in owners.items() if owner in group]
         mine = calls[group[0]].role
@@ -170,12 +160,12 @@ def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     This is for a call whose parameters never move, so that nothing else tells its candidates apart.
     """
-    kept: dict[Mesh, list[Candidate]] = {}
+    kept: dict[range, list[Candidate]] = {}
     for candidate in sorted(candidates, key=lambda c: c.variants[0].cost.seconds):
         (mine,) = candidate.variants
-        others = (other.variants[0] for other in kept.setdefault(candidate.mesh, []))
+        others = (other.variants[0] for other in kept.setdefault(candidate.layout.ranks, []))
         if not any(o.home_bytes <= mine.home_bytes and o.call_bytes <= mine.call_bytes for o in others):
-            kept[candidate.mesh].append(candidate)
+            kept[candidate.layout.ranks].append(candidate)
     return [candidate for group in kept.values() for candidate in group]
 
 
@@ -204,49 +194,39 @@ def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
     return layout
 
 
-def _in_host(cluster: Cluster, mesh: Mesh) -> int:
-    """Return the smallest number of ranks that the mesh has on any of its hosts."""
-    return min(Counter(map(cluster.host_of, range(mesh.first, mesh.stop))).values())
-
-
 def _candidates(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall],
-    known: dict[tuple[object, ...], list[Variant]],
-) -> list[Candidate]:  # fmt: skip
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], known: dict[tuple[object, ...], _Variants]
+) -> list[Candidate]:
     """Return the candidates on all meshes of the cluster, or on the pinned one.
 
     If no call can be split over such meshes, it returns candidates inside the first host.
     """
-    meshes = find_meshes(problem.cluster)
-    only = None
-    one_host = find_meshes(replace(problem.cluster, num_hosts=1))
     if (layout := _pinned(problem, calls)) is not None:
-        meshes = [Mesh(layout.ranks[0], len(layout.ranks))]
-        only = layout.strategy
-    return _on_meshes(problem, rates, calls, meshes, only, known) or (
-        [] if only is not None else _on_meshes(problem, rates, calls, one_host, only, known)
+        mesh = range(layout.ranks[0], layout.ranks[-1] + 1)
+        return _on_meshes(problem, rates, calls, [mesh], known, only=layout.strategy)
+    one_host = replace(problem.cluster, num_hosts=1)
+    return _on_meshes(problem, rates, calls, find_meshes(problem.cluster), known) or (
+        _on_meshes(problem, rates, calls, find_meshes(one_host), known)
     )
 
 
 def _on_meshes(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], meshes: Sequence[Mesh],
-    only: ParallelStrategy | None, known: dict[tuple[object, ...], list[Variant]],
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], meshes: Sequence[range],
+    known: dict[tuple[object, ...], _Variants], *, only: ParallelStrategy | None = None,
 ) -> list[Candidate]:  # fmt: skip
     found = []
     for mesh in meshes:
-        in_host = _in_host(problem.cluster, mesh)
-        per_call: list[dict[ParallelStrategy, list[Variant]]] = []
+        in_host = min(problem.cluster.count_by_host(mesh).values())
+        per_call: list[_Variants] = []
         for call in calls:
-            key = (call.name, mesh.size, in_host, str(only))
+            key = (call.name, len(mesh), in_host, only)
             if key not in known:
                 known[key] = find_variants(
-                    problem, rates, call, size=mesh.size, in_host=in_host, only=only
+                    problem, rates, call, size=len(mesh), in_host=in_host, only=only
                 )
-            by_strategy: dict[ParallelStrategy, list[Variant]] = {}
-            for variant in known[key]:
-                by_strategy.setdefault(variant.strategy, []).append(variant)
-            per_call.append(by_strategy)
+            per_call.append(known[key])
         for strategy in per_call[0]:
+            layout = ContiguousLayout(strategy, mesh.start)
             options = [of_call.get(strategy, []) for of_call in per_call]
-            found += [Candidate(mesh, strategy, combo) for combo in itertools.product(*options)]
+            found += [Candidate(layout, combo) for combo in itertools.product(*options)]
     return found

@@ -2,19 +2,18 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
-from realhf.planner.cost import CallCost, Options, call_cost
-from realhf.planner.memory import call_bytes
-from realhf.planner.memory_check import available_bytes
-from realhf.planner.model_states import training_bytes, weights_bytes
-from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.plan import CallPlan
+from realhf.planner.cost import CallCost, call_cost
+from realhf.planner.memory import running_bytes
+from realhf.planner.model_states import available_bytes, home_bytes, weights_bytes
+from realhf.planner.problem import ModelRole, Problem
 from realhf.planner.rates import Rates
 
 _RANGE_ENDS = 8  # Ranges of hosts begin and end at this many positions, evenly spaced.
@@ -24,19 +23,8 @@ _LARGEST_MICRO_BATCH = 1 << 17
 _HOST_SHARE = 0.8  # The fraction of host memory that offloaded weights may take.
 
 
-class Mesh(NamedTuple):
-    """A range of contiguous ranks."""
-
-    first: int
-    size: int
-
-    @property
-    def stop(self) -> int:
-        return self.first + self.size
-
-
-def find_meshes(cluster: Cluster) -> list[Mesh]:
-    """Return the meshes that plans may use, largest first.
+def find_meshes(cluster: Cluster) -> list[range]:
+    """Return the ranges of ranks that plans may use, largest first.
 
     Inside a host these are all divisors of its number of devices, each at multiples of its own size; beyond a
     host they are ranges of whole hosts.
@@ -45,13 +33,13 @@ def find_meshes(cluster: Cluster) -> list[Mesh]:
     hosts = cluster.num_hosts
     spacing = 1 << max(0, math.ceil(math.log2(hosts / _RANGE_ENDS)))
     sizes = [n for n in range(1, per_host) if per_host % n == 0] if spacing == 1 else []
-    found = [Mesh(first, n) for n in sizes for first in range(0, cluster.num_devices, n)]
+    found = [range(first, first + n) for n in sizes for first in range(0, cluster.num_devices, n)]
     ends = sorted({*range(0, hosts, spacing), hosts})
     ranges = {(a, b) for a in ends for b in ends if a < b}
     for n in (spacing >> i for i in range(1, spacing.bit_length()) if 1 << i <= _SMALLEST_PART):
         ranges |= {(a, a + n) for a in range(0, hosts - n + 1, n)}
-    found += [Mesh(a * per_host, (b - a) * per_host) for a, b in ranges]
-    return sorted(found, key=lambda mesh: (-mesh.size, mesh.first))
+    found += [range(a * per_host, b * per_host) for a, b in ranges]
+    return sorted(found, key=lambda mesh: (-len(mesh), mesh.start))
 
 
 @lru_cache(maxsize=4096)
@@ -84,23 +72,21 @@ class Variant:
     """The cost of one call under one strategy on a mesh of a given shape. Bytes are those of the fullest
     rank.
 
-    Every rank always holds `home_bytes` if this layout is the home of the role, or `copy_bytes` if it holds a
-    copy. While the call runs, `call_bytes` are added.
+    The ranks of `how.layout` count from 0. Every rank always holds `home_bytes` if this layout is the home of
+    the role, or `copy_bytes` if it holds a copy. While the call runs, `call_bytes` are added.
     """
 
-    strategy: ParallelStrategy
-    options: Options
+    how: CallPlan
     cost: CallCost
     home_bytes: float
     copy_bytes: float
     call_bytes: float
 
-
 def find_variants(
     problem: Problem, rates: Rates, call: FunctionCall, *, size: int, in_host: int,
     only: ParallelStrategy | None = None,
-) -> list[Variant]:  # fmt: skip
-    """Return the variants of a call on meshes of `size` ranks, `in_host` of them on one host.
+) -> dict[ParallelStrategy, list[Variant]]:  # fmt: skip
+    """Return the variants of a call on meshes of `size` ranks, `in_host` of them on one host, by strategy.
 
     Each fits a device by itself, and no other variant with the same strategy beats it.
     """
@@ -108,29 +94,29 @@ def find_variants(
     work = problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
     per_host = problem.cluster.devices_per_host
-    found: list[Variant] = []
+    found = {}
     most = work.most_replicas(call.kind)
     strategies = find_strategies(role.config, size, per_host=per_host, max_dp=most)
+    mesh = DeviceMesh(tuple(range(size)))
     for strategy in [only] if only is not None else strategies:
         stages = _candidate_stages(role, strategy)
         weights = max(weights_bytes(role, strategy, stage) for stage in stages)
-        home = weights
-        if role.trainable:
-            home = max(weights_bytes(role, strategy, s) + training_bytes(role, strategy, s) for s in stages)
-        resting = home if call.kind == "train_step" else weights
+        home = max(home_bytes(role, strategy, stage) for stage in stages)
         variants = []
-        for options in _options(problem, call, strategy):
-            running = max(_call_bytes(rates, call, role, work, strategy, s, options) for s in stages)
-            if (0.0 if options.offload else resting) + running + options.offload * weights > capacity:
+        for how in _options(problem, call, Layout(strategy, mesh)):
+            held = (0, 0) if how.offload else (home, weights)
+            running = max(sum(running_bytes(problem, call, how, stage).values()) for stage in stages)
+            if (held[0] if call.kind == "train_step" else held[1]) + running > capacity:
                 continue
-            cost = call_cost(rates, call, role, work, strategy, per_host=in_host, options=options)
-            rests = (0.0, 0.0, running + weights) if options.offload else (home, weights, running)
-            variants.append(Variant(strategy, options, cost, *rests))
-        found += [v for v in variants if not any(_beats(other, v) for other in variants if other is not v)]
+            cost = call_cost(rates, call, role, work, how, per_host=in_host)
+            variants.append(Variant(how, cost, *held, running))
+        found[strategy] = [v for v in variants if not any(_beats(other, v) for other in variants)]
     return found
 
 
-def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> Iterator[Options]:
+def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[CallPlan]:
+    """Yield the call in this layout with every combination of micro-batching, recompute and offload."""
+    strategy = layout.strategy
     work = problem.workloads[call.name]
     longest = max(1, math.ceil(work.tokens))
     samples = work.most_samples(call.kind, strategy.dp)
@@ -139,31 +125,26 @@ def _options(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -
     sizes = {largest, largest >> 2, largest >> 4, longest}
     if call.kind == "train_step":
         sizes.add(2 * longest)
-    for offload in (False, True) if _can_offload(problem, call, strategy) else (False,):
-        if call.kind == "generate":
-            rows = min(work.max_rows, samples)
-            for count in sorted({max(1, rows >> i) for i in range(_HALVINGS)}):
-                yield Options(max_rows=count, offload=offload)
-            continue
-        ordered = sorted({min(max(size, longest), largest) for size in sizes})
-        yield from (Options(tokens, None, False, offload) for tokens in ordered)
-        if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
-            yield from (Options(tokens, None, True, offload) for tokens in ordered[:3])
+    offloads = (False, True) if _can_offload(problem, call, strategy) else (False,)
+    if call.kind == "generate":
+        rows = min(work.max_rows, samples)
+        counts = sorted({max(1, rows >> i) for i in range(_HALVINGS)})
+        yield from (CallPlan(layout, max_rows=n, offload=offload) for offload in offloads for n in counts)
+        return
+    ordered = sorted({min(max(size, longest), largest) for size in sizes})
+    yield from (CallPlan(layout, tokens, offload=offload) for offload in offloads for tokens in ordered)
+    if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
+        yield from (CallPlan(layout, tokens, recompute=True) for tokens in ordered[:3])
 
 
 def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> bool:
-    """Return whether the weights may wait in host memory while other calls run.
-
-    They must never change and serve no other call, and hosts must have enough memory for all such roles.
-    """
-    cluster = problem.cluster
-    role = problem.role_of(call)
-    if cluster.host_memory is None or role.trainable or role.follows is not None:
+    """Return whether hosts have enough memory to offload all frozen roles, if this one may be."""
+    if not problem.may_offload(call):
         return False
-    num_frozen = sum(not other.trainable and other.follows is None for other in problem.roles.values())
-    in_host = weights_bytes(role, strategy, 0) * min(cluster.devices_per_host, strategy.num_ranks)
-    fits_host = num_frozen * in_host <= _HOST_SHARE * cluster.host_memory_bytes
-    return fits_host and sum(other.role == call.role for other in problem.graph.calls) == 1
+    num_frozen = sum(role.is_frozen for role in problem.roles.values())
+    num_shards = min(problem.cluster.devices_per_host, strategy.num_ranks)
+    num_bytes = num_frozen * num_shards * weights_bytes(problem.role_of(call), strategy, 0)
+    return num_bytes <= _HOST_SHARE * problem.cluster.host_memory_bytes
 
 
 def _candidate_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
@@ -177,28 +158,11 @@ def _candidate_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
     return sorted({*first.values(), 0, strategy.pp - 1})
 
 
-def _call_bytes(
-    rates: Rates, call: FunctionCall, role: ModelRole, work: Workload, strategy: ParallelStrategy, stage: int,
-    options: Options,
-) -> float:  # fmt: skip
-    if options.max_rows is not None:
-        work = replace(work, max_rows=options.max_rows)
-    parts = call_bytes(
-        role, call.kind, work, strategy, stage, micro_batch_tokens=options.micro_batch_tokens,
-        recompute=options.recompute, fused=rates.cluster.device_type == "cuda",
-    )  # fmt: skip
-    return sum(parts.values())
-
-
 def _beats(a: Variant, b: Variant) -> bool:
     """Return whether `a` is nowhere worse than `b`, and is better somewhere or has simpler options."""
-    mine = (a.cost.seconds, a.home_bytes, a.copy_bytes, a.call_bytes)
-    theirs = (b.cost.seconds, b.home_bytes, b.copy_bytes, b.call_bytes)
-    return all(x <= y for x, y in zip(mine, theirs, strict=True)) and (
-        mine != theirs or _complexity(a.options) < _complexity(b.options)
-    )
-
-
-def _complexity(options: Options) -> tuple[int, ...]:
-    """Return a sort key for options that cost the same: the simplest come first."""
-    return (options.offload, options.recompute, options.max_rows or 0, options.micro_batch_tokens)
+    mine, theirs = (
+        (v.cost.seconds, v.home_bytes, v.copy_bytes, v.call_bytes, v.how.offload, v.how.recompute,
+         v.how.max_rows or 0, v.how.micro_batch_tokens)
+        for v in (a, b)
+    )  # fmt: skip
+    return mine < theirs and all(x <= y for x, y in zip(mine[:4], theirs[:4], strict=True))

@@ -10,28 +10,21 @@ overlap is known.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from realhf.graph import FunctionCall
 from realhf.kv_blocks import shared_tokens
-from realhf.layout import ParallelStrategy, even_split
+from realhf.layout import ParallelStrategy
+from realhf.plan import CallPlan
 from realhf.planner.model_states import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
 from realhf.planner.shard import exchanged, held_params
 
 _NUM_RANGES = 24  # The decode steps of a generation are averaged over this many ranges.
-
-
-class Options(NamedTuple):
-    """Settings of a call besides its layout; `max_rows` is for calls that generate."""
-
-    micro_batch_tokens: int = 16384
-    max_rows: int | None = None
-    recompute: bool = False
-    offload: bool = False
 
 
 class Spans(NamedTuple):
@@ -82,21 +75,17 @@ class CallCost:
 
 
 def call_cost(
-    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, strategy: ParallelStrategy,
-    *, per_host: int, options: Options,
-) -> CallCost:  # fmt: skip
+    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, how: CallPlan, *, per_host: int
+) -> CallCost:
     """Return the cost of a call on contiguous ranks, with `per_host` of them on each host of the mesh."""
-    groups = spans(strategy, per_host)
-    if call.kind == "generate":
-        workload = replace(workload, max_rows=options.max_rows or workload.max_rows)
-        cost = _generate(rates, role, workload, strategy, groups)
-    elif call.kind == "train_step":
-        cost = _train(rates, role, workload, strategy, groups, options)
-    else:
-        cost = _forward(rates, role, workload, strategy, groups, options)
+    strategy = how.layout.strategy
+    workload = replace(workload, max_rows=how.max_rows or workload.max_rows)
+    estimate = _Estimate(rates, role, workload, how, strategy, spans(strategy, per_host))
+    by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
+    cost = by_kind[call.kind]()
     samples = math.ceil(workload.num_samples / strategy.dp)
     extra = {"host": rates.call_seconds(call.kind, samples=samples)}
-    if options.offload:
+    if how.offload:
         weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
         extra["offload"] = rates.host_copy(weights)
     parts = {name: value for name, value in {**cost.parts, **extra}.items() if value > 0}
@@ -106,173 +95,175 @@ def call_cost(
 class _MicroBatches(NamedTuple):
     """The micro-batches into which a data-parallel rank splits its part of a mini-batch.
 
-    Counts are per micro-batch and per rank of the cp group.
+    Numbers of tokens are per micro-batch and per rank of the cp group.
     """
 
-    num_micro_batches: int
+    number: int
     tokens: float
     squared: float
     chosen: float  # Positions whose logits are computed.
 
 
-def _micro_batches(work: Workload, strategy: ParallelStrategy, options: Options) -> _MicroBatches:
-    samples = work.most_samples("train_step", strategy.dp)
-    per_micro = max(1, options.micro_batch_tokens // max(1, math.ceil(work.tokens)))
-    count = min(samples, max(math.ceil(samples / per_micro), min(strategy.pp, samples)))
-    each = samples / count / strategy.cp
-    chosen = work.response_tokens or work.tokens
-    return _MicroBatches(count, each * work.tokens, each * work.squared_tokens, each * chosen)
+@dataclass(frozen=True)
+class _Estimate:
+    """The estimated costs of a call, one method for each kind."""
 
+    rates: Rates
+    role: ModelRole
+    work: Workload
+    how: CallPlan
+    strategy: ParallelStrategy
+    groups: Spans
 
-def _stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
-    """Return the number of blocks on each stage."""
-    bounds = (even_split(role.config.num_layers, strategy.pp, i) for i in range(strategy.pp))
-    return [stop - start for start, stop in bounds]
+    def forward(self) -> CallCost:
+        micro = self._micro_batches
+        head = self.rates.head(self.role, self.groups.tp, tokens=micro.chosen, output=self.work.output)
+        stages = [self._block().times(layers) for layers in self._num_layers]
+        stages[-1] = stages[-1].plus(head)
+        return self._pipelined(stages, micro.number, tokens=micro.tokens, hops_per_slot=1)
 
+    def train(self) -> CallCost:
+        rates = self.rates
+        role = self.role
+        strategy = self.strategy
+        micro = self._micro_batches
+        block = self._block().times(2 if self.how.recompute else 1).plus(self._block(backward=True))
+        stages = []
+        for stage, layers in enumerate(self._num_layers):
+            gradients = rates.accumulate(role, trained_params(role, strategy, stage))
+            stages.append(block.times(layers).plus(Cost(gradients)))
+        for backward in (False, True):
+            head = rates.head(
+                role, self.groups.tp, tokens=micro.chosen, output=self.work.output, backward=backward
+            )
+            stages[-1] = stages[-1].plus(head)
+        one = self._pipelined(stages, micro.number, tokens=micro.tokens, hops_per_slot=2)
+        ends = {0, strategy.pp - 1}
+        held = max((held_params(role.config, strategy, stage, role.lora) for stage in ends), key=sum)
+        steps = self.work.minibatches * self.work.epochs
+        # Parameters are gathered between optimizer steps; after the last, reallocation distributes them.
+        gathers = (steps - 1) / steps if strategy.num_replicas > 1 else 0.0
+        data = owned = 0.0
+        for part, span in zip(held, (self.groups.replicas, self.groups.expert_replicas), strict=True):
+            if part:
+                data += rates.reduce_scatter(part * role.wide_itemsize, span)
+                data += gathers * rates.all_gather(part * role.itemsize, span)
+                owned += part / span.size
+        data = max(0.0, data - rates.assume.overlap * one.seconds)
+        update = rates.update(role, owned=owned)
+        parts = {name: part * steps for name, part in one.parts.items()}
+        parts |= {"data parallel": data * steps, "optimizer": update * steps}
+        return CallCost(steps * (one.seconds + data + update), parts, one.num_micro_batches)
 
-def _forward(
-    rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans, options: Options
-) -> CallCost:
-    micro = _micro_batches(work, strategy, options)
-    block = _block(rates, role, groups, micro)
-    head = rates.head(role, groups.tp, tokens=micro.chosen, output=work.output)
-    stages = [block.times(layers) for layers in _stages(role, strategy)]
-    stages[-1] = stages[-1].plus(head)
-    hop = rates.send(_hidden_bytes(role, micro.tokens), within_host=groups.stages_meet_in_host)
-    hop = hop if strategy.pp > 1 else 0.0
-    return _pipelined(stages, micro.num_micro_batches, groups, hop=hop, hops_per_slot=1)
+    def generate(self) -> CallCost:
+        """Return the cost of generation: prefill of the prompts, then decoding.
 
-
-def _block(
-    rates: Rates, role: ModelRole, groups: Spans, micro: _MicroBatches, *, backward: bool = False
-) -> Cost:
-    """Return the cost of a block on one micro-batch.
-
-    Costs are remembered, since strategies that differ only in dp and pp ask for the same ones.
-    """
-    key = (
-        role.config, role.dtype, role.lora, groups.tp, groups.cp, groups.ep, micro.tokens, micro.squared,
-        backward,
-    )  # fmt: skip
-    if key not in rates.known_blocks:
-        cost = rates.block(
-            role, groups.tp, groups.ep, tokens=micro.tokens, squared=micro.squared, backward=backward
+        Each stage works on one cohort of rows. While samples wait, every slot has a row; the last `max_rows`
+        samples then finish one by one.
+        """
+        rates = self.rates
+        role = self.role
+        work = self.work
+        tp = self.groups.tp
+        ep = self.groups.ep
+        pp = self.strategy.pp
+        samples = math.ceil(work.most_samples("generate", self.strategy.dp) / self.strategy.cp)
+        rows: float = min(samples, work.max_rows)
+        cohorts = min(pp, math.ceil(rows))
+        waves = samples / rows  # How often all slots are filled.
+        rows = rows / cohorts
+        distinct = max(1.0, rows / work.samples_per_prompt)
+        tokens = distinct * work.prompt_tokens
+        deepest = max(self._num_layers)
+        block = rates.block(role, tp, ep, tokens=tokens, squared=tokens * work.prompt_tokens)
+        stages = [block.times(count) for count in self._num_layers]
+        prefill = self._pipelined(stages, cohorts, tokens=tokens, hops_per_slot=1)
+        weights, running, context = _decode_ranges(work, rows, waves)
+        shared = None
+        saved = shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
+        if saved:
+            ended = np.maximum(0.0, 1 - running / rows)
+            prompts = distinct * (1 - ended ** (rows / distinct))  # Prompts that some row still continues.
+            shared = SharedPrompts(prompts, saved)
+        compute, communication = rates.decode_block(
+            role, tp, ep, rows=running, context=context, shared=shared
         )
-        rates.known_blocks[key] = cost.plus(Cost(0.0, _exchanges(rates, role, groups, micro.tokens)))
-    return rates.known_blocks[key]
+        head = rates.decode_head(role, tp, rows=running)
+        step = ((compute + communication) * deepest + head) * cohorts
+        if pp > 1:
+            whole = (compute + communication) * role.config.num_layers + head
+            step = np.maximum(step, whole + pp * self._hop(rows))
+        parts = {
+            "prefill": waves * prefill.seconds,
+            "decode": float(((compute * deepest + head) * cohorts * weights).sum()),
+            self.groups.within: float((communication * deepest * cohorts * weights).sum()),
+        }
+        seconds = waves * prefill.seconds + float((step * weights).sum())
+        parts["pipeline"] = max(0.0, seconds - sum(parts.values()))
+        return CallCost(seconds, parts)
 
+    @cached_property
+    def _micro_batches(self) -> _MicroBatches:
+        work = self.work
+        strategy = self.strategy
+        samples = work.most_samples("train_step", strategy.dp)
+        per_micro = max(1, self.how.micro_batch_tokens // max(1, math.ceil(work.tokens)))
+        count = min(samples, max(math.ceil(samples / per_micro), min(strategy.pp, samples)))
+        each = samples / count / strategy.cp
+        chosen = work.response_tokens or work.tokens
+        return _MicroBatches(count, each * work.tokens, each * work.squared_tokens, each * chosen)
 
-def _exchanges(rates: Rates, role: ModelRole, groups: Spans, tokens: float) -> float:
-    """Return the seconds of a block's two all-to-alls over cp, one before and one after attention."""
-    if groups.cp.size == 1:
-        return 0.0
-    config = role.config
-    tp = groups.tp.size
-    there = exchanged(config, tp, groups.cp.size)
-    back = config.num_heads // tp * (config.head_dim if config.mla is None else config.mla.v_head_dim)
-    return sum(rates.all_to_all(tokens * width * role.itemsize, groups.cp) for width in (there, back))
+    @property
+    def _num_layers(self) -> list[int]:
+        """Number of blocks on each stage."""
+        return [len(self.role.spec.stage_layers(self.strategy, stage)) for stage in range(self.strategy.pp)]
 
+    def _block(self, *, backward: bool = False) -> Cost:
+        """Return the cost of a block on one micro-batch.
 
-def _hidden_bytes(role: ModelRole, tokens: float) -> float:
-    return tokens * role.config.hidden_size * role.itemsize
+        Costs are remembered, since strategies that differ only in dp and pp ask for the same ones.
+        """
+        rates = self.rates
+        role = self.role
+        tp, cp, ep = self.groups.tp, self.groups.cp, self.groups.ep
+        _, tokens, squared, _ = self._micro_batches
+        key = (role.config, role.dtype, role.lora, tp, cp, ep, tokens, squared, backward)
+        if key not in rates.known_blocks:
+            cost = rates.block(role, tp, ep, tokens=tokens, squared=squared, backward=backward)
+            rates.known_blocks[key] = cost.plus(Cost(0.0, self._exchanges(tokens)))
+        return rates.known_blocks[key]
 
+    def _exchanges(self, tokens: float) -> float:
+        """Return the seconds of a block's two all-to-alls over cp, one before and one after attention."""
+        config = self.role.config
+        tp = self.groups.tp.size
+        cp = self.groups.cp
+        if cp.size == 1:
+            return 0.0
+        back = config.num_heads // tp * (config.head_dim if config.mla is None else config.mla.v_head_dim)
+        elements = (exchanged(config, tp, cp.size), back)
+        return sum(self.rates.all_to_all(tokens * width * self.role.itemsize, cp) for width in elements)
 
-def _pipelined(stages: list[Cost], count: int, groups: Spans, *, hop: float, hops_per_slot: int) -> CallCost:
-    """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot` times."""
-    transit = hops_per_slot * (len(stages) - 1) * hop
-    once = sum(stage.seconds for stage in stages) + transit
-    slowest = max(stages, key=lambda stage: stage.seconds)
-    # There are as many micro-batches in flight as stages, so a round trip bounds the slot, too.
-    slot = max(slowest.seconds, once / len(stages), hop)
-    seconds = once + (count - 1) * slot
-    busy = slowest.times(count)
-    parts = {"compute": busy.compute, groups.within: busy.communication, "pipeline": seconds - busy.seconds}
-    return CallCost(seconds, parts, count)
+    def _hop(self, tokens: float) -> float:
+        """Return the seconds to send hidden states to the next stage."""
+        num_bytes = tokens * self.role.config.hidden_size * self.role.itemsize
+        return self.rates.send(num_bytes, within_host=self.groups.stages_meet_in_host)
 
-
-def _train(
-    rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans,
-    options: Options,
-) -> CallCost:  # fmt: skip
-    micro = _micro_batches(work, strategy, options)
-    tp = groups.tp
-    block = _block(rates, role, groups, micro).times(2 if options.recompute else 1)
-    block = block.plus(_block(rates, role, groups, micro, backward=True))
-    head = rates.head(role, tp, tokens=micro.chosen, output=work.output)
-    head = head.plus(rates.head(role, tp, tokens=micro.chosen, output=work.output, backward=True))
-    stages = []
-    for stage, layers in enumerate(_stages(role, strategy)):
-        gradients = rates.accumulate(role, trained_params(role, strategy, stage))
-        stages.append(block.times(layers).plus(Cost(gradients)))
-    stages[-1] = stages[-1].plus(head)
-    hop = rates.send(_hidden_bytes(role, micro.tokens), within_host=groups.stages_meet_in_host)
-    hop = hop if strategy.pp > 1 else 0.0
-    one = _pipelined(stages, micro.num_micro_batches, groups, hop=hop, hops_per_slot=2)
-    last = {0, strategy.pp - 1}
-    held = max((held_params(role.config, strategy, stage, role.lora) for stage in last), key=sum)
-    steps = work.minibatches * work.epochs
-    # Parameters are gathered between optimizer steps; after the last, reallocation distributes them.
-    gathers = (steps - 1) / steps if strategy.num_replicas > 1 else 0.0
-    data = owned = 0.0
-    for part, span in zip(held, (groups.replicas, groups.expert_replicas), strict=True):
-        if part:
-            data += rates.reduce_scatter(part * role.wide_itemsize, span)
-            data += gathers * rates.all_gather(part * role.itemsize, span)
-            owned += part / span.size
-    data = max(0.0, data - rates.assume.overlap * one.seconds)
-    update = rates.update(role, owned=owned)
-    parts = {name: part * steps for name, part in one.parts.items()}
-    parts |= {"data parallel": data * steps, "optimizer": update * steps}
-    return CallCost(steps * (one.seconds + data + update), parts, one.num_micro_batches)
-
-
-def _generate(
-    rates: Rates, role: ModelRole, work: Workload, strategy: ParallelStrategy, groups: Spans
-) -> CallCost:
-    """Return the cost of generation: prefill of the prompts, then decoding.
-
-    Each stage works on one cohort of rows. While samples wait, every slot has a row; the last `max_rows`
-    samples then finish one by one.
-    """
-    samples = math.ceil(work.most_samples("generate", strategy.dp) / strategy.cp)
-    rows: float = min(samples, work.max_rows)
-    cohorts = min(strategy.pp, math.ceil(rows))
-    waves = samples / rows  # How often all slots are filled.
-    rows = rows / cohorts
-    distinct = max(1.0, rows / work.samples_per_prompt)
-    tokens = distinct * work.prompt_tokens
-    squared = distinct * work.prompt_tokens**2
-    layers = _stages(role, strategy)
-    deepest = max(layers)
-    pp = strategy.pp
-    hop = rates.send(_hidden_bytes(role, tokens), within_host=groups.stages_meet_in_host) if pp > 1 else 0.0
-    block = rates.block(role, groups.tp, groups.ep, tokens=tokens, squared=squared)
-    stages = [block.times(count) for count in layers]
-    prefill = _pipelined(stages, cohorts, groups, hop=hop, hops_per_slot=1)
-    weights, running, context = _decode_ranges(work, rows, waves)
-    shared = None
-    saved = shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
-    if saved:
-        ended = np.maximum(0.0, 1 - running / rows)
-        prompts = distinct * (1 - ended ** (rows / distinct))  # Prompts that some row still continues.
-        shared = SharedPrompts(prompts, saved)
-    compute, communication = rates.decode_block(
-        role, groups.tp, groups.ep, rows=running, context=context, shared=shared
-    )
-    head = rates.decode_head(role, groups.tp, rows=running)
-    slot = (compute + communication) * deepest + head
-    step = slot * cohorts
-    if pp > 1:
-        hop = rates.send(_hidden_bytes(role, rows), within_host=groups.stages_meet_in_host)
-        step = np.maximum(step, (compute + communication) * role.config.num_layers + head + pp * hop)
-    parts = {
-        "prefill": waves * prefill.seconds,
-        "decode": float(((compute * deepest + head) * cohorts * weights).sum()),
-        groups.within: float((communication * deepest * cohorts * weights).sum()),
-    }
-    seconds = waves * prefill.seconds + float((step * weights).sum())
-    parts["pipeline"] = max(0.0, seconds - sum(parts.values()))
-    return CallCost(seconds, parts)
+    def _pipelined(
+        self, stages: list[Cost], count: int, *, tokens: float, hops_per_slot: int
+    ) -> CallCost:
+        """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot`
+        times."""
+        hop = self._hop(tokens) if len(stages) > 1 else 0.0
+        once = sum(stage.seconds for stage in stages) + hops_per_slot * (len(stages) - 1) * hop
+        slowest = max(stages, key=lambda stage: stage.seconds)
+        # There are as many micro-batches in flight as stages, so a round trip bounds the slot, too.
+        slot = max(slowest.seconds, once / len(stages), hop)
+        seconds = once + (count - 1) * slot
+        busy = slowest.times(count)
+        waiting = seconds - busy.seconds
+        parts = {"compute": busy.compute, self.groups.within: busy.communication, "pipeline": waiting}
+        return CallCost(seconds, parts, count)
 
 
 def _decode_ranges(work: Workload, rows: float, waves: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

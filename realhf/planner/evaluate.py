@@ -2,28 +2,30 @@
 
 Calls that must share a layout form a call group, and a plan picks one candidate for each group. Shapes: K
 plans, U call groups, N calls in graph order. Plans are an integer array `chosen` of shape (K, U). It holds
-the index of each group's candidate, or -1 where the choice is still open. Where only the mesh of a group is
-chosen, it holds the index of one of the candidates that `CallGroup.with_meshes` appends.
+the index of each group's candidate. Where only the mesh of a group is chosen, or where the choice is still
+open (-1), it is the index of a candidate that `CallGroup.with_open_choices` appends.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.call_group import CallGroup, Candidate, find_call_groups
-from realhf.planner.memory_check import available_bytes
-from realhf.planner.problem import Problem
+from realhf.planner.call_group import CallGroup, find_call_groups
+from realhf.planner.model_states import available_bytes, shard_of
+from realhf.planner.problem import ModelRole, Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import NEVER, Dependencies, periods
-from realhf.planner.transfer import Placed, transfer_seconds
+from realhf.planner.transfer import ContiguousLayout, transfer_seconds
 
 PossibleAlias = tuple[int, str, np.ndarray, np.ndarray]
 """A group, a role of which it has a copy, the copy's bytes by candidate, and the plans (a mask over K) in
 which the copy might share memory with another one."""
-_SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
+SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
 
 
 class SearchSpace:
@@ -36,23 +38,28 @@ class SearchSpace:
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
         self.groups = find_call_groups(problem, rates)
-        self._on_host = _host_calls(problem, self.groups)
         self._home_of = {role: u for u, group in enumerate(self.groups) for role in group.homes}
-        self._moved: dict[tuple[int, Placed, Placed], float] = {}
+        self._moved: dict[tuple[int, ContiguousLayout, ContiguousLayout], float] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
+        self._on_host = [self._host_call(i) for i, call in enumerate(self.calls) if call.role is None]
+
+    def _host_call(self, number: int) -> tuple[int, int | None, bool, float]:
+        """Return for a call in plain Python: its number, the call group on whose result ranks it runs (None
+        for rank 0), whether it is split over them, and its seconds when it is not split."""
+        call = self.calls[number]
+        anchor, split = host_anchor(self.problem, call)
+        group = None if anchor is None else self._group_of[self.calls.index(self.problem.graph[anchor])]
+        return number, group, split, self.problem.workloads[call.name].seconds
 
     def call_plans(self, chosen: Sequence[int]) -> dict[str, CallPlan]:
         """Return the CallPlan of every call; `host_anchor` decides where calls in plain Python run."""
         plans: dict[str, CallPlan] = {}
         for group, pick in zip(self.groups, chosen, strict=True):
             candidate = group.candidates[pick]
+            layout = candidate.layout.as_layout
             for i, variant in zip(group.calls, candidate.variants, strict=True):
-                options = variant.options
-                seconds = float(f"{variant.cost.seconds:.6g}")
-                plans[self.calls[i].name] = CallPlan(
-                    candidate.layout, options.micro_batch_tokens, options.max_rows, options.recompute,
-                    options.offload, {"seconds": seconds},
-                )  # fmt: skip
+                predicted = {"seconds": float(f"{variant.cost.seconds:.6g}")}
+                plans[self.calls[i].name] = replace(variant.how, layout=layout, predicted=predicted)
         for call in self.calls:
             if call.role is None:
                 anchor, split = host_anchor(self.problem, call)
@@ -64,18 +71,12 @@ class SearchSpace:
     def timed(
         self, groups: Sequence[CallGroup], chosen: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds, the first rank and the stop rank of every call, each of shape (K, N).
-
-        The calls of a group whose choice is open take their least time, on ranks of their own.
-        """
+        """Return the seconds, the first rank and the stop rank of every call, each of shape (K, N)."""
         seconds, first, stop = (np.zeros((len(chosen), len(self.calls))) for _ in range(3))
-        for u, group in enumerate(groups):
-            pick = chosen[:, u]
-            is_open = pick < 0
-            for i, call in enumerate(group.calls):
-                seconds[:, call] = np.where(is_open, group.seconds[:, i].min(), group.seconds[pick, i])
-                first[:, call] = np.where(is_open, -2 * u - 2, group.first[pick])
-                stop[:, call] = np.where(is_open, -2 * u - 1, group.stop[pick])
+        for group, pick in zip(groups, chosen.T, strict=True):
+            seconds[:, group.calls] = group.seconds[pick]
+            first[:, group.calls] = group.first[pick, None]
+            stop[:, group.calls] = group.stop[pick, None]
         for number, (call, anchor, split, amount) in enumerate(self._on_host, start=len(groups)):
             if anchor is None:
                 seconds[:, call] = amount
@@ -110,27 +111,21 @@ class SearchSpace:
 
         Reallocations with an end whose choice is open take 0 seconds.
         """
-        sizes = [len(group.candidates) for group in self.groups]
         out = np.zeros((len(chosen), len(self.needs.weights)))
-        for number, (i, j, _) in enumerate(self.needs.weights):
-            here, there = self._group_of[i], self._group_of[j]
-            for k, (target, source) in enumerate(chosen[:, [here, there]].tolist()):
-                if 0 <= target < sizes[here] and 0 <= source < sizes[there]:
-                    out[k, number] = self._seconds(j, here, target, there, source)
+        is_decided = self.is_decided(chosen)
+        for number, (user, trainer, _) in enumerate(self.needs.weights):
+            ends = [self._group_of[trainer], self._group_of[user]]
+            for k in np.flatnonzero(is_decided[:, ends].all(axis=1)):
+                source, target = (self.groups[u].candidates[chosen[k, u]].layout for u in ends)
+                if (key := (trainer, source, target)) not in self._moved:
+                    role = self.problem.role_of(self.calls[trainer])
+                    self._moved[key] = reallocation_seconds(self.rates, role, source, target)
+                out[k, number] = self._moved[key]
         return out
 
-    def _seconds(self, trained: int, here: int, target: int, there: int, source: int) -> float:
-        call = self.calls[trained]
-        role = self.problem.role_of(self.calls[trained])
-        ends = (self.groups[there].candidates[source].placed, self.groups[here].candidates[target].placed)
-        assert call.role is not None
-        key = (trained, *ends)
-        if key not in self._moved:
-            self._moved[key] = transfer_seconds(
-                self.problem.cluster, *ends, num_bytes=role.trained_spec.numel * role.itemsize,
-                sharded=ends[0].strategy.num_replicas > 1, section_share=role.section_share,
-            ) / self.rates.assume.link  # fmt: skip
-        return self._moved[key]
+    def is_decided(self, chosen: np.ndarray) -> np.ndarray:
+        """Return which choices are candidates of their groups, rather than meshes or open; shape (K, U)."""
+        return (chosen >= 0) & (chosen < [len(group.candidates) for group in self.groups])
 
     def exact_periods(self, chosen: np.ndarray) -> np.ndarray:
         return self.periods(self.groups, chosen, moving=self.moving(chosen))
@@ -179,7 +174,7 @@ class SearchSpace:
             mesh = pick - len(group.candidates)
             left = self.capacity - copies - beside
             tier = np.maximum((needs[mesh] <= left[:, None]).sum(axis=1) - 1, 0)
-            least[rows[:, None], list(group.calls)] = seconds[mesh, tier]
+            least[rows[:, None], group.calls] = seconds[mesh, tier]
         return least
 
     def _loads(
@@ -190,27 +185,21 @@ class SearchSpace:
         The last result lists the copies that are counted although they might share the memory of their role's
         home.
         """
-        first, stop, resting, running = (np.zeros(chosen.shape) for _ in range(4))
-        for u, group in enumerate(groups):
-            here = chosen[:, u] >= 0
-            pick = chosen[:, u]
-            for array, values in ((first, group.first), (stop, group.stop)):
-                array[:, u] = np.where(here, values[pick], -1)
-            for array, values in ((resting, group.resting), (running, group.running)):
-                array[:, u] = np.where(here, values[pick], 0.0)
+        first, stop, resting, running = (
+            np.stack([getattr(g, name)[pick] for g, pick in zip(groups, chosen.T, strict=True)], axis=1)
+            for name in ("first", "stop", "resting", "running")
+        )
+        is_decided = self.is_decided(chosen)
         aliases = []
         for u, group in enumerate(groups):
             for role, values in zip(group.copies, group.copied, strict=True):
                 home = self._home_of[role]
                 equal = (first[:, home] <= first[:, u]) & (stop[:, u] <= stop[:, home])
-                known = (chosen[:, [u, home]] >= 0).all(axis=1)
-                decided = np.ones(len(chosen), dtype=bool)
-                for v in (home, *self._twins(u, role)):
-                    if v != home:
-                        equal |= (first[:, v] == first[:, u]) & (stop[:, v] == stop[:, u])
-                    decided &= (chosen[:, v] < len(groups[v].candidates)) & (chosen[:, v] >= 0)
-                decided &= chosen[:, u] < len(group.candidates)
-                known &= decided | ~equal
+                twins = self._twins(u, role)
+                for v in twins:
+                    equal |= (first[:, v] == first[:, u]) & (stop[:, v] == stop[:, u])
+                decided = (is_decided[:, [u, home, *twins]]).all(axis=1)
+                known = (chosen[:, [u, home]] >= 0).all(axis=1) & (decided | ~equal)
                 resting[:, u] += np.where(known, values[chosen[:, u]], 0.0)
                 aliases.append((u, role, values, known & equal))
         return first, stop, resting, running, aliases
@@ -226,9 +215,9 @@ class SearchSpace:
         here, there = self.groups[group].candidates, self.groups[home].candidates
         same = np.zeros(len(chosen), dtype=bool)
         for k, row in enumerate(chosen.tolist()):
-            mine = here[row[group]]
-            same[k] = _same_shards(mine, there[row[home]]) or any(
-                self.groups[v].candidates[row[v]].layout_key == mine.layout_key for v in twins
+            mine = here[row[group]].layout
+            same[k] = _same_shards(mine, there[row[home]].layout) or any(
+                self.groups[v].candidates[row[v]].layout == mine for v in twins
             )
         return same
 
@@ -250,14 +239,27 @@ def _fullest(first: np.ndarray, stop: np.ndarray, resting: np.ndarray, running: 
     return most
 
 
-def _same_shards(here: Candidate, home: Candidate) -> bool:
-    if here.layout_key == home.layout_key:
+@lru_cache(maxsize=1 << 16)
+def _same_shards(here: ContiguousLayout, home: ContiguousLayout) -> bool:
+    """Return whether every rank has the same shard of a model in both layouts."""
+    if here == home:
         return True
-    mine = here.strategy
-    other = home.strategy
-    offset = here.mesh.first - home.mesh.first
-    inside = offset >= 0 and here.mesh.stop <= home.mesh.stop and offset % mine.tp == 0
-    return inside and mine.tp == other.tp and mine.pp == other.pp == mine.ep == other.ep == 1
+    alike = all(getattr(here.strategy, axis) == getattr(home.strategy, axis) for axis in ("pp", "tp", "ep"))
+    if not alike or here.first_rank < home.first_rank or here.ranks.stop > home.ranks.stop:
+        return False
+    mine, other = here.as_layout, home.as_layout
+    return all(shard_of(mine, rank) == shard_of(other, rank) for rank in here.ranks)
+
+
+def reallocation_seconds(
+    rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
+) -> float:
+    """Return the seconds to move the trained parameters of a role to another layout."""
+    spec = role.trained_spec
+    seconds = transfer_seconds(
+        rates.cluster, source, target, num_bytes=spec.numel * role.itemsize,
+        sharded=source.strategy.num_replicas > 1, section_share=spec.section_numel / spec.numel)
+    return seconds / rates.assume.link
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:
@@ -275,19 +277,6 @@ def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]
     return next(iter([*after, *before]), None), False
 
 
-def _host_calls(problem: Problem, groups: Sequence[CallGroup]) -> list[tuple[int, int | None, bool, float]]:
-    """Return, for each call in plain Python: its number, the call group on whose result ranks it runs
-    (None for rank 0), whether it is split over them, and its seconds when it is not split."""
-    order = problem.graph.order
-    group_of = {order[i].name: u for u, group in enumerate(groups) for i in group.calls}
-    found = []
-    for number, call in enumerate(order):
-        if call.role is None:
-            name, split = host_anchor(problem, call)
-            found.append((number, group_of.get(name or ""), split, problem.workloads[call.name].seconds))
-    return found
-
-
 def dependencies(problem: Problem, rates: Rates) -> Dependencies:
     """Return the dependencies among the calls, in graph order."""
     graph = problem.graph
@@ -297,7 +286,7 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
     for i, call in enumerate(calls):
         work = problem.workloads[call.name]
         for producer in filter(None, map(graph.producer, call.inputs)):
-            data[i, index[producer.name]] = rates.samples(work.num_samples * work.tokens * _SAMPLE_BYTES)
+            data[i, index[producer.name]] = rates.samples(work.num_samples * work.tokens * SAMPLE_BYTES)
     weights = []
     for j, trainer in enumerate(calls):
         for i, user in enumerate(calls):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from realhf.chunk_sizes import PART_NUMEL, block_numel, chunk_numel, slice_numel
 from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.shard import Widths, exchanged, float32_bytes, widths
@@ -16,15 +17,6 @@ Parts = dict[str, float]
 
 _SAMPLE_BYTES = 64  # Bytes per token in a call's inputs: ids, mask and columns of the loss, twice.
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
-# Logits are computed in chunks and converted in slices; on CUDA both are larger (nn/vocab_parallel.py).
-_CHUNK_NUMEL = 1 << 24
-_SLICE_NUMEL = 1 << 18
-_CUDA_CHUNKS = 8
-_CUDA_SLICES = 256
-_PART_NUMEL = 1 << 17  # Elements that norms and activations work on at a time on CPU.
-# Gradients of weights whose dtype differs from the buffer's are computed in blocks (nn/grad_accumulation.py).
-_BLOCK_NUMEL = 1 << 22
-_CUDA_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -62,31 +54,22 @@ class CallPieces:
     def _has_logits(self) -> bool:
         return self._is_last and self.role.config.head == "lm" and self.workload.output == "logprobs"
 
-    @property
-    def _samples(self) -> int:
-        """Samples of this dp rank in one mini-batch."""
-        return self.workload.most_samples("train_step", self.strategy.dp)
-
     @cached_property
     def _micro_batches(self) -> tuple[int, float, float]:
-        """Number of micro-batches; tokens and response tokens of a cp rank in the largest one."""
-        number, tokens, responses = self._whole_micro_batches
-        return number, tokens / self.strategy.cp, responses / self.strategy.cp
-
-    @cached_property
-    def _whole_micro_batches(self) -> tuple[int, float, float]:
-        """Number of micro-batches; tokens and response tokens in the largest one, over all cp ranks (see
+        """Number of micro-batches; tokens and response tokens of a cp rank in the largest one (see
         engine/micro_batch.py)."""
         w = self.workload
+        cp = self.strategy.cp
         limit = self.micro_batch_tokens
-        samples = self._samples
+        samples = w.most_samples("train_step", self.strategy.dp)
         length = max(w.tokens, 1.0)
         number = max(-(-int(samples * length) // limit), min(self.strategy.pp, samples), 1)
         if w.response_tokens >= w.max_new_tokens:  # All sequences are alike.
             rows = max(1, min(-(-samples // number), int(limit // length)))
-            return max(1, -(-samples // rows)), rows * length, rows * w.response_tokens
+            return max(1, -(-samples // rows)), rows * length / cp, rows * w.response_tokens / cp
         longest = w.prompt_tokens + w.max_new_tokens
         tokens = max(longest, min(limit, samples * length / number + longest / 2))
+        tokens /= cp
         return number, tokens, tokens * max(w.response_tokens / length, w.max_new_tokens / longest)
 
     def _inputs(self, tokens: float) -> Parts:
@@ -115,7 +98,7 @@ class CallPieces:
 
     def _working_numel(self, numel: float) -> float:
         """Return how many of `numel` elements norms and activations work on at a time."""
-        return numel if self.fused else min(numel, _PART_NUMEL)
+        return numel if self.fused else min(numel, PART_NUMEL)
 
     @property
     def _num_mlp_saved(self) -> int:
@@ -128,7 +111,7 @@ class CallPieces:
         """Return the bytes of a weight's gradient before it is added to the buffer; 0 where dtypes agree."""
         if self.role.itemsize == self.role.wide_itemsize or self.role.lora is not None:
             return 0.0
-        return self.role.itemsize * min(numel, _BLOCK_NUMEL * (_CUDA_BLOCKS if self.fused else 1))
+        return self.role.itemsize * min(numel, block_numel(is_cuda=self.fused))
 
     def _sum_temporaries(self, num_bytes: float) -> float:
         """Return the temporary bytes of a sum over tp."""
@@ -182,7 +165,7 @@ class CallPieces:
 
     def _chunk(self, numel: float) -> float:
         """Return how many of `numel` logits exist at a time."""
-        return min(numel, max(self._widths.vocabulary, _CHUNK_NUMEL * (_CUDA_CHUNKS if self.fused else 1)))
+        return min(numel, max(self._widths.vocabulary, chunk_numel(is_cuda=self.fused)))
 
     def _logits(self, numel: float, *, copies: int) -> float:
         """Return the bytes of a chunk of logits, and of `copies` copies in w of one slice of it.
@@ -190,7 +173,7 @@ class CallPieces:
         Logits of another dtype are also copied to w, and the previous slice is freed only after the next is
         there.
         """
-        limit = _SLICE_NUMEL * (_CUDA_SLICES if self.fused else 1)
+        limit = slice_numel(is_cuda=self.fused)
         chunk = self._chunk(numel)
         e = self.role.itemsize
         w = self.role.wide_itemsize

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.plan import ExecutionPlan
-from realhf.planner.candidates import Mesh
 from realhf.planner.cost import CallCost
 from realhf.planner.evaluate import SearchSpace
 from realhf.planner.memory_check import MemoryCheck, check_memory, require_fit
@@ -69,11 +68,14 @@ def make_plan(
         raise ValueError(_nothing_fits(space))
     chosen = np.array(found.chosen)
     simulation = simulate(space, chosen)
-    costs: dict[str, CallCost] = {}
-    for group, pick in zip(space.groups, found.chosen, strict=True):
-        variants = group.candidates[pick].variants
-        costs |= {space.calls[i].name: v.cost for i, v in zip(group.calls, variants, strict=True)}
-    plan = _execution_plan(space, found)
+    costs = {
+        space.calls[i].name: variant.cost
+        for group, pick in zip(space.groups, found.chosen, strict=True)
+        for i, variant in zip(group.calls, group.candidates[pick].variants, strict=True)
+    }
+    figures = {name: getattr(found, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
+    predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
+    plan = ExecutionPlan(space.call_plans(found.chosen), predicted)
     memory = check_memory(problem, plan)
     assert memory.fits, f"the search counts less memory than the check: {memory.fullest}"
     reasons = _reasons(space, chosen, found)
@@ -88,15 +90,15 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
     deep as the model allows. Among its options it takes the fastest that fit together, or the fastest of all
     if none do. The result is None where a call fits in no layout on all devices.
     """
-    everywhere = Mesh(0, space.problem.cluster.num_devices)
+    everywhere = range(space.problem.cluster.num_devices)
     choices = []
     for group in space.groups:
-        here = [i for i, candidate in enumerate(group.candidates) if candidate.mesh == everywhere]
+        here = [i for i, candidate in enumerate(group.candidates) if candidate.layout.ranks == everywhere]
         if not here:
             return None
-        strategies = {group.candidates[i].strategy for i in here}
+        strategies = {group.candidates[i].layout.strategy for i in here}
         chosen = max(strategies, key=lambda s: (min(s.tp, 8), -s.dp, -s.tp, -s.ep))
-        choices.append(np.array([i for i in here if group.candidates[i].strategy == chosen]))
+        choices.append(np.array([i for i in here if group.candidates[i].layout.strategy == chosen]))
     local = LocalSearch(space, choices)
     pairs = zip(space.groups, choices, strict=True)
     leanest_of_each = [indices[np.argmin((g.resting + g.running)[indices])] for g, indices in pairs]
@@ -107,21 +109,12 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
     return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
 
 
-def _execution_plan(space: SearchSpace, found: SearchResult) -> ExecutionPlan:
-    figures = {
-        "step_seconds": found.step_seconds, "lower_bound_seconds": found.lower_bound_seconds,
-        "gap": found.gap,
-    }  # fmt: skip
-    predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
-    return ExecutionPlan(space.call_plans(found.chosen), predicted)
-
-
 def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dict[str, str]:
     """Return for each call what limits it, and what its next best layout would cost."""
     reasons = {}
     for u, group in enumerate(space.groups):
         mine = group.candidates[chosen[u]]
-        others = np.array([i for i, c in enumerate(group.candidates) if c.layout_key != mine.layout_key])
+        others = np.array([i for i, c in enumerate(group.candidates) if c.layout != mine.layout])
         if any(space.calls[i].name in space.problem.pins for i in group.calls):
             second = "pinned"
         else:
@@ -136,7 +129,7 @@ def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dic
             best = int(np.argmin(exact))
             if np.isfinite(exact[best]):
                 more = exact[best] / found.step_seconds - 1
-                layout = group.candidates[others[order[best]]].layout
+                layout = group.candidates[others[order[best]]].layout.as_layout
                 second = f"{layout} would make the step {more:.1%} longer"
                 if more < 1e-3:
                     second = f"{layout} would do as well, with more device time"

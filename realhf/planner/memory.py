@@ -5,15 +5,35 @@ what real processes allocate. layer_memory.py has the pieces from which the mome
 """
 
 import math
+from dataclasses import replace
 
+from realhf.graph import FunctionCall
 from realhf.kv_blocks import tokens_for
 from realhf.layout import ParallelStrategy
+from realhf.plan import CallPlan
 from realhf.planner.layer_memory import INDEX_BYTES, CallPieces, Parts
-from realhf.planner.model_states import trained_params
-from realhf.planner.problem import ModelRole, Workload
+from realhf.planner.model_states import trained_params, weights_bytes
+from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.shard import held_params, in_section, num_params
 
 _GRAPHS = 1.25  # Rows times blocks of a recorded CUDA graph, relative to the real ones (decode_graphs.py).
+
+
+def running_bytes(problem: Problem, call: FunctionCall, how: CallPlan, stage: int) -> Parts:
+    """Return the bytes that a rank of a stage holds only while the call runs, by part.
+
+    The cache of a generation has room for all rows that decode at once.
+    """
+    role = problem.role_of(call)
+    work = problem.workloads[call.name]
+    parts = call_bytes(
+        role, call.kind, replace(work, max_rows=how.max_rows or work.max_rows), how.layout.strategy, stage,
+        micro_batch_tokens=how.micro_batch_tokens, recompute=how.recompute,
+        fused=problem.cluster.device_type == "cuda",
+    )  # fmt: skip
+    if how.offload:
+        parts["loaded weights"] = weights_bytes(role, how.layout.strategy, stage)
+    return parts
 
 
 def call_bytes(

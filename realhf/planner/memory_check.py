@@ -7,32 +7,16 @@ the largest call is added.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from realhf.cluster import Cluster
-from realhf.graph import FunctionCall
 from realhf.kv_blocks import SHARE_OF_FREE
 from realhf.layout import Layout
-from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.memory import call_bytes
-from realhf.planner.model_states import training_bytes, weights_bytes
+from realhf.plan import CallPlan, ExecutionPlan, home_layouts
+from realhf.planner.memory import running_bytes
+from realhf.planner.model_states import available_bytes, shard_of, training_bytes, weights_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.shard import num_params
-from realhf.realloc.schedule import STAGING_BYTES
 from realhf.units import format_bytes
-
-_FRAGMENTATION = 0.05  # The fraction of a device's memory that the allocator cannot use.
-_CONTEXT_BYTES = 1 << 30  # For libraries and communication buffers; a Python process on CPU needs as much.
-
-
-def available_bytes(cluster: Cluster) -> float:
-    """Return the bytes of a device's memory that plans may use.
-
-    The rest is for fragmentation (5 %), libraries and communication buffers (1 GiB) and reallocations in
-    flight.
-    """
-    usable = (1 - _FRAGMENTATION) * cluster.device_memory_bytes - _CONTEXT_BYTES - STAGING_BYTES
-    return max(0.0, usable)
 
 
 class Peak(NamedTuple):
@@ -66,19 +50,22 @@ class MemoryCheck:
 
 def check_memory(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
     """Return the memory that a plan needs on every rank."""
-    homes = _homes(problem, plan)
-    known: dict[tuple[str, int], dict[str, float]] = {}
+    homes = home_layouts(problem.graph, plan, problem.roles)
+    running = {
+        call.name: [running_bytes(problem, call, plan[call.name], stage)
+                    for stage in range(plan[call.name].layout.pp)]
+        for call in problem.model_calls
+    }  # fmt: skip
     peaks = dict[int, Peak]()
     calls = dict[str, float]()
-    for rank in sorted({rank for call in problem.model_calls for rank in plan[call.name].layout.ranks}):
+    for rank in sorted({rank for name in running for rank in plan[name].layout.ranks}):
         resting = _resting(problem, plan, homes, rank)
-        here = []
-        for call in (call for call in problem.model_calls if rank in plan[call.name].layout):
-            running = _running(problem, plan, call, rank, known)
-            here.append(Peak(rank, call.name, _together(problem, plan, call, resting, running)))
-        peaks[rank] = max(here, key=lambda peak: peak.num_bytes)
-        for peak in here:
-            calls[peak.call] = max(calls.get(peak.call, 0.0), peak.num_bytes)
+        for name in (name for name in running if rank in plan[name].layout):
+            added = running[name][plan[name].layout.coordinate(rank).pp]
+            peak = Peak(rank, name, _with_limited_cache(problem, resting, added, name, plan[name]))
+            calls[name] = max(calls.get(name, 0.0), peak.num_bytes)
+            if rank not in peaks or peak.num_bytes > peaks[rank].num_bytes:
+                peaks[rank] = peak
     return MemoryCheck(peaks, calls, available_bytes(problem.cluster))
 
 
@@ -100,16 +87,6 @@ def require_fit(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
     )
 
 
-def _homes(problem: Problem, plan: ExecutionPlan) -> dict[str, Layout]:
-    """Return the layout in which each role rests: that of its training, else that of its first call."""
-    homes: dict[str, Layout] = {}
-    for call in problem.model_calls:
-        assert call.role is not None
-        if call.kind == "train_step" or call.role not in homes:
-            homes[call.role] = plan[call.name].layout
-    return homes
-
-
 def _resting(
     problem: Problem, plan: ExecutionPlan, homes: Mapping[str, Layout], rank: int
 ) -> dict[str, float]:
@@ -119,7 +96,7 @@ def _resting(
     holders: dict[tuple[object, ...], str] = {}  # The first role that holds each shard of a source.
     for name, role in problem.roles.items():
         if role.source is not None and rank in homes[name] and name not in offloads:
-            holders.setdefault((role.source, *_shard(homes[name], rank)), name)
+            holders.setdefault((role.source, *shard_of(homes[name], rank)), name)
     for name, role in problem.roles.items():
         home = homes[name]
         offloaded = name in offloads
@@ -127,12 +104,12 @@ def _resting(
         for layout in layouts if not offloaded else ():
             if rank not in layout:
                 continue
-            if layout != home and rank in home and _shard(layout, rank) == _shard(home, rank):
+            if layout != home and rank in home and shard_of(layout, rank) == shard_of(home, rank):
                 continue  # Both are the same memory.
             what = f"{name} weights" if layout == home else f"{name} copy"
             stage = layout.coordinate(rank).pp
             size = weights_bytes(role, layout.strategy, stage)
-            if holders.get((role.source, *_shard(layout, rank)), name) != name:
+            if holders.get((role.source, *shard_of(layout, rank)), name) != name:
                 size -= num_params(role.spec, layout.strategy, stage) * role.itemsize
             parts[what] = parts.get(what, 0.0) + size
         if role.trainable and rank in home:
@@ -141,51 +118,22 @@ def _resting(
     return parts
 
 
-def _shard(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Return a key that is equal for equal shards."""
-    at = layout.coordinate(rank)
-    return (layout.pp, at.pp, layout.tp, at.tp, layout.ep, at.dp % layout.ep)
-
-
-def _running(
-    problem: Problem, plan: ExecutionPlan, call: FunctionCall, rank: int,
-    known: dict[tuple[str, int], dict[str, float]],
-) -> dict[str, float]:  # fmt: skip
-    """Return the bytes that a call adds on a rank, by part."""
-    how = plan[call.name]
-    role = problem.role_of(call)
-    stage = how.layout.coordinate(rank).pp
-    if (call.name, stage) not in known:
-        work = problem.workloads[call.name]
-        work = replace(work, max_rows=how.max_rows or work.max_rows)
-        known[call.name, stage] = call_bytes(
-            role, call.kind, work, how.layout.strategy, stage,
-            micro_batch_tokens=how.micro_batch_tokens, recompute=how.recompute,
-            fused=problem.cluster.device_type == "cuda",
-        )  # fmt: skip
-        if how.offload:
-            weights = weights_bytes(role, how.layout.strategy, stage)
-            known[call.name, stage]["loaded weights"] = weights
-    return known[call.name, stage]
-
-
-def _together(
-    problem: Problem, plan: ExecutionPlan, call: FunctionCall, resting: Mapping[str, float],
-    running: Mapping[str, float],
-) -> dict[str, float]:  # fmt: skip
+def _with_limited_cache(
+    problem: Problem, resting: Mapping[str, float], running: Mapping[str, float], name: str, how: CallPlan
+) -> dict[str, float]:
     """Return all that a rank holds while a call runs, by part.
 
     A cache without a limit set by the user takes no more than a share of the free memory, as in
     inference/cache_limit.py; rows that it has no blocks for wait.
     """
     parts = {**resting, **running}
-    work = problem.workloads[call.name]
-    if "kv_cache" not in running or work.kv_cache_gib is not None:
-        return parts
-    resting_bytes = sum(resting.values()) + running.get("loaded weights", 0.0)
-    free = max(0.0, available_bytes(problem.cluster) - resting_bytes)
-    of_one_row = running["kv_cache"] / (plan[call.name].max_rows or work.max_rows)
-    return parts | {"kv_cache": min(running["kv_cache"], max(SHARE_OF_FREE * free, of_one_row))}
+    work = problem.workloads[name]
+    if "kv_cache" in running and work.kv_cache_gib is None:
+        resting_bytes = sum(resting.values()) + running.get("loaded weights", 0.0)
+        free = max(0.0, available_bytes(problem.cluster) - resting_bytes)
+        of_one_row = running["kv_cache"] / (how.max_rows or work.max_rows)
+        parts["kv_cache"] = min(running["kv_cache"], max(SHARE_OF_FREE * free, of_one_row))
+    return parts
 
 
 def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
@@ -198,7 +146,7 @@ def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
         peak = check.fullest
         for what, changed in _changes(problem, plan, peak):
             if check_memory(problem, changed).peaks[peak.rank].num_bytes <= check.available:
-                made = [*made, what]
+                made.append(what)
                 plan = changed
                 break
         else:
@@ -211,8 +159,8 @@ def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tupl
     call = problem.graph[peak.call]
     how = plan[peak.call]
 
-    def change(name: str, **fields: object) -> tuple[str, ExecutionPlan]:
-        new: CallPlan = replace(plan[name], **fields)  # type: ignore[arg-type]
+    def change(name: str, **fields: Any) -> tuple[str, ExecutionPlan]:
+        new = replace(plan[name], **fields)
         text = ", ".join(f"{key}: {str(value).lower()}" for key, value in fields.items())
         return f"calls.{name}.{text}", ExecutionPlan({**plan.calls, name: new})
 
@@ -229,8 +177,5 @@ def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tupl
         yield change(call.name, recompute=True)
         yield change(call.name, recompute=True, micro_batch_tokens=max(1, int(work.tokens)))
     for other in problem.model_calls:
-        alone = sum(c.role == other.role for c in problem.graph.calls) == 1
-        role = problem.role_of(other)
-        rests = not role.trainable and role.follows is None and peak.rank in plan[other.name].layout
-        if alone and rests and problem.cluster.host_memory is not None:
+        if problem.may_offload(other) and peak.rank in plan[other.name].layout:
             yield change(other.name, offload=True)

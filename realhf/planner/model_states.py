@@ -1,8 +1,35 @@
-"""Bytes of a role's model states on a rank: weights, gradients and optimizer."""
+"""Bytes of a role's model states on a rank: weights, gradients and optimizer; and those that a device has."""
 
-from realhf.layout import ParallelStrategy
+from realhf.cluster import Cluster
+from realhf.layout import Layout, ParallelStrategy
 from realhf.planner.problem import ModelRole
 from realhf.planner.shard import held_params, num_params
+from realhf.realloc.schedule import STAGING_BYTES
+
+_FRAGMENTATION = 0.05  # The fraction of a device's memory that the allocator cannot use.
+_CONTEXT_BYTES = 1 << 30  # For libraries and communication buffers; a Python process on CPU needs as much.
+
+
+def available_bytes(cluster: Cluster) -> float:
+    """Return the bytes of a device's memory that plans may use.
+
+    The rest is for fragmentation (5 %), libraries and communication buffers (1 GiB) and reallocations in
+    flight.
+    """
+    usable = (1 - _FRAGMENTATION) * cluster.device_memory_bytes - _CONTEXT_BYTES - STAGING_BYTES
+    return max(0.0, usable)
+
+
+def shard_of(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Return a key that is equal for equal shards of a model."""
+    at = layout.coordinate(rank)
+    return (layout.pp, at.pp, layout.tp, at.tp, layout.ep, at.dp % layout.ep)
+
+
+def home_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
+    """Return the bytes that a rank of a stage always holds in the home of a role."""
+    training = training_bytes(role, strategy, stage) if role.trainable else 0
+    return weights_bytes(role, strategy, stage) + training
 
 
 def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.cost import CallCost, Options, call_cost
-from realhf.planner.evaluate import dependencies
+from realhf.planner.cost import CallCost, call_cost
+from realhf.planner.evaluate import dependencies, reallocation_seconds
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import periods
-from realhf.planner.transfer import Placed, transfer_seconds
+from realhf.planner.transfer import ContiguousLayout
 
 _RANK_0 = Layout.parse("d1@0")
 
@@ -28,7 +27,14 @@ class Prediction:
 
 def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
     """Return the prediction for a plan whose layouts are on contiguous ranks."""
-    costs = {call.name: _cost(problem, rates, plan, call) for call in problem.model_calls}
+    costs = {}
+    for call in problem.model_calls:
+        how = plan[call.name]
+        per_host = min(problem.cluster.count_by_host(how.layout.ranks).values())
+        workload = problem.workloads[call.name]
+        costs[call.name] = call_cost(
+            rates, call, problem.role_of(call), workload, how, per_host=per_host
+        )
     seconds = {name: cost.seconds for name, cost in costs.items()}
     return Prediction(step_seconds(problem, rates, plan, seconds), costs)
 
@@ -44,28 +50,16 @@ def step_seconds(
     plan = ExecutionPlan({**left_out, **plan.calls})
     calls = problem.graph.order
     needs = dependencies(problem, rates)
-    ranks = [set(plan[call.name].layout.ranks) for call in calls]
-    shares = np.array([[bool(here & there) for there in ranks] for here in ranks])
-    placed = [Placed((at := plan[call.name].layout).strategy, at.ranks[0]) for call in calls]
-    moving = []
-    for i, j, _ in needs.weights:
-        role = problem.role_of(calls[j])
-        moving.append(transfer_seconds(
-            problem.cluster, placed[j], placed[i], num_bytes=role.trained_spec.numel * role.itemsize,
-            sharded=placed[j].strategy.num_replicas > 1, section_share=role.section_share,
-        ))  # fmt: skip
+    layouts = [plan[call.name].layout for call in calls]
+    ranges = [ContiguousLayout(layout.strategy, layout.ranks[0]) for layout in layouts]
+    shares = np.array([[bool({*a.ranks} & {*b.ranks}) for b in layouts] for a in layouts])
+    moving = [
+        reallocation_seconds(rates, problem.role_of(calls[j]), ranges[j], ranges[i])
+        for i, j, _ in needs.weights
+    ]
     host = {
         call.name: problem.workloads[call.name].seconds / plan[call.name].layout.dp
         for call in calls if call.role is None
     }  # fmt: skip
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
     return float(periods(needs, seconds, shares[None], moving=np.array(moving).reshape(1, -1))[0])
-
-
-def _cost(problem: Problem, rates: Rates, plan: ExecutionPlan, call: FunctionCall) -> CallCost:
-    how = plan[call.name]
-    return call_cost(
-        rates, call, problem.role_of(call), problem.workloads[call.name], how.layout.strategy,
-        per_host=min(problem.cluster.devices_per_host, len(how.layout.ranks)),
-        options=Options(how.micro_batch_tokens, how.max_rows, how.recompute, how.offload),
-    )  # fmt: skip

@@ -124,9 +124,8 @@ class ModelRole:
         return self.spec if self.lora is None else adapter_spec(self.config, self.lora)
 
     @property
-    def section_share(self) -> float:
-        """Fraction of the trained parameters that is in one section (ModelSpec.sections)."""
-        return self.trained_spec.section_numel / self.trained_spec.numel
+    def is_frozen(self) -> bool:
+        return not self.trainable and self.follows is None
 
 
 @dataclass(frozen=True)
@@ -162,6 +161,14 @@ class Problem:
     def model_calls(self) -> tuple[FunctionCall, ...]:
         """The calls that need a layout, in the order in which ranks run them."""
         return tuple(call for call in self.graph.order if call.role is not None)
+
+    def may_offload(self, call: FunctionCall) -> bool:
+        """Return whether the weights may wait in host memory while other calls run.
+
+        They must never change and serve no other call.
+        """
+        alone = sum(other.role == call.role for other in self.graph.calls) == 1
+        return alone and self.role_of(call).is_frozen and self.cluster.host_memory is not None
 
     def role_of(self, call: FunctionCall) -> ModelRole:
         assert call.role is not None

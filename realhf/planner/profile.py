@@ -2,13 +2,12 @@
 
 A profile is a YAML file. It describes the machine as a cluster, and has tables of links (`wires`) and calls,
 and tables per model shape, dtype and tensor-parallel size. A table has seconds at points of one or two
-quantities; `WIRES`, `CALLS` and `OF_MODEL` list the tables and their axes. Any table may be missing.
+quantities; `LINKS`, `CALLS` and `OF_MODEL` list the tables and their axes. Any table may be missing.
 """
 
 import textwrap
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import yaml
 
 from realhf.cluster import Cluster
+from realhf.field_types import check_fields
 from realhf.model_config import ModelConfig
 from realhf.planner.problem import ITEMSIZE, ModelRole
 from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
@@ -30,7 +30,7 @@ SHAPE = (
 since tables are about one block."""
 OUTPUTS = ("logprobs", "values", "scores")
 _COLLECTIVE = ("ranks", "bytes")
-WIRES = {
+LINKS = {
     "all_reduce": _COLLECTIVE, "all_gather": _COLLECTIVE, "reduce_scatter": _COLLECTIVE, "send": ("bytes",),
     "samples": ("bytes",),
 }  # fmt: skip
@@ -65,30 +65,19 @@ class Table:
         """Return the seconds at one point, given as one number per axis, or at the points in one array per
         axis."""
         *across, last = self.axes.values()
+        lines = [_line(last, row, point[-1]) for row in np.atleast_2d(self.seconds)]
         if not across:
-            return _line(last, self.seconds, point[0])
-        (first,) = across
-        rows = self.seconds
-        lines = [_line(last, row, point[1]) for row in rows]
-        if len(first) == 1:
             return lines[0]
-        x = point[0]
-        if isinstance(x, np.ndarray):
-            x = np.clip(x, first[0], first[-1])
-            places = np.clip(np.searchsorted(first, x, side="right") - 1, 0, len(first) - 2)
-            share = (x - np.take(first, places)) / np.take(np.diff(first), places)
-            low, high = (np.take_along_axis(np.array(lines), k[None], 0)[0] for k in (places, places + 1))
-            return low + share * (high - low)
-        x = min(max(float(x), first[0]), first[-1])
-        i = min(max(bisect_right(first, x) - 1, 0), len(first) - 2)
-        return lines[i] + (x - first[i]) / (first[i + 1] - first[i]) * (lines[i + 1] - lines[i])
+        # Each line counts by how near its place is: 1 at the place itself, 0 at the places beside it.
+        shares = [np.interp(point[0], across[0], unit) for unit in np.eye(len(lines))]
+        return sum(share * line for share, line in zip(shares, lines, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(values) for name, values in self.axes.items()} | {"seconds": self.seconds}
 
     @classmethod
     def from_dict(cls, document: Any, axes: Sequence[str], where: str) -> "Table":
-        given = _mapping(document, where, (*axes, "seconds"), all_of_them=True)
+        given = check_fields(document, (*axes, "seconds"), where=where)
         points = {name: tuple(_numbers(given[name], f"{where}.{name}")) for name in axes}
         for name, values in points.items():
             if not values or list(values) != sorted(set(values)):
@@ -97,18 +86,13 @@ class Table:
         return cls(points, seconds)
 
 
-def _line(x: Sequence[float], y: Sequence[float], at: Any) -> Any:
+def _line(x: Sequence[float], y: np.ndarray, at: Any) -> Any:
     """Return a piecewise linear interpolation, which is never below a quarter of the least value."""
-    least = min(y) / 4
     if len(x) == 1:
         return at * 0 + y[0]
-    if isinstance(at, np.ndarray):
-        places = np.clip(np.searchsorted(x, at, side="right") - 1, 0, len(x) - 2)
-        slopes = np.diff(y) / np.diff(x)
-        return np.maximum(least, np.take(y, places) + (at - np.take(x, places)) * slopes[places])
-    at = float(at)
-    i = min(max(bisect_right(x, at) - 1, 0), len(x) - 2)
-    return max(least, y[i] + (at - x[i]) * (y[i + 1] - y[i]) / (x[i + 1] - x[i]))
+    places = np.clip(np.searchsorted(x, at, side="right") - 1, 0, len(x) - 2)
+    slopes = np.diff(y) / np.diff(x)
+    return np.maximum(y.min() / 4, y[places] + (at - np.take(x, places)) * slopes[places])
 
 
 @dataclass(frozen=True)
@@ -124,13 +108,10 @@ class ModelTables:
     def key(self) -> tuple[Any, ...]:
         return (*(self.shape[name] for name in SHAPE), self.dtype, self.tp)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"shape": dict(self.shape), "dtype": self.dtype, "tp": self.tp, "tables": _plain(self.tables)}
-
     @classmethod
     def from_dict(cls, document: Any, where: str) -> "ModelTables":
-        given = _mapping(document, where, [f.name for f in fields(cls)], all_of_them=True)
-        shape = _mapping(given["shape"], f"{where}.shape", SHAPE, all_of_them=True)
+        given = check_fields(document, [f.name for f in fields(cls)], where=where)
+        shape = check_fields(given["shape"], SHAPE, where=f"{where}.shape")
         if given["dtype"] not in ITEMSIZE:
             raise ValueError(f"{where}.dtype is {given['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
         if not isinstance(tp := given["tp"], int) or isinstance(tp, bool) or tp < 1:
@@ -145,15 +126,14 @@ class Profile:
     date: str
     machine: Mapping[str, Any]
     cluster: Cluster
-    cluster_document: Mapping[str, Any] = field(repr=False)
-    wires: Mapping[str, Table] = field(default_factory=dict)
+    links: Mapping[str, Table] = field(default_factory=dict)
     calls: Mapping[str, Table] = field(default_factory=dict)
     models: Sequence[ModelTables] = ()
 
     @classmethod
     def from_dict(cls, document: Any) -> "Profile":
         legal = ("date", "machine", "cluster", "wires", "calls", "models")
-        given = _mapping(document, "", legal, all_of_them=True)
+        given = check_fields(document, legal, whole="the profile")
         try:
             cluster = Cluster.from_dict(given["cluster"])
         except ValueError as error:
@@ -163,13 +143,17 @@ class Profile:
         if not isinstance(given["models"], list):
             raise ValueError("models must be a list of tables per model shape")
         models = [ModelTables.from_dict(entry, f"models[{i}]") for i, entry in enumerate(given["models"])]
-        wires, calls = (_tables(given[name], of, name) for name, of in (("wires", WIRES), ("calls", CALLS)))
-        return cls(str(given["date"]), given["machine"], cluster, given["cluster"], wires, calls, models)
+        links = _tables(given["wires"], LINKS, "wires")
+        calls = _tables(given["calls"], CALLS, "calls")
+        return cls(str(given["date"]), given["machine"], cluster, links, calls, models)
 
     def to_dict(self) -> dict[str, Any]:
-        head = {"date": self.date, "machine": dict(self.machine), "cluster": dict(self.cluster_document)}
-        models = [model.to_dict() for model in self.models]
-        return {**head, "wires": _plain(self.wires), "calls": _plain(self.calls), "models": models}
+        cluster = {name: value for name, value in asdict(self.cluster).items() if value is not None}
+        models = [vars(model) | {"tables": _plain(model.tables)} for model in self.models]
+        return {
+            "date": self.date, "machine": dict(self.machine), "cluster": cluster,
+            "wires": _plain(self.links), "calls": _plain(self.calls), "models": models,
+        }  # fmt: skip
 
     @classmethod
     def load(cls, name: str) -> "Profile":
@@ -191,7 +175,7 @@ class ProfiledRates(Rates):
 
     def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
         super().__init__(cluster or profile.cluster)
-        self._wires = profile.wires
+        self._links = profile.links
         self._calls = profile.calls
         self._models = {tables.key: tables.tables for tables in profile.models}
 
@@ -199,28 +183,28 @@ class ProfiledRates(Rates):
         table = self._calls.get(kind)
         return super().call_seconds(kind, samples=samples) if table is None else table.at(samples)
 
-    def all_reduce(self, num_bytes: float, span: Span) -> float:
+    def all_reduce(self, num_bytes: Any, span: Span) -> Any:
         return self._collective("all_reduce", num_bytes, span)
 
-    def reduce_scatter(self, num_bytes: float, span: Span) -> float:
+    def reduce_scatter(self, num_bytes: Any, span: Span) -> Any:
         return self._collective("reduce_scatter", num_bytes, span)
 
-    def all_gather(self, num_bytes: float, span: Span) -> float:
+    def all_gather(self, num_bytes: Any, span: Span) -> Any:
         return self._collective("all_gather", num_bytes, span)
 
-    def _collective(self, name: str, num_bytes: float, span: Span) -> float:
-        table = self._wires.get(name)
+    def _collective(self, name: str, num_bytes: Any, span: Span) -> Any:
+        table = self._links.get(name)
         if table is None or span.hosts > 1 or span.size not in table.axes["ranks"]:
             return getattr(super(), name)(num_bytes, span)
         return table.at(span.size, num_bytes)
 
     def send(self, num_bytes: float, *, within_host: bool) -> float:
-        if within_host and "send" in self._wires:
-            return self._wires["send"].at(num_bytes)
+        if within_host and "send" in self._links:
+            return self._links["send"].at(num_bytes)
         return super().send(num_bytes, within_host=within_host)
 
     def samples(self, num_bytes: float) -> float:
-        table = self._wires.get("samples")
+        table = self._links.get("samples")
         return super().samples(num_bytes) if table is None else table.at(num_bytes)
 
     def block(
@@ -301,21 +285,8 @@ def _plain(tables: Mapping[str, Table]) -> dict[str, Any]:
 
 
 def _tables(document: Any, legal: Mapping[str, Sequence[str]], where: str) -> dict[str, Table]:
-    given = _mapping(document, where, tuple(legal))
+    given = check_fields(document, tuple(legal), optional=legal, where=where)
     return {name: Table.from_dict(entry, legal[name], f"{where}.{name}") for name, entry in given.items()}
-
-
-def _mapping(document: Any, where: str, legal: Sequence[str], *, all_of_them: bool = False) -> dict[str, Any]:
-    prefix = where and f"{where}."
-    if not isinstance(document, dict):
-        shown = textwrap.shorten(repr(document), 60)
-        raise ValueError(f"{where or 'the profile'} is {shown}: it must give {', '.join(legal)}")
-    for name in [*document, *(legal if all_of_them else ())]:
-        if name not in legal:
-            raise ValueError(f"{prefix}{name} is not a field: legal are {', '.join(legal)}")
-        if name not in document:
-            raise ValueError(f"{prefix}{name} is missing")
-    return document
 
 
 def _numbers(values: Any, where: str) -> list[float]:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster, Link
-from realhf.kv_blocks import cached_heads
 from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
 from realhf.planner.problem import ModelRole
+from realhf.planner.shard import widths
 
 _LOGIT_BYTES = 4  # Logits are float32.
 
@@ -43,42 +44,24 @@ class Assumptions:
 
 
 class BlockShape(NamedTuple):
-    """Parameters and widths of the mean decoder block. `expert` is one expert of `num_experts`."""
+    """Parameters and widths of the mean decoder block."""
 
-    attention: float
-    mlp: float  # The parameters that all tokens use: dense or shared MLP, and router.
-    expert: float
-    num_experts: int
-    experts_per_token: int
+    dense: float  # The parameters in matrix products of all tokens: attention, dense or shared MLP, router.
     width: float  # Sum of the widths of the MLPs that a token passes.
+    expert: int  # The parameters of one expert.
     moe_share: float  # Fraction of blocks that have experts.
 
 
 @lru_cache(maxsize=256)
 def block_shape(config: ModelConfig) -> BlockShape:
-    c = config
-    h = config.hidden_size
-    moe = config.moe
-    mla = config.mla
-    if mla is not None:
-        q = h * c.num_heads * c.head_dim
-        if mla.q_lora_rank is not None:
-            q = mla.q_lora_rank * (h + c.num_heads * c.head_dim)
-        kv = h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        kv += mla.kv_lora_rank * c.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        attention = q + kv + c.num_heads * mla.v_head_dim * h
-    else:
-        attention = h * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    dense = (3 if c.gated else 2) * h * c.intermediate_size
-    if moe is None:
-        return BlockShape(attention, dense, 0, 0, 0, c.intermediate_size, 0.0)
-    share = 1 - moe.num_dense_layers / c.num_layers
-    routed = 3 * h * moe.shared_width + h * moe.num_experts
-    width = share * (moe.shared_width + moe.num_experts_per_token * moe.expert_width)
-    width += (1 - share) * c.intermediate_size
-    mlp = share * routed + (1 - share) * dense
-    expert = 3 * h * moe.expert_width
-    return BlockShape(attention, mlp, expert, moe.num_experts, moe.num_experts_per_token, width, share)
+    table = [p for p in model_spec(config).params if p.layer not in (None, -1) and p.part.endswith(".weight")]
+    dense = sum(p.numel for p in table if len(p.shape) == 2 and p.expert is None) / config.num_layers
+    width = sum(p.shape[0] for p in table if p.part in ("up.weight", "shared_up.weight")) / config.num_layers
+    if (moe := config.moe) is None:
+        return BlockShape(dense, width, 0, 0.0)
+    share = 1 - moe.num_dense_layers / config.num_layers
+    width += share * moe.num_experts_per_token * moe.expert_width
+    return BlockShape(dense, width, 3 * config.hidden_size * moe.expert_width, share)
 
 
 class Span(NamedTuple):
@@ -135,48 +118,42 @@ class Rates:
 
     # Links
 
-    def all_reduce(self, num_bytes: float, span: Span) -> float:
+    def all_reduce(self, num_bytes: Any, span: Span) -> Any:
+        """Return the seconds of a sum, for a number of bytes or an array of them, as in other collectives."""
         return self.all_gather(num_bytes, span) + self.reduce_scatter(num_bytes, span)
 
-    def reduce_scatter(self, num_bytes: float, span: Span) -> float:
+    def reduce_scatter(self, num_bytes: Any, span: Span) -> Any:
         return self.all_gather(num_bytes, span)
 
-    def all_gather(self, num_bytes: float, span: Span) -> float:
+    def all_gather(self, num_bytes: Any, span: Span) -> Any:
         """Return the seconds until every member has all `num_bytes`, of which it receives (n - 1) / n.
 
         On several hosts the members of a host share their ports: data from outside arrives once per host,
         (hosts - 1) / hosts of it, over the ports of all its members (as NCCL's rings over all NICs).
         """
         n = span.size
-        k = min(span.per_host, span.size)
-        hosts = span.hosts
         if n == 1:
             return 0.0
-        inside = self.cluster.intra_host
-        outside = self.cluster.outward
-        seconds = (n - 1) / n * num_bytes / self._bandwidth(inside) if k > 1 else 0.0
-        latency = math.ceil(math.log2(n)) * (outside if hosts > 1 else inside).latency_seconds
-        if hosts > 1:
-            ports = k * self._bandwidth(outside)
-            seconds = max(seconds, (hosts - 1) / hosts * num_bytes / ports)
-        return seconds + latency
+        inside = (n - 1) / n if span.per_host > 1 else 0.0
+        outside = (1 - 1 / span.hosts) / span.per_host
+        return self._exchange(num_bytes, inside, outside, num_latencies=math.ceil(math.log2(n)))
 
-    def all_to_all(self, num_bytes: float, span: Span) -> float:
+    def all_to_all(self, num_bytes: Any, span: Span) -> Any:
         """Return the seconds of an exchange in which every member sends `num_bytes` in equal parts to all."""
         if span.size == 1:
             return 0.0
-        outside = 1 - min(span.per_host, span.size) / span.size
-        link = self.cluster.outward if outside else self.cluster.intra_host
-        inside_bytes = (1 - outside - 1 / span.size) * num_bytes
-        seconds = max(
-            inside_bytes / self._bandwidth(self.cluster.intra_host),
-            outside * num_bytes / self._bandwidth(self.cluster.outward),
-        )
-        return seconds + link.latency_seconds
+        return self._exchange(num_bytes, (span.per_host - 1) / span.size, 1 - span.per_host / span.size)
+
+    def _exchange(self, num_bytes: Any, inside: float, outside: float, *, num_latencies: int = 1) -> Any:
+        """Return the seconds in which a device sends these fractions of some bytes inside its host and to
+        others."""
+        near = self.cluster.link(within_host=True)
+        far = self.cluster.link(within_host=False)
+        slope = max(inside / self._bandwidth(near), outside / self._bandwidth(far))
+        return num_bytes * slope + num_latencies * (far if outside else near).latency_seconds
 
     def send(self, num_bytes: float, *, within_host: bool) -> float:
-        link = self.cluster.intra_host if within_host else self.cluster.outward
-        return link.latency_seconds + num_bytes / self._bandwidth(link)
+        return self._exchange(num_bytes, float(within_host), float(not within_host))
 
     def samples(self, num_bytes: float) -> float:
         """Return the seconds to move samples between calls, from host memory to host memory."""
@@ -206,10 +183,13 @@ class Rates:
             raise ValueError(f"the cluster's peak_flops has no entry for dtype {role.dtype}: {has}")
         return peaks[role.dtype]
 
-    def matmul(self, role: ModelRole, *, tokens: float, params: float, weight_reads: float = 1.0) -> float:
-        """Return the seconds of 2 * tokens * params FLOPs or of reading the matrix, whichever is longer."""
+    def matmul(self, role: ModelRole, *, tokens: Any, params: float) -> Any:
+        """Return the seconds of 2 * tokens * params FLOPs or of reading the matrix, whichever is longer.
+
+        `tokens` may be an array.
+        """
         flops = 2 * tokens * params / (self.peak(role) * self.assume.matmul)
-        return max(flops, weight_reads * params * role.itemsize / self._memory)
+        return np.maximum(flops, params * role.itemsize / self._memory)
 
     def traffic(self, num_bytes: float) -> float:
         """Return the seconds of operations that only read and write."""
@@ -226,16 +206,13 @@ class Rates:
         c = role.config
         shape = block_shape(role.config)
         n = tp.size
-        dense = (shape.attention + shape.mlp) / n
-        compute = self.matmul(role, tokens=tokens, params=dense)
+        compute = self.matmul(role, tokens=tokens, params=shape.dense / n)
         communication = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
-        if shape.num_experts:
-            routed = tokens * shape.experts_per_token
-            touched = min(shape.num_experts, routed) / ep.size
-            per_matrix = shape.expert / n * max(1.0, touched)
-            flops = 2 * routed * shape.expert / n / (self.peak(role) * self.assume.matmul)
-            reading = per_matrix * role.itemsize / self._memory
-            compute += shape.moe_share * max(flops, reading)
+        if c.moe is not None:
+            routed = tokens * c.moe.num_experts_per_token
+            used = max(1.0, min(c.moe.num_experts, routed) / ep.size)  # Experts, which share the tokens.
+            experts = self.matmul(role, tokens=routed / used, params=used * shape.expert / n)
+            compute += shape.moe_share * experts
             exchange = 2 * self.all_to_all(routed * c.hidden_size * role.itemsize, ep)
             communication += shape.moe_share * exchange
         attention = 2 * squared * c.num_heads / n * c.head_dim  # Causal: half of 4 * squared * heads * dim.
@@ -259,9 +236,8 @@ class Rates:
         embedding += 0.0 if backward else self.assume.pass_seconds
         if output != "logprobs" or c.head != "lm":
             return Cost(embedding)
-        params = c.vocab_size * c.hidden_size / n
         passes = 5 if backward else 6
-        compute = self.matmul(role, tokens=tokens, params=params)
+        compute = self.matmul(role, tokens=tokens, params=c.vocab_size * c.hidden_size / n)
         compute *= 2 if backward and role.lora is None else 1
         compute += self.traffic(passes * tokens * c.vocab_size / n * _LOGIT_BYTES)
         communication = 0.0 if n == 1 else self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
@@ -287,37 +263,32 @@ class Rates:
         c = role.config
         shape = block_shape(role.config)
         n = tp.size
-        params = (shape.attention + shape.mlp) / n
-        touched = np.zeros_like(rows)
-        if shape.num_experts:
+        params = shape.dense / n
+        used = np.zeros_like(rows)  # Parameters of experts that some row uses.
+        per_token = 0
+        if c.moe is not None:
             # b rows with k of E experts each use E (1 - (1 - k/E)^b) experts, spread over ep.
-            unused = (1 - shape.experts_per_token / shape.num_experts) ** (rows * ep.size)
-            touched = shape.moe_share * shape.num_experts * (1 - unused) / ep.size * shape.expert / n
-        active = params + shape.moe_share * shape.experts_per_token * shape.expert / n
+            per_token = c.moe.num_experts_per_token
+            unused = (1 - per_token / c.moe.num_experts) ** (rows * ep.size)
+            used = shape.moe_share * c.moe.num_experts * (1 - unused) / ep.size * shape.expert / n
+        active = params + shape.moe_share * per_token * shape.expert / n
         flops = 2 * rows * active + 4 * rows * context * c.num_heads / n * c.head_dim
         cached = rows * context
         if shared is not None:
             cached = cached - (rows - shared.prompts) * shared.tokens
-        read = (params + touched + cached * cached_heads(c, n).width) * role.itemsize
+        read = (params + used + cached * widths(c, n).cached) * role.itemsize
         compute = np.maximum(flops / (self.peak(role) * self.assume.matmul), read / self._memory)
-        # Collectives take numbers, not arrays, so their seconds are a latency and a slope over 1e9 bytes.
-        latency = self.all_reduce(1.0, tp)
-        slope = self.all_reduce(1e9, tp) - latency
-        communication = 2 * (latency + rows * c.hidden_size * role.itemsize * slope / 1e9)
-        if shape.num_experts and ep.size > 1:
-            sent = rows * shape.experts_per_token * c.hidden_size * role.itemsize
-            latency = self.all_to_all(0.0, ep)
-            slope = self.all_to_all(1e9, ep) - latency
-            communication = communication + 2 * shape.moe_share * (latency + sent * slope / 1e9)
+        sent = rows * c.hidden_size * role.itemsize
+        communication = 2 * self.all_reduce(sent, tp) + np.zeros_like(rows)
+        if per_token:
+            communication = communication + 2 * shape.moe_share * self.all_to_all(sent * per_token, ep)
         return self._launched(compute), communication
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
         """Return the seconds of logits and sampling for one token per row."""
         c = role.config
         n = tp.size
-        params = c.vocab_size * c.hidden_size / n
-        flops = 2 * rows * params / (self.peak(role) * self.assume.matmul)
-        compute = np.maximum(flops, params * role.itemsize / self._memory)
+        compute = self.matmul(role, tokens=rows, params=c.vocab_size * c.hidden_size / n)
         sampling = 8 * rows * c.vocab_size / n * _LOGIT_BYTES / self._memory
         exchange = 3 * self.all_gather(1.0, tp)
         return compute + sampling + exchange + 2 * self.assume.block_seconds

@@ -34,7 +34,6 @@ class SearchResult:
     chosen: tuple[int, ...]
     step_seconds: float
     lower_bound_seconds: float
-    search_seconds: float
     num_expanded: int
 
     @property
@@ -69,12 +68,8 @@ def search(
             tree.dive()
     if local.best is None:
         return None
-    local.polish()
-    local.tidy()
-    return SearchResult(
-        tuple(local.best.tolist()), local.best_score, min(tree.bound, local.best_score),
-        time.monotonic() - began, tree.num_expanded,
-    )  # fmt: skip
+    best = local.polished()
+    return SearchResult(tuple(best.tolist()), local.best_score, tree.bound, tree.num_expanded)
 
 
 def leanest(space: SearchSpace) -> np.ndarray:
@@ -89,7 +84,6 @@ class LocalSearch:
     def __init__(self, space: SearchSpace, choices: Sequence[np.ndarray] | None = None) -> None:
         """Set up the search; `choices` restricts the candidates of each group."""
         self._space = space
-        self._num = len(space.groups)
         self.best: np.ndarray | None = None
         self.best_score = np.inf
         self._choices = choices or [group.varied() for group in space.groups]
@@ -98,7 +92,7 @@ class LocalSearch:
         """Return three plans to start from: the fastest candidates, the smallest ones, and those with the
         least device seconds."""
         groups = self._space.groups
-        fastest = [0] * self._num
+        fastest = [0] * len(groups)
         leanest = [int(np.lexsort((u.seconds.sum(axis=1), u.resting + u.running))[0]) for u in groups]
         frugal = [int(np.argmin(u.device_seconds)) for u in groups]
         return [fastest, leanest, frugal]
@@ -113,7 +107,7 @@ class LocalSearch:
         score = self._exact(chosen[None])[0]
         while True:
             before = score
-            for u in range(self._num):
+            for u in range(len(chosen)):
                 chosen, score = self._best_of(chosen, score, u)
             if score >= before * (1 - _SAME):
                 break
@@ -123,7 +117,7 @@ class LocalSearch:
 
     def _best_of(self, chosen: np.ndarray, score: float, group: int) -> tuple[np.ndarray, float]:
         """Return the best plan in which one group has another candidate, or `chosen` if none is better."""
-        plans = self._changed(chosen, group, self._choices[group])
+        plans = self._changed(chosen, group)
         rough = self._rough(plans)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < score * (1 - _SAME)]
@@ -133,32 +127,29 @@ class LocalSearch:
         best = int(np.argmin(exact))
         return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
 
-    def _changed(self, chosen: np.ndarray, group: int, choices: np.ndarray) -> np.ndarray:
-        """Return copies of the plan, each with one of these candidates for a group."""
-        plans = np.repeat(chosen[None], len(choices), axis=0)
-        plans[:, group] = choices
+    def _changed(self, chosen: np.ndarray, group: int) -> np.ndarray:
+        """Return copies of the plan, each with one of the choices for a group."""
+        plans = np.repeat(chosen[None], len(self._choices[group]), axis=0)
+        plans[:, group] = self._choices[group]
         return plans
 
-    def polish(self) -> None:
-        """Improve the best plan once more, with all candidates to choose from."""
+    def polished(self) -> np.ndarray:
+        """Return the best plan, improved once more with all candidates to choose from.
+
+        Every group then takes the candidate with the least device seconds that keeps the step as short.
+        """
         assert self.best is not None
         self._choices = [np.arange(len(group.candidates)) for group in self._space.groups]
         self.improve(self.best)
-
-    def tidy(self) -> None:
-        """Change every group of the best plan to the candidate with the least device seconds that keeps
-        the step as short."""
-        if self.best is None:
-            return
+        best = self.best
         for u, group in enumerate(self._space.groups):
-            plans = self._changed(self.best, u, np.arange(len(group.candidates)))
-            rough = self._rough(plans)
-            as_short = rough <= self.best_score * (1 + _SAME)
-            leaner = np.flatnonzero(as_short & (group.device_seconds < group.device_seconds[self.best[u]]))
+            plans = self._changed(best, u)
+            as_short = self._rough(plans) <= self.best_score * (1 + _SAME)
+            leaner = np.flatnonzero(as_short & (group.device_seconds < group.device_seconds[best[u]]))
             leaner = leaner[np.argsort(group.device_seconds[leaner], kind="stable")][:_EXACT]
-            exact = self._exact(plans[leaner]) if len(leaner) else np.array([])
-            if len(good := leaner[exact <= self.best_score * (1 + _SAME)]):
-                self.best = plans[good[0]]
+            good = leaner[self._exact(plans[leaner]) <= self.best_score * (1 + _SAME)]
+            best = plans[good[0]] if len(good) else best
+        return best
 
     def _rough(self, plans: np.ndarray) -> np.ndarray:
         """Return scores that leave out reallocations and long cycles, and so never exceed the exact ones."""
@@ -179,13 +170,11 @@ class _Tree:
     def __init__(self, space: SearchSpace, local: LocalSearch) -> None:
         self._space = space
         self._local = local
-        self._groups = [group.with_meshes() for group in space.groups]
-        self._sizes = [len(group.candidates) for group in space.groups]
+        self._groups = [group.with_open_choices(number) for number, group in enumerate(space.groups)]
         self._devices = space.problem.cluster.num_devices
-        self._least_device_seconds = np.array([group.device_seconds.min() for group in self._groups])
+        self._least_device_seconds = np.array([group.device_seconds[:-1].min() for group in self._groups])
         self._order = np.argsort(-self._least_device_seconds, kind="stable")
         self._plans = np.full((1, len(self._groups)), _OPEN)
-        self._depths = np.zeros(1, dtype=int)
         self._bounds = self._bound(self._plans, np.zeros(1))
         self._given_up = np.inf
         self.num_expanded = self.num_rounds = 0
@@ -201,23 +190,19 @@ class _Tree:
 
     def expand(self) -> None:
         """Replace the most promising plans, all at one depth, with their children."""
-        first = np.lexsort((-self._depths, self._bounds))[0] if len(self._plans) else 0
-        depth = self._depths[first]
-        level = np.flatnonzero(self._depths == depth)
-        taken = level[np.argsort(self._bounds[level], kind="stable")[: self._width(int(depth))]]
-        plans, bounds = self._plans[taken], self._bounds[taken]
-        left = np.ones(len(self._plans), dtype=bool)
-        left[taken] = False
-        self._keep(left)
-        self.num_expanded = self.num_expanded + len(plans)
-        self.num_rounds = self.num_rounds + 1
-        children, bounds = self._children(plans, bounds, int(depth))
+        depths = self._depths
+        depth = int(depths[self._most_promising(depths)])
+        level = np.flatnonzero(depths == depth)
+        taken = level[np.argsort(self._bounds[level], kind="stable")[: self._width(depth)]]
+        children, bounds = self._children(self._plans[taken], self._bounds[taken], depth)
+        self._keep(np.setdiff1d(np.arange(len(depths)), taken))
+        self.num_expanded += len(taken)
+        self.num_rounds += 1
         if depth + 1 == self._leaf_depth:
             self._offer(children, bounds)
-        elif len(children):
+        else:
             self._plans = np.concatenate([self._plans, children])
             self._bounds = np.concatenate([self._bounds, bounds])
-            self._depths = np.concatenate([self._depths, np.full(len(children), depth + 1)])
         self._keep(self._bounds < self._goal)
         if len(self._plans) > _MOST_NODES:
             order = np.argsort(self._bounds, kind="stable")
@@ -226,7 +211,7 @@ class _Tree:
 
     def _width(self, depth: int) -> int:
         """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
-        group = self._space.groups[int(self._order[depth % len(self._groups)])]
+        group = self._groups[self._order[depth % len(self._groups)]]
         num_meshes = len(group.by_mesh)
         choices = num_meshes if depth < len(self._groups) else len(group.candidates) / num_meshes
         return max(1, int(_CHILDREN / choices))
@@ -235,9 +220,10 @@ class _Tree:
         """Complete the most promising plan by a beam search, and improve the outcome by local search."""
         if not len(self._plans):
             return
-        at = np.lexsort((-self._depths, self._bounds))[0]
+        depths = self._depths
+        at = self._most_promising(depths)
         plans, bounds = self._plans[[at]], self._bounds[[at]]
-        for depth in range(int(self._depths[at]), self._leaf_depth):
+        for depth in range(int(depths[at]), self._leaf_depth):
             if not len(plans):
                 return
             plans, bounds = self._children(plans, bounds, depth)
@@ -252,6 +238,14 @@ class _Tree:
             self._local.offer(plans[i], seconds[i])
 
     @property
+    def _depths(self) -> np.ndarray:
+        """Number of choices in each plan: a mesh for each group in `_order`, and then a candidate."""
+        return (self._plans != _OPEN).sum(axis=1) + self._space.is_decided(self._plans).sum(axis=1)
+
+    def _most_promising(self, depths: np.ndarray) -> int:
+        return int(np.lexsort((-depths, self._bounds))[0])
+
+    @property
     def _leaf_depth(self) -> int:
         return 2 * len(self._groups)
 
@@ -261,7 +255,6 @@ class _Tree:
 
     def _keep(self, chosen: np.ndarray) -> None:
         self._plans, self._bounds = self._plans[chosen], self._bounds[chosen]
-        self._depths = self._depths[chosen]
 
     def _children(
         self, plans: np.ndarray, bounds: np.ndarray, depth: int
@@ -269,17 +262,16 @@ class _Tree:
         """Return every plan with every choice for the group at this depth, if it may still become the
         best."""
         group = int(self._order[depth % len(self._groups)])
+        by_mesh = self._groups[group].by_mesh
+        num_candidates = len(self._groups[group].candidates)
         if depth < len(self._groups):
-            choices = self._sizes[group] + np.arange(len(self._space.groups[group].by_mesh))
-            counts = np.full(len(plans), len(choices))
-            picks = np.tile(choices, len(plans))
+            picks = [num_candidates + np.arange(len(by_mesh))] * len(plans)
         else:
-            on_mesh = [self._space.groups[group].by_mesh[i] for i in plans[:, group] - self._sizes[group]]
-            counts = np.array([len(found) for found in on_mesh])
-            picks = np.concatenate(on_mesh)
+            picks = [by_mesh[i] for i in plans[:, group] - num_candidates]
+        counts = [len(found) for found in picks]
         children = np.repeat(plans, counts, axis=0)
-        children[:, group] = picks
-        bounds = self._bound(children, np.repeat(bounds, counts), decided=group)
+        children[:, group] = np.concatenate(picks)
+        bounds = self._bound(children, np.repeat(bounds, counts))
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
         if depth >= len(self._groups) and len(children):
@@ -293,7 +285,7 @@ class _Tree:
             children, bounds = children[alive], bounds[alive]
         return children, bounds
 
-    def _bound(self, plans: np.ndarray, bounds: np.ndarray, *, decided: int | None = None) -> np.ndarray:
+    def _bound(self, plans: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Return lower bounds over all completions of unfinished plans; infinity for those that cannot
         fit."""
         none = np.zeros((len(plans), len(self._space.calls)))
@@ -315,7 +307,7 @@ class _Tree:
         area = np.zeros(len(plans))
         for u, group in enumerate(self._groups):
             pick = plans[:, u]
-            seconds = np.maximum(group.seconds[pick], least[:, list(group.calls)]).sum(axis=1)
+            seconds = np.maximum(group.seconds[pick], least[:, group.calls]).sum(axis=1)
             here = seconds * (group.stop[pick] - group.first[pick])
             area += np.where(pick < 0, self._least_device_seconds[u], here)
         return area

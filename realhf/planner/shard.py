@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from realhf.chunk_sizes import SMALL_PRODUCT
 from realhf.kv_blocks import cached_heads
 from realhf.layout import ParallelStrategy
 from realhf.lora import LoraConfig, adapter_spec
@@ -15,7 +16,6 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, ParamSpec, model_spec
 from realhf.region import region_size
 
-_SMALL_PRODUCT = 1 << 21
 _NORMS = ("attn_norm.weight", "attn_out_norm.weight", "mlp_norm.weight", "mlp_out_norm.weight")
 
 
@@ -53,7 +53,7 @@ def float32_bytes(products: Sequence[tuple[int, int]], tokens: float) -> float:
 
     Small products of bfloat16 on CPU are (nn/linear.py).
     """
-    small = [(i, o) for i, o in products if tokens * i * o <= _SMALL_PRODUCT]
+    small = [(i, o) for i, o in products if tokens * i * o <= SMALL_PRODUCT]
     return 4 * max((tokens * (i + o) + i * o for i, o in small), default=0.0)
 
 

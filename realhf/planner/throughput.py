@@ -29,10 +29,6 @@ class Dependencies:
     data: np.ndarray
     weights: tuple[tuple[int, int, int], ...]
 
-    @property
-    def num_calls(self) -> int:
-        return len(self.data)
-
 
 def periods(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray,
@@ -45,11 +41,11 @@ def periods(
     is a lower bound from cycles of at most two steps.
     """
     step = _one_step(*_waits(needs, seconds, shares, moving))
-    diagonal = np.arange(needs.num_calls)
+    diagonal = np.arange(len(needs.data))
     there_and_back = (step + step.transpose(1, 0, 2)).max(axis=(0, 1)) / 2
     best = np.maximum(step[diagonal, diagonal].max(axis=0), there_and_back)
     power = step
-    for length in range(2, needs.num_calls + 1 if exact else 0):
+    for length in range(2, len(needs.data) + 1 if exact else 0):
         power = _product(power, step)
         best = np.maximum(best, power[diagonal, diagonal].max(axis=0) / length)
     return np.maximum(best, 0.0)
@@ -73,7 +69,7 @@ def _waits(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the constraints between calls of one step, and those from the step before; shape (N, N, K)
     each."""
-    num = needs.num_calls
+    num = len(needs.data)
     taken = np.ascontiguousarray(seconds.T)
     same, before = (np.full((num, num, len(seconds)), NEVER) for _ in range(2))
     shared = np.ascontiguousarray(shares.transpose(1, 2, 0))

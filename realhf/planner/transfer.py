@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from realhf.cluster import Cluster
-from realhf.layout import ParallelStrategy
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 
 _OVER_BOUND = 1.04  # Time of schedules relative to the bound (benchmarks/realloc_schedule.py).
 _MAX_PARTS = 16  # With more parts of a source, no single one is a bottleneck between hosts.
 
 
-class Placed(NamedTuple):
-    """A strategy on contiguous ranks."""
+class ContiguousLayout(NamedTuple):
+    """A layout on a range of ranks. It is quick to make, compare and hash."""
 
     strategy: ParallelStrategy
     first_rank: int
@@ -28,10 +28,14 @@ class Placed(NamedTuple):
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + self.strategy.num_ranks)
 
+    @property
+    def as_layout(self) -> Layout:
+        return Layout(self.strategy, DeviceMesh(tuple(self.ranks)))
+
 
 def transfer_seconds(
-    cluster: Cluster, source: Placed, target: Placed, *, num_bytes: float, sharded: bool = False,
-    section_share: float = 1.0,
+    cluster: Cluster, source: ContiguousLayout, target: ContiguousLayout, *, num_bytes: float,
+    sharded: bool = False, section_share: float = 1.0,
 ) -> float:  # fmt: skip
     """Return the seconds to move a model of `num_bytes` from one layout to another.
 
@@ -48,7 +52,6 @@ def transfer_seconds(
     if missing.max() <= 1e-9:
         return 0.0
     device = cluster.intra_host.bandwidth_bytes_per_second
-    outside = cluster.outward
     grid = _Grid(np.concatenate([held, wanted]))
     lacked = np.zeros_like(grid.areas, dtype=bool)  # Cells that some rank lacks.
     for pair in np.unique(np.concatenate([wanted, here], axis=1), axis=0):
@@ -58,7 +61,7 @@ def transfer_seconds(
     for part, count in zip(parts, replicas, strict=True):
         seconds = max(seconds, grid.area(part, lacked) / count / device)
     crossing = _between_hosts(cluster, source, target, held, wanted, grid)
-    latency = (outside if crossing else cluster.intra_host).latency_seconds
+    latency = cluster.link(within_host=not crossing).latency_seconds
     return _OVER_BOUND * max(seconds, crossing) * num_bytes + latency
 
 
@@ -94,7 +97,7 @@ class _Grid:
             yield np.array([first, last, left, right])
 
 
-def _rectangles(placed: Placed, *, sharded: bool = False, section_share: float = 1.0) -> np.ndarray:
+def _rectangles(placed: ContiguousLayout, *, sharded: bool = False, section_share: float = 1.0) -> np.ndarray:
     """Return one row per rank: first layer, last, first column, last, as fractions of the model.
 
     Parts of replicas that lie in several sections are treated as columns of all layers.
@@ -121,14 +124,15 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _between_hosts(
-    cluster: Cluster, source: Placed, target: Placed, held: np.ndarray, wanted: np.ndarray, grid: _Grid
-) -> float:
+    cluster: Cluster, source: ContiguousLayout, target: ContiguousLayout, held: np.ndarray,
+    wanted: np.ndarray, grid: _Grid,
+) -> float:  # fmt: skip
     """Return the seconds per byte of the model on the busiest port between hosts; 0 when nothing crosses."""
     per_host = cluster.devices_per_host
-    nic = cluster.outward.bandwidth_bytes_per_second
+    nic = cluster.link(within_host=False).bandwidth_bytes_per_second
     port = cluster.host_port_bytes_per_second
 
-    def on_host(placed: Placed, rectangles: np.ndarray, host: int) -> np.ndarray:
+    def on_host(placed: ContiguousLayout, rectangles: np.ndarray, host: int) -> np.ndarray:
         """Rectangles of the ranks on a host."""
         start = max(0, host * per_host - placed.first_rank)
         return rectangles[start : max(0, (host + 1) * per_host - placed.first_rank)]
@@ -136,7 +140,7 @@ def _between_hosts(
     seconds = 0.0
     leaving = np.zeros(grid.areas.shape, dtype=bool)
     seen: set[tuple[bytes, bytes]] = set()
-    for host in sorted({cluster.host_of(rank) for rank in target.ranks}):
+    for host in sorted(cluster.count_by_host(target.ranks)):
         want, have = on_host(target, wanted, host), on_host(source, held, host)
         if (key := (want.tobytes(), have.tobytes())) in seen:
             continue
@@ -146,7 +150,7 @@ def _between_hosts(
         seconds = max(seconds, float(grid.areas[lacking].sum()) / min(len(want) * nic, port))
     if not leaving.any():
         return 0.0
-    hosts = sorted({cluster.host_of(rank) for rank in source.ranks})
+    hosts = sorted(cluster.count_by_host(source.ranks))
     seconds = max(seconds, float(grid.areas[leaving].sum()) / (len(hosts) * port))
     parts = np.unique(held, axis=0)
     for part in parts if len(parts) <= _MAX_PARTS else ():

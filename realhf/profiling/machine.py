@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from realhf.cluster import host_memory_bytes
+from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.data.batch import Batch, Packed
 from realhf.dist import tags
 from realhf.dist.group import Group, Outbox, World
@@ -17,6 +17,7 @@ from realhf.engine.protocol import DTYPES
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
+from realhf.planner.evaluate import SAMPLE_BYTES
 from realhf.planner.profile import Table
 from realhf.profiling.clock import Clock
 from realhf.profiling.memory import device_bytes
@@ -25,7 +26,7 @@ from realhf.realloc.execute import Reallocator
 from realhf.runtime.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
-_FLOATS_PER_TOKEN = 8  # Ids and these are `_SAMPLE_BYTES` of planner/evaluate.py per token.
+_FLOATS_PER_TOKEN = (SAMPLE_BYTES - 8) // 4  # Besides the ids.
 _GEMM = 1024
 _COPY_BYTES = 1 << 27
 _NARROW = ModelConfig("llama", 256, 64, 256, 1, 1, 1, 64)
@@ -49,15 +50,15 @@ def measure_links(clock: Clock, sizes: Sizes) -> dict[str, Table]:
         for name, row in zip(rows, zip(*times, strict=True), strict=True):
             rows[name].append(list(row))
     axes = {"ranks": tuple(map(float, counts)), "bytes": tuple(map(float, _MESSAGE_BYTES))}
-    wires = {name: Table(axes, values) for name, values in rows.items()}
+    links = {name: Table(axes, values) for name, values in rows.items()}
     everybody = world.group(range(world.size))
     paired = [rank for rank in range(world.size) if (rank % per_host) ^ 1 < per_host]
     sends = clock.seconds(
         {n: partial(_ping_pong, everybody, world, n) for n in _MESSAGE_BYTES}, busy=paired
     )
-    wires["send"] = Table({"bytes": axes["bytes"]}, [there_and_back / 2 for there_and_back in sends.values()])
-    wires["samples"] = _samples(clock, sizes)
-    return wires
+    links["send"] = Table({"bytes": axes["bytes"]}, [there_and_back / 2 for there_and_back in sends.values()])
+    links["samples"] = _samples(clock, sizes)
+    return links
 
 
 def _collectives(clock: Clock, group: Group, num_bytes: int) -> list[float]:
@@ -97,7 +98,7 @@ def _samples(clock: Clock, sizes: Sizes) -> Table:
         }
         batch = Batch(list(range(samples)), columns) if world.rank == 0 else None
         given = Source(source, tuple(columns), batch, tag=tags.PROFILED)
-        moves[float(tokens * (8 + 4 * _FLOATS_PER_TOKEN))] = partial(_move, world, given, target)
+        moves[float(tokens * SAMPLE_BYTES)] = partial(_move, world, given, target)
     return Table({"bytes": tuple(moves)}, list(clock.seconds(moves, busy=(0, 1)).values()))
 
 
@@ -111,10 +112,10 @@ def _move(world: World, source: Source, target: Layout) -> None:
     outbox.wait()
 
 
-def measure_cluster(clock: Clock, dtypes: list[str]) -> dict[str, Any]:
-    """Return the machine as the fields of a Cluster; its links are timed by reallocations.
+def measure_cluster(clock: Clock, dtypes: list[str]) -> Cluster:
+    """Return the machine as a cluster; its links are timed by reallocations.
 
-    The link between hosts is left out where there is only one.
+    There is no link between hosts where there is only one.
     """
     world = clock.world
     a = torch.zeros(_COPY_BYTES // 4, device=world.device)
@@ -124,36 +125,21 @@ def measure_cluster(clock: Clock, dtypes: list[str]) -> dict[str, Any]:
     seconds = clock.seconds({"copy": partial(b.copy_, a), **work})
     peaks = {name: 2 * _GEMM**3 / seconds[name] for name in dtypes}
     copied = _COPY_BYTES / seconds["copy"]
-    return {
-        "num_hosts": max(1, world.size // world.ranks_per_host), "devices_per_host": world.ranks_per_host,
-        "device_memory_bytes": device_bytes(world), "host_memory_bytes": host_memory_bytes(),
-        "memory_bandwidth_bytes_per_second": 2 * copied, "peak_flops": peaks,
-        "device_type": world.device.type, **_links(clock, dtypes[0], copied=copied),
-    }  # fmt: skip
-
-
-def _links(clock: Clock, dtype: str, *, copied: float) -> dict[str, Any]:
-    """Time the links inside a host and between hosts, as far as there are ranks at both ends.
-
-    A rank that is alone on its host has no neighbour: its link is a copy in its own memory, at `copied` bytes
-    per second.
-    """
-    world = clock.world
     per_host = world.ranks_per_host
-    links: dict[str, Any] = {
-        "intra_host": {"latency_seconds": 1e-7, "bandwidth_bytes_per_second": copied}
-    }
-    if per_host > 1:
-        links["intra_host"] = _reallocation_link(clock, dtype, peer=1)
+    inter_host = host_bandwidth = None
+    # A rank that is alone on its host has no neighbour: its link is a copy in its own memory.
+    intra_host = Link(1e-7, copied) if per_host == 1 else _reallocation_link(clock, dtypes[0], peer=1)
     if world.size > per_host:
-        links["inter_host"] = _reallocation_link(clock, dtype, peer=per_host)
-        at_once = _reallocation_link(clock, dtype, peer=per_host, num_pairs=per_host)
-        each = min(at_once["bandwidth_bytes_per_second"], links["inter_host"]["bandwidth_bytes_per_second"])
-        links["host_bandwidth_bytes_per_second"] = per_host * each
-    return links
+        inter_host = _reallocation_link(clock, dtypes[0], peer=per_host)
+        at_once = _reallocation_link(clock, dtypes[0], peer=per_host, num_pairs=per_host)
+        each = min(at_once.bandwidth_bytes_per_second, inter_host.bandwidth_bytes_per_second)
+        host_bandwidth = per_host * each
+    return Cluster(
+        max(1, world.size // per_host), per_host, device_bytes(world), host_memory_bytes(), 2 * copied, peaks,
+        intra_host, inter_host, host_bandwidth, world.device.type)
 
 
-def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 1) -> dict[str, float]:
+def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 1) -> Link:
     """Time reallocations of a small and of a large model from rank 0 to `peer`.
 
     With more than one pair, rank 1 sends to the rank after `peer` at the same time, and so on.
@@ -174,9 +160,7 @@ def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 
             runs[num_bytes] = partial(reallocator.run, *ends)
     (few_bytes, few), (many_bytes, many) = clock.seconds(runs, busy=busy).items()
     bandwidth = (many_bytes - few_bytes) / max(many - few, 1e-9)
-    return {
-        "latency_seconds": max(1e-7, few - few_bytes / bandwidth), "bandwidth_bytes_per_second": bandwidth,
-    }  # fmt: skip
+    return Link(max(1e-7, few - few_bytes / bandwidth), bandwidth)
 
 
 def _nothing() -> None:

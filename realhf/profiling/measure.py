@@ -25,7 +25,7 @@ def measure(world: World, program: Program) -> Profile:
     sizes = _sizes(program, world)
     clock = Clock(world)
     shapes = _models(program)
-    wires = measure_links(clock, sizes)
+    links = measure_links(clock, sizes)
     calls = dict[str, Table]()
     models: list[ModelTables] = []
     for number, model in enumerate(shapes, start=1):
@@ -37,19 +37,12 @@ def measure(world: World, program: Program) -> Profile:
             calls = {**bench.calls(), **calls}
     _say(world, "the machine")
     cluster = measure_cluster(clock, sorted({model.dtype for model in shapes}))
-    return Profile.from_dict({
-        "date": time.strftime("%Y-%m-%d %H:%M"), "machine": describe(world), "cluster": cluster,
-        "wires": _plain(wires), "calls": _plain(calls), "models": [tables.to_dict() for tables in models],
-    })  # fmt: skip
+    return Profile(time.strftime("%Y-%m-%d %H:%M"), describe(world), cluster, links, calls, models)
 
 
 def _say(world: World, what: str) -> None:
     if world.rank == 0:
         print(f"realhf: measuring {what}", file=sys.stderr, flush=True)
-
-
-def _plain(tables: dict[str, Table]) -> dict[str, Any]:
-    return {name: table.to_dict() for name, table in tables.items()}
 
 
 def _sizes(program: Program, world: World) -> Sizes:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from realhf.calls import LogProbs, OptimizerConfig, Scores, TrainStep, Values
+from realhf.calls import LogProbs, OptimizerConfig, Scores, TrainStep, Values, Work
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
@@ -165,23 +165,20 @@ class Bench:
         return chosen
 
     def _passes(self) -> dict[Any, Callable[[], object]]:
+        """Return the passes of the main output; those of others are measured with few blocks only."""
         work: dict[Any, Callable[[], object]] = {}
-        long = self._sizes.sequence_tokens[-1]
-        for length in self._sizes.sequence_tokens:
-            for tokens in self._tokens:
-                batch = self._sequences(tokens, length)
-                for blocks, engine in self._engines.items():
-                    work["forward", blocks, tokens, length] = self._forward(engine, self._main, batch)
-                    if self._trains:
-                        work["train", blocks, tokens, length] = self._train(engine, self._main, batch)
+        *_, long = lengths = self._sizes.sequence_tokens
+        for output, trains in {**self._outputs, self._main: self._trains}.items():
+            is_main = output == self._main
+            engines = self._engines if is_main else {_FEW: self._engine(_FEW, output, trains=trains)}
+            for length in lengths if is_main else [long]:
+                for tokens in self._tokens:
+                    batch = self._sequences(tokens, length)
+                    for blocks, engine in engines.items():
+                        work["forward", output, blocks, tokens, length] = self._forward(engine, output, batch)
+                        if trains:
+                            work["train", output, blocks, tokens, length] = self._train(engine, output, batch)
         work["empty"] = self._forward(self._engines[_FEW], self._main, self._sequences(8, 4).select([]))
-        for output in (output for output in self._outputs if output != self._main):
-            engine = self._engine(_FEW, output, trains=self._outputs[output])
-            for tokens in self._tokens:
-                batch = self._sequences(tokens, long)
-                work[output, "forward", tokens] = self._forward(engine, output, batch)
-                if self._outputs[output]:
-                    work[output, "train", tokens] = self._train(engine, output, batch)
         return work
 
     def _decoding(self) -> dict[Any, Callable[[], object]]:
@@ -273,10 +270,10 @@ class Bench:
 
     def _block(self, tokens: int, length: int) -> tuple[float, float]:
         """Return the seconds of a block forward, and the additional seconds of forward and backward."""
-        forward = max(_TINY, self._of_a_block(lambda blocks: ("forward", blocks, tokens, length)))
+        forward = max(_TINY, self._of_a_block(lambda blocks: ("forward", self._main, blocks, tokens, length)))
         if not self._trains:
             return forward, 0.0
-        both = self._of_a_block(lambda blocks: ("train", blocks, tokens, length))
+        both = self._of_a_block(lambda blocks: ("train", self._main, blocks, tokens, length))
         # An optimizer step without gradients sets them to zero; after a backward pass it does not.
         zero = self._of_a_block(lambda blocks: ("zero", blocks))
         both -= self._of_a_block(lambda blocks: ("update", blocks)) - zero
@@ -288,17 +285,13 @@ class Bench:
     def _head(self, output: str, tokens: int, block: tuple[float, float]) -> tuple[float, float]:
         """Return the seconds of a micro-batch without its blocks: forward, and the rest of forward and
         backward."""
-        is_main = output == self._main
-        long = self._sizes.sequence_tokens[-1]
-        keys: list[Any] = [("forward", _FEW, tokens, long), ("train", _FEW, tokens, long)]
-        if not is_main:
-            keys = [(output, "forward", tokens), (output, "train", tokens)]
+        key = (output, _FEW, tokens, self._sizes.sequence_tokens[-1])
         extra = self._seconds["empty"] + _FEW * block[0]
-        forward = max(_TINY, self._seconds[keys[0]] - extra)
+        forward = max(_TINY, self._seconds["forward", *key] - extra)
         if not self._outputs[output]:
             return forward, 0.0
         extra += forward + _FEW * block[1] + self._seconds["update", _FEW] - self._seconds["zero", _FEW]
-        return forward, max(_TINY, self._seconds[keys[1]] - extra)
+        return forward, max(_TINY, self._seconds["train", *key] - extra)
 
     def _decode_tables(self) -> dict[str, Table]:
         rows = tuple(map(float, self._rows))
@@ -348,14 +341,11 @@ class Bench:
 
     def _forward(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
         work = next(work for work in (LogProbs(), Values(), Scores()) if work.output == output)
-        call = FunctionCall("profile", "forward", tuple(batch.fields), ("out",), role="role", work=work)
-        return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
+        return _call(engine, work, batch, outputs=("out",))
 
     def _train(self, engine: NativeEngine, output: str, batch: Batch) -> Callable[[], object]:
         entropy = any(loss.entropy for loss in self._losses if loss.output == output)
-        work = TrainStep(_MeanLoss(output, entropy))
-        call = FunctionCall("profile", "train_step", tuple(batch.fields), role="role", work=work)
-        return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
+        return _call(engine, TrainStep(_MeanLoss(output, entropy)), batch)
 
     def _generate(self, engine: NativeEngine, rows: int, prompt: int, new: int) -> Callable[[], object]:
         """Return a generation that decodes all rows at once, after one pass of their prompts."""
@@ -364,9 +354,8 @@ class Bench:
         most = max(given.prefill_tokens, rows * prompt)
         work = dataclasses.replace(given, sampling=sampling, kv_cache_gib=None, prefill_tokens=most)
         outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished")
-        call = FunctionCall("profile", "generate", ("prompt_ids",), outputs, role="role", work=work)
         batch = prompts(rows, prompt, vocab_size=self._model.config.vocab_size)
-        return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)
+        return _call(engine, work, batch, outputs=outputs)
 
     def _sequences(self, tokens: int, length: int) -> Batch:
         """Return sequences of about one length that consist of responses; consecutive ones differ in
@@ -377,3 +366,11 @@ class Bench:
         mask = torch.ones(len(ids))
         fields = {"sequence_ids": Packed(ids, lengths), "response_mask": Packed(mask, lengths)}
         return Batch(list(range(count)), fields)
+
+
+def _call(
+    engine: NativeEngine, work: Work, batch: Batch, *, outputs: tuple[str, ...] = ()
+) -> Callable[[], object]:
+    """Return a function that runs the work on the whole batch at once."""
+    call = FunctionCall("profile", work.kind, tuple(batch.fields), outputs, role="role", work=work)
+    return partial(engine.run, call, [batch], micro_batch_tokens=_ANY_SIZE)

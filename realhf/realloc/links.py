@@ -41,12 +41,13 @@ class Links:
     @classmethod
     def of_cluster(cls, cluster: Cluster, *, origin: str = "the cluster's") -> "Links":
         """Return the links of a cluster. Processes on CPUs copy from each other's memory."""
+        inside, outside = cluster.link(within_host=True), cluster.link(within_host=False)
         return cls(
             devices_per_host=cluster.devices_per_host,
-            device=cluster.intra_host.bandwidth_bytes_per_second,
-            nic=cluster.outward.bandwidth_bytes_per_second,
+            device=inside.bandwidth_bytes_per_second,
+            nic=outside.bandwidth_bytes_per_second,
             host=cluster.host_port_bytes_per_second,
-            latency_seconds=max(cluster.intra_host.latency_seconds, cluster.outward.latency_seconds),
+            latency_seconds=max(inside.latency_seconds, outside.latency_seconds),
             pulled=cluster.device_type == "cpu",
             origin=origin,
         )

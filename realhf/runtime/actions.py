@@ -115,26 +115,6 @@ def adapters_of(role: str) -> str:
     return role + _ADAPTERS
 
 
-def home_layouts(graph: DataflowGraph, plan: ExecutionPlan, roles: Mapping[str, Role]) -> dict[str, Layout]:
-    """Return the home of each role, the layout that owns its parameters.
-
-    It is the layout in which the role trains, or else that of its first call.
-    Raises ValueError when a role has no call, or trains in two layouts.
-    """
-    homes: dict[str, Layout] = {}
-    for role in roles:
-        calls = graph.of_role(role)
-        if not calls:
-            raise ValueError(f"role {role!r} has no call in the graph")
-        training = [call for call in calls if call.kind == "train_step"]
-        layouts = {plan[call.name].layout for call in training}
-        if len(layouts) > 1:
-            where = " and ".join(f"{call.name} at {plan[call.name].layout}" for call in training)
-            raise ValueError(f"role {role!r} has two homes: {where}; a role must train in one layout")
-        homes[role] = plan[(training or calls)[0].name].layout
-    return homes
-
-
 def complete_plan(
     plan: ExecutionPlan, graph: DataflowGraph, homes: Mapping[str, Layout], *, offloaded: Collection[str] = ()
 ) -> ExecutionPlan:

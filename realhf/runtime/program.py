@@ -16,7 +16,7 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
-from realhf.plan import ExecutionPlan
+from realhf.plan import ExecutionPlan, home_layouts
 from realhf.realloc.links import Links
 from realhf.runtime.actions import (
     RANK_0,
@@ -24,7 +24,6 @@ from realhf.runtime.actions import (
     adapters_of,
     compile_actions,
     complete_plan,
-    home_layouts,
     parameter_specs,
     spec_of,
 )

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from realhf import chunk_sizes
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import LogProbs, OptimizerConfig, TrainStep
 from realhf.dist.group import World
@@ -16,7 +17,6 @@ from realhf.engine.transformers import TransformersEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
-from realhf.nn import vocab_parallel
 from realhf.param_spec import model_spec
 from realhf.transformers_config import TransformersConfig
 from tests.engine.reference import plain_model, ragged_rows
@@ -35,13 +35,13 @@ def _run(world, text, chunk_tokens, tied):
     if (mine := engine_and_minibatches(world, text, num_rows=12, tied=tied)) is None:
         return None
     engine, batches = mine
-    before = vocab_parallel._CHUNK_NUMEL
+    before = chunk_sizes.CHUNK_NUMEL
     try:
-        vocab_parallel._CHUNK_NUMEL = chunk_tokens * -(-67 // engine.groups.layout.tp)
+        chunk_sizes.CHUNK_NUMEL = chunk_tokens * -(-67 // engine.groups.layout.tp)
         metrics = [engine.run(CALL, batches, micro_batch_tokens=60).metrics for _ in range(2)]
         logprobs = engine.run(FORWARD, batches[:1], micro_batch_tokens=60).batch.fields.get("logprobs")
     finally:
-        vocab_parallel._CHUNK_NUMEL = before
+        chunk_sizes.CHUNK_NUMEL = before
     shards = {name: shard.clone() for name, shard in engine.shards().items()}
     return metrics, shards, None if logprobs is None else logprobs.values
 
@@ -58,7 +58,7 @@ def test_chunks_change_no_number(pool, layout, tied):
 
 def _peak(chunk_tokens, monkeypatch):
     """Return the peak memory of a train step in bytes, and the number of its response tokens."""
-    monkeypatch.setattr(vocab_parallel, "_CHUNK_NUMEL", chunk_tokens * 5000)
+    monkeypatch.setattr(chunk_sizes, "CHUNK_NUMEL", chunk_tokens * 5000)
     spec = model_spec(ModelConfig.from_hf(hf_config(tied=True) | {"vocab_size": 5000}))
     settings = {"dtype": "float32", "optimizer": OptimizerConfig(lr=1e-3)}
     engine = NativeEngine(spec, Layout.parse("d1@0"), World(), **settings)
@@ -109,12 +109,12 @@ def _gradients(world, text, directory, engine_type=NativeEngine, *, chunk_tokens
     before = {name: shard.clone() for name, shard in engine.shards().items()}
     call = replace(CALL, work=TrainStep(WithBonus(attached=attached), temperature=TEMPERATURE))
     rows = ROWS[layout.coordinate(world.rank).dp :: layout.dp]
-    numel = vocab_parallel._CHUNK_NUMEL
+    numel = chunk_sizes.CHUNK_NUMEL
     try:
-        vocab_parallel._CHUNK_NUMEL = chunk_tokens * -(-67 // layout.tp)
+        chunk_sizes.CHUNK_NUMEL = chunk_tokens * -(-67 // layout.tp)
         metrics = engine.run(call, [minibatch(rows)], micro_batch_tokens=40).metrics
     finally:
-        vocab_parallel._CHUNK_NUMEL = numel
+        chunk_sizes.CHUNK_NUMEL = numel
     return metrics, {name: before[name] - shard for name, shard in engine.shards().items()}
 
 

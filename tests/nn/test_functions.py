@@ -41,7 +41,7 @@ def _strided(rows, heads, dim):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("x", [_random(9, 16), _strided(5, 3, 8)], ids=["rows", "heads"])
 def test_rms_norm(monkeypatch, x, offset, numel):
-    monkeypatch.setattr(norm, "_PART_NUMEL", numel)
+    monkeypatch.setattr(norm, "PART_NUMEL", numel)
     weight = _random(x.shape[-1], seed=1)
     inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
     assert torch.autograd.gradcheck(partial(norm.rms_norm, eps=1e-3, offset=offset), inputs)
@@ -90,7 +90,7 @@ class _Config:
 @pytest.mark.parametrize("gated", [False, True])
 def test_activations(monkeypatch, name, gated):
     """Activations in several parts have the gradients that autograd finds for the formula."""
-    monkeypatch.setattr(activation, "_PART_NUMEL", 50)
+    monkeypatch.setattr(activation, "PART_NUMEL", 50)
     curve = activation.ACTIVATIONS[name].compute
 
     def formula(x):

@@ -74,7 +74,7 @@ def random_problem(rng, *, num_calls, memory=1e12, pinned=False):
         together = (tuple(rng.sample(named, 2)),)
     elif pinned:
         name = rng.choice(named)
-        mesh = rng.choice([mesh for mesh in find_meshes(cluster) if mesh.size <= 2])
-        mesh = DeviceMesh(tuple(range(mesh.first, mesh.stop)))
+        mesh = rng.choice([mesh for mesh in find_meshes(cluster) if len(mesh) <= 2])
+        mesh = DeviceMesh(tuple(mesh))
         pins[name] = Layout.parse(f"t{len(mesh.ranks)}@{mesh}")
     return Problem(graph, roles, work, cluster, pins, together)

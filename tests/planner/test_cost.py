@@ -7,9 +7,10 @@ import pytest
 
 from realhf.cluster import Cluster, Link
 from realhf.graph import FunctionCall
-from realhf.layout import ParallelStrategy
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
-from realhf.planner.cost import Options, call_cost
+from realhf.plan import CallPlan
+from realhf.planner.cost import call_cost
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Assumptions, Rates, Span
 
@@ -28,11 +29,12 @@ def _rates(*, flops=FREE, memory=FREE, intra=FREE, inter=FREE, latency=1e-30, pc
     return Rates(cluster, PERFECT)
 
 
-def _cost(rates, kind, strategy, *, role=ROLE, work=WORK, options=None):
+def _cost(rates, kind, strategy, *, role=ROLE, work=WORK, micro_batch_tokens=4096, **options):
     call = FunctionCall("call", kind, ("x",), () if kind == "train_step" else ("y",), role="actor")
     parsed = ParallelStrategy.parse(strategy)
-    per_host = min(8, parsed.num_ranks)
-    return call_cost(rates, call, role, work, parsed, per_host=per_host, options=options or Options(4096))
+    layout = Layout(parsed, DeviceMesh(tuple(range(parsed.num_ranks))))
+    how = CallPlan(layout, micro_batch_tokens, **options)
+    return call_cost(rates, call, role, work, how, per_host=min(8, parsed.num_ranks))
 
 
 def _flops(tokens, samples, chosen):
@@ -54,7 +56,7 @@ def test_training_takes_three_times_the_forward_flops():
     assert forward == pytest.approx((matrices + attention) / 1e15, rel=1e-6)
     train = _cost(_rates(flops=1e15), "train_step", "d1").seconds
     assert train == pytest.approx((3 * matrices + 3.5 * attention) / 1e15, rel=1e-6)
-    again = _cost(_rates(flops=1e15), "train_step", "d1", options=Options(4096, recompute=True)).seconds
+    again = _cost(_rates(flops=1e15), "train_step", "d1", recompute=True).seconds
     head = 2 * 64 * 1024 * LLAMA.vocab_size * LLAMA.hidden_size
     assert again - train == pytest.approx((matrices - head + attention) / 1e15, rel=1e-6)
 
@@ -70,7 +72,7 @@ def test_flops_are_shared_by_data_and_tensor_parallel_ranks(strategy):
 def test_the_pipeline_idles_p_minus_1_of_m_slots(stages):
     """1F1B adds (p - 1) / m of the ideal time (Narayanan et al. 2021)."""
     values = Workload(64, 1024, 1024, 1024, output="values")  # All stages alike: no logits.
-    cost = _cost(_rates(flops=1e15), "train_step", f"p{stages}", work=values, options=Options(2048))
+    cost = _cost(_rates(flops=1e15), "train_step", f"p{stages}", work=values, micro_batch_tokens=2048)
     assert cost.num_micro_batches == 64
     assert cost.parts["pipeline"] / cost.parts["compute"] == pytest.approx((stages - 1) / 64)
 
@@ -177,7 +179,7 @@ def test_response_lengths_have_their_mean():
 def test_offload_brings_the_weights_back_once():
     frozen = replace(ROLE, trainable=False)
     plain = _cost(_rates(pcie=1e9), "forward", "t2", role=frozen)
-    offloaded = _cost(_rates(pcie=1e9), "forward", "t2", role=frozen, options=Options(4096, offload=True))
+    offloaded = _cost(_rates(pcie=1e9), "forward", "t2", role=frozen, offload=True)
     assert offloaded.seconds - plain.seconds == pytest.approx(ROLE.spec.numel * 2 / 2 / 1e9, rel=1e-3)
 
 

@@ -8,11 +8,11 @@ from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role
 from realhf.cli.problem import problem_of
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
-from realhf.layout import ParallelStrategy
+from realhf.layout import Layout, ParallelStrategy
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
-from realhf.plan import ExecutionPlan
-from realhf.planner.cost import Options, call_cost
+from realhf.plan import CallPlan, ExecutionPlan
+from realhf.planner.cost import call_cost
 from realhf.planner.memory_check import check_memory
 from realhf.planner.model_states import training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
@@ -39,8 +39,8 @@ def test_training_goes_forward_and_once_back():
     call = FunctionCall("actor_train", "train_step", ("x",), role="actor", work=None)
 
     def seconds(role):
-        options = Options(micro_batch_tokens=16384)
-        return call_cost(rates, call, role, work, ParallelStrategy(tp=8), per_host=8, options=options).parts
+        how = CallPlan(Layout.parse("t8@0-7"), micro_batch_tokens=16384)
+        return call_cost(rates, call, role, work, how, per_host=8).parts
 
     whole, adapted = seconds(LLAMA), seconds(ADAPTED)
     assert 0.6 < adapted["compute"] / whole["compute"] < 0.8

@@ -15,8 +15,8 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.memory import call_bytes
-from realhf.planner.memory_check import available_bytes, check_memory
-from realhf.planner.model_states import training_bytes, weights_bytes
+from realhf.planner.memory_check import check_memory
+from realhf.planner.model_states import available_bytes, training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.shard import num_params
 from realhf.realloc.schedule import STAGING_BYTES

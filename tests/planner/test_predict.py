@@ -1,6 +1,7 @@
 """The prediction for a given plan agrees with the planner that found it."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,17 @@ def test_the_planner_and_the_prediction_agree(seed: int):
     for call in problem.model_calls:
         seconds = planned.plan[call.name].predicted["seconds"]
         assert predicted.calls[call.name].seconds == pytest.approx(seconds, rel=1e-5)
+
+
+def test_found_plans_survive_their_files(tmp_path: Path):
+    problem = random_problem(random.Random(2), num_calls=4)
+    plan = make_plan(problem, Rates(problem.cluster), time_limit=5.0, gap=0.1).plan
+    plan.save(tmp_path / "plan.yaml")
+    again = ExecutionPlan.load(str(tmp_path / "plan.yaml"))
+    assert again == plan and again.num_ranks <= problem.cluster.num_devices
+    assert 0 < again.predicted["lower_bound_seconds"] <= again.predicted["step_seconds"]
+    for call in problem.model_calls:
+        assert again[call.name].predicted["seconds"] > 0
 
 
 @pytest.mark.parametrize("seed", range(20))

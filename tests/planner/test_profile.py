@@ -168,7 +168,7 @@ def test_two_processes_measure_the_machine(tmp_path: Path):
     for tables in measured.models:
         assert {"block_forward", "block_backward", "decode_block", "decode_head"} <= tables.tables.keys()
         assert {"logprobs_backward", "values_backward", "update"} <= tables.tables.keys()
-    assert measured.wires.keys() == {"all_reduce", "all_gather", "reduce_scatter", "send", "samples"}
+    assert measured.links.keys() == {"all_reduce", "all_gather", "reduce_scatter", "send", "samples"}
     assert measured.calls.keys() == {"generate", "forward", "train_step"}
     role = measured.models[0]
     assert all(s > 0 for table in role.tables.values() for s in np.ravel(table.seconds))

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from realhf.cluster import Cluster
-from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.layout import ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
-from realhf.planner.transfer import Placed, transfer_seconds
+from realhf.planner.transfer import ContiguousLayout, transfer_seconds
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
 
@@ -20,11 +20,7 @@ def _placed(rng, cluster):
     first = rng.randrange(0, cluster.num_devices // size) * size
     tp = rng.choice([n for n in (1, 2, 4) if n <= min(size, cluster.devices_per_host)])
     pp = rng.choice([n for n in (1, 2, 4) if size // tp % n == 0])
-    return Placed(ParallelStrategy(tp=tp, pp=pp, dp=size // tp // pp), first)
-
-
-def _layout(placed):
-    return Layout(placed.strategy, DeviceMesh(tuple(placed.ranks)))
+    return ContiguousLayout(ParallelStrategy(tp=tp, pp=pp, dp=size // tp // pp), first)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -37,7 +33,7 @@ def test_cost_is_near_the_schedule(seed):
         cluster, source, target, num_bytes=SPEC.numel * 2, sharded=sharded,
         section_share=SPEC.section_numel / SPEC.numel)
     schedule = make_schedule(
-        SPEC, source=_layout(source), target=_layout(target), itemsize=2, links=Links.of_cluster(cluster),
+        SPEC, source=source.as_layout, target=target.as_layout, itemsize=2, links=Links.of_cluster(cluster),
         sharded=sharded,
     )  # fmt: skip
     whole = SPEC.numel * 2 / cluster.intra_host.bandwidth_bytes_per_second

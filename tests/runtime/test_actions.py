@@ -16,7 +16,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import is_sharded, model_spec
-from realhf.plan import CallPlan, ExecutionPlan
+from realhf.plan import CallPlan, ExecutionPlan, home_layouts
 from realhf.runtime.actions import (
     RANK_0,
     Reallocate,
@@ -24,7 +24,6 @@ from realhf.runtime.actions import (
     Run,
     Send,
     compile_actions,
-    home_layouts,
 )
 from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.models import ModelStore

@@ -1,0 +1,25 @@
+"""Sizes of the parts in which operators work, by which the planner predicts their memory.
+
+Parts stay in a core's cache on CPU. On a GPU they are larger, because each part costs kernel launches.
+"""
+
+PART_NUMEL = 1 << 17
+"""Elements that a norm or an activation processes at a time on CPU; a GPU processes all at once."""
+CHUNK_NUMEL = 1 << 24
+SMALL_PRODUCT = 1 << 21
+"""Multiplications up to which a product is faster in float32 than torch can prepare it in bfloat16 on CPU."""
+
+
+def chunk_numel(*, is_cuda: bool) -> int:
+    """Return how many logits exist at a time. Products of few tokens are slow on a GPU."""
+    return CHUNK_NUMEL * (8 if is_cuda else 1)
+
+
+def slice_numel(*, is_cuda: bool) -> int:
+    """Return how many logits are converted at a time: on CPU 1 MiB of float32."""
+    return (1 << 18) * (256 if is_cuda else 1)
+
+
+def block_numel(*, is_cuda: bool) -> int:
+    """Return how many elements of a product are computed in one dtype before they are added in another."""
+    return (1 << 22) * (64 if is_cuda else 1)
