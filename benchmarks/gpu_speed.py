@@ -31,7 +31,7 @@ from workloads import config_of, geometric_lengths, sequences, write_model
 
 from realhf.calls import Generate, SamplingConfig
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.graph import FunctionCall
 
 DTYPE = "bfloat16"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
 from realhf.realloc.bind import shards_of

@@ -20,7 +20,7 @@ from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Generate, TrainStep
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.engine.micro_batch import balance
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall

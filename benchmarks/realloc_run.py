@@ -35,7 +35,7 @@ from move import Move
 from rich.table import Table
 from rivals import RIVALS
 
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realhf.cli.plan import this_machine
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.profiling.clock import Clock

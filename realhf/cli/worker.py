@@ -17,8 +17,9 @@ from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.job import LOCAL_LAUNCHER, Job
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
-from realhf.dist.group import PeerError, World, open_store, own_device
+from realhf.dist.group import PeerError
 from realhf.dist.heartbeat import Heartbeat
+from realhf.dist.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
 from realhf.runtime.checkpointer import newest_checkpoint

@@ -10,8 +10,8 @@ from realhf.calls import Generate, OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
 from realhf.dist.activity import Report
-from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
+from realhf.dist.world import World
 from realhf.engine.base import Engine, Passes, output_batch
 from realhf.engine.chunked_loss import loss_by_parts
 from realhf.engine.micro_batch import attention_share, micro_batches

@@ -14,8 +14,8 @@ from torch import Tensor
 from realhf.calls import Generate, OptimizerConfig, SamplingConfig
 from realhf.data.batch import Batch
 from realhf.dist.activity import Report, prefixed
-from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
+from realhf.dist.world import World
 from realhf.engine.base import Engine, Passes, output_batch
 from realhf.engine.chunked_loss import compute_outputs
 from realhf.engine.hf_module import TransformersModel, token_mask

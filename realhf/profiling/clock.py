@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from realhf.dist.group import World
+from realhf.dist.world import World
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -11,7 +11,8 @@ import torch
 from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.data.batch import Batch, Packed
 from realhf.dist import tags
-from realhf.dist.group import Group, Outbox, World
+from realhf.dist.group import Group, Outbox
+from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
 from realhf.layout import Layout

@@ -9,7 +9,7 @@ from typing import Any
 from realhf.calls import longest_response
 from realhf.data.batch import Packed
 from realhf.data.loader import Loader, load_tokenizer
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig

@@ -3,7 +3,7 @@
 import torch
 
 from realhf.cluster import host_memory_bytes
-from realhf.dist.group import World
+from realhf.dist.world import World
 
 
 def device_bytes(world: World) -> float:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from realhf.dist.group import PeerError, Pending, World
+from realhf.dist.group import PeerError, Pending
+from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
 from realhf.realloc.bind import Binder, Binding, Copies, Staging, shards_of

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.dist.group import Group, World
+from realhf.dist.group import Group
 from realhf.dist.shared_memory import Mapped
+from realhf.dist.world import World
 from realhf.realloc.schedule import Message
 
 Shards = Mapping[str, Tensor]

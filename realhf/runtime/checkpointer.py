@@ -21,7 +21,7 @@ from realhf.checkpoint.run_state import (
     write_file,
 )
 from realhf.dist import tags
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.runtime.actions import role_of
 from realhf.runtime.executor import HostContext

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import Outbox, World
+from realhf.dist.group import Outbox
+from realhf.dist.world import World
 from realhf.engine.micro_batch import balance
 from realhf.layout import Layout, even_split
 

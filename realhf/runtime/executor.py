@@ -14,7 +14,8 @@ import torch
 from realhf.checkpoint.write import memory_of
 from realhf.data.batch import Batch
 from realhf.data.loader import load_tokenizer
-from realhf.dist.group import Outbox, World
+from realhf.dist.group import Outbox
+from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout

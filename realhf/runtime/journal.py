@@ -7,7 +7,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from realhf.dist import tags
-from realhf.dist.group import Outbox, Pending, World
+from realhf.dist.group import Outbox, Pending
+from realhf.dist.world import World
 from realhf.runtime.executor import StepRecord
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder, merge_metrics

@@ -13,7 +13,8 @@ import torch
 
 from realhf.calls import OptimizerConfig
 from realhf.checkpoint.write import Beside, CheckpointWriter
-from realhf.dist.group import PeerError, World
+from realhf.dist.group import PeerError
+from realhf.dist.world import World
 from realhf.engine.base import Engine
 from realhf.engine.hf_factory import file_spec
 from realhf.engine.native import NativeEngine

@@ -14,7 +14,8 @@ from realhf.checkpoint.write import Beside
 from realhf.data.batch import Batch
 from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
-from realhf.dist.group import Outbox, World
+from realhf.dist.group import Outbox
+from realhf.dist.world import World
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, restore

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from realhf.checkpoint.hf import load_weights, read_shards, save_weights
 from realhf.checkpoint.write import CheckpointWriter, assign_parts
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.nn.split_float32 import joined, split_into

@@ -4,7 +4,7 @@ import torch
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.calls import LogProbs, TrainStep
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.graph import FunctionCall
 from tests.engine.training import engine_and_minibatches
 

@@ -10,7 +10,7 @@ import torch
 from realhf import chunk_sizes
 from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import LogProbs, OptimizerConfig, TrainStep
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.engine.hf_factory import class_spec
 from realhf.engine.native import NativeEngine
 from realhf.engine.transformers import TransformersEngine

@@ -12,8 +12,8 @@ from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import save_weights
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import World
 from realhf.dist.parallel import ParallelGroups
+from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW, learning_rate
 from realhf.graph import FunctionCall

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realhf.data.batch import Batch
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from realhf.dist.activity import Activity
-from realhf.dist.group import Group, World
+from realhf.dist.group import Group
+from realhf.dist.world import World
 
 pytestmark = pytest.mark.gpu
 _REFUSED = ("Duplicate GPU", "invalid usage", "ncclInvalidUsage")

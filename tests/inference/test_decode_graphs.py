@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.inference import generate as generation
 from realhf.inference.decode_graphs import padded_size

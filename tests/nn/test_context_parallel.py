@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.families import FAMILIES
 from realhf.layout import Layout
 from realhf.nn.attention import AttentionKind, packed_attention

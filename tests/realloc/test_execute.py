@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realhf.cluster import Cluster
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec

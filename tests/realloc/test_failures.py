@@ -16,7 +16,8 @@ NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
 def _rank(rank, port, fault, at_round, results):
     import torch
 
-    from realhf.dist.group import PeerError, World
+    from realhf.dist.group import PeerError
+    from realhf.dist.world import World
     from realhf.layout import Layout
     from realhf.realloc.execute import Reallocator
     from tests.realloc.test_execute import _model, _shards, _spec

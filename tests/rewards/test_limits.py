@@ -12,7 +12,7 @@ from realhf.algorithms.grpo import GroupAdvantages
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, ValueLoss
 from realhf.data.batch import Batch, Packed
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.rewards.scoring import RewardCall, reward_columns
 from realhf.runtime.program import compile_program

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from realhf.dist.activity import Activity
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.program import compile_program
 from realhf.runtime.progress import Progress

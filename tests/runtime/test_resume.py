@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from realhf import LoraConfig
 from realhf.checkpoint.run_state import Manifest
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.program import compile_program

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from realhf import DatasetConfig, OptimizerConfig, RewardModel, Role, SamplingConfig
-from realhf.dist.group import World
+from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.nn import half_matmul
 from realhf.plan import ExecutionPlan

@@ -1,0 +1,156 @@
+"""World: all processes of a run, their connections and their Groups."""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from realhf.dist.activity import Activity
+from realhf.dist.group import Group, peer_errors
+from realhf.dist.shared_memory import Mapped, SharedMemory
+from realhf.errors import UserError
+
+_ANY_TIME = timedelta(days=365)
+
+
+@contextmanager
+def _batch_threads() -> Iterator[None]:
+    """Start threads under a policy by which they never interrupt a running thread on waking up (on Linux).
+
+    Gloo's thread polls while another thread holds the lock of a connection. If it interrupted that thread, as
+    happens with more ranks than cores, it would poll for a whole time slice in vain.
+    """
+    before = None
+    with suppress(OSError, AttributeError):  # Some containers and other systems do not support it.
+        before = os.sched_getscheduler(0)
+        if before == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        if before is not None:
+            with suppress(OSError):
+                os.sched_setscheduler(0, before, os.sched_param(0))
+
+
+def open_store(*, rank: int, size: int, timeout_seconds: float) -> dist.Store:
+    """Connect to the store of torchrun's environment. It lives through restarts, so each has its own keys."""
+    timeout = timedelta(seconds=timeout_seconds)
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def own_device(local_rank: int) -> torch.device:
+    """Return the device of a worker with this number on its host: a GPU of its own if CUDA is available."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        mend = "start one worker per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU"
+        lacks = f"worker {local_rank} of this host has no GPU of its own, there are {count}"
+        raise UserError(f"{lacks}: {mend}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+class World:
+    """All processes of the run, and their Groups, which all members must request in the same order."""
+
+    def __init__(
+        self, *, rank: int = 0, size: int = 1, device: torch.device | str = "cpu",
+        store: dist.Store | None = None, timeout_seconds: float = 600.0, ranks_per_host: int | None = None,
+        shared_memory: bool = True, activity: Activity | None = None,
+    ) -> None:
+        """Connect to all ranks. With the `activity` of a Heartbeat, messages over gloo may take any time."""
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self.activity = activity or Activity()
+        self.ranks_per_host = ranks_per_host or size
+        self._has_heartbeat = activity is not None
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        self._num_stores = Counter[str]()
+        self.control = self.group(tuple(range(size)), purpose="control")
+        if len(sizes := set(self.control.all_gather_json(self.ranks_per_host))) > 1:
+            counts = " and ".join(map(str, sorted(sizes)))
+            raise UserError(f"hosts run {counts} workers: start the same --nproc-per-node on each")
+        self.memory = self._share_memory() if shared_memory and self.device.type == "cpu" else None
+        """Memory in which the processes of one host see each other's tensors."""
+
+    def _share_memory(self) -> SharedMemory | None:
+        """Return shared memory if every rank can read that of all others on its host, else None."""
+        if self.ranks_per_host == 1 or self.size == 1:
+            return None
+        memory = SharedMemory()
+        trial = memory.zeros(1, torch.int64).fill_(self.rank)
+        described = self.control.all_gather_json(memory.describe(trial))
+        failed = ""
+        for rank in self.ranks_on_host(self.rank):
+            try:
+                assert described[rank] is not None and int(Mapped().tensor(described[rank])) == rank
+            except (RuntimeError, AssertionError) as error:
+                failed = f"rank {self.rank} cannot read the memory of rank {rank} ({error!r})"
+        if faults := [fault for fault in self.control.all_gather_json(failed) if fault]:
+            if self.rank == 0:
+                print(f"realhf: {faults[0]}: parameters travel as messages", file=sys.stderr)
+            return None
+        return memory
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor on this rank's device, which other ranks of its host can read if possible."""
+        if self.memory is not None:
+            return self.memory.zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def ranks_on_host(self, rank: int) -> range:
+        """Return the ranks on the same host as a rank, including it."""
+        first = rank - rank % self.ranks_per_host
+        return range(first, min(first + self.ranks_per_host, self.size))
+
+    def group(self, ranks: Sequence[int], *, purpose: str = "data") -> Group:
+        """Return the group of these ranks, which include this one; the first request waits for all members.
+
+        Groups with different purposes never mix their messages. Those for `control` and `export` use gloo.
+        """
+        key = (tuple(ranks), purpose)
+        if key not in self._groups:
+            native = self.device.type == "cuda" and purpose not in ("control", "export")
+            index = key[0].index(self.rank)
+            backend = self._connect(key, index, native=native) if len(ranks) > 1 else None
+            self._groups[key] = Group(key[0], index, backend, native=native, activity=self.activity)
+        return self._groups[key]
+
+    def store(self, name: str) -> dist.Store:
+        """Return the store that all ranks share under a name. Keys remain: use a name once or delete them."""
+        assert self._store is not None, "a world of several ranks needs a store"
+        return dist.PrefixStore(f"realhf/{name}/", self._store)
+
+    def unused_store(self, name: str) -> dist.Store:
+        """Return an empty store; all ranks that share it must call this equally often."""
+        self._num_stores[name] += 1
+        return self.store(f"{name}/{self._num_stores[name]}")
+
+    def _connect(self, key: tuple[tuple[int, ...], str], index: int, *, native: bool) -> Any:
+        """Return a new communicator, whose members find each other in the store by ranks and purpose.
+
+        `dist.new_group` would name it by the number of groups made, which differs between ranks.
+        """
+        store = self.store(str(key))
+        if not native:
+            timeout = _ANY_TIME if self._has_heartbeat else self._timeout
+            with _batch_threads(), peer_errors([rank for rank in key[0] if rank != self.rank]):
+                return dist.ProcessGroupGloo(store, index, len(key[0]), timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        backend = dist.ProcessGroupNCCL(store, index, len(key[0]), options)
+        # This makes one communicator for the whole group, also for coalesced messages among some members.
+        backend.eager_connect_single_device(self.device)
+        return backend
