@@ -53,7 +53,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds besides tensors."""
+    """The contents of a checkpoint besides tensors."""
 
     step: int
     num_ranks: int

@@ -7,7 +7,9 @@ RECORD = 1
 """Records of steps, sent to rank 0."""
 CHECKPOINT = 2
 """What a rank has written of a checkpoint, sent to rank 0."""
-FIRST_INPUT = 3
+DECISION = 3
+"""Rank 0's decision about what follows a step."""
+FIRST_INPUT = 4
 """Inputs of calls. Each action of a program has its own tag, numbered from here."""
 PROFILED = 1 << 20
 """Samples that the profile sends to measure how long they take."""

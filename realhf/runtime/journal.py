@@ -34,6 +34,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, "journal")
         self._running: list[Future[int]] = []
         self._sent = Pending()
+        self._has_finished = False
         self._previous_end: float | None = None
         earlier = [] if recorder is None else recorder.history
         steps = [record for record in earlier if record["step"] > 0]
@@ -72,10 +73,11 @@ class Journal:
         wait(self._running, return_when=FIRST_EXCEPTION)
         self._drop_finished()
         self._thread.shutdown()
+        self._has_finished = True
 
     def abandon(self) -> None:
         """Wait shortly for the records of finished steps to be written; for runs that have failed."""
-        if self._world.rank != 0:
+        if self._world.rank != 0 and not self._has_finished:
             sent: Future[Any] = self._thread.submit(self._sent.wait)
             self._running.append(sent)
         wait(self._running, timeout=_PATIENCE_SECONDS)

@@ -27,6 +27,7 @@ from realhf.runtime.program import Program
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
 from realhf.runtime.slow_dtypes import slow_dtypes
+from realhf.runtime.step_decisions import StepDecisions
 from realhf.runtime.stop_signals import StopSignals
 from realhf.runtime.warnings import check_lengths, check_vocabulary, warnings_of
 
@@ -102,6 +103,10 @@ class Trainer:
                 program, world, self._store, self._context, directory=out / "checkpoints",
                 experiment=_to_json(experiment),
             )  # fmt: skip
+        checkpointer = self._checkpointer
+        is_due = checkpointer.is_due if checkpointer is not None else lambda step: False
+        self._decisions = StepDecisions(
+            world, self._outbox, last_step=experiment.steps, is_due=is_due)
         if checkpoint is not None:
             restore(checkpoint, program, world, self._store, self._context)
             self._first_step = checkpoint.manifest.step + 1
@@ -130,6 +135,7 @@ class Trainer:
         if self._evaluates and self._first_step == 1:
             self._journal.add(0, None, self._evaluate(), answers=self._context.answers, pauses=True)
         stopped_after = None
+        self._decisions.begin(self._first_step)
         for step in range(self._first_step, steps + 1):
             self._complete_step(step, is_last=step == steps)
             if self._save_or_stop(step) and step < steps:
@@ -166,17 +172,13 @@ class Trainer:
 
     def _save_or_stop(self, step: int) -> bool:
         """Save a checkpoint if one is due; return whether the run is to end. All ranks agree on both."""
-        if self._checkpointer is None and self._stop is None:
-            return False
-        due = self._checkpointer is not None and self._checkpointer.is_due(step)
-        stop = self._stop is not None and self._stop.requested is not None
-        wishes = self._world.control.all_gather_json([due, stop])
-        stop = any(wish[1] for wish in wishes)
-        is_last = step == self._program.experiment.steps
-        if self._checkpointer is not None and self._checkpointer.is_on and (wishes[0][0] or stop or is_last):
+        wants_stop = self._stop is not None and self._stop.requested is not None
+        decision = self._decisions.after(step, wants_stop=wants_stop)
+        ends = decision.stops or step == self._program.experiment.steps
+        if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
                 self._checkpointer.save(step, self._journal.last)
-        return stop
+        return decision.stops
 
     def _step(self, step: int) -> StepRecord:
         size = self._program.experiment.batch_size

@@ -24,6 +24,8 @@ GENERATED = ("ids", "mask", "logprobs", "finished")
 class WithEntropy(CrossEntropy):
     """Cross-entropy with the entropy among its metrics."""
 
+    entropy = True
+
     def __call__(self, outputs, batch, totals):
         loss, metrics = super().__call__(outputs, batch, totals)
         return loss, metrics | {"entropy": outputs["entropy"].sum()}
@@ -87,7 +89,7 @@ def _train(world, text, max_tokens, recompute):
     if world.rank not in Layout.parse(text):
         return None
     engine = _engine(world, text, trainable=True)
-    work = TrainStep(WithEntropy(entropy=True), minibatches=2)
+    work = TrainStep(WithEntropy(), minibatches=2)
     call = FunctionCall("c", "train_step", INPUTS, role="r", work=work)
     rows = _rows()
     batches = [_batch(_share(world, text, part)) for part in (rows[:6], rows[6:])]
