@@ -214,7 +214,8 @@ def test_run_directory_in_use(tmp_path, capsys, monkeypatch, environment):
     before = _contents(out)
     assert main(["run", str(experiment), "--nproc", "2", "--out", str(out)]) == 2
     err = capsys.readouterr().err
-    assert err == f"realhf: --out {out} already holds a run: choose another directory or remove it\n"
+    mend = "add --resume to continue it, choose another directory or remove it"
+    assert err == f"realhf: --out {out} already holds a run: {mend}\n"
     assert _contents(out) == before
 
 

@@ -20,7 +20,7 @@ from realhf.dist.group import PeerError, World, open_store
 from realhf.dist.heartbeat import Heartbeat
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
-from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
 from realhf.runtime.run_directory import (
     RunDirectory,
     find_restarted,
@@ -100,21 +100,42 @@ def _train(job: Job, world: World) -> int:
         directory, found = _claim_directory(job)
     out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
     checkpoint = newest_checkpoint(world, found)
+    if checkpoint is not None and _is_finished(job, world, out, checkpoint):
+        return 0
     if world.rank == 0 and checkpoint is not None:
         step = checkpoint.manifest.step
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         number = f" (restart {restart} after a failure)" if restart else ""
         print(f"realhf: continues {out} after step {step}{number}", file=sys.stderr, flush=True)
     signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
-    with StopSignals(*signals, announces=world.rank == 0) as stop:
+    saves = any(job.program.experiment.checkpoint_period())
+    with StopSignals(*signals, announces=world.rank == 0, saves=saves) as stop:
         result = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop).run()
     if result.stopped_after is None:
         return 0
     if world.rank == 0:
         steps = job.program.experiment.steps
         ended = f"ended by {stop.requested or 'a signal'} after step {result.stopped_after} of {steps}"
-        print(f"realhf: {ended}; --resume --out {out} continues the run", file=sys.stderr, flush=True)
+        then = f"--resume --out {out} continues the run" if saves else "it has no checkpoint to continue from"
+        print(f"realhf: {ended}; {then}", file=sys.stderr, flush=True)
     return 1
+
+
+def _is_finished(job: Job, world: World, out: Path, checkpoint: Checkpoint) -> bool:
+    """Return whether the run has ended before. Raises UserError if the checkpoint leaves nothing to do."""
+    step = checkpoint.manifest.step
+    steps = job.program.experiment.steps
+    if step < steps:
+        return False
+    here = [(out / "summary.json").exists(), (out / "hf" / f"step_{steps}").exists()]
+    has_summary, has_export = world.control.all_gather_json(here)[0]
+    mend = "raise --steps to train further"
+    if has_summary:
+        if world.rank == 0:
+            print(f"realhf: the run {out} has ended after step {step}: {mend}", file=sys.stderr, flush=True)
+    elif step > steps or not has_export:
+        raise UserError(f"checkpoint {checkpoint.path} leaves nothing to do, as steps is {steps}: {mend}")
+    return has_summary
 
 
 def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:

@@ -44,11 +44,13 @@ class Checkpoint:
 
 
 def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
-    """Return the first of rank 0's candidates that is undamaged; None if there is none.
+    """Return the first of rank 0's candidates that is undamaged; None if there are no candidates.
 
-    Every rank calls this, and each reads a share of the files. Rank 0 says which are damaged.
+    Every rank calls this, and each reads a share of the files. Rank 0 says which are damaged. Raises
+    UserError if all are.
     """
-    for path in world.control.all_gather_json([str(path) for path in candidates])[0]:
+    paths = world.control.all_gather_json([str(path) for path in candidates])[0]
+    for path in paths:
         directory = Path(path)
         fault = ""
         manifest = None
@@ -63,6 +65,9 @@ def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | 
             return Checkpoint(directory, manifest)
         if world.rank == 0:
             print(f"realhf: warning: checkpoint {path} is not used: {faults[0]}", file=sys.stderr, flush=True)
+    if paths:
+        what = f"{Path(paths[0]).parent} has no undamaged checkpoint"
+        raise UserError(f"{what}: restore the files, or remove its checkpoints to begin anew")
     return None
 
 
@@ -96,11 +101,14 @@ class Checkpointer:
         self.is_on = (self._every_steps > 0 or self._every_seconds > 0) and self._is_shared()
 
     def _clean(self) -> None:
-        """Remove what a killed run has left."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        """Remove what a killed run has left. Raises UserError if there can be no checkpoints."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self._directory} cannot be made: {error.strerror}") from error
         for path in self._directory.iterdir():
             if path.suffix in (_UNFINISHED, _REMOVED):
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # A worker of that run may still write into it.
 
     def _is_shared(self) -> bool:
         """Return whether all ranks see the directory."""
@@ -189,12 +197,14 @@ class Checkpointer:
             shutil.rmtree(directory, ignore_errors=True)
             what = f"there is no checkpoint of step {step}: {fault}; the run goes on"
             print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
+        else:
+            self._remove_old(step)
 
     def _complete(
         self, step: int, directory: Path, states: list[HomeState], ranks: list[dict[str, Any]],
         versions: Mapping[str, Any], history: int,
     ) -> None:  # fmt: skip
-        """Write the manifest, give the directory its final name, and remove old checkpoints."""
+        """Write the manifest, and give the directory its final name."""
         files = dict(zip(self._files, (FileEntry(*rank["entry"]) for rank in ranks), strict=True))
         with (self._directory.parent / METRICS).open("rb") as metrics:
             files[METRICS] = write_file(directory / METRICS, [metrics.read(history)])
@@ -213,14 +223,19 @@ class Checkpointer:
             remove(final)
         directory.rename(final)
         sync_directory(self._directory)
-        self._remove_old()
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, newest: int) -> None:
+        """Remove the checkpoints that are not to be kept; later ones than the newest are damaged."""
         experiment = self._program.experiment
         always = experiment.keep_checkpoint_every
-        for step, path in list(find_checkpoints(self._directory).items())[experiment.keep_checkpoints :]:
+        found = [(step, path) for step, path in find_checkpoints(self._directory).items() if step <= newest]
+        for step, path in found[experiment.keep_checkpoints :]:
             if not always or step % always:
-                remove(path)
+                try:
+                    remove(path)
+                except OSError as error:
+                    what = f"the old checkpoint {path} cannot be removed: {error.strerror}"
+                    print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written. Raises what its thread has raised."""

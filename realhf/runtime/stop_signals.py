@@ -19,12 +19,16 @@ class StopSignals:
     descriptor to which Python's handler in C writes the numbers of signals.
     """
 
-    def __init__(self, *signals: signal.Signals, announces: bool) -> None:
-        """Take the signals to handle; `announces`: this process tells the user what happens."""
+    def __init__(self, *signals: signal.Signals, announces: bool, saves: bool = True) -> None:
+        """Take the signals to handle.
+
+        `announces`: this process tells the user what happens. `saves`: the run has checkpoints.
+        """
         self._signals = signals
         self.requested: str | None = None
         """Name of the signal that has asked the run to stop."""
         self._announces = announces
+        self._saves = saves
         self._is_over = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
         self._ends: tuple[socket.socket, socket.socket] | None = None
@@ -67,7 +71,8 @@ class StopSignals:
 
     def _announce(self, number: signal.Signals) -> None:
         if not self._is_over.wait(_DELAY_SECONDS):
-            what = "the run saves a checkpoint after this step and ends; a second signal ends it at once"
+            what = "saves a checkpoint after this step and ends" if self._saves else "ends after this step"
+            what = f"the run {what}; a second signal ends it at once"
             print(f"realhf: {number.name}: {what}", file=sys.stderr, flush=True)
 
 

@@ -27,7 +27,7 @@ from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
 from realhf.runtime.slow_dtypes import slow_dtypes
 from realhf.runtime.stop_signals import StopSignals
-from realhf.runtime.warnings import check_lengths, check_vocabulary, warnings_of
+from realhf.runtime.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,9 @@ class Trainer:
             eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
         if self._is_main and not quiet:
             slow = slow_dtypes(program.roles, world.device)
-            for what in [*warnings_of(program, loader, eval_loader), *slow]:
+            saved = {} if checkpoint is None else checkpoint.manifest.experiment
+            changed = changed_fields(saved, _to_json(experiment)) if saved else []
+            for what in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
                 print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
         self._eval_batch: Batch | None = None
         if eval_loader is not None:
