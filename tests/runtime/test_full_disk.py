@@ -1,4 +1,4 @@
-"""Full disks: a run goes on without the checkpoint or ends with a sentence, and loses nothing it has saved."""
+"""Full disks: a run goes on without the checkpoint or ends with a sentence, and keeps what it has saved."""
 
 import subprocess
 from collections.abc import Iterator
