@@ -1,5 +1,9 @@
-"""Runs that are killed or told to stop continue as if nothing had happened; benchmarks/faults.py has more."""
+"""Runs that are killed or told to stop continue as if nothing had happened; benchmarks/faults.py has more.
 
+What `--resume` cannot do, it says in a sentence.
+"""
+
+import json
 import os
 import random
 import signal
@@ -8,7 +12,8 @@ import time
 import pytest
 
 from realhf.checkpoint.run_state import Manifest
-from tests.cli_tools import REALHF, Command, wait_until
+from realhf.cli.main import main
+from tests.cli_tools import REALHF, Command, wait_until, write_experiment
 from tests.kills import Tally, Workers, make_case, newest, result, torture, uninterrupted
 
 SLOW_REWARD = """
@@ -111,3 +116,64 @@ def test_a_killed_worker_is_started_again(tmp_path, slow_case):
     assert code == 0, err
     assert "(restart 1 after a failure)" in err
     assert result(out) == expected
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Return the experiment file and the run directory of a run of two steps in one process."""
+    directory = tmp_path_factory.mktemp("finished")
+    settings = {"checkpoint_every": 1, "eval_dataset": None, "batch_size": 2}
+    experiment = write_experiment(directory, steps=2, **settings)
+    assert main(["run", str(experiment), "--out", str(directory / "run")]) == 0
+    return str(experiment), directory / "run"
+
+
+def test_a_finished_run_stays_as_it_is(finished, capsys):
+    experiment, out = finished
+    before = (out / "summary.json").read_bytes()
+    for source in (out, out / "checkpoints"):
+        capsys.readouterr()
+        assert main(["run", experiment, "--resume", str(source)]) == 0
+        said = capsys.readouterr().err
+        assert said == f"realhf: the run {out} has ended after step 2: raise --steps to train further\n"
+    assert (out / "summary.json").read_bytes() == before
+    assert not (out / "checkpoints" / "metrics.jsonl").exists()
+
+
+def test_a_branch_with_nothing_to_do(finished, tmp_path, capsys):
+    experiment, out = finished
+    last = out / "checkpoints/step_2"
+    capsys.readouterr()
+    assert main(["run", experiment, "--resume", str(last), "--out", str(tmp_path / "new")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"realhf: checkpoint {last} leaves nothing to do, as steps is 2: raise --steps")
+
+
+def test_a_branch_of_another_experiment_is_named(finished, tmp_path, capsys):
+    experiment, out = finished
+    first, branch = out / "checkpoints/step_1", tmp_path / "branch"
+    words = ["--seed", "7", "--batch-size", "3", "--actor.optimizer.lr", "0.5", "--steps", "3"]
+    capsys.readouterr()
+    assert main(["run", experiment, "--resume", str(first), "--out", str(branch), *words]) == 0
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if "continues as another experiment: " in line]
+    assert len(lines) == 1 and lines[0].startswith("realhf: warning: the run ")
+    changes = ["batch_size was 2 and is 3", "seed was 0 and is 7", "actor.optimizer.lr was 0.003 and is 0.5"]
+    assert sorted(lines[0].partition(": the run continues as another experiment: ")[2].split(", ")) == sorted(
+        changes
+    )
+    assert json.loads((branch / "summary.json").read_text())["steps"] == 3
+
+
+def test_another_model_is_refused(finished, tmp_path, capsys):
+    experiment, out = finished
+    other = write_experiment(tmp_path, model={"hidden_size": 64}, steps=3, batch_size=2, eval_dataset=None)
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    capsys.readouterr()
+    assert main(["run", str(other), "--resume", "--out", str(out)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"realhf: checkpoint {out}/checkpoints/step_2 is of another model: ")
+    assert "hidden_size" in said
+    after = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    changed = [name for name in before if before[name] != after.get(name)]
+    assert changed == ["run.lock"] or not changed, changed

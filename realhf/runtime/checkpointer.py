@@ -255,13 +255,10 @@ def restore(
 ) -> None:
     """Read the state of a checkpoint; every rank calls this, before the first step.
 
-    Under the same plan the run continues bit for bit. Raises UserError on all ranks if the checkpoint is of
-    other models.
+    Under the same plan the run continues bit for bit.
     """
     manifest = checkpoint.manifest
-    states = store.home_states()
-    _check_models(checkpoint, states)
-    for state in states:
+    for state in store.home_states():
         saved = manifest.sets[state.name]
         copy = (role_of(state.name), state.layout)
         if world.rank in state.layout:
@@ -280,7 +277,9 @@ def restore(
     store.finish_all_but(mine["in_flight"])
 
 
-def _check_models(checkpoint: Checkpoint, states: Sequence[HomeState]) -> None:
+def check_models(checkpoint: Checkpoint, store: ModelStore) -> None:
+    """Raise UserError on all ranks if the checkpoint is of other models."""
+    states = store.home_states()
     names = sorted(state.name for state in states)
     if names != sorted(checkpoint.manifest.sets):
         have = ", ".join(sorted(checkpoint.manifest.sets))

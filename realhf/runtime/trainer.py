@@ -17,7 +17,7 @@ from realhf.data.loader import Loader
 from realhf.dist.group import Outbox, World
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
-from realhf.runtime.checkpointer import Checkpoint, Checkpointer, restore
+from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, restore
 from realhf.runtime.executor import Executor, HostContext, StepRecord
 from realhf.runtime.export import config_fields, files_beside
 from realhf.runtime.journal import Journal
@@ -79,6 +79,8 @@ class Trainer:
             world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded,
             links=program.links,
         )  # fmt: skip
+        if checkpoint is not None:  # Before anything in the run directory is changed.
+            check_models(checkpoint, self._store)
         self._outbox = Outbox()
         self._activity = world.activity
         common = (program.plan, self._store, self._context)
