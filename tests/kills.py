@@ -246,12 +246,15 @@ class Tally:
     differences: list[str] = field(default_factory=list)
 
 
-MOMENTS = ("time", "time", "time", "part", "manifest", "renamed", "removed")
+MOMENTS = ("time", "time", "time", "part", "manifest", "renamed", "removed", "export")
 """How the moment of a kill is chosen: after a random time, or shortly after something is on the disk."""
 
 
 def _is_there(moment: str, checkpoints: Path, before: set[str]) -> bool:
     """Return whether the moment of a kill has come."""
+    if moment == "export":
+        exports = (checkpoints.parent / "hf").glob("step_*")
+        return any(not (path / "config.json").exists() for path in exports)  # It is written last.
     try:
         new = set(os.listdir(checkpoints)) - before
     except FileNotFoundError:
