@@ -38,6 +38,7 @@ _START_SECONDS = 120.0
 """Shortest timeout of the start, where some ranks import and read data more slowly than others."""
 _REPORT_SECONDS = 10.0
 """Timeout of the connection to the store over which a failure is reported."""
+_OTHER_PLAN = ", under another plan: results are the same up to the order of floating-point sums"
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def _train(job: Job, world: World) -> int:
         step = checkpoint.manifest.step
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         number = f" (restart {restart} after a failure)" if restart else ""
-        print(f"realhf: continues {out} after step {step}{number}", file=sys.stderr, flush=True)
+        how = "" if checkpoint.is_of(job.program, world) else _OTHER_PLAN
+        print(f"realhf: continues {out} after step {step}{number}{how}", file=sys.stderr, flush=True)
     signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
     saves = any(job.program.experiment.checkpoint_period())
     with StopSignals(*signals, announces=world.rank == 0, saves=saves) as stop:

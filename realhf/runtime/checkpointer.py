@@ -42,6 +42,10 @@ class Checkpoint:
     path: Path
     manifest: Manifest
 
+    def is_of(self, program: Program, world: World) -> bool:
+        """Return whether it was saved under the program's plan, on as many ranks; if so, resume is exact."""
+        return self.manifest.plan == program.plan.to_dict() and self.manifest.num_ranks == world.size
+
 
 def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
     """Return the first of rank 0's candidates that is undamaged; None if there are no candidates.
@@ -266,7 +270,7 @@ def restore(
                 state.read(SavedTensors(checkpoint.path, state.name, saved), rank=world.rank)
         if state.optimizer is not None:
             state.optimizer.state_was_read(saved.num_steps)
-    if manifest.plan != program.plan.to_dict() or len(manifest.ranks) != world.size:
+    if not checkpoint.is_of(program, world):
         store.versions.outdate_sharded()
         for rank in manifest.ranks:
             context.state |= rank["host_state"]
