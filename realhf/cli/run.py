@@ -10,7 +10,12 @@ from realhf.cli.experiment_file import compile_experiment
 from realhf.cli.job import Job, is_worker
 from realhf.errors import UserError
 from realhf.experiment import Experiment
-from realhf.runtime.run_directory import check_run_directory, find_resumption, new_run_directory
+from realhf.runtime.run_directory import (
+    check_run_directory,
+    find_restarted,
+    find_resumption,
+    new_run_directory,
+)
 
 _MAX_TIMEOUT_SECONDS = 1e6
 
@@ -46,11 +51,11 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         raise UserError(f"--restarts {options.restarts}: it must not be negative")
     name = Path(options.experiment).stem
     out = None if options.out is None else Path(options.out)
-    if not in_worker:
-        if options.resume is not None:
+    if options.resume is not None:
+        if not in_worker:
             out = find_resumption(name, resume=options.resume, out=out).out
-        elif out is not None:
-            check_run_directory(out)
+    elif out is not None and find_restarted(out) is None and (not in_worker or os.environ["RANK"] == "0"):
+        check_run_directory(out)
     if in_worker or num_ranks == 1:
         job = Job(program, name, out, options.timeout, options.resume, options.traceback)
         return importlib.import_module("realhf.cli.worker").work(job)

@@ -1,5 +1,6 @@
 """Full disks: a run goes on without the checkpoint or ends with a sentence, and keeps what it has saved."""
 
+import gc
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,10 +92,12 @@ def test_metrics_that_cannot_be_written_end_the_run_with_a_sentence(tmp_path, ca
         assert "Traceback" not in said, said
         sentence = said.splitlines()[-1]
         assert sentence.startswith("realhf: the metrics of step ") and "No space left on device" in sentence
+        gc.collect()  # The lock of the run directory goes with the process, or with the last reference.
         assert main(["run", str(experiment), "--out", str(out), "--resume"]) == 2  # Still full.
         said = capsys.readouterr().err
         assert "Traceback" not in said and "No space left on device" in said, said
         filler.unlink()
+        gc.collect()
         assert main(["run", str(experiment), "--out", str(out), "--resume"]) == 0
         assert f"continues {out} after step " in capsys.readouterr().err
         assert [step["step"] for step in read_jsonl(out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
