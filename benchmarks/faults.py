@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def main() -> int:
     args = parser.parse_args()
     hardware = harness.machine()
     began = time.monotonic()
-    with Kept(args.keep) if args.keep else tempfile.TemporaryDirectory(prefix="faults-") as scratch:
+    with nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory(prefix="faults-") as scratch:
         tally, seconds = torture_all(args, Path(scratch))
     for difference in tally.differences:
         harness.progress(difference)
@@ -109,19 +110,6 @@ def main() -> int:
         "uninterrupted_seconds": seconds, "seconds": time.monotonic() - began,
     }  # fmt: skip
     return harness.report(document, tables=tables(tally), goals=goals, as_json=args.json)
-
-
-class Kept:
-    """A context that yields a directory and leaves it there."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> str:
-        return self._path
-
-    def __exit__(self, *_: Any) -> None:
-        pass
 
 
 if __name__ == "__main__":
