@@ -11,7 +11,8 @@ does not depend on the clock is compared with an uninterrupted run, byte by byte
 last checkpoint, its manifest, exported weights, evaluation, events of the timeline.
 
 The phases are those of the killed ranks' threads in the moment of the kill, so one kill may hit several. A
-step is repeated if metrics.jsonl had it and no checkpoint did. The exit code is 1 if a goal was missed.
+step is repeated if metrics.jsonl had it and no checkpoint did: at most one, or two where a checkpoint is
+still being written when the next step ends. The exit code is 1 if a goal was missed.
 """
 
 import argparse

@@ -67,6 +67,7 @@ def sentences(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("realhf: ")]
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_stops(tmp_path, slow_case):
     case, expected = slow_case
     out = tmp_path / "run"
