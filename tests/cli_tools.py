@@ -135,9 +135,9 @@ class Command:
         out, err = self._process.communicate(timeout=timeout)
         return self._process.returncode, out, err
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C."""
-        self._process.send_signal(signal.SIGINT)
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Press Ctrl-C, or send another signal."""
+        self._process.send_signal(number)
 
     @property
     def ended(self) -> bool:

@@ -20,6 +20,12 @@ def find_checkpoints(directory: Path) -> dict[int, Path]:
     """Return the complete checkpoints in a directory by step, the newest first."""
     found = {}
     for path in directory.glob("step_*"):
-        if (match := _STEP.fullmatch(path.name)) and path.is_dir():
-            found[int(match[1])] = path
+        if (step := step_of(path)) is not None and path.is_dir():
+            found[step] = path
     return dict(sorted(found.items(), reverse=True))
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint's directory; None if it has another name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None

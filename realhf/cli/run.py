@@ -58,10 +58,11 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         raise UserError(f"--restarts {options.restarts}: it must not be negative")
     name = Path(options.experiment).stem
     out = None if options.out is None else Path(options.out)
-    if not in_worker and options.resume is not None:
-        out = find_resumption(name, resume=options.resume, out=out).out
-    elif out is not None and options.resume is None and os.environ.get("RANK", "0") == "0":
-        check_run_directory(out, resumes=find_restarted(out) is not None)
+    if options.resume is not None:
+        if not in_worker:
+            out = find_resumption(name, resume=options.resume, out=out).out
+    elif out is not None and find_restarted(out) is None and (not in_worker or os.environ["RANK"] == "0"):
+        check_run_directory(out)
     if in_worker or num_ranks == 1:
         job = Job(program, name, out, options.timeout, options.resume, options.traceback)
         return importlib.import_module("realhf.cli.worker").work(job)

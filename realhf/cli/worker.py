@@ -22,7 +22,7 @@ from realhf.dist.heartbeat import Heartbeat
 from realhf.dist.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
-from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
 from realhf.runtime.run_directory import (
     RunDirectory,
     find_restarted,
@@ -40,6 +40,7 @@ _START_SECONDS = 120.0
 """Shortest timeout of the start, where some ranks import and read data more slowly than others."""
 _REPORT_SECONDS = 10.0
 """Timeout of the connection to the store over which a failure is reported."""
+_OTHER_PLAN = ", under another plan: results are the same up to the order of floating-point sums"
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,14 @@ def _train(job: Job, world: World) -> int:
     out = Path(world.control.all_gather_json(str(directory.path) if directory is not None else "")[0])
     world.activity.failures = out / "failures"
     checkpoint = newest_checkpoint(world, found)
+    if checkpoint is not None and _is_finished(job, world, out, checkpoint):
+        return 0
     if world.rank == 0 and checkpoint is not None:
         step = checkpoint.manifest.step
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         number = f" (restart {restart} after a failure)" if restart else ""
-        print(f"realhf: continues {out} after step {step}{number}", file=sys.stderr, flush=True)
+        how = "" if checkpoint.is_of(job.program, world) else _OTHER_PLAN
+        print(f"realhf: continues {out} after step {step}{number}{how}", file=sys.stderr, flush=True)
     signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
     if not any(job.program.experiment.checkpoint_period()):
         signals = []  # There is nothing to wait for.
@@ -122,6 +126,23 @@ def _train(job: Job, world: World) -> int:
         how = f"--resume --out {out} continues the run" if saved else "there is no checkpoint"
         print(f"realhf: {ended}; {how}", file=sys.stderr, flush=True)
     return 1
+
+
+def _is_finished(job: Job, world: World, out: Path, checkpoint: Checkpoint) -> bool:
+    """Return whether the run has ended before. Raises UserError if the checkpoint leaves nothing to do."""
+    step = checkpoint.manifest.step
+    steps = job.program.experiment.steps
+    if step < steps:
+        return False
+    here = [(out / "summary.json").exists(), (out / "hf" / f"step_{steps}").exists()]
+    has_summary, has_export = world.control.all_gather_json(here)[0]
+    mend = "raise --steps to train further"
+    if has_summary:
+        if world.rank == 0:
+            print(f"realhf: the run {out} has ended after step {step}: {mend}", file=sys.stderr, flush=True)
+    elif step > steps or not has_export:
+        raise UserError(f"checkpoint {checkpoint.path} leaves nothing to do, as steps is {steps}: {mend}")
+    return has_summary
 
 
 def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:

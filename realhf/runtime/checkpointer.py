@@ -42,13 +42,19 @@ class Checkpoint:
     path: Path
     manifest: Manifest
 
+    def is_of(self, program: Program, world: World) -> bool:
+        """Return whether it was saved under the program's plan, on as many ranks; if so, resume is exact."""
+        return self.manifest.plan == program.plan.to_dict() and self.manifest.num_ranks == world.size
+
 
 def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | None:
-    """Return the first of rank 0's candidates that is undamaged; None if there is none.
+    """Return the first of rank 0's candidates that is undamaged; None if there are no candidates.
 
-    Every rank calls this, and each reads a share of the files. Rank 0 says which are damaged.
+    Every rank calls this, and each reads a share of the files. Rank 0 says which are damaged. Raises
+    UserError if all are.
     """
-    for path in world.control.all_gather_json([str(path) for path in candidates])[0]:
+    paths = world.control.all_gather_json([str(path) for path in candidates])[0]
+    for path in paths:
         directory = Path(path)
         fault = ""
         manifest = None
@@ -63,6 +69,9 @@ def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | 
             return Checkpoint(directory, manifest)
         if world.rank == 0:
             print(f"realhf: warning: checkpoint {path} is not used: {faults[0]}", file=sys.stderr, flush=True)
+    if paths:
+        what = f"{Path(paths[0]).parent} has no undamaged checkpoint"
+        raise UserError(f"{what}: restore the files, or remove its checkpoints to begin anew")
     return None
 
 
@@ -96,11 +105,14 @@ class Checkpointer:
         self.is_on = (self._every_steps > 0 or self._every_seconds > 0) and self._is_shared()
 
     def _clean(self) -> None:
-        """Remove what a killed run has left."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        """Remove what a killed run has left. Raises UserError if there can be no checkpoints."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self._directory} cannot be made: {error.strerror}") from error
         for path in self._directory.iterdir():
             if path.suffix in (_UNFINISHED, _REMOVED):
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # A worker of that run may still write into it.
 
     def _is_shared(self) -> bool:
         """Return whether all ranks see the directory."""
@@ -189,12 +201,14 @@ class Checkpointer:
             shutil.rmtree(directory, ignore_errors=True)
             what = f"there is no checkpoint of step {step}: {fault}; the run goes on"
             print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
+        else:
+            self._remove_old(step)
 
     def _complete(
         self, step: int, directory: Path, states: list[HomeState], ranks: list[dict[str, Any]],
         versions: Mapping[str, Any], history: int,
     ) -> None:  # fmt: skip
-        """Write the manifest, give the directory its final name, and remove old checkpoints."""
+        """Write the manifest, and give the directory its final name."""
         files = dict(zip(self._files, (FileEntry(*rank["entry"]) for rank in ranks), strict=True))
         with (self._directory.parent / METRICS).open("rb") as metrics:
             files[METRICS] = write_file(directory / METRICS, [metrics.read(history)])
@@ -213,14 +227,19 @@ class Checkpointer:
             remove(final)
         directory.rename(final)
         sync_directory(self._directory)
-        self._remove_old()
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, newest: int) -> None:
+        """Remove the checkpoints that are not to be kept; later ones than the newest are damaged."""
         experiment = self._program.experiment
         always = experiment.keep_checkpoint_every
-        for step, path in list(find_checkpoints(self._directory).items())[experiment.keep_checkpoints :]:
+        found = [(step, path) for step, path in find_checkpoints(self._directory).items() if step <= newest]
+        for step, path in found[experiment.keep_checkpoints :]:
             if not always or step % always:
-                remove(path)
+                try:
+                    remove(path)
+                except OSError as error:
+                    what = f"the old checkpoint {path} cannot be removed: {error.strerror}"
+                    print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written. Raises what its thread has raised."""
@@ -240,13 +259,10 @@ def restore(
 ) -> None:
     """Read the state of a checkpoint; every rank calls this, before the first step.
 
-    Under the same plan the run continues bit for bit. Raises UserError on all ranks if the checkpoint is of
-    other models.
+    Under the same plan the run continues bit for bit.
     """
     manifest = checkpoint.manifest
-    states = store.home_states()
-    _check_models(checkpoint, states)
-    for state in states:
+    for state in store.home_states():
         saved = manifest.sets[state.name]
         copy = (role_of(state.name), state.layout)
         if world.rank in state.layout:
@@ -254,7 +270,7 @@ def restore(
                 state.read(SavedTensors(checkpoint.path, state.name, saved), rank=world.rank)
         if state.optimizer is not None:
             state.optimizer.state_was_read(saved.num_steps, saved.num_skipped)
-    if manifest.plan != program.plan.to_dict() or len(manifest.ranks) != world.size:
+    if not checkpoint.is_of(program, world):
         store.versions.outdate_sharded()
         for rank in manifest.ranks:
             context.state |= rank["host_state"]
@@ -265,7 +281,9 @@ def restore(
     store.finish_all_but(mine["in_flight"])
 
 
-def _check_models(checkpoint: Checkpoint, states: Sequence[HomeState]) -> None:
+def check_models(checkpoint: Checkpoint, store: ModelStore) -> None:
+    """Raise UserError on all ranks if the checkpoint is of other models."""
+    states = store.home_states()
     names = sorted(state.name for state in states)
     if names != sorted(checkpoint.manifest.sets):
         have = ", ".join(sorted(checkpoint.manifest.sets))

@@ -4,7 +4,8 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,20 +67,36 @@ def _bandwidths(records: Sequence[StepRecord]) -> dict[str, float]:
     return {f"perf/realloc_gbytes_per_s/{role}": n / s / 1e9 for role, (n, s) in totals.items()}
 
 
+@contextmanager
+def _explained(directory: Path) -> Iterator[None]:
+    """Raise UserError if a file of a run directory cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or directory} cannot be written: {error.strerror}") from error
+
+
 class Recorder:
     """The writer of metrics.jsonl, timeline.jsonl, TensorBoard files, eval.jsonl and summary.json.
 
     A resumed run continues the files after the step of its checkpoint, whose `history` of metrics is a file.
+    Raises UserError if something cannot be written.
     """
 
     def __init__(self, directory: Path, *, history: Path | None = None) -> None:
         # Imported here, as it takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.history = [] if history is None else read_records(history)
         """The metrics of earlier steps, each with its step."""
+        with _explained(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._open(SummaryWriter)
+
+    def _open(self, writer: Callable[[str], Any]) -> None:
+        """Begin all files with what is known of earlier steps; `writer` makes that of TensorBoard's."""
+        directory = self.directory
         last = self.history[-1]["step"] if self.history else -1
         timeline = directory / "timeline.jsonl"
         events = [e for e in read_records(timeline) if e["step"] <= last] if timeline.exists() else []
@@ -87,15 +104,16 @@ class Recorder:
         self._timeline = _start_with(timeline, events)
         # A killed writer may not have written its last records, so all of them are written anew.
         shutil.rmtree(directory / "tensorboard", ignore_errors=True)
-        self._tensorboard = SummaryWriter(str(directory / "tensorboard"))
+        self._tensorboard = writer(str(directory / "tensorboard"))
         ends = {event["step"]: event["end"] for event in events}
         for record in self.history:
             self._show(record, walltime=ends.get(record["step"]))
         (directory / "summary.json").unlink(missing_ok=True)
 
     def start(self, config: Mapping[str, Any], plan: ExecutionPlan) -> None:
-        (self.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        plan.save(self.directory / "plan.yaml")
+        with _explained(self.directory):
+            (self.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            plan.save(self.directory / "plan.yaml")
 
     def step(self, step: int, metrics: Mapping[str, float], records: Sequence[StepRecord]) -> int:
         """Write a step; return the size of metrics.jsonl in bytes. Raises UserError if that is impossible."""
@@ -105,10 +123,10 @@ class Recorder:
             for event in (e for record in records for e in record.events):
                 self._timeline.write(json.dumps({"step": step, **event}) + "\n")
             self._timeline.flush()
+            self._show({"step": step, **metrics})
         except OSError as error:
             what = f"the metrics of step {step} cannot be written to {self.directory}: {error.strerror}"
             raise UserError(what) from error
-        self._show({"step": step, **metrics})
         return self._metrics.tell()
 
     def _show(self, record: Mapping[str, float], *, walltime: float | None = None) -> None:
@@ -119,14 +137,16 @@ class Recorder:
     def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace eval.jsonl with this evaluation: one object per held-out prompt; failed scores are null."""
         known = [{**row, "score": None if math.isnan(row["score"]) else row["score"]} for row in rows]
-        (self.directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
+        with _explained(self.directory):
+            (self.directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self._metrics.close()
-        self._timeline.close()
-        self._tensorboard.close()
-        draw_pictures(self.directory)
+        with _explained(self.directory):
+            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            self._metrics.close()
+            self._timeline.close()
+            self._tensorboard.close()
+            draw_pictures(self.directory)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from realhf.checkpoint.names import MANIFEST, find_checkpoints
+from realhf.checkpoint.names import MANIFEST, find_checkpoints, step_of
 from realhf.errors import UserError
 
 LOCK = "run.lock"
@@ -64,10 +64,12 @@ def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
         out = found[-1][1]
     source = Path(resume) if resume else out
     assert source is not None
+    if not (source / "checkpoints").is_dir() and find_checkpoints(source):
+        source = source.absolute().parent
     if not source.is_dir():
         raise UserError(f"--resume: {source} is no directory: name a run directory or one of its checkpoints")
     if (source / MANIFEST).is_file():
-        step = int(source.name.rpartition("_")[2]) if source.name.startswith("step_") else 0
+        step = step_of(source) or 0
         run = source.absolute().parent.parent
         checkpoints = {step: source}
     else:

@@ -67,7 +67,7 @@ class StopSignals:
 
     def _announce(self, number: signal.Signals) -> None:
         if not self._is_over.wait(_DELAY_SECONDS):
-            what = "the run saves a checkpoint after this step and ends; a second signal ends it at once"
+            what = "the run saves a checkpoint after this step or the next and ends; a second ends it at once"
             print(f"realhf: {number.name}: {what}", file=sys.stderr, flush=True)
 
 

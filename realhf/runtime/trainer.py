@@ -18,7 +18,7 @@ from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
-from realhf.runtime.checkpointer import Checkpoint, Checkpointer, restore
+from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, restore
 from realhf.runtime.executor import Executor, HostContext, StepRecord
 from realhf.runtime.export import config_fields, files_beside
 from realhf.runtime.journal import Journal
@@ -29,7 +29,7 @@ from realhf.runtime.recorder import Recorder
 from realhf.runtime.slow_dtypes import slow_dtypes
 from realhf.runtime.step_decisions import StepDecisions
 from realhf.runtime.stop_signals import StopSignals
-from realhf.runtime.warnings import check_lengths, check_vocabulary, warnings_of
+from realhf.runtime.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,9 @@ class Trainer:
             eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
         if self._is_main and not quiet:
             slow = slow_dtypes(program.roles, world.device)
-            for what in [*warnings_of(program, loader, eval_loader), *slow]:
+            saved = {} if checkpoint is None else checkpoint.manifest.experiment
+            changed = changed_fields(saved, _to_json(experiment)) if saved else []
+            for what in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
                 print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
         self._eval_batch: Batch | None = None
         if eval_loader is not None:
@@ -79,6 +81,8 @@ class Trainer:
             world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded,
             links=program.links,
         )  # fmt: skip
+        if checkpoint is not None:  # Before anything in the run directory is changed.
+            check_models(checkpoint, self._store)
         self._outbox = Outbox()
         self._activity = world.activity
         common = (program.plan, self._store, self._context)

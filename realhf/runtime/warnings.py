@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from realhf.calls import Generate, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
@@ -16,6 +17,12 @@ from realhf.runtime.actions import spec_of
 from realhf.runtime.export import base_name, hub_name
 from realhf.runtime.program import Program
 from realhf.transformers_config import TransformersConfig
+
+_SCHEDULE = (
+    "steps", "eval_every", "export_every", "checkpoint_every", "keep_checkpoints", "keep_checkpoint_every",
+    "log_every", "expected",
+)  # fmt: skip
+"""Fields that a resumed run may change without training another model."""
 
 
 def warnings_of(
@@ -35,6 +42,25 @@ def warnings_of(
             found += [*_beyond_positions(program.roles, graph, name, some),
                       *_unknown_end(program.roles, graph, name, some)]
     return list(dict.fromkeys(found))
+
+
+def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a warning, if any, that names the fields by which a resumed experiment is another one."""
+    flat = [dict(_leaves(fields)) for fields in (before, now)]
+    changes = [
+        f"{name} was {flat[0].get(name)!r} and is {flat[1].get(name)!r}"
+        for name in dict.fromkeys((*flat[0], *flat[1]))
+        if name.partition(".")[0] not in _SCHEDULE and flat[0].get(name) != flat[1].get(name)
+    ]
+    return [f"the run continues as another experiment: {', '.join(changes)}"] if changes else []
+
+
+def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str) -> None:

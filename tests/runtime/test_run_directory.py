@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from realhf.errors import UserError
-from realhf.runtime.run_directory import LOCK, RunDirectory, check_run_directory, new_run_directory
+from realhf.runtime.run_directory import (
+    LOCK,
+    RunDirectory,
+    check_run_directory,
+    find_resumption,
+    new_run_directory,
+)
 
 
 def test_many_runs_at_once_get_directories_of_their_own(tmp_path, monkeypatch):
@@ -73,3 +79,21 @@ def test_paths_where_no_directory_can_be(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # (Root may write everywhere.)
     with pytest.raises(UserError, match=r"--out .*run: there is no permission to write in "):
         check_run_directory(tmp_path / "run")
+
+
+def test_what_resume_may_name(tmp_path):
+    run = tmp_path / "run"
+    for name in ("step_2", "step_10", "step_4.part", "step_6.removed", "step_best"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "manifest.json").write_text("{}")
+    steps = {10: run / "checkpoints/step_10", 2: run / "checkpoints/step_2"}
+    for source in (run, run / "checkpoints"):
+        found = find_resumption("run", resume=str(source), out=None)
+        assert (found.out, list(found.checkpoints.items())) == (run, list(steps.items()))
+    for name in ("step_2", "step_best"):  # The latter is a copy that somebody has kept.
+        with pytest.raises(UserError, match="the run has a checkpoint of step 10: branch off to a new dir"):
+            find_resumption("run", resume=str(run / "checkpoints" / name), out=None)
+        found = find_resumption("run", resume=str(run / "checkpoints" / name), out=tmp_path / "new")
+        assert list(found.checkpoints.values()) == [run / "checkpoints" / name]
+    with pytest.raises(UserError, match="is no directory: name a run directory or one of its checkpoints"):
+        find_resumption("run", resume=str(tmp_path / "nothing"), out=None)
