@@ -1,6 +1,7 @@
 """ParallelStrategy, DeviceMesh and Layout: which ranks hold a model, and how it is split over them."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -10,6 +11,8 @@ import numpy as np
 
 AXES = ("pp", "dp", "cp", "tp")
 """Mesh axes, from slowest to fastest varying rank. `ep` subdivides `dp`."""
+MAX_RANKS = 1 << 12
+"""Largest number of ranks; checks and plans take time and memory for each."""
 _LETTERS = {"p": "pp", "d": "dp", "c": "cp", "t": "tp", "e": "ep"}
 
 
@@ -92,8 +95,9 @@ class DeviceMesh:
             raise ValueError("a device mesh needs at least one rank")
         if min(self.ranks) < 0:
             raise ValueError(f"rank {min(self.ranks)} is not legal: ranks count from 0")
-        if twice := [rank for rank in set(self.ranks) if self.ranks.count(rank) > 1]:
-            raise ValueError(f"rank {twice[0]} stands twice in the mesh {self}")
+        if len(self.ranks) > len(set(self.ranks)):
+            twice = next(rank for rank, count in Counter(self.ranks).items() if count > 1)
+            raise ValueError(f"rank {twice} stands twice in the mesh {self}")
 
     def __str__(self) -> str:
         parts = []
@@ -113,7 +117,11 @@ class DeviceMesh:
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise ValueError(f"the range {part!r} in {text!r} runs backwards: write {last}-{first}")
+            if last >= MAX_RANKS:
+                raise ValueError(f"rank {last} in {text!r} is too high: legal are 0 to {MAX_RANKS - 1}")
             ranks.extend(range(first, last + 1))
+            if len(ranks) > MAX_RANKS:
+                raise ValueError(f"a mesh has more than {MAX_RANKS} ranks: some stand in it twice")
         return cls(tuple(ranks))
 
 

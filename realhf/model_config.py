@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from realhf.families import COMMON, COMMON_DEFAULTS, FAMILIES, Family, Hf, Reader
-from realhf.hf_fields import CheckedFields, is_positive, is_whole
+from realhf.hf_fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, CheckedFields, is_positive, is_whole
 from realhf.layout import Layout
 from realhf.shipped import resolve
 
@@ -130,6 +130,11 @@ class ModelConfig:
             if not is_whole(value):
                 legal = "it must be a whole number of at least 1"
                 raise ValueError(f"{_key(self.family, name)} is {value!r}: {legal}")
+            if value > (most := MAX_LAYERS if name == "num_layers" else MAX_SIZE):
+                raise ValueError(f"{_key(self.family, name)} is {value}: it must be at most {most}")
+        if self.moe is not None and self.num_layers * self.moe.num_experts > MAX_EXPERTS:
+            layers = f"{self.num_layers} layers of {self.moe.num_experts} experts"
+            raise ValueError(f"the model has {layers}: they must have at most {MAX_EXPERTS} experts in all")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads}"
             raise ValueError(f"{heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
@@ -200,7 +205,7 @@ class ModelConfig:
             raise ValueError(f"model {name}: there is no {path}")
         try:
             hf = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise ValueError(f"model config {path}: {error}") from error
         generation = None
         beside = path.parent / "generation_config.json"
@@ -208,7 +213,7 @@ class ModelConfig:
             try:
                 generation = json.loads(beside.read_text())
                 assert isinstance(generation, dict)
-            except (ValueError, AssertionError) as error:
+            except (ValueError, AssertionError, RecursionError, OSError) as error:
                 raise ValueError(f"{beside} is not a JSON object: {error}") from error
         try:
             return cls.from_hf(hf, head=head, generation=generation)

@@ -12,7 +12,7 @@ from realhf.cli import check, plan, profile, realloc, run
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.job import is_worker
 from realhf.cli.overrides import override, print_fields
-from realhf.errors import UserError
+from realhf.errors import UserError, one_line
 from realhf.experiment import Experiment
 
 EXIT_DONE = 0
@@ -57,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         experiment = _read_experiment(options, overrides)
         return EXIT_DONE if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
-        text = f"{traceback.format_exc()}realhf: {error}" if "--traceback" in argv else None
+        sentence = one_line(str(error))
+        text = f"{traceback.format_exc()}realhf: {sentence}" if "--traceback" in argv else None
         if is_worker():
-            importlib.import_module("realhf.cli.worker").report(str(error), code=EXIT_USER, text=text)
+            importlib.import_module("realhf.cli.worker").report(sentence, code=EXIT_USER, text=text)
         else:
-            print(text or f"realhf: {error}", file=sys.stderr)
+            print(text or f"realhf: {sentence}", file=sys.stderr)
         return EXIT_USER
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

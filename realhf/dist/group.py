@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from realhf.dist.activity import Activity
+from realhf.dist.message_size import checked_length
 from realhf.dist.shared_memory import Mapped, SharedMemory
 from realhf.errors import UserError
 
@@ -236,7 +237,7 @@ class Group:
     def recv_bytes(self, peer: int, *, tag: int = 0) -> torch.Tensor:
         length = torch.empty(1, dtype=torch.int64)
         self.exchange([], [(peer, length)], tag=tag)
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(checked_length(int(length), rank=self.ranks[peer]), dtype=torch.uint8)
         self.exchange([], [(peer, data)], tag=tag)
         return data
 

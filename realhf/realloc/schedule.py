@@ -97,14 +97,15 @@ class Schedule:
     def seconds(self) -> float:
         """Sum over rounds of the time that the busiest port of the round needs; latencies overlap."""
         by_stage = self._port_seconds / max(1, self.num_slices)
+        before = np.concatenate([np.zeros((1, by_stage.shape[1])), by_stage.cumsum(axis=0)])
         total = 0.0
-        busiest: dict[int, float] = {}
+        busiest: dict[tuple[int, int], float] = {}
         for number in range(self.num_rounds):
-            active = [0 <= number - HOP_ROUNDS * stage < self.num_slices for stage in range(len(by_stage))]
-            key = sum(on << stage for stage, on in enumerate(active))
-            if key not in busiest:
-                busiest[key] = float(by_stage[active].sum(axis=0).max(initial=0.0))
-            total += busiest[key]
+            first = max(0, (number - self.num_slices) // HOP_ROUNDS + 1)
+            stop = max(first, min(len(by_stage), number // HOP_ROUNDS + 1))
+            if (first, stop) not in busiest:  # These stages are active in the round.
+                busiest[first, stop] = float((before[stop] - before[first]).max(initial=0.0))
+            total += busiest[first, stop]
         return total
 
     @property
