@@ -36,6 +36,8 @@ from rich.table import Table  # noqa: E402
 
 _SECONDS = 10.0
 _MEMORY_BYTES = 2 << 30
+_SHARES = {"override": 1, "model config": 2, "profile file": 3, "cluster file": 3}
+"""Share of the cases that a kind gets, in which the others have 4: these take longer."""
 _BATCH = 500
 """Number of cases that Hypothesis draws in one go."""
 
@@ -53,7 +55,8 @@ def main() -> int:
         directory = Path(path)
         write_task(directory)
         for kind in kinds:
-            cases = -(-args.cases // len(kinds))
+            shares = sum(_SHARES.get(other, 4) for other in kinds)
+            cases = -(-args.cases * _SHARES.get(kind, 4) // shares)
             results.append(_fuzz(kind, directory, cases=cases, first_seed=args.seed))
             harness.progress(f"{kind}: {results[-1]['cases']} cases, {len(results[-1]['faults'])} faults")
     num_cases = sum(result["cases"] for result in results)
@@ -89,7 +92,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _limit_memory() -> None:
-    """Let this process allocate a few GB more, so that a case that needs more fails instead of the machine."""
+    """Let this process allocate a few GB more: a case that needs more must fail, not the machine."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -167,7 +167,8 @@ def _overrides() -> st.SearchStrategy[Case]:
         damaged_text(_OVERRIDES).map(lambda data: data.decode(errors="replace")[:60]),
     )  # fmt: skip
     values = st.one_of(
-        SCALARS.map(str), st.sampled_from(("None", "{dir}", "{dir}/data.jsonl", "tiny", "True", "float64", "8")),
+        SCALARS.map(str),
+        st.sampled_from(("None", "{dir}", "{dir}/data.jsonl", "tiny", "True", "float64", "8")),
         st.lists(SCALARS.map(str), max_size=3).map(" ".join),
     )  # fmt: skip
     option = st.builds(

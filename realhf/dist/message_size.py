@@ -8,5 +8,5 @@ def checked_length(num_bytes: int, *, rank: int) -> int:
     """Return the size that a rank announces. Raises RuntimeError if no message can have it."""
     if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
         what = f"rank {rank} announces a message of {num_bytes} bytes, legal are 0 to {MAX_MESSAGE_BYTES}"
-        raise RuntimeError(f"{what}: do all ranks run the same version, and does nobody else connect to them?")
+        raise RuntimeError(f"{what}: is it a rank of this run, and of the same version of realhf?")
     return num_bytes
