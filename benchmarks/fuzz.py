@@ -59,6 +59,8 @@ def main() -> int:
             cases = -(-args.cases * _SHARES.get(kind, 4) // shares)
             results.append(_fuzz(kind, directory, cases=cases, first_seed=args.seed))
             harness.progress(f"{kind}: {results[-1]['cases']} cases, {len(results[-1]['faults'])} faults")
+            for fault in results[-1]["faults"]:
+                harness.progress(f"  {fault['times']} x {fault['cause']}: {fault['detail']}")
     num_cases = sum(result["cases"] for result in results)
     num_faults = sum(len(result["faults"]) for result in results)
     table = Table("kind", "cases", "accepted", "refused", "seconds", "slowest (s)", "faults", title="Cases")
