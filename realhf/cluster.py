@@ -11,10 +11,13 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from realhf.field_types import check_fields
+from realhf.hf_fields import is_positive
+from realhf.layout import MAX_RANKS
 from realhf.shipped import load_yaml
 from realhf.units import parse
 
 DEVICE_TYPES = ("cuda", "cpu")
+_MAX_PER_HOST = 1 << 10
 _ROUNDED_BYTES = 4e9
 
 
@@ -48,13 +51,21 @@ class Cluster:
         for name in ("num_hosts", "devices_per_host"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        optional = [f.name for f in fields(self) if f.default is None]
         for name, value in asdict(self).items():
-            if value is None or name == "device_type":
+            if (value is None and name in optional) or name == "device_type":
                 continue
-            parts = {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+            has_parts = name == "peak_flops" or isinstance(getattr(self, name), Link)
+            parts = {f"{name}.{k}": v for k, v in value.items()} if has_parts else {name: value}
             for where, number in parts.items():
-                if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+                if not is_positive(number):
                     raise ValueError(f"{where} is {number!r}: it must be a number above 0")
+        if self.devices_per_host > _MAX_PER_HOST:
+            legal = f"it must be at most {_MAX_PER_HOST}"
+            raise ValueError(f"devices_per_host is {self.devices_per_host}: {legal}")
+        if self.num_devices > MAX_RANKS:
+            what = f"num_hosts {self.num_hosts} times devices_per_host {self.devices_per_host}"
+            raise ValueError(f"{what} is {self.num_devices} devices: there can be at most {MAX_RANKS}")
         if self.inter_host is None and self.num_hosts > 1:
             raise ValueError(f"inter_host is missing: {self.num_hosts} hosts need the link between them")
 
@@ -82,7 +93,7 @@ class Cluster:
         optional = [f.name for f in fields(cls) if f.default is not MISSING]
         values = check_fields(document, [f.name for f in fields(cls)], optional=optional, whole="the cluster")
         for name in ("intra_host", "inter_host", "host_memory"):
-            if values.get(name) is not None:
+            if values.get(name) is not None or name == "intra_host":
                 link = check_fields(values[name], [f.name for f in fields(Link)], where=name)
                 values[name] = Link(**_plain(link, f"{name}."))
         if not isinstance(values["peak_flops"], dict) or not values["peak_flops"]:

@@ -9,9 +9,22 @@ from pathlib import Path
 _LIBRARIES = (Path(__file__).parent, *{Path(sysconfig.get_path(name)) for name in (
     "stdlib", "platstdlib", "purelib", "platlib")})  # fmt: skip
 
+_MAX_MESSAGE = 1600
+
 
 class UserError(ValueError):
     """An error whose message is a sentence: the file, field, function or sample, and what would be legal."""
+
+
+def one_line(text: str) -> str:
+    """Return a message on one line, with unprintable characters escaped and the middle of long ones left out.
+
+    Messages quote files, and what these hold must not reach a terminal as control characters.
+    """
+    line = " ".join(part for part in map(str.strip, text.splitlines()) if part)
+    if len(line) > _MAX_MESSAGE:
+        line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 4 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def user_line(error: BaseException) -> str | None:

@@ -1,7 +1,7 @@
 """Checks of the values in a config.json."""
 
 import json
-import math
+import sys
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ def is_whole(value: Any, *, least: int = 1) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _or_none(is_legal: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -62,6 +62,19 @@ LEGAL = {key: (is_legal, legal) for keys, is_legal, legal in _KINDS for key in k
 """Field -> the check of its value, and the words that describe the legal values."""
 
 
+MAX_SIZE = 1 << 24
+MAX_LAYERS = 1 << 10
+MAX_EXPERTS = 1 << 18
+"""Largest size, number of layers, and number of experts in all layers.
+
+Tables have an entry for each part of a model, and sizes are multiplied as 64-bit integers.
+"""
+_LARGEST = {
+    **{key: MAX_SIZE for key, (_, legal) in LEGAL.items() if legal.startswith("a whole number")},
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), MAX_LAYERS),
+}  # fmt: skip
+
+
 class CheckedFields(UserDict[str, Any]):
     """The fields of a config.json. To read one whose value is not legal raises ValueError."""
 
@@ -70,4 +83,6 @@ class CheckedFields(UserDict[str, Any]):
         is_legal, legal = LEGAL.get(key, (None, ""))
         if is_legal is not None and not is_legal(value):
             raise ValueError(f"{key} is {json.dumps(value)}: it must be {legal}")
+        if isinstance(value, int) and value > (most := _LARGEST.get(key, value)):
+            raise ValueError(f"{key} is {value}: it must be at most {most}")
         return value

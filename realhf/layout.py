@@ -11,6 +11,8 @@ import numpy as np
 
 AXES = ("pp", "dp", "cp", "tp")
 """Mesh axes, from slowest to fastest varying rank. `ep` subdivides `dp`."""
+MAX_RANKS = 1 << 16
+"""Largest number of ranks; checks and plans take time and memory for each."""
 _LETTERS = {"p": "pp", "d": "dp", "c": "cp", "t": "tp", "e": "ep"}
 
 
@@ -114,7 +116,11 @@ class DeviceMesh:
             first, last = int(match[1]), int(match[2] or match[1])
             if last < first:
                 raise ValueError(f"the range {part!r} in {text!r} runs backwards: write {last}-{first}")
+            if last >= MAX_RANKS:
+                raise ValueError(f"rank {last} in {text!r} is too high: legal are 0 to {MAX_RANKS - 1}")
             ranks.extend(range(first, last + 1))
+            if len(ranks) > MAX_RANKS:
+                raise ValueError(f"a mesh has more than {MAX_RANKS} ranks: some stand in it twice")
         return cls(tuple(ranks))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from realhf.families import COMMON, COMMON_DEFAULTS, FAMILIES, Family, Hf, Reader
-from realhf.hf_fields import CheckedFields, is_positive, is_whole
+from realhf.hf_fields import MAX_EXPERTS, MAX_SIZE, CheckedFields, is_positive, is_whole
 from realhf.layout import Layout
 from realhf.shipped import resolve
 
@@ -125,6 +125,11 @@ class ModelConfig:
         for name in ("vocab_size", "head_dim"):  # Readers of config.json check the other sizes.
             if not is_whole(value := getattr(self, name)):
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+            if value > MAX_SIZE:
+                raise ValueError(f"{name} is {value}: it must be at most {MAX_SIZE}")
+        if self.moe is not None and self.num_layers * self.moe.num_experts > MAX_EXPERTS:
+            layers = f"{self.num_layers} layers of {self.moe.num_experts} experts"
+            raise ValueError(f"the model has {layers}: they must have at most {MAX_EXPERTS} experts in all")
         if self.num_heads % self.num_kv_heads:
             heads = f"num_attention_heads {self.num_heads}"
             raise ValueError(f"{heads} is no multiple of num_key_value_heads {self.num_kv_heads}")
@@ -193,7 +198,7 @@ class ModelConfig:
             try:
                 generation = json.loads(beside.read_text())
                 assert isinstance(generation, dict)
-            except (ValueError, AssertionError) as error:
+            except (ValueError, AssertionError, RecursionError, OSError) as error:
                 raise ValueError(f"{beside} is not a JSON object: {error}") from error
         try:
             hf = json.loads(path.read_text())

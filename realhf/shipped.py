@@ -52,6 +52,8 @@ def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str, what: str) -
         raise UserError(f"{what} {path}{where} is not YAML: {problem}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{what} {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise UserError(f"{what} {path} is nested too deeply") from error
     except (ValueError, OSError, yaml.YAMLError) as error:
         raise UserError(f"{what} {path}: {' '.join(str(error).split())}") from error
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from realhf.checkpoint.names import CHECKSUM, MANIFEST
 from realhf.checkpoint.tensor_files import STORED_DTYPES, StoredTensor, pack_header, read_header
 from realhf.checkpoint.write import memory_of
+from realhf.field_types import check_types
 from realhf.region import Region, overlap, region_size, region_slices
 
 FORMAT = 1
@@ -80,12 +81,27 @@ class Manifest:
         text = _read(path)
         if _read(directory / CHECKSUM) != _checksum_line(text):
             raise ValueError(f"{path} does not have the checksum in {CHECKSUM}: one of the two is damaged")
-        fields = json.loads(text)
-        if fields["format"] != FORMAT:
-            raise ValueError(f"{path} has format {fields['format']}; this version of realhf reads {FORMAT}")
-        fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
-        fields["sets"] = {name: _saved(entry) for name, entry in fields["sets"].items()}
-        return cls(**fields)
+        try:
+            fields = json.loads(text)
+            if (found := fields["format"]) == FORMAT:
+                files = {name: _file_entry(name, entry) for name, entry in fields["files"].items()}
+                sets = {name: _saved(entry) for name, entry in fields["sets"].items()}
+                manifest = cls(**{**fields, "files": files, "sets": sets, "ranks": tuple(fields["ranks"])})
+                check_types(manifest)
+                return manifest
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is no manifest of a checkpoint ({what})") from error
+        raise ValueError(f"{path} has format {found!r}; this version of realhf reads {FORMAT}")
+
+
+def _file_entry(name: str, fields: Mapping[str, Any]) -> FileEntry:
+    """Return the entry of a file, which lies beside the manifest."""
+    if Path(name).name != name:
+        raise ValueError(f"it names the file {name}")
+    entry = FileEntry(**fields)
+    check_types(entry, f"files.{name}.")
+    return entry
 
 
 def _saved(entry: Mapping[str, Any]) -> Saved:

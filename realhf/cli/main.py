@@ -13,7 +13,7 @@ from realhf.cli import check, plan, profile, realloc, run
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.job import is_worker
 from realhf.cli.overrides import override, print_fields
-from realhf.errors import UserError
+from realhf.errors import UserError, one_line
 from realhf.experiment import Experiment
 
 _COMMANDS = {"run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc}
@@ -36,11 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         experiment = _read_experiment(options, words)
         return 0 if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
-        text = f"{traceback.format_exc()}realhf: {error}" if "--traceback" in argv else None
+        sentence = one_line(str(error))
+        text = f"{traceback.format_exc()}realhf: {sentence}" if "--traceback" in argv else None
         if is_worker():
-            importlib.import_module("realhf.cli.worker").report(str(error), code=2, text=text)
+            importlib.import_module("realhf.cli.worker").report(sentence, code=2, text=text)
         else:
-            print(text or f"realhf: {error}", file=sys.stderr)
+            print(text or f"realhf: {sentence}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -96,6 +96,8 @@ def _parsed_lines(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{where} is not UTF-8 ({what}): save the file as UTF-8") from error
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} is not JSON: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{where} is nested too deeply") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where} is {type(row).__name__}: every line must be an object")
         yield row

@@ -56,7 +56,7 @@ def _json_of(path: Path) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object: {error}") from error
 
 

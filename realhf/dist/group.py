@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from realhf.dist.activity import Activity
+from realhf.dist.message_size import checked_length
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Peers, and the contiguous tensors to send to them or to receive from them."""
@@ -197,7 +198,7 @@ class Group:
     def recv_bytes(self, peer: int, *, tag: int = 0) -> torch.Tensor:
         length = torch.empty(1, dtype=torch.int64)
         self.exchange([], [(peer, length)], tag=tag)
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(checked_length(int(length), rank=self.ranks[peer]), dtype=torch.uint8)
         self.exchange([], [(peer, data)], tag=tag)
         return data
 

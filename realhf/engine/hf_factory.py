@@ -138,7 +138,8 @@ def _build(config: TransformersConfig, *, dtype: Any) -> Any:
     auto = _auto_class(config)
     hf_config = _hf_config(config)
     try:
-        return auto.from_config(hf_config, dtype=dtype or import_module("torch").float32)
+        dtype = dtype or import_module("torch").float32
+        return auto.from_config(hf_config, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         what = f"transformers makes no {config.head} model of a {config.family} config"
         raise ValueError(f"{what}: {_line(error)}") from error

@@ -112,7 +112,11 @@ class ModelTables:
     def from_dict(cls, document: Any, where: str) -> "ModelTables":
         given = check_fields(document, [f.name for f in fields(cls)], where=where)
         shape = check_fields(given["shape"], SHAPE, where=f"{where}.shape")
-        if given["dtype"] not in ITEMSIZE:
+        for name, value in shape.items():
+            if not isinstance(value, str | int):
+                shown = textwrap.shorten(repr(value), 60)
+                raise ValueError(f"{where}.shape.{name} is {shown}: it must be as in the model's config")
+        if str(given["dtype"]) not in ITEMSIZE:
             raise ValueError(f"{where}.dtype is {given['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
         if not isinstance(tp := given["tp"], int) or isinstance(tp, bool) or tp < 1:
             raise ValueError(f"{where}.tp is {tp!r}: it must be a whole number of at least 1")

@@ -22,7 +22,7 @@ from realhf.checkpoint.run_state import (
 )
 from realhf.dist import tags
 from realhf.dist.world import World
-from realhf.errors import UserError
+from realhf.errors import UserError, one_line
 from realhf.runtime.actions import role_of
 from realhf.runtime.executor import HostContext
 from realhf.runtime.home_state import HomeState
@@ -68,7 +68,8 @@ def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | 
         if not faults and manifest is not None:
             return Checkpoint(directory, manifest)
         if world.rank == 0:
-            print(f"realhf: warning: checkpoint {path} is not used: {faults[0]}", file=sys.stderr, flush=True)
+            why = one_line(faults[0])
+            print(f"realhf: warning: checkpoint {path} is not used: {why}", file=sys.stderr, flush=True)
     if paths:
         what = f"{Path(paths[0]).parent} has no undamaged checkpoint"
         raise UserError(f"{what}: restore the files, or remove its checkpoints to begin anew")

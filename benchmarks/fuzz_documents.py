@@ -1,0 +1,137 @@
+"""Valid inputs, small enough to be read in milliseconds, that `benchmarks/fuzz.py` damages."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_REPO = Path(__file__).parent.parent
+_CHARACTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz"
+_VOCABULARY = {token: i for i, token in enumerate(("<pad>", "<eos>", *_CHARACTERS))}
+
+TOKENIZER: dict[str, Any] = {
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+    "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False},
+    "post_processor": None, "decoder": None,
+    "model": {"type": "WordLevel", "vocab": _VOCABULARY, "unk_token": "<pad>"},
+}  # fmt: skip
+"""A tokenizer.json with one token per character."""
+TOKENIZER_CONFIG: dict[str, Any] = {
+    "eos_token": "<eos>", "pad_token": "<pad>",
+    "chat_template": "{% for message in messages %}{{ message.role }}{{ message.content }}{% endfor %}",
+}  # fmt: skip
+MODEL: dict[str, Any] = {
+    **json.loads((_REPO / "models/tiny.json").read_text()), "vocab_size": len(_VOCABULARY),
+}  # fmt: skip
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1+2=", "completion": "3", "answer": "3"},
+    {"prompt": [{"role": "user", "content": "4+5="}], "completion": [{"role": "assistant", "content": "9"}],
+     "answer": "9", "more": {"a": [1, None]}},
+    {"prompt": "7+8=", "completion": "15", "answer": "15"},
+]  # fmt: skip
+
+
+def _cluster(name: str) -> Any:
+    return yaml.safe_load((_REPO / f"plans/clusters/{name}.yaml").read_text())
+
+
+CLUSTERS = [_cluster("cpu-laptop"), _cluster("h100-2x8")]
+CLUSTERS[1]["peak_flops"]["float64"] = "34 TFLOP/s"
+_OPTIMIZER = {
+    "()": "OptimizerConfig", "lr": 1e-3, "betas": [0.9, 0.99], "warmup_steps": 2, "total_steps": 5,
+}  # fmt: skip
+_ROLE = {"()": "Role", "model": "{dir}", "dtype": "float64", "optimizer": _OPTIMIZER, "random_init": True}
+EXPERIMENT: dict[str, Any] = {
+    "()": "GRPO",
+    "actor": {**_ROLE, "lora": {"()": "LoraConfig", "rank": 4, "alpha": 8.0, "export_merged": True}},
+    "dataset": {"()": "DatasetConfig", "path": "{dir}/data.jsonl", "max_prompt_tokens": 64},
+    "eval_dataset": {"()": "DatasetConfig", "path": "{dir}/data.jsonl", "max_prompt_tokens": 64,
+                     "max_rows": 2, "shuffle": False},
+    "reward_function": "=reward",
+    "sampling": {"()": "SamplingConfig", "max_new_tokens": 7, "temperature": 0.9, "top_k": 3, "top_p": 0.9},
+    "loss": {"()": "PolicyLossConfig", "kl_coef": 0.05, "clip_low": 0.2, "average": "token"},
+    "expected": {"()": "Expected", "prompt_tokens": 4, "response_tokens": 5, "host_seconds": 0.1},
+    "steps": 3, "batch_size": 8, "group_size": 4, "minibatches": 2, "epochs": 1, "seed": 1, "eval_every": 2,
+    "checkpoint_every": 10, "keep_checkpoints": 2, "kv_cache_gib": 0.5, "max_rows": 64,
+    "prefill_tokens": 128, "router_aux_loss_coef": 0.0, "tokenizer": "{dir}",
+}  # fmt: skip
+CLASSES = ("GRPO", "SFT", "Role", "OptimizerConfig", "LoraConfig", "DatasetConfig", "SamplingConfig",
+           "PolicyLossConfig", "Expected")  # fmt: skip
+SFT: dict[str, Any] = {
+    "()": "SFT", "actor": _ROLE, "dataset": EXPERIMENT["dataset"], "steps": 3, "batch_size": 4,
+}  # fmt: skip
+PLANS: list[Any] = [
+    {"calls": {
+        "actor_generate": {"layout": "d4@0-3", "max_rows": 8},
+        "reward_forward": {"layout": "d2@0-1"},
+        "ref_forward": {"layout": "t2@2-3", "offload": False, "micro_batch_tokens": 512},
+        "group_advantages": {"layout": "d1@0"},
+        "actor_train": {"layout": "d2t2@0-3", "micro_batch_tokens": 4096, "recompute": True,
+                        "predicted": {"seconds": 0.5}},
+        "eval_record": {"layout": "d1@0"},
+    }, "predicted": {"step_seconds": 1.0}},
+    {"calls": {name: {"layout": "d1@0"} for name in (
+        "actor_generate", "reward_forward", "ref_forward", "group_advantages", "actor_train")}},
+]  # fmt: skip
+LAYOUTS = ["d2t4p1@0-7", "t2@0,3", "d2@0-1", "p2d2c2t2e2@0-15", "d1@0", "t2@4-5"]
+_PASS = {"sequence_tokens": [10, 30], "tokens": [100, 300, 900], "seconds": [[1, 2, 6], [2, 4, 12]]}
+_SHAPE = {
+    "family": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 16, "vocab_size": len(_VOCABULARY), "tie_word_embeddings": True,
+}  # fmt: skip
+_TABLES = {
+    "block_forward": _PASS, "block_backward": _PASS,
+    "logprobs_forward": {"tokens": [10, 20], "seconds": [1, 2]},
+    "logprobs_backward": {"tokens": [10, 20], "seconds": [1, 2]},
+    "decode_block": {"context_tokens": [10, 20], "rows": [1, 3], "seconds": [[1, 2], [3, 4]]},
+    "decode_shared": {"context_tokens": [10, 20], "rows": [1, 3], "seconds": [[1, 2], [3, 3]]},
+    "decode_head": {"rows": [1, 3], "seconds": [5, 6]},
+    "update": {"parameters": [100, 200], "seconds": [10, 20]},
+    "zero_gradients": {"parameters": [100, 200], "seconds": [1, 2]},
+}  # fmt: skip
+PROFILE: dict[str, Any] = {
+    "date": "2026-11-21 12:00",
+    "machine": {"cores": 2},
+    "cluster": {
+        "num_hosts": 1, "devices_per_host": 4, "device_memory_bytes": 4e9, "host_memory_bytes": 16e9,
+        "memory_bandwidth_bytes_per_second": 13e9, "peak_flops": {"float64": 40e9, "float32": 89e9},
+        "intra_host": {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 4e9},
+        "inter_host": {"latency_seconds": 3e-4, "bandwidth_bytes_per_second": 1e9}, "device_type": "cpu",
+    },
+    "wires": {
+        "all_gather": {"ranks": [2], "bytes": [0, 1000], "seconds": [[1, 3]]},
+        "send": {"bytes": [0, 1000], "seconds": [0.5, 1.5]},
+    },
+    "calls": {"forward": {"samples": [1, 11], "seconds": [1, 2]}},
+    "models": [{"shape": _SHAPE, "dtype": "float64", "tp": 1, "tables": _TABLES}],
+}  # fmt: skip
+
+
+def _small(name: str) -> dict[str, Any]:
+    """Return a shipped config with few layers and experts."""
+    config = json.loads((_REPO / f"models/{name}.json").read_text())
+    fewer = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_experts": 16, "n_group": 2,
+             "topk_group": 1, "num_experts_per_tok": 2}  # fmt: skip
+    config |= {key: value for key, value in fewer.items() if key in config}
+    for key in ("layer_types", "no_rope_layers"):
+        if isinstance(config.get(key), list):
+            config[key] = config[key][:4]
+    return config
+
+
+CONFIGS = [MODEL, *map(_small, (
+    "llama-3.1-8b", "gemma-2-2b", "gemma-3-1b", "gpt2", "deepseek-v3", "qwen3-30b-a3b", "qwen1.5-moe-a2.7b",
+    "mixtral-8x7b", "phi-4-mini", "olmo-2-7b", "granite-3.3-8b", "smollm3-3b", "glm-4-9b",
+))]  # fmt: skip
+GENERATION: dict[str, Any] = {"eos_token_id": [1, 2], "temperature": 0.6, "max_length": 10, "do_sample": True}
+METRICS = b"{}\n"
+_PIECE = ["rank_00000.safetensors", [[0, 4], [0, 2]]]
+MANIFEST: dict[str, Any] = {
+    "step": 3, "num_ranks": 1, "experiment": {"steps": 5}, "plan": {"calls": {}},
+    "files": {"metrics.jsonl": {"num_bytes": 3, "sha256": hashlib.sha256(METRICS).hexdigest()}},
+    "sets": {"actor": {"kinds": ["master", "exp_avg"], "pieces": {"model.norm.weight": [_PIECE]},
+                       "num_steps": 3, "model": {"hidden_size": 2}}},
+    "versions": {"actor": 3}, "ranks": [{"a": 1}], "format": 1,
+}  # fmt: skip

@@ -1,0 +1,70 @@
+"""What docs/security.md claims about the package's code, and messages of a size that nobody can mean."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from realhf.dist.message_size import MAX_MESSAGE_BYTES, checked_length
+
+PACKAGE = Path(__file__).parent.parent / "realhf"
+RUNS_CODE = ("eval", "exec", "compile", "__import__")
+UNPICKLES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
+OBJECTS = (
+    "send_object_list", "recv_object_list", "broadcast_object_list", "all_gather_object", "gather_object",
+    "scatter_object_list",
+)  # fmt: skip
+MODULES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def calls():
+    """Yield file, dotted name and node of every call in the package."""
+    for path, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                yield path.relative_to(PACKAGE), ast.unparse(node.func), node
+
+
+def test_nothing_unpickles_or_runs_text():
+    refused = (*RUNS_CODE, "torch.load", "os.system", "np.load", "numpy.load")
+    wrong = [(str(path), name) for path, name, _ in calls()
+             if name in refused or name.split(".")[-1] in OBJECTS]  # fmt: skip
+    assert wrong == []
+    nodes = [node for tree in MODULES.values() for node in ast.walk(tree)]
+    imported = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert {name.split(".")[0] for name in imported} & set(UNPICKLES) == set()
+
+
+def test_yaml_is_read_by_a_safe_loader():
+    loads = [(str(path), ast.unparse(node)) for path, name, node in calls()
+             if name.startswith("yaml.") and "load" in name]  # fmt: skip
+    assert loads == [("shipped.py", "yaml.load(path.read_text(encoding='utf-8'), _Loader)")]
+    (loader,) = (node for node in ast.walk(MODULES[PACKAGE / "shipped.py"])
+                 if isinstance(node, ast.ClassDef) and node.name == "_Loader")  # fmt: skip
+    assert [ast.unparse(base) for base in loader.bases] == ["yaml.SafeLoader"]
+
+
+def test_files_run_only_as_the_experiment():
+    runs = [str(path) for path, name, _ in calls() if name.endswith("exec_module")]
+    assert runs == ["cli/experiment_file.py"]
+
+
+def test_transformers_never_loads_code_or_asks_the_network():
+    how = "how = {'local_files_only': True, 'use_safetensors': True, 'trust_remote_code': False}"
+    assert how in ast.unparse(MODULES[PACKAGE / "engine/hf_factory.py"])
+    found = {}
+    for path, name, node in calls():
+        if name.split(".")[-1] in ("from_pretrained", "from_config"):
+            text = ast.unparse(node)
+            assert "trust_remote_code=False" in text or "**how" in text, (path, text)
+            assert "from_config" in name or "local_files_only=True" in text or "**how" in text, (path, text)
+            found[str(path), name] = text
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("length", [-1, MAX_MESSAGE_BYTES + 1, 2**62])
+def test_sizes_that_no_message_has_are_refused_before_memory_is_allocated(length):
+    with pytest.raises(RuntimeError, match=f"rank 3 announces a message of {length} bytes"):
+        checked_length(length, rank=3)
+    assert checked_length(0, rank=3) == 0
