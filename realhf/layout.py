@@ -11,7 +11,7 @@ import numpy as np
 
 AXES = ("pp", "dp", "cp", "tp")
 """Mesh axes, from slowest to fastest varying rank. `ep` subdivides `dp`."""
-MAX_RANKS = 1 << 16
+MAX_RANKS = 1 << 12
 """Largest number of ranks; checks and plans take time and memory for each."""
 _LETTERS = {"p": "pp", "d": "dp", "c": "cp", "t": "tp", "e": "ep"}
 

@@ -205,7 +205,7 @@ class ModelConfig:
             if not isinstance(hf, dict):
                 raise ValueError("it must be a JSON object")
             return cls.from_hf(hf, head=head, generation=generation)
-        except ValueError as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise ValueError(f"model config {path}: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:

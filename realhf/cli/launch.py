@@ -53,14 +53,15 @@ def launch(argv: Sequence[str], num_ranks: int, *, restarts: int = 0) -> int:
                 print(f"realhf: the worker of rank {rank} {ended}", file=sys.stderr)
         return 2 if 2 in codes.values() else 1
     except SignalException as error:
-        print(f"realhf: ended by {error.sigval.name}", file=sys.stderr)
+        name = "SIGTERM" if str(error) == "SIGTERM" else error.sigval.name  # See _interrupt.
+        print(f"realhf: ended by {name}", file=sys.stderr)
         return 1
     return 0
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Pass SIGTERM on to the workers as SIGINT; the launcher uses SIGTERM for those that have lost a peer."""
-    raise SignalException("ended from outside", signal.SIGINT)
+    raise SignalException("SIGTERM", signal.SIGINT)
 
 
 def _require_loopback() -> None:

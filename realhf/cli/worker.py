@@ -121,7 +121,8 @@ def _train(job: Job, world: World) -> int:
         return 0
     if world.rank == 0:
         steps = job.program.experiment.steps
-        ended = f"ended by {stop.requested or 'a signal'} after step {result.stopped_after} of {steps}"
+        by = "" if LOCAL_LAUNCHER in os.environ else f" by {stop.requested or 'a signal'}"
+        ended = f"ended{by} after step {result.stopped_after} of {steps}"
         saved = find_checkpoints(out / "checkpoints")
         how = f"--resume --out {out} continues the run" if saved else "there is no checkpoint"
         print(f"realhf: {ended}; {how}", file=sys.stderr, flush=True)

@@ -63,12 +63,12 @@ class StopSignals:
             os._exit(128 + number)
         self.requested = number.name
         if self._announces:
-            threading.Thread(target=self._announce, args=(number,), daemon=True).start()
+            threading.Thread(target=self._announce, daemon=True).start()
 
-    def _announce(self, number: signal.Signals) -> None:
+    def _announce(self) -> None:
         if not self._is_over.wait(_DELAY_SECONDS):
             what = "the run saves a checkpoint after this step or the next and ends; a second ends it at once"
-            print(f"realhf: {number.name}: {what}", file=sys.stderr, flush=True)
+            print(f"realhf: {what}", file=sys.stderr, flush=True)
 
 
 def _received(receiver: socket.socket) -> bytes:
