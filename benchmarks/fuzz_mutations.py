@@ -63,7 +63,7 @@ def _drop(draw: Any, box: Any, key: Any) -> None:
 
 
 def _replace(draw: Any, box: Any, key: Any) -> None:
-    box[key] = draw(ANYTHING)
+    box[key] = copy.deepcopy(draw(ANYTHING))  # The next change must not reach the strategy's own values.
 
 
 def _nudge(draw: Any, box: Any, key: Any) -> None:
