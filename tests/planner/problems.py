@@ -1,8 +1,8 @@
 """Random planning problems on small clusters."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
+from realhf.calls import HostFunction
 from realhf.cluster import Cluster, Link
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout
@@ -38,7 +38,7 @@ def random_problem(rng, *, num_calls, memory=1e12, pinned=False):
     trained = {name: rng.random() < 0.5 for name in "abc"}
     for number in range(num_calls):
         if number and rng.random() < 0.2:
-            host = SimpleNamespace(splittable=rng.random() < 0.5)
+            host = HostFunction(None, splittable=rng.random() < 0.5)
             inputs = tuple(rng.sample(keys, min(2, len(keys))))
             calls.append(FunctionCall(f"call{number}", "host", inputs, (f"key{number}",), work=host))
             work[f"call{number}"] = Workload(seconds=rng.choice([0.0, 1e-3, 3e-2]))
