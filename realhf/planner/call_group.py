@@ -184,7 +184,7 @@ def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
         raise ValueError(f"--pin {name}={layout}: plans are made of contiguous ranks")
     for call in calls:
         try:
-            problem.role_of(call).config.check_layout(layout)
+            problem.model_role(call).config.check_layout(layout)
         except ValueError as error:
             raise ValueError(f"--pin {name}={layout}: call {call.name}: {error}") from error
         most = problem.workloads[call.name].most_replicas(call.kind)

@@ -90,7 +90,7 @@ def find_variants(
 
     Each fits a device by itself, and no other variant with the same strategy beats it.
     """
-    role = problem.role_of(call)
+    role = problem.model_role(call)
     work = problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
     per_host = problem.cluster.devices_per_host
@@ -143,7 +143,7 @@ def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrateg
         return False
     num_frozen = sum(role.is_frozen for role in problem.roles.values())
     num_shards = min(problem.cluster.devices_per_host, strategy.num_ranks)
-    num_bytes = num_frozen * num_shards * weights_bytes(problem.role_of(call), strategy, 0)
+    num_bytes = num_frozen * num_shards * weights_bytes(problem.model_role(call), strategy, 0)
     return num_bytes <= _HOST_SHARE * problem.cluster.host_memory_bytes
 
 

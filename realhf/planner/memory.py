@@ -24,7 +24,7 @@ def running_bytes(problem: Problem, call: FunctionCall, how: CallPlan, stage: in
 
     The cache of a generation has room for all rows that decode at once.
     """
-    role = problem.role_of(call)
+    role = problem.model_role(call)
     work = problem.workloads[call.name]
     parts = call_bytes(
         role, call.kind, replace(work, max_rows=how.max_rows or work.max_rows), how.layout.strategy, stage,

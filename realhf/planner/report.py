@@ -10,7 +10,7 @@ from rich.text import Text
 
 from realhf.planner.make import Planned
 from realhf.planner.memory_check import MemoryCheck
-from realhf.planner.simulate import Activity
+from realhf.planner.simulate import TimelineEntry
 from realhf.units import format_bytes, format_seconds
 
 _NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
@@ -42,7 +42,7 @@ def document(planned: Planned) -> dict[str, Any]:
         "calls": {name: calls[name] for name in planned.plan.calls},
         "memory": memory(planned.memory),
         "timeline": {
-            "activities": [vars(activity) for activity in planned.simulation.activities],
+            "activities": [vars(entry) for entry in planned.simulation.timeline],
             "idle": planned.simulation.idle.tolist(),
         },
     }
@@ -105,7 +105,7 @@ def timeline(planned: Planned, *, columns: int) -> list[Text]:
     before continues.
     """
     simulation = planned.simulation
-    calls = [a for a in simulation.activities if a.kind != "realloc" and a.end > a.start]
+    calls = [a for a in simulation.timeline if a.kind != "realloc" and a.end > a.start]
     letters = {a.name: string.ascii_uppercase[i % 26] for i, a in enumerate(calls)}
     borders = sorted({x for a in calls for x in (a.first_rank, a.first_rank + a.num_ranks)})
     borders = sorted({*borders, 0, planned.problem.cluster.num_devices})
@@ -124,18 +124,18 @@ def timeline(planned: Planned, *, columns: int) -> list[Text]:
     lines.append(Text(f"{'':>{width}} 0 s{format_seconds(simulation.step_seconds):>{cells - 3}}"))
     lines.append(Text("(A: it begins; a: it goes on, over the end at the beginning, beside the next step)"))
     lines += [Text(f"  {letter} {name}") for name, letter in letters.items()]
-    for move in (a for a in simulation.activities if a.kind == "realloc"):
+    for move in (a for a in simulation.timeline if a.kind == "realloc"):
         took = format_seconds(move.end - move.start)
         lines.append(Text(f"  reallocation of {move.name}: {took}, beside the calls"))
     return lines
 
 
-def _bar(activities: Sequence[Activity], letters: dict[str, str], step_seconds: float, width: int) -> str:
+def _bar(entries: Sequence[TimelineEntry], letters: dict[str, str], step_seconds: float, width: int) -> str:
     """Return a row of letters: upper case where a call begins, lower case while it continues."""
     cells = [_IDLE] * width
-    for activity in sorted(activities, key=lambda a: a.start):
-        first = round(activity.start / step_seconds * width)
-        last = max(first + 1, round(activity.end / step_seconds * width))
+    for entry in sorted(entries, key=lambda entry: entry.start):
+        first = round(entry.start / step_seconds * width)
+        last = max(first + 1, round(entry.end / step_seconds * width))
         for cell in range(first, last):
-            cells[cell % width] = letters[activity.name] if cell == first else letters[activity.name].lower()
+            cells[cell % width] = letters[entry.name] if cell == first else letters[entry.name].lower()
     return "".join(cells)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.planner.evaluate import SearchSpace
+from realhf.planner.search_space import SearchSpace
 
 _OPEN = -1
 _CHILDREN = 12_000  # The number of plans to evaluate at once.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role
-from realhf.cli.problem import problem_of
+from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy

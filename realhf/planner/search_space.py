@@ -118,7 +118,7 @@ class SearchSpace:
             for k in np.flatnonzero(is_decided[:, ends].all(axis=1)):
                 source, target = (self.groups[u].candidates[chosen[k, u]].layout for u in ends)
                 if (key := (trainer, source, target)) not in self._moved:
-                    role = self.problem.role_of(self.calls[trainer])
+                    role = self.problem.model_role(self.calls[trainer])
                     self._moved[key] = reallocation_seconds(self.rates, role, source, target)
                 out[k, number] = self._moved[key]
         return out
@@ -292,6 +292,6 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
         for i, user in enumerate(calls):
             if trainer.kind != "train_step" or user.role is None or user.kind == "train_step":
                 continue
-            if user.role == trainer.role or problem.role_of(user).follows == trainer.role:
+            if user.role == trainer.role or problem.model_role(user).follows == trainer.role:
                 weights.append((i, j, 0 if j < i else 1))
     return Dependencies(data, tuple(weights))
