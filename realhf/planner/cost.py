@@ -19,6 +19,7 @@ from realhf.graph import FunctionCall
 from realhf.kv_blocks import shared_tokens
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
+from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
 from realhf.planner.model_states import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
@@ -92,18 +93,6 @@ def call_cost(
     return CallCost(cost.seconds + sum(extra.values()), parts, cost.num_micro_batches)
 
 
-class _MicroBatches(NamedTuple):
-    """The micro-batches into which a data-parallel rank splits its part of a mini-batch.
-
-    Numbers of tokens are per micro-batch and per rank of the cp group.
-    """
-
-    number: int
-    tokens: float
-    squared: float
-    chosen: float  # Positions whose logits are computed.
-
-
 @dataclass(frozen=True)
 class _Estimate:
     """The estimated costs of a call, one method for each kind."""
@@ -116,17 +105,19 @@ class _Estimate:
     groups: Spans
 
     def forward(self) -> CallCost:
-        micro = self._micro_batches
-        head = self.rates.head(self.role, self.groups.tp, tokens=micro.chosen, output=self.work.output)
+        micro = self._micro_batch
+        head = self.rates.head(
+            self.role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output
+        )
         stages = [self._block().times(layers) for layers in self._num_layers]
         stages[-1] = stages[-1].plus(head)
-        return self._pipelined(stages, micro.number, tokens=micro.tokens, hops_per_slot=1)
+        return self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1)
 
     def train(self) -> CallCost:
         rates = self.rates
         role = self.role
         strategy = self.strategy
-        micro = self._micro_batches
+        micro = self._micro_batch
         block = self._block().times(2 if self.how.recompute else 1).plus(self._block(backward=True))
         stages = []
         for stage, layers in enumerate(self._num_layers):
@@ -134,10 +125,11 @@ class _Estimate:
             stages.append(block.times(layers).plus(Cost(gradients)))
         for backward in (False, True):
             head = rates.head(
-                role, self.groups.tp, tokens=micro.chosen, output=self.work.output, backward=backward
-            )
+                role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output,
+                backward=backward,
+            )  # fmt: skip
             stages[-1] = stages[-1].plus(head)
-        one = self._pipelined(stages, micro.number, tokens=micro.tokens, hops_per_slot=2)
+        one = self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=2)
         ends = {0, strategy.pp - 1}
         held = max((held_params(role.config, strategy, stage, role.lora) for stage in ends), key=sum)
         steps = self.work.minibatches * self.work.epochs
@@ -203,15 +195,8 @@ class _Estimate:
         return CallCost(seconds, parts)
 
     @cached_property
-    def _micro_batches(self) -> _MicroBatches:
-        work = self.work
-        strategy = self.strategy
-        samples = work.most_samples("train_step", strategy.dp)
-        per_micro = max(1, self.how.micro_batch_tokens // max(1, math.ceil(work.tokens)))
-        count = min(samples, max(math.ceil(samples / per_micro), min(strategy.pp, samples)))
-        each = samples / count / strategy.cp
-        chosen = work.response_tokens or work.tokens
-        return _MicroBatches(count, each * work.tokens, each * work.squared_tokens, each * chosen)
+    def _micro_batch(self) -> MeanMicroBatch:
+        return mean_micro_batch(self.work, self.strategy, self.how.micro_batch_tokens)
 
     @property
     def _num_layers(self) -> list[int]:
@@ -226,7 +211,8 @@ class _Estimate:
         rates = self.rates
         role = self.role
         tp, cp, ep = self.groups.tp, self.groups.cp, self.groups.ep
-        _, tokens, squared, _ = self._micro_batches
+        tokens = self._micro_batch.tokens
+        squared = self._micro_batch.squared_tokens
         key = (role.config, role.dtype, role.lora, tp, cp, ep, tokens, squared, backward)
         if key not in rates.known_blocks:
             cost = rates.block(role, tp, ep, tokens=tokens, squared=squared, backward=backward)
