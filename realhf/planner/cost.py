@@ -76,17 +76,18 @@ class CallCost:
 
 
 def call_cost(
-    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, how: CallPlan, *, per_host: int
-) -> CallCost:
+    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, call_plan: CallPlan,
+    *, per_host: int,
+) -> CallCost:  # fmt: skip
     """Return the cost of a call on contiguous ranks, with `per_host` of them on each host of the mesh."""
-    strategy = how.layout.strategy
-    workload = replace(workload, max_rows=how.max_rows or workload.max_rows)
-    estimate = _Estimate(rates, role, workload, how, strategy, spans(strategy, per_host))
+    strategy = call_plan.layout.strategy
+    workload = replace(workload, max_rows=call_plan.max_rows or workload.max_rows)
+    estimate = _Estimate(rates, role, workload, call_plan, strategy, spans(strategy, per_host))
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     cost = by_kind[call.kind]()
     samples = math.ceil(workload.num_samples / strategy.dp)
     extra = {"host": rates.call_seconds(call.kind, samples=samples)}
-    if how.offload:
+    if call_plan.offload:
         weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
         extra["offload"] = rates.host_copy(weights)
     parts = {name: value for name, value in {**cost.parts, **extra}.items() if value > 0}
@@ -100,7 +101,7 @@ class _Estimate:
     rates: Rates
     role: ModelRole
     work: Workload
-    how: CallPlan
+    call_plan: CallPlan
     strategy: ParallelStrategy
     groups: Spans
 
@@ -118,7 +119,7 @@ class _Estimate:
         role = self.role
         strategy = self.strategy
         micro = self._micro_batch
-        block = self._block().times(2 if self.how.recompute else 1).plus(self._block(backward=True))
+        block = self._block().times(2 if self.call_plan.recompute else 1).plus(self._block(backward=True))
         stages = []
         for stage, layers in enumerate(self._num_layers):
             gradients = rates.accumulate(role, trained_params(role, strategy, stage))
@@ -196,7 +197,7 @@ class _Estimate:
 
     @cached_property
     def _micro_batch(self) -> MeanMicroBatch:
-        return mean_micro_batch(self.work, self.strategy, self.how.micro_batch_tokens)
+        return mean_micro_batch(self.work, self.strategy, self.call_plan.micro_batch_tokens)
 
     @property
     def _num_layers(self) -> list[int]:

@@ -21,20 +21,21 @@ from realhf.planner.train_memory import TrainMoments
 _GRAPHS = 1.25  # Rows times blocks of a recorded CUDA graph, relative to the real ones (decode_graphs.py).
 
 
-def running_bytes(problem: Problem, call: FunctionCall, how: CallPlan, stage: int) -> Parts:
+def running_bytes(problem: Problem, call: FunctionCall, call_plan: CallPlan, stage: int) -> Parts:
     """Return the bytes that a rank of a stage holds only while the call runs, by part.
 
     The cache of a generation has room for all rows that decode at once.
     """
     role = problem.model_role(call)
     work = problem.workloads[call.name]
+    strategy = call_plan.layout.strategy
     parts = call_bytes(
-        role, call.kind, replace(work, max_rows=how.max_rows or work.max_rows), how.layout.strategy, stage,
-        micro_batch_tokens=how.micro_batch_tokens, recompute=how.recompute,
+        role, call.kind, replace(work, max_rows=call_plan.max_rows or work.max_rows), strategy, stage,
+        micro_batch_tokens=call_plan.micro_batch_tokens, recompute=call_plan.recompute,
         fused=problem.cluster.device_type == "cuda",
     )  # fmt: skip
-    if how.offload:
-        parts["loaded weights"] = weights_bytes(role, how.layout.strategy, stage)
+    if call_plan.offload:
+        parts["loaded weights"] = weights_bytes(role, strategy, stage)
     return parts
 
 

@@ -29,11 +29,11 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
     """Return the prediction for a plan whose layouts are on contiguous ranks."""
     costs = {}
     for call in problem.model_calls:
-        how = plan[call.name]
-        per_host = min(problem.cluster.count_by_host(how.layout.ranks).values())
+        call_plan = plan[call.name]
+        per_host = min(problem.cluster.count_by_host(call_plan.layout.ranks).values())
         workload = problem.workloads[call.name]
         costs[call.name] = call_cost(
-            rates, call, problem.model_role(call), workload, how, per_host=per_host
+            rates, call, problem.model_role(call), workload, call_plan, per_host=per_host
         )
     seconds = {name: cost.seconds for name, cost in costs.items()}
     return Prediction(step_seconds(problem, rates, plan, seconds), costs)

@@ -22,16 +22,16 @@ def document(planned: Planned) -> dict[str, Any]:
     """Return the output of `realhf plan --json`, in seconds and bytes."""
     calls: dict[str, Any] = {}
     for name, cost in planned.costs.items():
-        how = planned.plan[name]
+        call_plan = planned.plan[name]
         calls[name] = {
-            "layout": str(how.layout), "micro_batch_tokens": how.micro_batch_tokens,
-            "max_rows": how.max_rows, "recompute": how.recompute, "offload": how.offload,
+            "layout": str(call_plan.layout), "micro_batch_tokens": call_plan.micro_batch_tokens,
+            "max_rows": call_plan.max_rows, "recompute": call_plan.recompute, "offload": call_plan.offload,
             "seconds": cost.seconds, "parts": dict(cost.parts), "limit": cost.limit,
-            "num_micro_batches": cost.num_micro_batches, "num_devices": len(how.layout.ranks),
+            "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks),
             "reason": planned.reasons[name],
         }  # fmt: skip
-    for name, how in planned.plan.calls.items():
-        calls.setdefault(name, {"layout": str(how.layout)})  # Calls in plain Python.
+    for name, call_plan in planned.plan.calls.items():
+        calls.setdefault(name, {"layout": str(call_plan.layout)})  # Calls in plain Python.
     return {
         "step_seconds": planned.found.step_seconds,
         "lower_bound_seconds": planned.found.lower_bound_seconds,
@@ -63,15 +63,17 @@ def render(planned: Planned, *, columns: int) -> Group:
     for title in ("call", "layout", "micro-batches", "seconds", "memory", "limited by"):
         table.add_column(title, justify="right" if title in ("seconds", "memory") else "left")
     for name, cost in planned.costs.items():
-        how = planned.plan[name]
+        call_plan = planned.plan[name]
         work = planned.problem.workloads[name]
         steps = work.minibatches * work.epochs
         times = f"{steps} x " if steps > 1 else ""
-        options = [f"{times}{cost.num_micro_batches} of {how.micro_batch_tokens} tokens", *how.options]
-        if how.max_rows is not None:
-            options = [f"{how.max_rows} rows at once", *how.options]
+        micro_batches = f"{times}{cost.num_micro_batches} of {call_plan.micro_batch_tokens} tokens"
+        options = [micro_batches, *call_plan.options]
+        if call_plan.max_rows is not None:
+            options = [f"{call_plan.max_rows} rows at once", *call_plan.options]
         memory = format_bytes(planned.memory.calls[name])
-        table.add_row(name, str(how.layout), ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
+        layout = str(call_plan.layout)
+        table.add_row(name, layout, ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
         table, Text(), *_summary(planned), Text(), *timeline(planned, columns=columns), Text(),
         *(Text(f"{name}: {reason}") for name, reason in planned.reasons.items()),

@@ -106,7 +106,7 @@ class SearchSpace:
             layout = candidate.layout.as_layout
             for i, variant in zip(group.calls, candidate.variants, strict=True):
                 predicted = {"seconds": float(f"{variant.cost.seconds:.6g}")}
-                plans[self.calls[i].name] = replace(variant.how, layout=layout, predicted=predicted)
+                plans[self.calls[i].name] = replace(variant.call_plan, layout=layout, predicted=predicted)
         for call in self.calls:
             if call.role is None:
                 anchor, split = host_anchor(self.problem, call)
