@@ -123,16 +123,17 @@ class CallGroup:
         second holds the least seconds of each call among the candidates that need no more, shape (meshes,
         tiers, calls).
         """
-        steps = []
-        for here in self.by_mesh:
-            memory = self.resting[here] + self.running[here]
+        by_mesh = []
+        for on_mesh in self.by_mesh:
+            memory = self.resting[on_mesh] + self.running[on_mesh]
             order = np.argsort(memory, kind="stable")
-            least = np.minimum.accumulate(self.seconds[here[order]], axis=0)
-            better = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
-            steps.append((memory[order][better], least[better]))
-        most = max(len(memory) for memory, _ in steps)
-        needs = np.stack([np.pad(m, (0, most - len(m)), constant_values=np.inf) for m, _ in steps])
-        return needs, np.stack([np.pad(x, ((0, most - len(x)), (0, 0)), mode="edge") for _, x in steps])
+            least = np.minimum.accumulate(self.seconds[on_mesh[order]], axis=0)
+            is_faster = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
+            by_mesh.append((memory[order][is_faster], least[is_faster]))
+        num_tiers = max(len(memory) for memory, _ in by_mesh)
+        needs = [np.pad(m, (0, num_tiers - len(m)), constant_values=np.inf) for m, _ in by_mesh]
+        seconds = [np.pad(x, ((0, num_tiers - len(x)), (0, 0)), mode="edge") for _, x in by_mesh]
+        return np.stack(needs), np.stack(seconds)
 
     def with_open_choices(self, owner: int) -> "CallGroup":
         """Return a copy whose arrays have one more, optimistic entry for each mesh, in the order of
@@ -243,7 +244,7 @@ def _on_meshes(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall], meshes: Sequence[range],
     known: dict[tuple[object, ...], _Variants], *, only: ParallelStrategy | None = None,
 ) -> list[Candidate]:  # fmt: skip
-    found = []
+    candidates = []
     for mesh in meshes:
         in_host = min(problem.cluster.count_by_host(mesh).values())
         per_call: list[_Variants] = []
@@ -257,5 +258,5 @@ def _on_meshes(
         for strategy in per_call[0]:
             layout = ContiguousLayout(strategy, mesh.start)
             options = [of_call.get(strategy, []) for of_call in per_call]
-            found += [Candidate(layout, combo) for combo in itertools.product(*options)]
-    return found
+            candidates += [Candidate(layout, combo) for combo in itertools.product(*options)]
+    return candidates

@@ -55,6 +55,9 @@ class Loads(NamedTuple):
     resting: np.ndarray
     running: np.ndarray
 
+    def of_plans(self, indices: np.ndarray) -> "Loads":
+        return Loads(*(array[indices] for array in self))
+
     def fullest(self) -> np.ndarray:
         """Return the bytes on the fullest rank of each plan: all that rests there and its largest call.
 
@@ -199,7 +202,7 @@ class SearchSpace:
                 rows = tight[alias.plans[tight]]
                 is_shared = self._aliases(u, alias.role, chosen[rows])
                 loads.resting[rows, u] -= np.where(is_shared, alias.copy_bytes[chosen[rows, u]], 0.0)
-            fullest[tight] = Loads(*(array[tight] for array in loads)).fullest()
+            fullest[tight] = loads.of_plans(tight).fullest()
         return fullest - self.capacity
 
     def call_lower_bounds(self, groups: Sequence[CallGroup], chosen: np.ndarray) -> np.ndarray:
@@ -219,7 +222,7 @@ class SearchSpace:
                 continue
             choice = chosen[rows, u]
             copies = loads.resting[rows, u] - group.resting[choice]
-            free = self.capacity - copies - _beside(Loads(*(array[rows] for array in loads)), u)
+            free = self.capacity - copies - _beside(loads.of_plans(rows), u)
             needs, seconds = group.tiers
             mesh = group.mesh_index(choice)
             tier = np.maximum((needs[mesh] <= free[:, None]).sum(axis=1) - 1, 0)
@@ -260,14 +263,11 @@ class SearchSpace:
         """
         home = self._home_of[role]
         twins = self._twins(group, role)
-        here, there = self.groups[group].candidates, self.groups[home].candidates
-        same = np.zeros(len(chosen), dtype=bool)
+        is_shared = np.zeros(len(chosen), dtype=bool)
         for k, row in enumerate(chosen.tolist()):
-            mine = here[row[group]].layout
-            same[k] = _same_shards(mine, there[row[home]].layout) or any(
-                self.groups[v].candidates[row[v]].layout == mine for v in twins
-            )
-        return same
+            mine, at_home, *others = (self.groups[u].candidates[row[u]].layout for u in (group, home, *twins))
+            is_shared[k] = _same_shards(mine, at_home) or mine in others
+        return is_shared
 
     def _twins(self, group: int, role: str) -> list[int]:
         """Return the earlier groups that have copies of the same role."""
