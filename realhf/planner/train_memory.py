@@ -67,8 +67,10 @@ class TrainMoments:
         if not self.pieces.is_first:
             return {}
         w = self.role.wide_itemsize
+        # Weight.add_rows copies the gradients of rows to the dtype of the gradient buffer.
         widened_rows = w * self.pieces.widths.hidden * self.tokens if self.role.itemsize < w else 0.0
-        gradients = {"gradients": 2 * self.hidden + widened_rows}  # Those that Weight.add_rows adds.
+        gradients = {"gradients": 2 * self.hidden + widened_rows}
+        # The micro-batch's own activations are free by then.
         return {"embedding, backward": self._plus(gradients, activations=-self._saved)}
 
     @cached_property
