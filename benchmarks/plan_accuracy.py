@@ -26,7 +26,7 @@ from harness import Goal, machine, progress, report
 from rich.table import Table
 
 from realhf.cli.experiment_file import load_experiment
-from realhf.cli.problem import problem_of
+from realhf.cli.planning_problem import problem_of
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
 from realhf.planner.make import make_plan

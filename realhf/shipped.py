@@ -40,9 +40,12 @@ def resolve(name: str, *, kind: str, suffix: str) -> Path:
     raise UserError(f"{name!r} is neither a path nor a shipped name in {kind}; shipped are: {known}")
 
 
-def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str, what: str) -> Any:
-    """Return `build(document)` of a YAML file. Its errors become a UserError that names the file."""
-    path = resolve(name, kind=kind, suffix=".yaml")
+def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str | None = None, what: str) -> Any:
+    """Return `build(document)` of a YAML file, which may be a shipped one if `kind` is given.
+
+    Errors become a UserError that names the file.
+    """
+    path = Path(name) if kind is None else resolve(name, kind=kind, suffix=".yaml")
     try:
         return build(yaml.load(path.read_text(encoding="utf-8"), _Loader))
     except yaml.MarkedYAMLError as error:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
-from realhf.cli.problem import problem_of
+from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.errors import naming
 from realhf.experiment import Experiment

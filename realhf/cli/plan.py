@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from realhf.cli.job import is_worker
-from realhf.cli.problem import problem_of
+from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster, host_memory_bytes
 from realhf.errors import UserError, naming, require_output
 from realhf.experiment import Experiment

@@ -19,6 +19,17 @@ from realhf.planner.transfer import ContiguousLayout
 
 _Variants = Mapping[ParallelStrategy, Sequence[Variant]]
 
+OPEN = -1
+"""The choice of a group of which nothing is decided yet."""
+
+
+def placeholder_ranks(owner: int) -> range:
+    """Return the ranks below 0 that stand for those of an owner (a group or a call) while they are undecided.
+
+    They overlap neither a device nor the placeholder of another owner.
+    """
+    return range(-owner - 1, -owner)
+
 
 class Candidate(NamedTuple):
     """A layout that a call group can take, with one variant for each call of the group."""
@@ -33,6 +44,9 @@ class CallGroup:
     A role in `homes` keeps its parameters, gradients and optimizer in this group's layout. A role in `copies`
     lives in another group's layout, and this group holds a copy of its weights.
 
+    A choice for the group is the index of a candidate; or, if only the mesh is decided, an index past the
+    candidates (`mesh_choices`); or OPEN. The arrays of `with_open_choices` can be indexed with all of them.
+
     `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
     roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
     """
@@ -41,7 +55,7 @@ class CallGroup:
         self, calls: Mapping[int, FunctionCall], candidates: Sequence[Candidate], *, homes: Sequence[str]
     ) -> None:
         self.calls = list(calls)
-        roles = {call.role: number for number, call in enumerate(calls.values()) if call.role is not None}
+        roles = {call.role: column for column, call in enumerate(calls.values()) if call.role is not None}
         self.homes = tuple(role for role in roles if role in homes)
         self.copies = tuple(role for role in roles if role not in homes)
         self.candidates = sorted(candidates, key=lambda c: sum(v.cost.seconds for v in c.variants))
@@ -68,10 +82,24 @@ class CallGroup:
     @cached_property
     def by_mesh(self) -> list[np.ndarray]:
         """Indices of the candidates on each mesh; the meshes are in the order of their fastest candidate."""
-        found: dict[range, list[int]] = {}
+        indices: dict[range, list[int]] = {}
         for i, candidate in enumerate(self.candidates):
-            found.setdefault(candidate.layout.ranks, []).append(i)
-        return [np.array(indices) for indices in found.values()]
+            indices.setdefault(candidate.layout.ranks, []).append(i)
+        return [np.array(on_mesh) for on_mesh in indices.values()]
+
+    @property
+    def mesh_choices(self) -> np.ndarray:
+        """The choices that decide only the mesh, in the order of `by_mesh`."""
+        return len(self.candidates) + np.arange(len(self.by_mesh))
+
+    def mesh_index(self, choice: np.ndarray) -> np.ndarray:
+        """Return the indices in `by_mesh` of choices that decide only the mesh; they are negative for other
+        choices."""
+        return choice - len(self.candidates)
+
+    def is_candidate(self, choice: np.ndarray) -> np.ndarray:
+        """Return which choices are candidates, rather than meshes or open."""
+        return (choice >= 0) & (choice < len(self.candidates))
 
     def varied(self) -> np.ndarray:
         """Return a few candidates of each mesh: the fastest, and slower ones that need less memory."""
@@ -95,37 +123,39 @@ class CallGroup:
         second holds the least seconds of each call among the candidates that need no more, shape (meshes,
         tiers, calls).
         """
-        steps = []
-        for here in self.by_mesh:
-            memory = self.resting[here] + self.running[here]
+        by_mesh = []
+        for on_mesh in self.by_mesh:
+            memory = self.resting[on_mesh] + self.running[on_mesh]
             order = np.argsort(memory, kind="stable")
-            least = np.minimum.accumulate(self.seconds[here[order]], axis=0)
-            better = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
-            steps.append((memory[order][better], least[better]))
-        most = max(len(memory) for memory, _ in steps)
-        needs = np.stack([np.pad(m, (0, most - len(m)), constant_values=np.inf) for m, _ in steps])
-        return needs, np.stack([np.pad(x, ((0, most - len(x)), (0, 0)), mode="edge") for _, x in steps])
+            least = np.minimum.accumulate(self.seconds[on_mesh[order]], axis=0)
+            is_faster = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
+            by_mesh.append((memory[order][is_faster], least[is_faster]))
+        num_tiers = max(len(memory) for memory, _ in by_mesh)
+        needs = [np.pad(m, (0, num_tiers - len(m)), constant_values=np.inf) for m, _ in by_mesh]
+        seconds = [np.pad(x, ((0, num_tiers - len(x)), (0, 0)), mode="edge") for _, x in by_mesh]
+        return np.stack(needs), np.stack(seconds)
 
-    def with_open_choices(self, number: int) -> "CallGroup":
-        """Return a copy with one more, optimistic candidate for each mesh, in the order of `by_mesh`, and a
-        last one for an open choice.
+    def with_open_choices(self, owner: int) -> "CallGroup":
+        """Return a copy whose arrays have one more, optimistic entry for each mesh, in the order of
+        `by_mesh`, and a last one for the OPEN choice.
 
         Each stands for several candidates: it takes the least time of each call and the least memory. The
-        last one is on ranks below 0, which no group with another number has, and takes no memory.
+        last one is on the placeholder ranks of `owner`, the group's number, and takes no memory.
         """
-        more = copy.copy(self)
-        more.__dict__.pop("device_seconds", None)
+        extended_group = copy.copy(self)
+        extended_group.__dict__.pop("device_seconds", None)
+        nowhere = placeholder_ranks(owner)
 
         def extended(array: np.ndarray, last: np.ndarray | float = 0.0) -> np.ndarray:
             return np.concatenate([array, [array[here].min(axis=0) for here in self.by_mesh], [last]])
 
-        more.first = extended(self.first, -2 * number - 2)
-        more.stop = extended(self.stop, -2 * number - 1)
-        more.seconds = extended(self.seconds, self.seconds.min(axis=0))
-        more.resting = extended(self.resting)
-        more.running = extended(self.running)
-        more.copied = [extended(array) for array in self.copied]
-        return more
+        extended_group.first = extended(self.first, nowhere.start)
+        extended_group.stop = extended(self.stop, nowhere.stop)
+        extended_group.seconds = extended(self.seconds, self.seconds.min(axis=0))
+        extended_group.resting = extended(self.resting)
+        extended_group.running = extended(self.running)
+        extended_group.copied = [extended(array) for array in self.copied]
+        return extended_group
 
 
 def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
@@ -184,7 +214,7 @@ def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
         raise ValueError(f"--pin {name}={layout}: plans are made of contiguous ranks")
     for call in calls:
         try:
-            problem.role_of(call).config.check_layout(layout)
+            problem.model_role(call).config.check_layout(layout)
         except ValueError as error:
             raise ValueError(f"--pin {name}={layout}: call {call.name}: {error}") from error
         most = problem.workloads[call.name].most_replicas(call.kind)
@@ -214,7 +244,7 @@ def _on_meshes(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall], meshes: Sequence[range],
     known: dict[tuple[object, ...], _Variants], *, only: ParallelStrategy | None = None,
 ) -> list[Candidate]:  # fmt: skip
-    found = []
+    candidates = []
     for mesh in meshes:
         in_host = min(problem.cluster.count_by_host(mesh).values())
         per_call: list[_Variants] = []
@@ -228,5 +258,5 @@ def _on_meshes(
         for strategy in per_call[0]:
             layout = ContiguousLayout(strategy, mesh.start)
             options = [of_call.get(strategy, []) for of_call in per_call]
-            found += [Candidate(layout, combo) for combo in itertools.product(*options)]
-    return found
+            candidates += [Candidate(layout, combo) for combo in itertools.product(*options)]
+    return candidates

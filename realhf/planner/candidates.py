@@ -72,11 +72,11 @@ class Variant:
     """The cost of one call under one strategy on a mesh of a given shape. Bytes are those of the fullest
     rank.
 
-    The ranks of `how.layout` count from 0. Every rank always holds `home_bytes` if this layout is the home of
-    the role, or `copy_bytes` if it holds a copy. While the call runs, `call_bytes` are added.
+    The ranks of `call_plan.layout` count from 0. Every rank always holds `home_bytes` if this layout is the
+    home of the role, or `copy_bytes` if it holds a copy. While the call runs, `call_bytes` are added.
     """
 
-    how: CallPlan
+    call_plan: CallPlan
     cost: CallCost
     home_bytes: float
     copy_bytes: float
@@ -90,7 +90,7 @@ def find_variants(
 
     Each fits a device by itself, and no other variant with the same strategy beats it.
     """
-    role = problem.role_of(call)
+    role = problem.model_role(call)
     work = problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
     per_host = problem.cluster.devices_per_host
@@ -103,13 +103,13 @@ def find_variants(
         weights = max(weights_bytes(role, strategy, stage) for stage in stages)
         home = max(home_bytes(role, strategy, stage) for stage in stages)
         variants = []
-        for how in _options(problem, call, Layout(strategy, mesh)):
-            held = (0, 0) if how.offload else (home, weights)
-            running = max(sum(running_bytes(problem, call, how, stage).values()) for stage in stages)
+        for call_plan in _options(problem, call, Layout(strategy, mesh)):
+            held = (0, 0) if call_plan.offload else (home, weights)
+            running = max(sum(running_bytes(problem, call, call_plan, stage).values()) for stage in stages)
             if (held[0] if call.kind == "train_step" else held[1]) + running > capacity:
                 continue
-            cost = call_cost(rates, call, role, work, how, per_host=in_host)
-            variants.append(Variant(how, cost, *held, running))
+            cost = call_cost(rates, call, role, work, call_plan, per_host=in_host)
+            variants.append(Variant(call_plan, cost, *held, running))
         found[strategy] = [v for v in variants if not any(_beats(other, v) for other in variants)]
     return found
 
@@ -143,7 +143,7 @@ def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrateg
         return False
     num_frozen = sum(role.is_frozen for role in problem.roles.values())
     num_shards = min(problem.cluster.devices_per_host, strategy.num_ranks)
-    num_bytes = num_frozen * num_shards * weights_bytes(problem.role_of(call), strategy, 0)
+    num_bytes = num_frozen * num_shards * weights_bytes(problem.model_role(call), strategy, 0)
     return num_bytes <= _HOST_SHARE * problem.cluster.host_memory_bytes
 
 
@@ -161,8 +161,8 @@ def _candidate_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
 def _beats(a: Variant, b: Variant) -> bool:
     """Return whether `a` is nowhere worse than `b`, and is better somewhere or has simpler options."""
     mine, theirs = (
-        (v.cost.seconds, v.home_bytes, v.copy_bytes, v.call_bytes, v.how.offload, v.how.recompute,
-         v.how.max_rows or 0, v.how.micro_batch_tokens)
+        (v.cost.seconds, v.home_bytes, v.copy_bytes, v.call_bytes, v.call_plan.offload, v.call_plan.recompute,
+         v.call_plan.max_rows or 0, v.call_plan.micro_batch_tokens)
         for v in (a, b)
     )  # fmt: skip
     return mine < theirs and all(x <= y for x, y in zip(mine[:4], theirs[:4], strict=True))

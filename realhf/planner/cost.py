@@ -19,6 +19,7 @@ from realhf.graph import FunctionCall
 from realhf.kv_blocks import shared_tokens
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
+from realhf.planner.micro_batches import MeanMicroBatch, mean_micro_batch
 from realhf.planner.model_states import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
@@ -75,33 +76,22 @@ class CallCost:
 
 
 def call_cost(
-    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, how: CallPlan, *, per_host: int
-) -> CallCost:
+    rates: Rates, call: FunctionCall, role: ModelRole, workload: Workload, call_plan: CallPlan,
+    *, per_host: int,
+) -> CallCost:  # fmt: skip
     """Return the cost of a call on contiguous ranks, with `per_host` of them on each host of the mesh."""
-    strategy = how.layout.strategy
-    workload = replace(workload, max_rows=how.max_rows or workload.max_rows)
-    estimate = _Estimate(rates, role, workload, how, strategy, spans(strategy, per_host))
+    strategy = call_plan.layout.strategy
+    workload = replace(workload, max_rows=call_plan.max_rows or workload.max_rows)
+    estimate = _Estimate(rates, role, workload, call_plan, strategy, spans(strategy, per_host))
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     cost = by_kind[call.kind]()
     samples = math.ceil(workload.num_samples / strategy.dp)
     extra = {"host": rates.call_seconds(call.kind, samples=samples)}
-    if how.offload:
+    if call_plan.offload:
         weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
         extra["offload"] = rates.host_copy(weights)
     parts = {name: value for name, value in {**cost.parts, **extra}.items() if value > 0}
     return CallCost(cost.seconds + sum(extra.values()), parts, cost.num_micro_batches)
-
-
-class _MicroBatches(NamedTuple):
-    """The micro-batches into which a data-parallel rank splits its part of a mini-batch.
-
-    Numbers of tokens are per micro-batch and per rank of the cp group.
-    """
-
-    number: int
-    tokens: float
-    squared: float
-    chosen: float  # Positions whose logits are computed.
 
 
 @dataclass(frozen=True)
@@ -111,33 +101,36 @@ class _Estimate:
     rates: Rates
     role: ModelRole
     work: Workload
-    how: CallPlan
+    call_plan: CallPlan
     strategy: ParallelStrategy
     groups: Spans
 
     def forward(self) -> CallCost:
-        micro = self._micro_batches
-        head = self.rates.head(self.role, self.groups.tp, tokens=micro.chosen, output=self.work.output)
+        micro = self._micro_batch
+        head = self.rates.head(
+            self.role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output
+        )
         stages = [self._block().times(layers) for layers in self._num_layers]
         stages[-1] = stages[-1].plus(head)
-        return self._pipelined(stages, micro.number, tokens=micro.tokens, hops_per_slot=1)
+        return self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1)
 
     def train(self) -> CallCost:
         rates = self.rates
         role = self.role
         strategy = self.strategy
-        micro = self._micro_batches
-        block = self._block().times(2 if self.how.recompute else 1).plus(self._block(backward=True))
+        micro = self._micro_batch
+        block = self._block().times(2 if self.call_plan.recompute else 1).plus(self._block(backward=True))
         stages = []
         for stage, layers in enumerate(self._num_layers):
             gradients = rates.accumulate(role, trained_params(role, strategy, stage))
             stages.append(block.times(layers).plus(Cost(gradients)))
         for backward in (False, True):
             head = rates.head(
-                role, self.groups.tp, tokens=micro.chosen, output=self.work.output, backward=backward
-            )
+                role, self.groups.tp, tokens=micro.output_tokens, output=self.work.output,
+                backward=backward,
+            )  # fmt: skip
             stages[-1] = stages[-1].plus(head)
-        one = self._pipelined(stages, micro.number, tokens=micro.tokens, hops_per_slot=2)
+        one = self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=2)
         ends = {0, strategy.pp - 1}
         held = max((held_params(role.config, strategy, stage, role.lora) for stage in ends), key=sum)
         steps = self.work.minibatches * self.work.epochs
@@ -203,15 +196,8 @@ class _Estimate:
         return CallCost(seconds, parts)
 
     @cached_property
-    def _micro_batches(self) -> _MicroBatches:
-        work = self.work
-        strategy = self.strategy
-        samples = work.most_samples("train_step", strategy.dp)
-        per_micro = max(1, self.how.micro_batch_tokens // max(1, math.ceil(work.tokens)))
-        count = min(samples, max(math.ceil(samples / per_micro), min(strategy.pp, samples)))
-        each = samples / count / strategy.cp
-        chosen = work.response_tokens or work.tokens
-        return _MicroBatches(count, each * work.tokens, each * work.squared_tokens, each * chosen)
+    def _micro_batch(self) -> MeanMicroBatch:
+        return mean_micro_batch(self.work, self.strategy, self.call_plan.micro_batch_tokens)
 
     @property
     def _num_layers(self) -> list[int]:
@@ -226,7 +212,8 @@ class _Estimate:
         rates = self.rates
         role = self.role
         tp, cp, ep = self.groups.tp, self.groups.cp, self.groups.ep
-        _, tokens, squared, _ = self._micro_batches
+        tokens = self._micro_batch.tokens
+        squared = self._micro_batch.squared_tokens
         key = (role.config, role.dtype, role.lora, tp, cp, ep, tokens, squared, backward)
         if key not in rates.known_blocks:
             cost = rates.block(role, tp, ep, tokens=tokens, squared=squared, backward=backward)

@@ -10,11 +10,11 @@ import numpy as np
 
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost import CallCost
-from realhf.planner.evaluate import SearchSpace
 from realhf.planner.memory_check import MemoryCheck, check_memory, require_fit
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.search import LocalSearch, Progress, SearchResult, leanest, search
+from realhf.planner.search_space import SearchSpace
 from realhf.planner.simulate import Simulation, simulate
 from realhf.units import format_bytes
 

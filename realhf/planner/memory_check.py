@@ -119,8 +119,9 @@ def _resting(
 
 
 def _with_limited_cache(
-    problem: Problem, resting: Mapping[str, float], running: Mapping[str, float], name: str, how: CallPlan
-) -> dict[str, float]:
+    problem: Problem, resting: Mapping[str, float], running: Mapping[str, float], name: str,
+    call_plan: CallPlan,
+) -> dict[str, float]:  # fmt: skip
     """Return all that a rank holds while a call runs, by part.
 
     A cache without a limit set by the user takes no more than a share of the free memory, as in
@@ -131,7 +132,7 @@ def _with_limited_cache(
     if "kv_cache" in running and work.kv_cache_gib is None:
         resting_bytes = sum(resting.values()) + running.get("loaded weights", 0.0)
         free = max(0.0, available_bytes(problem.cluster) - resting_bytes)
-        of_one_row = running["kv_cache"] / (how.max_rows or work.max_rows)
+        of_one_row = running["kv_cache"] / (call_plan.max_rows or work.max_rows)
         parts["kv_cache"] = min(running["kv_cache"], max(SHARE_OF_FREE * free, of_one_row))
     return parts
 
@@ -157,7 +158,7 @@ def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
 def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tuple[str, ExecutionPlan]]:
     """Yield changes that reduce the memory of the peak's call, or of what rests on its rank."""
     call = problem.graph[peak.call]
-    how = plan[peak.call]
+    call_plan = plan[peak.call]
 
     def change(name: str, **fields: Any) -> tuple[str, ExecutionPlan]:
         new = replace(plan[name], **fields)
@@ -166,11 +167,11 @@ def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tupl
 
     work = problem.workloads[call.name]
     if call.kind == "generate":
-        rows = how.max_rows or work.max_rows
+        rows = call_plan.max_rows or work.max_rows
         while (rows := rows // 2) >= 1:
             yield change(call.name, max_rows=rows)
     else:
-        tokens = how.micro_batch_tokens
+        tokens = call_plan.micro_batch_tokens
         while (tokens := tokens // 2) >= work.tokens:
             yield change(call.name, micro_batch_tokens=tokens)
     if call.kind == "train_step":

@@ -8,9 +8,9 @@ import numpy as np
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, call_cost
-from realhf.planner.evaluate import dependencies, reallocation_seconds
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
+from realhf.planner.search_space import dependencies, reallocation_seconds
 from realhf.planner.throughput import periods
 from realhf.planner.transfer import ContiguousLayout
 
@@ -29,11 +29,11 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
     """Return the prediction for a plan whose layouts are on contiguous ranks."""
     costs = {}
     for call in problem.model_calls:
-        how = plan[call.name]
-        per_host = min(problem.cluster.count_by_host(how.layout.ranks).values())
+        call_plan = plan[call.name]
+        per_host = min(problem.cluster.count_by_host(call_plan.layout.ranks).values())
         workload = problem.workloads[call.name]
         costs[call.name] = call_cost(
-            rates, call, problem.role_of(call), workload, how, per_host=per_host
+            rates, call, problem.model_role(call), workload, call_plan, per_host=per_host
         )
     seconds = {name: cost.seconds for name, cost in costs.items()}
     return Prediction(step_seconds(problem, rates, plan, seconds), costs)
@@ -54,7 +54,7 @@ def step_seconds(
     ranges = [ContiguousLayout(layout.strategy, layout.ranks[0]) for layout in layouts]
     shares = np.array([[bool({*a.ranks} & {*b.ranks}) for b in layouts] for a in layouts])
     moving = [
-        reallocation_seconds(rates, problem.role_of(calls[j]), ranges[j], ranges[i])
+        reallocation_seconds(rates, problem.model_role(calls[j]), ranges[j], ranges[i])
         for i, j, _ in needs.weights
     ]
     host = {

@@ -168,8 +168,8 @@ class Problem:
         They must never change and serve no other call.
         """
         alone = sum(other.role == call.role for other in self.graph.calls) == 1
-        return alone and self.role_of(call).is_frozen and self.cluster.host_memory is not None
+        return alone and self.model_role(call).is_frozen and self.cluster.host_memory is not None
 
-    def role_of(self, call: FunctionCall) -> ModelRole:
+    def model_role(self, call: FunctionCall) -> ModelRole:
         assert call.role is not None
         return self.roles[call.role]

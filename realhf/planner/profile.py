@@ -1,7 +1,7 @@
 """The profile of a machine that `realhf profile` measured, and the rates that look times up in it.
 
-A profile is a YAML file. It describes the machine as a cluster, and has tables of links (`wires`) and calls,
-and tables per model shape, dtype and tensor-parallel size. A table has seconds at points of one or two
+A profile is a YAML file. It describes the machine as a cluster, and has tables of links and calls, and
+tables per model shape, dtype and tensor-parallel size. A table has seconds at points of one or two
 quantities; `LINKS`, `CALLS` and `OF_MODEL` list the tables and their axes. Any table may be missing.
 """
 
@@ -136,7 +136,10 @@ class Profile:
 
     @classmethod
     def from_dict(cls, document: Any) -> "Profile":
-        legal = ("date", "machine", "cluster", "wires", "calls", "models")
+        if isinstance(document, dict) and "wires" in document and "links" not in document:
+            document = {**document, "links": document["wires"]}  # Older profiles call the links so.
+            del document["wires"]
+        legal = ("date", "machine", "cluster", "links", "calls", "models")
         given = check_fields(document, legal, whole="the profile")
         try:
             cluster = Cluster.from_dict(given["cluster"])
@@ -147,7 +150,7 @@ class Profile:
         if not isinstance(given["models"], list):
             raise ValueError("models must be a list of tables per model shape")
         models = [ModelTables.from_dict(entry, f"models[{i}]") for i, entry in enumerate(given["models"])]
-        links = _tables(given["wires"], LINKS, "wires")
+        links = _tables(given["links"], LINKS, "links")
         calls = _tables(given["calls"], CALLS, "calls")
         return cls(str(given["date"]), given["machine"], cluster, links, calls, models)
 
@@ -156,14 +159,13 @@ class Profile:
         models = [vars(model) | {"tables": _plain(model.tables)} for model in self.models]
         return {
             "date": self.date, "machine": dict(self.machine), "cluster": cluster,
-            "wires": _plain(self.links), "calls": _plain(self.calls), "models": models,
+            "links": _plain(self.links), "calls": _plain(self.calls), "models": models,
         }  # fmt: skip
 
     @classmethod
     def load(cls, name: str) -> "Profile":
-        """Read a profile, or a shipped one by its short name. Raises UserErrors that name the file and the
-        field."""
-        return load_yaml(name, cls.from_dict, kind="plans/profiles", what="profile")
+        """Read a profile from its file. Raises UserErrors that name the file and the field."""
+        return load_yaml(name, cls.from_dict, what="profile")
 
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=110))

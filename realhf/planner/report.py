@@ -10,7 +10,7 @@ from rich.text import Text
 
 from realhf.planner.make import Planned
 from realhf.planner.memory_check import MemoryCheck
-from realhf.planner.simulate import Activity
+from realhf.planner.simulate import TimelineEntry
 from realhf.units import format_bytes, format_seconds
 
 _NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
@@ -22,16 +22,16 @@ def document(planned: Planned) -> dict[str, Any]:
     """Return the output of `realhf plan --json`, in seconds and bytes."""
     calls: dict[str, Any] = {}
     for name, cost in planned.costs.items():
-        how = planned.plan[name]
+        call_plan = planned.plan[name]
         calls[name] = {
-            "layout": str(how.layout), "micro_batch_tokens": how.micro_batch_tokens,
-            "max_rows": how.max_rows, "recompute": how.recompute, "offload": how.offload,
+            "layout": str(call_plan.layout), "micro_batch_tokens": call_plan.micro_batch_tokens,
+            "max_rows": call_plan.max_rows, "recompute": call_plan.recompute, "offload": call_plan.offload,
             "seconds": cost.seconds, "parts": dict(cost.parts), "limit": cost.limit,
-            "num_micro_batches": cost.num_micro_batches, "num_devices": len(how.layout.ranks),
+            "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks),
             "reason": planned.reasons[name],
         }  # fmt: skip
-    for name, how in planned.plan.calls.items():
-        calls.setdefault(name, {"layout": str(how.layout)})  # Calls in plain Python.
+    for name, call_plan in planned.plan.calls.items():
+        calls.setdefault(name, {"layout": str(call_plan.layout)})  # Calls in plain Python.
     return {
         "step_seconds": planned.found.step_seconds,
         "lower_bound_seconds": planned.found.lower_bound_seconds,
@@ -42,7 +42,7 @@ def document(planned: Planned) -> dict[str, Any]:
         "calls": {name: calls[name] for name in planned.plan.calls},
         "memory": memory(planned.memory),
         "timeline": {
-            "activities": [vars(activity) for activity in planned.simulation.activities],
+            "activities": [vars(entry) for entry in planned.simulation.timeline],
             "idle": planned.simulation.idle.tolist(),
         },
     }
@@ -63,15 +63,17 @@ def render(planned: Planned, *, columns: int) -> Group:
     for title in ("call", "layout", "micro-batches", "seconds", "memory", "limited by"):
         table.add_column(title, justify="right" if title in ("seconds", "memory") else "left")
     for name, cost in planned.costs.items():
-        how = planned.plan[name]
+        call_plan = planned.plan[name]
         work = planned.problem.workloads[name]
         steps = work.minibatches * work.epochs
         times = f"{steps} x " if steps > 1 else ""
-        options = [f"{times}{cost.num_micro_batches} of {how.micro_batch_tokens} tokens", *how.options]
-        if how.max_rows is not None:
-            options = [f"{how.max_rows} rows at once", *how.options]
+        micro_batches = f"{times}{cost.num_micro_batches} of {call_plan.micro_batch_tokens} tokens"
+        options = [micro_batches, *call_plan.options]
+        if call_plan.max_rows is not None:
+            options = [f"{call_plan.max_rows} rows at once", *call_plan.options]
         memory = format_bytes(planned.memory.calls[name])
-        table.add_row(name, str(how.layout), ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
+        layout = str(call_plan.layout)
+        table.add_row(name, layout, ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
         table, Text(), *_summary(planned), Text(), *timeline(planned, columns=columns), Text(),
         *(Text(f"{name}: {reason}") for name, reason in planned.reasons.items()),
@@ -105,7 +107,7 @@ def timeline(planned: Planned, *, columns: int) -> list[Text]:
     before continues.
     """
     simulation = planned.simulation
-    calls = [a for a in simulation.activities if a.kind != "realloc" and a.end > a.start]
+    calls = [a for a in simulation.timeline if a.kind != "realloc" and a.end > a.start]
     letters = {a.name: string.ascii_uppercase[i % 26] for i, a in enumerate(calls)}
     borders = sorted({x for a in calls for x in (a.first_rank, a.first_rank + a.num_ranks)})
     borders = sorted({*borders, 0, planned.problem.cluster.num_devices})
@@ -124,18 +126,18 @@ def timeline(planned: Planned, *, columns: int) -> list[Text]:
     lines.append(Text(f"{'':>{width}} 0 s{format_seconds(simulation.step_seconds):>{cells - 3}}"))
     lines.append(Text("(A: it begins; a: it goes on, over the end at the beginning, beside the next step)"))
     lines += [Text(f"  {letter} {name}") for name, letter in letters.items()]
-    for move in (a for a in simulation.activities if a.kind == "realloc"):
+    for move in (a for a in simulation.timeline if a.kind == "realloc"):
         took = format_seconds(move.end - move.start)
         lines.append(Text(f"  reallocation of {move.name}: {took}, beside the calls"))
     return lines
 
 
-def _bar(activities: Sequence[Activity], letters: dict[str, str], step_seconds: float, width: int) -> str:
+def _bar(entries: Sequence[TimelineEntry], letters: dict[str, str], step_seconds: float, width: int) -> str:
     """Return a row of letters: upper case where a call begins, lower case while it continues."""
     cells = [_IDLE] * width
-    for activity in sorted(activities, key=lambda a: a.start):
-        first = round(activity.start / step_seconds * width)
-        last = max(first + 1, round(activity.end / step_seconds * width))
+    for entry in sorted(entries, key=lambda entry: entry.start):
+        first = round(entry.start / step_seconds * width)
+        last = max(first + 1, round(entry.end / step_seconds * width))
         for cell in range(first, last):
-            cells[cell % width] = letters[activity.name] if cell == first else letters[activity.name].lower()
+            cells[cell % width] = letters[entry.name] if cell == first else letters[entry.name].lower()
     return "".join(cells)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.planner.evaluate import SearchSpace
+from realhf.planner.call_group import OPEN
+from realhf.planner.search_space import SearchSpace
 
-_OPEN = -1
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _DIVE_EVERY = 2  # The number of rounds of expansion from one beam search to the next.
 _BEAM = 24  # The width of a beam search.
@@ -170,11 +170,11 @@ class _Tree:
     def __init__(self, space: SearchSpace, local: LocalSearch) -> None:
         self._space = space
         self._local = local
-        self._groups = [group.with_open_choices(number) for number, group in enumerate(space.groups)]
+        self._groups = [group.with_open_choices(u) for u, group in enumerate(space.groups)]
         self._devices = space.problem.cluster.num_devices
         self._least_device_seconds = np.array([group.device_seconds[:-1].min() for group in self._groups])
         self._order = np.argsort(-self._least_device_seconds, kind="stable")
-        self._plans = np.full((1, len(self._groups)), _OPEN)
+        self._plans = np.full((1, len(self._groups)), OPEN)
         self._bounds = self._bound(self._plans, np.zeros(1))
         self._given_up = np.inf
         self.num_expanded = self.num_rounds = 0
@@ -240,7 +240,7 @@ class _Tree:
     @property
     def _depths(self) -> np.ndarray:
         """Number of choices in each plan: a mesh for each group in `_order`, and then a candidate."""
-        return (self._plans != _OPEN).sum(axis=1) + self._space.is_decided(self._plans).sum(axis=1)
+        return (self._plans != OPEN).sum(axis=1) + self._space.is_decided(self._plans).sum(axis=1)
 
     def _most_promising(self, depths: np.ndarray) -> int:
         return int(np.lexsort((-depths, self._bounds))[0])
@@ -261,16 +261,15 @@ class _Tree:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return every plan with every choice for the group at this depth, if it may still become the
         best."""
-        group = int(self._order[depth % len(self._groups)])
-        by_mesh = self._groups[group].by_mesh
-        num_candidates = len(self._groups[group].candidates)
+        u = int(self._order[depth % len(self._groups)])
+        group = self._groups[u]
         if depth < len(self._groups):
-            picks = [num_candidates + np.arange(len(by_mesh))] * len(plans)
+            choices = [group.mesh_choices] * len(plans)
         else:
-            picks = [by_mesh[i] for i in plans[:, group] - num_candidates]
-        counts = [len(found) for found in picks]
+            choices = [group.by_mesh[mesh] for mesh in group.mesh_index(plans[:, u])]
+        counts = [len(of_plan) for of_plan in choices]
         children = np.repeat(plans, counts, axis=0)
-        children[:, group] = np.concatenate(picks)
+        children[:, u] = np.concatenate(choices)
         bounds = self._bound(children, np.repeat(bounds, counts))
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
@@ -296,18 +295,19 @@ class _Tree:
         rest = rest[fits]
         if len(rest):
             kept = plans[rest]
-            least = self._space.least_seconds(self._groups, kept)
-            periods = self._space.periods(self._groups, kept, least=least, exact=False)
-            crowded = self._device_seconds(kept, least) / self._devices
+            min_seconds = self._space.call_lower_bounds(self._groups, kept)
+            periods = self._space.periods(self._groups, kept, min_seconds=min_seconds, exact=False)
+            crowded = self._device_seconds(kept, min_seconds) / self._devices
             bounds[rest] = np.maximum.reduce([bounds[rest], periods, crowded])
         return bounds
 
-    def _device_seconds(self, plans: np.ndarray, least: np.ndarray) -> np.ndarray:
-        """Return lower bounds of the device seconds of unfinished plans."""
+    def _device_seconds(self, plans: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
+        """Return lower bounds of the device seconds of unfinished plans whose calls take at least
+        `min_seconds`."""
         area = np.zeros(len(plans))
         for u, group in enumerate(self._groups):
             pick = plans[:, u]
-            seconds = np.maximum(group.seconds[pick], least[:, group.calls]).sum(axis=1)
+            seconds = np.maximum(group.seconds[pick], min_seconds[:, group.calls]).sum(axis=1)
             here = seconds * (group.stop[pick] - group.first[pick])
-            area += np.where(pick < 0, self._least_device_seconds[u], here)
+            area += np.where(pick == OPEN, self._least_device_seconds[u], here)
         return area

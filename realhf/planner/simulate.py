@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realhf.planner.evaluate import SearchSpace
+from realhf.planner.search_space import SearchSpace
 from realhf.planner.throughput import first_starts
 
 
 @dataclass(frozen=True)
-class Activity:
+class TimelineEntry:
     """A call, or the reallocation of a role for a call, on `num_ranks` ranks from `first_rank` on.
 
     Seconds count from the start of the first call of a step; the end may lie in the next step.
@@ -28,7 +28,7 @@ class Simulation:
     """One step of the steady state. `idle` is the fraction of the step in which each device runs no call."""
 
     step_seconds: float
-    activities: tuple[Activity, ...]
+    timeline: tuple[TimelineEntry, ...]
     idle: np.ndarray
 
 
@@ -40,20 +40,21 @@ def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
     seconds, first, stop = (array[0] for array in space.timed(space.groups, plans))
     shares = (first[:, None] < stop) & (first < stop[:, None])
     num_steps = 4 * len(space.calls) + 4
-    last = first_starts(space.needs, seconds, shares, moving, num_steps=num_steps)[-1]
-    last = last - last.min()
+    starts = first_starts(space.needs, seconds, shares, moving, num_steps=num_steps)[-1]
+    starts = starts - starts.min()
     idle = np.ones(space.problem.cluster.num_devices)
-    activities = []
+    timeline = []
     for i, call in enumerate(space.calls):
-        here = int(first[i]), int(stop[i])
-        idle[slice(*here)] -= seconds[i] / period
-        span = last[i], last[i] + seconds[i]
-        activities.append(Activity(call.name, call.kind, here[0], here[1] - here[0], *span))
+        first_rank = int(first[i])
+        num_ranks = int(stop[i]) - first_rank
+        idle[first_rank : first_rank + num_ranks] -= seconds[i] / period
+        end = starts[i] + seconds[i]
+        timeline.append(TimelineEntry(call.name, call.kind, first_rank, num_ranks, starts[i], end))
     for (i, j, lag), amount in zip(space.needs.weights, moving, strict=True):
         if amount > 0:
-            start = last[j] + seconds[j] - lag * period
+            start = starts[j] + seconds[j] - lag * period
             start += period if start < 0 else 0.0
-            width = int(stop[i] - first[i])
+            num_ranks = int(stop[i] - first[i])
             name = f"{space.calls[j].role} for {space.calls[i].name}"
-            activities.append(Activity(name, "realloc", int(first[i]), width, start, start + amount))
-    return Simulation(period, tuple(activities), np.clip(idle, 0.0, 1.0))
+            timeline.append(TimelineEntry(name, "realloc", int(first[i]), num_ranks, start, start + amount))
+    return Simulation(period, tuple(timeline), np.clip(idle, 0.0, 1.0))

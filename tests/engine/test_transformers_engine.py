@@ -13,7 +13,7 @@ from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
 from realhf.checkpoint.read import check_tensors
 from realhf.checkpoint.write import CheckpointWriter
-from realhf.cli.problem import problem_of
+from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World

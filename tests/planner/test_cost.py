@@ -33,8 +33,8 @@ def _cost(rates, kind, strategy, *, role=ROLE, work=WORK, micro_batch_tokens=409
     call = FunctionCall("call", kind, ("x",), () if kind == "train_step" else ("y",), role="actor")
     parsed = ParallelStrategy.parse(strategy)
     layout = Layout(parsed, DeviceMesh(tuple(range(parsed.num_ranks))))
-    how = CallPlan(layout, micro_batch_tokens, **options)
-    return call_cost(rates, call, role, work, how, per_host=min(8, parsed.num_ranks))
+    call_plan = CallPlan(layout, micro_batch_tokens, **options)
+    return call_cost(rates, call, role, work, call_plan, per_host=min(8, parsed.num_ranks))
 
 
 def _flops(tokens, samples, chosen):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role
-from realhf.cli.problem import problem_of
+from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
@@ -39,8 +39,8 @@ def test_training_goes_forward_and_once_back():
     call = FunctionCall("actor_train", "train_step", ("x",), role="actor", work=None)
 
     def seconds(role):
-        how = CallPlan(Layout.parse("t8@0-7"), micro_batch_tokens=16384)
-        return call_cost(rates, call, role, work, how, per_host=8).parts
+        call_plan = CallPlan(Layout.parse("t8@0-7"), micro_batch_tokens=16384)
+        return call_cost(rates, call, role, work, call_plan, per_host=8).parts
 
     whole, adapted = seconds(LLAMA), seconds(ADAPTED)
     assert 0.6 < adapted["compute"] / whole["compute"] < 0.8

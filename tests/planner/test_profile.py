@@ -29,7 +29,7 @@ DOCUMENT = {
         "intra_host": {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 4e9},
         "inter_host": {"latency_seconds": 3e-4, "bandwidth_bytes_per_second": 1e9}, "device_type": "cpu",
     },
-    "wires": {
+    "links": {
         "all_gather": {"ranks": [2], "bytes": [0, 1000], "seconds": [[1, 3]]},
         "send": {"bytes": [0, 1000], "seconds": [0.5, 1.5]},
     },
@@ -64,6 +64,12 @@ def test_a_profile_survives_its_file(tmp_path: Path):
     assert again.cluster == Cluster.from_dict(DOCUMENT["cluster"])
 
 
+def test_an_older_profile_calls_the_links_wires():
+    document = copy.deepcopy(DOCUMENT)
+    document["wires"] = document.pop("links")
+    assert Profile.from_dict(document).to_dict() == profile().to_dict()
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -71,10 +77,10 @@ def test_a_profile_survives_its_file(tmp_path: Path):
         (lambda d: d.update(speed=3), "speed is not a field: legal are date, machine"),
         (lambda d: d["cluster"].update(num_hosts=0), "cluster: num_hosts is 0"),
         (lambda d: d["cluster"].pop("device_type"), "cluster.device_type is missing: measure again"),
-        (lambda d: d["wires"].update(tin=1), "wires.tin is not a field: legal are all_reduce"),
-        (lambda d: d["wires"]["send"].update(seconds=[1]), "wires.send.seconds must be a list of 2"),
-        (lambda d: d["wires"]["send"].update(bytes=[5, 5]), "wires.send.bytes is [5, 5]: it must hold"),
-        (lambda d: d["wires"]["send"].pop("bytes"), "wires.send.bytes is missing"),
+        (lambda d: d["links"].update(tin=1), "links.tin is not a field: legal are all_reduce"),
+        (lambda d: d["links"]["send"].update(seconds=[1]), "links.send.seconds must be a list of 2"),
+        (lambda d: d["links"]["send"].update(bytes=[5, 5]), "links.send.bytes is [5, 5]: it must hold"),
+        (lambda d: d["links"]["send"].pop("bytes"), "links.send.bytes is missing"),
         (lambda d: d["calls"]["forward"].update(seconds=[1, "x"]), "calls.forward.seconds[1] is 'x'"),
         (lambda d: d["calls"]["forward"].update(seconds=[1, -1]), "calls.forward.seconds[1] is -1"),
         (lambda d: d["models"][0].update(dtype="int8"), "models[0].dtype is 'int8': legal are float64"),

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from realhf.plan import ExecutionPlan
-from realhf.planner.evaluate import SearchSpace
 from realhf.planner.memory_check import check_memory
 from realhf.planner.rates import Rates
 from realhf.planner.search import search
+from realhf.planner.search_space import SearchSpace
 from tests.planner.problems import random_problem
 
 CHUNK = 50_000

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from realhf.planner.evaluate import SearchSpace, host_anchor
 from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace, host_anchor
 from realhf.planner.simulate import simulate
 from realhf.planner.throughput import first_starts
 from tests.planner.problems import random_problem
@@ -91,7 +91,7 @@ def test_simulated_devices_do_one_thing_at_a_time(seed):
     simulation = simulate(space, np.array([rng.randrange(len(group.candidates)) for group in space.groups]))
     period = simulation.step_seconds
     for rank in range(problem.cluster.num_devices):
-        here = [a for a in simulation.activities
+        here = [a for a in simulation.timeline
                 if a.kind != "realloc" and a.first_rank <= rank < a.first_rank + a.num_ranks]  # fmt: skip
         busy = sorted((a.start, a.end) for a in here)
         for (_, end), (start, _) in zip(busy, busy[1:], strict=False):

@@ -27,7 +27,7 @@ def problem_of(
 
     It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
     """
-    roles = {name: _model_role(name, role) for name, role in experiment.roles().items()}
+    roles = {name: _to_model_role(name, role) for name, role in experiment.roles().items()}
     graph = experiment.graph()
     if not any(call.role for call in graph.calls):
         raise ValueError("the graph has no calls on models: there is nothing to plan")
@@ -47,7 +47,7 @@ def problem_of(
     return Problem(graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)))
 
 
-def _model_role(name: str, role: Role) -> ModelRole:
+def _to_model_role(name: str, role: Role) -> ModelRole:
     config = role.config()
     if isinstance(config, TransformersConfig) and config.unplannable:
         why = f"cannot be planned: {config.unplannable}; write the plan by hand"

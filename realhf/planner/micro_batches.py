@@ -1,0 +1,78 @@
+"""The micro-batches into which calls on sequences (forward, train step) are assumed to be split.
+
+The engine splits the sequences of each batch at their real lengths (engine/micro_batch.py). The planner knows
+only mean and longest lengths, so both its descriptions may differ from the engine's split: times follow from
+the mean micro-batch, and memory from the largest one.
+"""
+
+import math
+from typing import NamedTuple
+
+from realhf.layout import ParallelStrategy
+from realhf.planner.problem import Workload
+
+
+class MeanMicroBatch(NamedTuple):
+    """The mean over the micro-batches into which a data-parallel rank splits its part of a mini-batch.
+
+    Numbers of tokens are per rank of the cp group.
+    """
+
+    num_micro_batches: int
+    tokens: float
+    squared_tokens: float  # Sum of the squared lengths of its sequences.
+    output_tokens: float  # Positions whose logits are computed.
+
+
+class LargestMicroBatch(NamedTuple):
+    """The largest micro-batch of a data-parallel rank. Numbers of tokens are per rank of the cp group.
+
+    If all sequences have one length, `num_micro_batches` is the number of micro-batches of this size that
+    hold the samples. The engine may split them into more, but then not all are as large.
+    """
+
+    num_micro_batches: int
+    tokens: float
+    response_tokens: float
+
+
+def mean_micro_batch(workload: Workload, strategy: ParallelStrategy, max_tokens: int) -> MeanMicroBatch:
+    """Return the mean micro-batch if sequences of mean length are spread evenly."""
+    samples = _num_samples(workload, strategy)
+    max_samples = max(1, max_tokens // max(1, math.ceil(workload.tokens)))
+    num_micro_batches = min(samples, max(math.ceil(samples / max_samples), min(strategy.pp, samples)))
+    each = samples / num_micro_batches / strategy.cp
+    output_tokens = workload.response_tokens or workload.tokens
+    return MeanMicroBatch(
+        num_micro_batches, each * workload.tokens, each * workload.squared_tokens, each * output_tokens)
+
+
+def largest_micro_batch(
+    workload: Workload, strategy: ParallelStrategy, max_tokens: int
+) -> LargestMicroBatch:
+    """Return the largest micro-batch.
+
+    If lengths vary, it may hold up to `max_tokens` tokens, half a sequence more than an even share, or the
+    longest sequence.
+    """
+    samples = _num_samples(workload, strategy)
+    cp = strategy.cp
+    length = max(workload.tokens, 1.0)
+    num_micro_batches = max(-(-int(samples * length) // max_tokens), min(strategy.pp, samples), 1)
+    if workload.response_tokens >= workload.max_new_tokens:  # All sequences are alike.
+        rows = max(1, min(-(-samples // num_micro_batches), int(max_tokens // length)))
+        num_micro_batches = max(1, -(-samples // rows))
+        return LargestMicroBatch(num_micro_batches, rows * length / cp, rows * workload.response_tokens / cp)
+    longest = workload.prompt_tokens + workload.max_new_tokens
+    tokens = max(longest, min(max_tokens, samples * length / num_micro_batches + longest / 2)) / cp
+    response_share = max(workload.response_tokens / length, workload.max_new_tokens / longest)
+    return LargestMicroBatch(num_micro_batches, tokens, tokens * response_share)
+
+
+def _num_samples(workload: Workload, strategy: ParallelStrategy) -> int:
+    """Return the most samples of a data-parallel rank in one mini-batch.
+
+    A forward call has one mini-batch, and its samples are spread over ranks like those of a train step: only
+    generation keeps the samples of a prompt together.
+    """
+    return workload.most_samples("train_step", strategy.dp)
