@@ -187,7 +187,7 @@ class Scheduler:
             self.blocks.release(prompt.blocks)
             prompt.blocks = []
             prompt.num_cached = 0
-        elif self._ready and not (len(self._ready) == 1 and not self._rows):
+        elif len(self._ready) > 1 or (self._ready and self._rows):  # Keep a last one that can start at once.
             self._restart_waiting(self._ready.pop())
         else:
             self._restart(self._stop(next(reversed(self._rows))))
