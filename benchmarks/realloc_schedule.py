@@ -125,12 +125,12 @@ def run(case: Case, config: ModelConfig) -> dict[str, Any]:
         seconds.append(time.process_time() - started)
     weights = max(_most_held(spec, layout) for layout in (source, target))
     assert weights <= cluster.device_memory_bytes, f"{case}: {weights / 1e9:.0f} GB on a device"
-    assert schedule.blocks, f"{case}: nothing moves"
+    assert schedule.bundles, f"{case}: nothing moves"
     return {
         **case._asdict(), "cluster": name, "devices": len({*source.ranks, *target.ranks}),
         "needed_bytes": schedule.needed_bytes, "bound_seconds": schedule.bound_seconds,
         "scheduled_seconds": schedule.seconds, "over_bound": schedule.over_bound,
-        "rounds": schedule.num_rounds, "stages": schedule.num_stages, "hops": len(schedule.hops),
+        "rounds": schedule.num_rounds, "max_hops": schedule.max_hops, "hops": len(schedule.hops),
         "compute_seconds": statistics.median(seconds), "limit": schedule.limit,
     }  # fmt: skip
 
@@ -185,8 +185,8 @@ def main() -> int:
         if case.model in args.models and case.movement in args.only:
             rows.append(run(case, ModelConfig.load(case.model)))
             last = rows[-1]
-            progress(f"{' '.join(case)}: {last['over_bound']:.3f} x the bound, {last['stages']} stages, "
-                     f"{last['hops']} hops, {last['compute_seconds']:.2f} s")  # fmt: skip
+            progress(f"{' '.join(case)}: {last['over_bound']:.3f} x the bound, {last['hops']} hops, "
+                     f"at most {last['max_hops']} in a row, {last['compute_seconds']:.2f} s")  # fmt: skip
     document = {"benchmark": "realloc_schedule", "machine": hardware, "settings": vars(args), "rows": rows}
     return report(document, tables=[table(rows)], goals=goals(rows), as_json=args.json)
 

@@ -93,13 +93,16 @@ class Generate(Work):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
     max_rows: int = 512  # Sequences that a rank decodes at once; the others wait for a free slot.
-    kv_cache_gib: float | None = None  # GiB per rank; None: what the rows need, up to a share of free memory.
-    prefill_tokens: int = 8192  # Prompt tokens in one pass; a longer prompt is split into chunks.
+    kv_cache_gib: float | None = None
+    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but at most
+    half of the free memory."""
+    prefill_tokens: int = 8192  # Prompt tokens per forward pass; a longer prompt is processed in chunks.
     work_stealing: bool = True
-    """Replicas that finish early take waiting prompts of others. Timing decides which prompts these are, and
-    so affects the last bits of log-probs, and in bfloat16 an occasional token: switch it off for runs that
-    must repeat bit for bit."""
-    cuda_graphs: bool = True  # On a GPU, record decoding of unsharded models without experts as CUDA graphs.
+    """Whether replicas that finish early take waiting prompts from others. Which prompts they take depends on
+    timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. Switch it off for
+    runs that must repeat bit for bit."""
+    cuda_graphs: bool = True
+    """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
 
     def __post_init__(self) -> None:
         require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")

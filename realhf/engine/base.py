@@ -24,7 +24,7 @@ Outputs = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassSettings:
     """The settings of the forward, and perhaps backward, passes of all micro-batches of a batch."""
 
     key: str  # Column of the packed sequences.
@@ -64,12 +64,12 @@ class Engine(ABC):
 
     @abstractmethod
     def _run_micro_batch(
-        self, samples: Batch, hidden: torch.Tensor | None, passes: Passes,
+        self, samples: Batch, hidden: torch.Tensor | None, settings: PassSettings,
         *, layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:  # fmt: skip
         """Run a micro-batch through this stage, from the previous stage's hidden states (None on the first).
 
-        The last stage returns `passes.finish` of the outputs. The backward pass may call `layer_done` with
+        The last stage returns `settings.finish` of the outputs. The backward pass may call `layer_done` with
         layers whose gradients are complete.
         """
 
@@ -138,8 +138,9 @@ class Engine(ABC):
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
         if call.kind == "train_step":
-            how = {"max_tokens": micro_batch_tokens, "recompute": recompute}
-            metrics = self._train(call, work, minibatches, how, gather=gather, report=report)
+            metrics = self._train(
+                call, minibatches, max_tokens=micro_batch_tokens, recompute=recompute, gather=gather,
+                report=report)
             return CallResult(Batch([]), metrics)
         (batch,) = minibatches
         if call.kind == "generate":
@@ -151,12 +152,13 @@ class Engine(ABC):
         self, call: FunctionCall, work: Any, batch: Batch, max_tokens: int, report: Report
     ) -> list:
         outputs = {"output": work.output, "temperature": getattr(work, "temperature", 1.0)}
-        passes = Passes(call.inputs[0], outputs, lambda made, _: made[work.output], max_tokens)
+        settings = PassSettings(
+            call.inputs[0], outputs, lambda computed, _: computed[work.output], max_tokens)
         with torch.no_grad():
-            order, results = self._pipeline(batch, passes, report)
+            order, results = self._pipeline(batch, settings, report)
         if not self.groups.is_last_stage:
             return []
-        lengths = [1 if work.output == "scores" else batch[passes.key].lengths[i] for i in order]
+        lengths = [1 if work.output == "scores" else batch[settings.key].lengths[i] for i in order]
         empty = torch.zeros(0, dtype=self._parameters.wide, device=self.flat.device)
         column = Packed(torch.cat([empty, *results]), lengths)
         column = column.select(sorted(range(len(order)), key=order.__getitem__))
@@ -165,17 +167,19 @@ class Engine(ABC):
         return [column]
 
     def _train(
-        self, call: FunctionCall, work: TrainStep, batches: list[Batch], how: dict[str, Any],
-        *, gather: bool, report: Report,
+        self, call: FunctionCall, batches: list[Batch],
+        *, max_tokens: int, recompute: bool, gather: bool, report: Report,
     ) -> Metrics:  # fmt: skip
-        """Train on each mini-batch in turn; `how` are settings of its Passes."""
+        """Train on each mini-batch in turn, in micro-batches of at most `max_tokens` tokens."""
+        work: TrainStep = call.work
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self._trained.requires_grad_(True)
         history = []
         batches = batches * work.epochs
         for number, batch in enumerate(batches, start=1):
             prefix = f"mini-batch {number} of {len(batches)}, "
-            metrics = self._compute_grads(call, work, batch, how, prefixed(report, prefix))
+            metrics = self._compute_grads(
+                call, batch, max_tokens=max_tokens, recompute=recompute, report=prefixed(report, prefix))
             report(f"{prefix}optimizer step")
             last = number == len(batches)
             update = self._optimizer.step(gather=gather or not last)
@@ -188,9 +192,10 @@ class Engine(ABC):
         return means | {name: history[0][metric] for metric, name in first.items() if metric in history[0]}
 
     def _compute_grads(
-        self, call: FunctionCall, work: TrainStep, batch: Batch, how: dict[str, Any], report: Report
+        self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report
     ) -> Metrics:
         """Compute the gradients of a mini-batch; return its loss and metrics on the last stage."""
+        work: TrainStep = call.work
         loss = work.loss
         control = self.groups.dp_control
         key = call.inputs[0]
@@ -207,7 +212,9 @@ class Engine(ABC):
 
         outputs = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
         routers = self._routers(work, totals)
-        self._pipeline(batch, Passes(key, outputs, finish, routers=routers, **how), report)
+        settings = PassSettings(
+            key, outputs, finish, max_tokens=max_tokens, recompute=recompute, routers=routers)
+        self._pipeline(batch, settings, report)
         assert self._optimizer is not None
         self._optimizer.finish_sums()
         router_metrics = {} if routers is None else routers.metrics()
@@ -217,18 +224,18 @@ class Engine(ABC):
         return _sum_dicts(control.all_gather_json(local | router_metrics))
 
     def _pipeline(
-        self, batch: Batch, passes: Passes, report: Report
+        self, batch: Batch, settings: PassSettings, report: Report
     ) -> tuple[list[int], list[torch.Tensor]]:
         """Return the samples' indices in order of micro-batches, and each micro-batch's result."""
-        key = passes.key
-        parts = self._micro_batches(batch[key].lengths, passes.max_tokens)
+        key = settings.key
+        parts = self._micro_batches(batch[key].lengths, settings.max_tokens)
         micro = [batch.select(part) for part in parts]
         layer_done = self._optimizer.layer_is_done if self._optimizer is not None else None
 
         def forward(i: int, hidden: torch.Tensor | None) -> torch.Tensor:
             report(f"micro-batch {i + 1} of {len(micro)}")
             last = i == len(micro) - 1  # Gradients are complete once the last micro-batch has added its own.
-            return self._run_micro_batch(micro[i], hidden, passes, layer_done=layer_done if last else None)
+            return self._run_micro_batch(micro[i], hidden, settings, layer_done=layer_done if last else None)
 
         ranges = [token_range(len(samples[key].values), self.groups.cp) for samples in micro]
         shapes = [(stop - start, self._parameters.config.hidden_size) for start, stop in ranges]

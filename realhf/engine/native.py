@@ -12,7 +12,7 @@ from realhf.data.batch import Batch
 from realhf.dist.activity import Report
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
-from realhf.engine.base import Engine, Passes, output_batch
+from realhf.engine.base import Engine, PassSettings, output_batch
 from realhf.engine.chunked_loss import loss_by_parts
 from realhf.engine.micro_batch import attention_share, micro_batches
 from realhf.engine.protocol import DTYPES, Metrics, Shards
@@ -86,17 +86,17 @@ class NativeEngine(Engine):
         return parts
 
     def _run_micro_batch(
-        self, samples: Batch, hidden: torch.Tensor | None, passes: Passes,
+        self, samples: Batch, hidden: torch.Tensor | None, settings: PassSettings,
         *, layer_done: Callable[[int], None] | None,
     ) -> torch.Tensor:  # fmt: skip
-        tokens = samples[passes.key]
+        tokens = samples[settings.key]
         x = self.model(
-            tokens.values if hidden is None else hidden, tokens.lengths, recompute=passes.recompute,
-            router_losses=None if passes.routers is None else passes.routers.next_pass(),
+            tokens.values if hidden is None else hidden, tokens.lengths, recompute=settings.recompute,
+            router_losses=None if settings.routers is None else settings.routers.next_pass(),
             layer_done=layer_done)
         if not self.groups.is_last_stage:
             return x
-        return loss_by_parts(self.model, x, samples, passes.finish, key=passes.key, **passes.outputs)
+        return loss_by_parts(self.model, x, samples, settings.finish, key=settings.key, **settings.outputs)
 
     def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
         return None if self.model.config.moe is None else Routers(self.model, work, totals)

@@ -1,26 +1,32 @@
 """Pipeline parallelism: the order of a stage's micro-batches, and the messages between stages."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from realhf.dist.group import Pending
 from realhf.dist.parallel import ParallelGroups
 
-Action = tuple[Literal["forward", "backward"], int]
+
+class Pass(NamedTuple):
+    """A forward or backward pass of one micro-batch through one stage."""
+
+    direction: Literal["forward", "backward"]
+    micro_batch: int
 
 
-def one_forward_one_backward(num_micro_batches: int, *, stage: int, num_stages: int) -> list[Action]:
-    """Return the 1F1B order of one stage (Narayanan et al. 2021, arXiv:2104.04473)."""
+def one_forward_one_backward(num_micro_batches: int, *, stage: int, num_stages: int) -> list[Pass]:
+    """Return the passes of one stage in 1F1B order (Narayanan et al. 2021, arXiv:2104.04473)."""
     num_warmup = min(num_stages - stage - 1, num_micro_batches)
     # Warm-up: fill the pipeline.
-    actions: list[Action] = [("forward", i) for i in range(num_warmup)]
+    passes = [Pass("forward", i) for i in range(num_warmup)]
     # Steady state: one forward, one backward.
     for i in range(num_warmup, num_micro_batches):
-        actions += [("forward", i), ("backward", i - num_warmup)]
+        passes += [Pass("forward", i), Pass("backward", i - num_warmup)]
     # Cool-down: drain it.
-    return actions + [("backward", i) for i in range(num_micro_batches - num_warmup, num_micro_batches)]
+    first = num_micro_batches - num_warmup
+    return passes + [Pass("backward", i) for i in range(first, num_micro_batches)]
 
 
 def run_pipeline(
@@ -34,20 +40,20 @@ def run_pipeline(
     and returns hidden states; the last stage returns a loss to differentiate, or any result. Each direction
     has its own group and a stage waits for old sends only, so that no order of stages can deadlock.
     """
-    at = groups.at.pp
+    stage = groups.at.pp
     train = torch.is_grad_enabled()
-    actions = one_forward_one_backward(len(hidden_shapes), stage=at, num_stages=groups.layout.pp)
+    passes = one_forward_one_backward(len(hidden_shapes), stage=stage, num_stages=groups.layout.pp)
     if not train:
-        actions = [action for action in actions if action[0] == "forward"]
+        passes = [step for step in passes if step.direction == "forward"]
     inputs: dict[int, torch.Tensor | None] = {}
     outputs: dict[int, torch.Tensor] = {}
     pending: list[Pending] = []
-    for kind, i in actions:
-        if kind == "forward":
+    for direction, i in passes:
+        if direction == "forward":
             hidden = None
             if not groups.is_first_stage:
                 hidden = torch.empty(hidden_shapes[i], dtype=dtype, device=groups.world.device)
-                groups.pp.exchange([], [(at - 1, hidden)])
+                groups.pp.exchange([], [(stage - 1, hidden)])
                 hidden.requires_grad_(train)
             output = forward(i, hidden)
             if train:
@@ -55,16 +61,17 @@ def run_pipeline(
             if train or groups.is_last_stage:
                 outputs[i] = output
             if not groups.is_last_stage:
-                pending.append(groups.pp.post([(at + 1, output.detach().contiguous())], []))
+                pending.append(groups.pp.post([(stage + 1, output.detach().contiguous())], []))
         else:
-            hidden, output = inputs.pop(i), outputs.pop(i)
+            hidden = inputs.pop(i)
+            output = outputs.pop(i)
             grad = None if groups.is_last_stage else torch.empty_like(output)
             if grad is not None:
-                groups.pp_back.exchange([], [(at + 1, grad)])
+                groups.pp_back.exchange([], [(stage + 1, grad)])
             torch.autograd.backward(output, grad)
             if hidden is not None:
                 assert hidden.grad is not None
-                pending.append(groups.pp_back.post([(at - 1, hidden.grad.contiguous())], []))
+                pending.append(groups.pp_back.post([(stage - 1, hidden.grad.contiguous())], []))
         while len(pending) > 2:  # Older messages have arrived; waiting for them frees their tensors.
             pending.pop(0).wait()
     for message in pending:

@@ -16,7 +16,7 @@ from realhf.data.batch import Batch
 from realhf.dist.activity import Report, prefixed
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
-from realhf.engine.base import Engine, Passes, output_batch
+from realhf.engine.base import Engine, PassSettings, output_batch
 from realhf.engine.chunked_loss import compute_outputs
 from realhf.engine.hf_module import TransformersModel, token_mask
 from realhf.engine.micro_batch import padded_micro_batches
@@ -77,15 +77,15 @@ class TransformersEngine(Engine):
         return padded_micro_batches(lengths, max_tokens=max_tokens)
 
     def _run_micro_batch(
-        self, samples: Batch, hidden: Tensor | None, passes: Passes,
+        self, samples: Batch, hidden: Tensor | None, settings: PassSettings,
         *, layer_done: Callable[[int], None] | None,
     ) -> Tensor:  # fmt: skip
-        tokens = samples[passes.key]
+        tokens = samples[settings.key]
         outputs = compute_outputs(
-            self.model, self.model(tokens, recompute=passes.recompute).flatten(0, 1), tokens,
+            self.model, self.model(tokens, recompute=settings.recompute).flatten(0, 1), tokens,
             mask=samples.fields.get("response_mask"),
-            row_of_token=token_mask(tokens).flatten().nonzero()[:, 0], **passes.outputs)
-        return passes.finish(outputs, samples)
+            row_of_token=token_mask(tokens).flatten().nonzero()[:, 0], **settings.outputs)
+        return settings.finish(outputs, samples)
 
 
 @dataclass

@@ -74,17 +74,18 @@ class Step:
     @property
     def fresh(self) -> list[Chunk]:
         """The chunks that begin their prompts."""
-        return self.chunks[self.continued is not None :]
+        return self.chunks if self.continued is None else self.chunks[1:]
 
     @property
     def last_tokens(self) -> list[int]:
         """For each of `samples`, the index in the pass of the token that it continues."""
         count = len(self.rows)
-        found = list(range(count))
+        indices = list(range(count))
         for chunk in self.chunks:
             count += chunk.stop - chunk.start
-            found += [count - 1] * (len(chunk.prompt.samples) * chunk.is_last)
-        return found
+            if chunk.is_last:
+                indices += [count - 1] * len(chunk.prompt.samples)
+        return indices
 
     @property
     def samples(self) -> list[int]:
@@ -156,8 +157,8 @@ class Scheduler:
 
     def _restart(self, sample: int) -> None:
         self.num_restarts += 1
-        is_begun = bool(self._queue) and bool(self._queue[0].blocks)  # A prompt that has begun stays first.
-        self._queue.insert(is_begun, Prompt(self._history(sample), [sample]))
+        first_has_begun = self._queue and self._queue[0].blocks  # It then stays first.
+        self._queue.insert(1 if first_has_begun else 0, Prompt(self._history(sample), [sample]))
 
     def _restart_waiting(self, prompt: Prompt) -> None:
         """Release the prompt's blocks and queue its waiting samples to be computed again."""
@@ -186,41 +187,52 @@ class Scheduler:
             self.blocks.release(prompt.blocks)
             prompt.blocks = []
             prompt.num_cached = 0
-        elif self._ready and not (len(self._ready) == 1 and not self._rows):
+        elif len(self._ready) > 1 or (self._ready and self._rows):  # Keep a last one that can start at once.
             self._restart_waiting(self._ready.pop())
         else:
             self._restart(self._stop(next(reversed(self._rows))))
 
     def _start_rows(self) -> list[tuple[int, int]]:
-        """Fill free slots; return the blocks to copy, as each row needs a last block of its own."""
+        """Start rows of ready prompts in the free slots; return the blocks to copy, as (from, to).
+
+        Say that a block has 64 tokens. A prompt of 150 tokens with two samples fills blocks 0 and 1, and 22
+        tokens of block 2, its tail. The first row shares blocks 0 and 1 and gets a copy of the tail, as it
+        goes on writing there; the last row takes the tail itself. A prompt of 128 tokens has no tail, so each
+        of its rows gets an empty block for its next token.
+        """
         copies = []
         while self._ready and self._free_slots:
             prompt = self._ready[0]
-            num_full, rest = divmod(len(prompt.tokens), self._tables.block_size)
+            has_tail = len(prompt.tokens) % self._tables.block_size > 0
             is_last = len(prompt.waiting) == 1
-            copies_tail = rest > 0 and not is_last
-            needs_block = copies_tail or rest == 0
-            while not self._rows and self.blocks.num_free == 0 and needs_block:
-                self._reclaim_blocks()
-            if self.blocks.num_free < needs_block:
-                break
+            if not (has_tail and is_last):  # It needs one more block: a copy of the tail, or an empty one.
+                while not self._rows and self.blocks.num_free == 0:
+                    self._reclaim_blocks()
+                if self.blocks.num_free == 0:
+                    break
             slot = self._free_slots.pop()
-            blocks = prompt.blocks
-            if not is_last:
-                blocks = blocks[:num_full] + self.blocks.allocate(int(copies_tail))
-                self.blocks.share(blocks[:num_full])
-                if copies_tail:
-                    copies.append((prompt.blocks[num_full], blocks[num_full]))
-            num_shared = num_full if len(prompt.samples) > 1 else 0
+            blocks, tail_copies = self._blocks_of_next_row(prompt)
+            copies += tail_copies
+            num_shared = len(prompt.tokens) // self._tables.block_size if len(prompt.samples) > 1 else 0
             self._tables.start(
                 slot, blocks, length=len(prompt.tokens), num_shared=num_shared, ordinal=prompt.num_started)
-            if rest == 0:
+            if not has_tail:
                 self._tables.append(slot, *self.blocks.allocate(1))
             self._rows[slot] = prompt.waiting.pop(0)
             prompt.num_started += 1
             if is_last:
                 self._ready.popleft()
         return copies
+
+    def _blocks_of_next_row(self, prompt: Prompt) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the row's blocks for the tokens of its prompt, and the copy of the tail if it needs one."""
+        if len(prompt.waiting) == 1:  # No other row will need them.
+            return prompt.blocks, []
+        num_full = len(prompt.tokens) // self._tables.block_size
+        full, tail = prompt.blocks[:num_full], prompt.blocks[num_full:]
+        self.blocks.share(full)
+        own_tail = self.blocks.allocate(len(tail))
+        return full + own_tail, list(zip(tail, own_tail, strict=True))
 
     def _chunks(self) -> list[Chunk]:
         """Return chunks of prompts for which there are slots and blocks, at most `prefill_tokens` tokens."""
@@ -259,12 +271,12 @@ class Scheduler:
         one more to each of its samples that gets a slot."""
         free_slots = self._tables.num_slots - num_rows
         size = self._tables.block_size
-        shares = len(prompt.samples) > 1
+        is_shared = len(prompt.samples) > 1
         needs = num_blocks(len(prompt.tokens), size)
-        wants = needs + min(len(prompt.samples), free_slots) * shares
+        wants = needs + (min(len(prompt.samples), free_slots) if is_shared else 0)
         if num_rows > 0 and (free_slots <= 0 or self.blocks.num_free < wants):
             return False
-        num_shared = len(prompt.tokens) // size * shares
+        num_shared = len(prompt.tokens) // size if is_shared else 0
         prompt.blocks = self.blocks.allocate(num_shared, to_share=True)
         prompt.blocks += self.blocks.allocate(needs - num_shared)
         return True

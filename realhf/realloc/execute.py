@@ -77,7 +77,7 @@ class Reallocator:
         self._rank = world.rank
         self._device = world.device
         self.messages = self.schedule.messages(self._rank)
-        ranks = dict.fromkeys((*source.ranks, *target.ranks)) if self.schedule.blocks else {}
+        ranks = dict.fromkeys((*source.ranks, *target.ranks)) if self.schedule.bundles else {}
         self._group = world.group(tuple(ranks) if self._rank in ranks else (self._rank,), purpose="realloc")
         self._host_memory = HostMemoryReads(self.messages, self._group, world)
         # Ranks must forward the source's values, not the average, so these first arrive in separate memory.

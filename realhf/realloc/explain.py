@@ -57,7 +57,7 @@ def table(schedule: Schedule, *, title: str) -> Group:
     target = schedule.target
     rounds = schedule.num_rounds
     busy = f"{format_seconds(schedule.seconds)} in {rounds} round{'s' * (rounds != 1)}"
-    if schedule.blocks:
+    if schedule.bundles:
         busy += f", {schedule.over_bound:.3f} x the bound of {format_seconds(schedule.bound_seconds)}"
     lines = {
         "model": f"{title}, {format_bytes(schedule.spec.numel * schedule.itemsize)}",

@@ -1,159 +1,214 @@
-"""Multicast: sends one block from its senders to several domains, which may forward it to one another.
+"""Multicast: sends one bundle from its senders to several domains, which may forward it to one another.
 
-A domain is a set of ranks that need one copy between them, such as the receivers on one host.
+    sender   a rank that has the bundle, and the depth of its first hop: 0 for a holder
+    domain   ranks that need one copy between them: one receiver, or the receivers on one host
+    section  the elements that go to the same number of groups
+    group    domains that get one copy from the senders between them
+    team     domains of a group that forward to all others of the team; each team serves the next of its group
+    stripe   the elements that one domain of a team gets first and forwards to the others
+
+Example: ranks 0 and 1 hold a bundle that ranks 2, 3, 4 and 5 lack; all ports are alike.
+
+1. Every receiver is a domain. They need 4 copies, and 6 ranks can send, so each sends 2/3 of the bundle.
+2. The holders send 4/3 copies between them. So [0, 1/3) goes to two groups, which need a copy each, and
+   [1/3, 1) goes to a single group.
+3. The two groups of [0, 1/3) are the teams {2, 5} and {3, 4}. In {2, 5}, rank 0 sends the stripe [0, 1/6) to
+   rank 2 and [1/6, 1/3) to rank 5 (depth 0); ranks 2 and 5 forward their stripes to each other (depth 1).
+4. The group of [1/3, 1) is the team {2, 3, 4, 5}. Each rank gets a stripe of 1/6 from a holder and
+   forwards it to the three others.
+5. So every receiver forwards 1/6 to one rank and 1/6 to three ranks: 2/3 of the bundle, as it should.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import numpy as np
 
 from realhf.realloc.balance import Demand
+from realhf.realloc.hops import ONE, Hop
 
-ONE = 1 << 22
-"""Length of a whole block, or of a whole slice, in the units in which hops start and stop."""
 _STEPS = 512
 """Splits are rounded to this many steps per part, so that nearly equal weights yield equal splits."""
-Shares = Sequence[tuple[int, float]]
-"""Ranks with their weights."""
+_NEGLIGIBLE = 0.01
+"""Part of a copy that the senders need not send, or may send in excess."""
 
 
-class Hop(NamedTuple):
-    """Part [start, stop) of a block, in units of 1 / ONE, that rank `source` sends to rank `target`.
+class Sender(NamedTuple):
+    """A rank and the depth of its first hop."""
 
-    The source has it once the hops of all earlier stages have arrived. Holders send at stage 0.
-    """
+    rank: int
+    depth: int
 
-    block: int
-    source: int
-    target: int
+
+class Part(NamedTuple):
+    """Elements [start, stop) of a bundle, in units of 1 / ONE, that a rank receives."""
+
+    rank: int
     start: int
     stop: int
-    stage: int
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Ranks that need one copy between them, of which each receives a part by its weight."""
+
+    ranks: Sequence[int]
+    weights: Sequence[float]
+    forwards: Sequence[float] = ()  # The elements that each rank is to forward.
 
 
 @dataclass
 class Multicast:
-    """The sending of one block to every domain once, received by the ranks of a domain by weight.
+    """The sending of one bundle to every domain once, received by the ranks of a domain by weight.
 
-    A sender is a rank and the first stage at which it can send. The senders serve groups of domains, and each
-    group consists of teams. Each domain of a team gets a stripe of the block, as wide as it can forward, and
-    sends it to the others of the team. The senders serve the first team of a group, and each team serves the
-    next. `first` is the demand of the first copy, `rest` that of all others.
+    `first_copy` is the demand of the copy that must come from the senders. `other_copies` is that of all
+    others, which the senders send or, if they are among its ports, the ranks of the domains.
     """
 
-    block: int
+    bundle: int
     size: int
-    senders: list[tuple[int, int]]
-    domains: list[Shares]
-    first: Demand
-    rest: Demand
+    senders: list[Sender]
+    domains: list[Domain]
+    first_copy: Demand
+    other_copies: Demand
 
     def hops(self, *, max_team: int) -> Iterator[Hop]:
         """Yield the hops that follow the demands' shares as closely as they can."""
         num = len(self.senders)
-        give = self.first.share + self.rest.share[:num]
-        remaining = iter(self.rest.share[num:].tolist())
-        # How many elements each rank of each domain forwards.
-        forwards = [[next(remaining, 0.0) for _ in domain] for domain in self.domains]
-        # Dealing sorted domains makes every group able to forward about as much as any other.
-        order = sorted(range(len(self.domains)), key=lambda i: -sum(forwards[i]))
-        copies = float(give.sum()) / self.size
-        low = min(len(self.domains), max(1, int(copies + 0.01)))
-        upper = 0 if copies - low < 0.01 or low == len(self.domains) else round((copies - low) * ONE)
-        for start, stop, num_groups in ((0, upper, low + 1), (upper, ONE, low)):
-            if start < stop:
-                queue = _SendQueue(self.senders, give.tolist(), total=num_groups * (stop - start))
-                for group in range(num_groups):
-                    members = _deal(order, num_groups, group)
-                    num_teams = -(-len(members) // max_team)
-                    served_by = queue
-                    for team in (_deal(members, num_teams, i) for i in range(num_teams)):
-                        hops = list(self._serve(team, forwards, served_by, start, stop))
-                        yield from hops
-                        served_by = self._queue_of(team, hops, forwards, total=stop - start)
+        sends = self.first_copy.share + self.other_copies.share[:num]
+        domains = self._with_forwards(self.other_copies.share[num:].tolist())
+        for start, stop, num_groups in self._sections(copies=float(sends.sum()) / self.size):
+            queue = _SendQueue(self.senders, sends.tolist(), total=num_groups * (stop - start))
+            for group in range(num_groups):
+                yield from self._serve_group(_deal(domains, num_groups, group), queue, start, stop, max_team)
 
-    def _queue_of(
-        self, team: list[int], hops: list[Hop], forwards: list[list[float]], *, total: int
-    ) -> "_SendQueue":
-        """Return the ranks of a team as senders, from the stage at which each has the whole part."""
-        gathers = any(len(self.domains[i]) > 1 for i in team)  # The ranks of a domain exchange their parts.
-        stage = max(hop.stage for hop in hops) + 1 + gathers
-        ranks = [(rank, stage) for i in team for rank, _ in self.domains[i]]
-        return _SendQueue(ranks, [amount for i in team for amount in forwards[i]], total=total)
+    def _with_forwards(self, shares: Sequence[float]) -> list[Domain]:
+        """Return the domains with what their ranks forward (nothing without shares), the largest first.
 
-    def _serve(
-        self, members: list[int], forwards: list[list[float]], queue: "_SendQueue", start: int, stop: int
+        Dealing them in this order makes every group able to forward about as much as any other.
+        """
+        remaining = iter(shares)
+        domains = [
+            replace(domain, forwards=[next(remaining, 0.0) for _ in domain.ranks]) for domain in self.domains
+        ]
+        return sorted(domains, key=lambda domain: -sum(domain.forwards))
+
+    def _sections(self, *, copies: float) -> list[tuple[int, int, int]]:
+        """Return sections as (start, stop, number of groups), for which the senders send `copies` copies."""
+        fewest = min(len(self.domains), max(1, int(copies + _NEGLIGIBLE)))
+        extra = copies - fewest
+        border = 0 if extra < _NEGLIGIBLE or fewest == len(self.domains) else round(extra * ONE)
+        sections = [(0, border, fewest + 1), (border, ONE, fewest)]
+        return [(start, stop, num_groups) for start, stop, num_groups in sections if start < stop]
+
+    def _serve_group(
+        self, group: list[Domain], queue: "_SendQueue", start: int, stop: int, max_team: int
     ) -> Iterator[Hop]:
-        """Yield the hops that bring [start, stop) to the domains of a team."""
-        stripes = _split(start, stop, [sum(forwards[i]) for i in members])
-        weights = {
-            i: _weights(self.domains[i], forwards[i], right - left, stop - start)
-            for i, (left, right) in zip(members, stripes, strict=True)
-        }
-        for home, (left, right) in zip(members, stripes, strict=True):
+        """Yield the hops that bring [start, stop) to a group: the senders serve a team, and it the next."""
+        num_teams = -(-len(group) // max_team)
+        for number in range(num_teams):
+            team = _deal(group, num_teams, number)
+            hops = list(self._serve_team(team, queue, start, stop))
+            yield from hops
+            queue = _queue_of(team, hops, total=stop - start)
+
+    def _serve_team(
+        self, team: list[Domain], queue: "_SendQueue", start: int, stop: int
+    ) -> Iterator[Hop]:
+        """Yield the hops that bring [start, stop) to a team: each domain gets a stripe and forwards it."""
+        stripes = _split(start, stop, [sum(domain.forwards) for domain in team])
+        weights = [
+            _receive_weights(domain, right - left, stop - start)
+            for domain, (left, right) in zip(team, stripes, strict=True)
+        ]
+        for home, (left, right) in enumerate(stripes):
             if left >= right:
                 continue
-            parts = {i: _parts(weights[i][i != home], left, right) for i in members}
-            for rank, first, last in parts.pop(home):
-                for sender, begin, end, stage in queue.take(first, last):
-                    yield Hop(self.block, sender, rank, begin, end, stage)
-                    for to, a, b in itertools.chain(*parts.values()):
-                        if max(begin, a) < min(end, b):
-                            yield Hop(self.block, rank, to, max(begin, a), min(end, b), stage + 1)
+            others = [
+                part for i, domain in enumerate(team) if i != home
+                for part in _parts(domain.ranks, weights[i].of_others, left, right)
+            ]  # fmt: skip
+            for part in _parts(team[home].ranks, weights[home].of_own, left, right):
+                yield from self._receive_and_forward(part, others, queue)
 
-
-def _deal(items: list[int], num_hands: int, hand: int) -> list[int]:
-    """Return the items of one hand, dealt in alternating directions so that sorted items spread evenly."""
-    rows = (items[at : at + num_hands] for at in range(0, len(items), num_hands))
-    columns = (hand if number % 2 == 0 else num_hands - 1 - hand for number in itertools.count())
-    return [row[column] for row, column in zip(rows, columns, strict=False) if column < len(row)]
+    def _receive_and_forward(
+        self, part: Part, others: list[Part], queue: "_SendQueue"
+    ) -> Iterator[Hop]:
+        """Yield the hops that bring a part of a stripe to its rank, and from there to the other domains."""
+        for sender, start, stop in queue.take(part.start, part.stop):
+            yield Hop(self.bundle, sender.rank, part.rank, start, stop, sender.depth)
+            for other in others:
+                first = max(start, other.start)
+                last = min(stop, other.stop)
+                if first < last:
+                    yield Hop(self.bundle, part.rank, other.rank, first, last, sender.depth + 1)
 
 
 class _SendQueue:
     """A queue of senders that assigns each in turn, until it has sent its part of `total`."""
 
-    def __init__(self, senders: Sequence[tuple[int, int]], amounts: Sequence[float], *, total: int) -> None:
+    def __init__(self, senders: Sequence[Sender], amounts: Sequence[float], *, total: int) -> None:
         ends = [stop for _, stop in _split(0, total, amounts)]
-        self._queue = [(rank, end, stage) for (rank, stage), end in zip(senders, ends, strict=True)]
-        self._at = self._number = 0
+        self._queue = list(zip(senders, ends, strict=True))
+        self._current = 0
+        self._num_sent = 0
 
-    def take(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (sender, start, stop, stage) for parts that cover [start, stop)."""
+    def take(self, start: int, stop: int) -> Iterator[tuple[Sender, int, int]]:
+        """Yield (sender, start, stop) for parts that cover [start, stop)."""
         while start < stop:
-            rank, end, stage = self._queue[self._number]
-            if end <= self._at:
-                self._number += 1
+            sender, end = self._queue[self._current]
+            if end <= self._num_sent:
+                self._current += 1
                 continue
-            length = min(stop - start, end - self._at)
-            yield rank, start, start + length, stage
+            length = min(stop - start, end - self._num_sent)
+            yield sender, start, start + length
             start += length
-            self._at += length
+            self._num_sent += length
 
 
-def _weights(domain: Shares, forwards: list[float], stripe: int, whole: int) -> tuple[Shares, Shares]:
-    """Return the weights of a domain's ranks for its own stripe and for the rest of the whole.
+def _queue_of(team: list[Domain], hops: list[Hop], *, total: int) -> _SendQueue:
+    """Return the ranks of a team as senders, from the depth at which each has all that its team gets."""
+    gathers = any(len(domain.ranks) > 1 for domain in team)  # The ranks of a domain exchange their parts.
+    depth = max(hop.depth for hop in hops) + (2 if gathers else 1)
+    senders = [Sender(rank, depth) for domain in team for rank in domain.ranks]
+    return _SendQueue(senders, [amount for domain in team for amount in domain.forwards], total=total)
+
+
+def _deal(items: list[Domain], num_hands: int, hand: int) -> list[Domain]:
+    """Return the items of one hand, dealt in alternating directions so that sorted items spread evenly."""
+    rows = (items[first : first + num_hands] for first in range(0, len(items), num_hands))
+    columns = (hand if row % 2 == 0 else num_hands - 1 - hand for row in count())
+    return [row[column] for row, column in zip(rows, columns, strict=False) if column < len(row)]
+
+
+class _ReceiveWeights(NamedTuple):
+    """How much each rank of a domain receives of the domain's own stripe, and of the stripes of others."""
+
+    of_own: list[float]
+    of_others: list[float]
+
+
+def _receive_weights(domain: Domain, stripe: int, whole: int) -> _ReceiveWeights:
+    """Return the weights of a domain's ranks; the stripe is a part of the whole that the team gets.
 
     A rank receives as much of the stripe as it forwards, within what it receives of the whole.
     """
-    weights = np.array([weight for _, weight in domain])
-    weights = weights if weights.sum() > 0 else np.ones(len(domain))
+    weights = np.array(domain.weights)
+    weights = weights if weights.sum() > 0 else np.ones(len(weights))
     limit = weights * (whole / weights.sum())
-    wanted = np.array(forwards) * (stripe / sum(forwards)) if sum(forwards) > 0 else limit * (stripe / whole)
+    forwards = sum(domain.forwards)
+    wanted = np.array(domain.forwards) * (stripe / forwards) if forwards > 0 else limit * (stripe / whole)
     own = np.minimum(wanted, limit)
     own += (limit - own) * ((stripe - own.sum()) / max(whole - own.sum(), 1e-9))
-    ranks = [rank for rank, _ in domain]
-    rest = np.maximum(limit - own, 0.0)
-    return list(zip(ranks, own.tolist(), strict=True)), list(zip(ranks, rest.tolist(), strict=True))
+    return _ReceiveWeights(own.tolist(), np.maximum(limit - own, 0.0).tolist())
 
 
-def _parts(domain: Shares, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return (rank, start, stop) for the part of [start, stop) that each rank of a domain receives."""
-    parts = _split(start, stop, [weight for _, weight in domain])
-    return [(rank, a, b) for (rank, _), (a, b) in zip(domain, parts, strict=True) if a < b]
+def _parts(ranks: Sequence[int], weights: Sequence[float], start: int, stop: int) -> list[Part]:
+    """Return the part of [start, stop) that each rank receives, except empty ones."""
+    spans = _split(start, stop, weights)
+    return [Part(rank, first, last) for rank, (first, last) in zip(ranks, spans, strict=True) if first < last]
 
 
 def _split(start: int, stop: int, weights: Sequence[float]) -> list[tuple[int, int]]:

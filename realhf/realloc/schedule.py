@@ -1,6 +1,6 @@
 """Schedule: what each rank sends to which rank in which round, to move a model from one Layout to another.
 
-All ranks compute the same Schedule from the same arguments, without torch. Every block is split into the
+All ranks compute the same Schedule from the same arguments, without torch. Every bundle is split into the
 same number of slices. Slice i makes its first hop in round i and its next hops in later rounds, so that every
 round loads the ports alike and none is idle. A rank forwards a slice two rounds after it was sent, so that
 the next round can be packed while one is in flight.
@@ -19,9 +19,9 @@ import numpy as np
 
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
-from realhf.realloc.blocks import Block, make_blocks
+from realhf.realloc.bundles import Bundle, make_bundles
+from realhf.realloc.hops import ONE, Hops
 from realhf.realloc.links import Links
-from realhf.realloc.multicast import ONE, Hop
 from realhf.realloc.routes import Router
 from realhf.region import Region, overlap, region_size
 
@@ -87,8 +87,8 @@ class Schedule:
     itemsize: int
     links: Links
     max_staging_bytes: int
-    blocks: Sequence[Block]
-    hops: np.ndarray  # One row per Hop.
+    bundles: Sequence[Bundle]
+    hops: Hops
     bound_seconds: float = 0.0
     limit: str = "nothing moves"
     compute_seconds: float = 0.0
@@ -96,15 +96,16 @@ class Schedule:
     @property
     def needed_bytes(self) -> int:
         """Bytes that the ranks of the target lack, summed over ranks; no rank receives more."""
-        return self.itemsize * sum(block.size * len(block.receivers) for block in self.blocks)
+        return self.itemsize * sum(bundle.size * len(bundle.receivers) for bundle in self.bundles)
 
     @property
-    def num_stages(self) -> int:
-        return 1 + int(self.hops[:, 5].max(initial=-1))
+    def max_hops(self) -> int:
+        """Most hops in a row by which an element reaches a receiver; 0 when nothing moves."""
+        return 1 + int(self.hops.depth.max(initial=-1))
 
     @cached_property
     def num_slices(self) -> int:
-        """Number of slices: enough for the cap on staging, and more where blocks are forwarded.
+        """Number of slices: enough for the cap on staging, and more where bundles are forwarded.
 
         With s slices and h extra hops, the s + 2h rounds take (s + 2h) * (load / s + latency) seconds, which
         is smallest at s = sqrt(2h * load / latency).
@@ -113,25 +114,27 @@ class Schedule:
             return 0
         load_seconds = float(self._port_seconds.sum(axis=0).max())
         latency = max(self.links.latency_seconds, load_seconds * _MIN_LATENCY)
-        for_hops = math.sqrt(HOP_ROUNDS * (self.num_stages - 1) * load_seconds / latency)
-        rank_bytes = sum(np.bincount(self.hops[:, end], self._hop_bytes, self._num_ranks) for end in (1, 2))
-        for_staging = math.ceil(np.max(rank_bytes) / (_ROUND * self.max_staging_bytes))
-        return max(1, min(max(block.size for block in self.blocks), max(for_staging, round(for_hops))))
+        for_hops = math.sqrt(HOP_ROUNDS * (self.max_hops - 1) * load_seconds / latency)
+        sent = np.bincount(self.hops.source, self._hop_bytes, self._num_ranks)
+        received = np.bincount(self.hops.target, self._hop_bytes, self._num_ranks)
+        for_staging = math.ceil(np.max(sent + received) / (_ROUND * self.max_staging_bytes))
+        largest = max(bundle.size for bundle in self.bundles)
+        return max(1, min(largest, max(for_staging, round(for_hops))))
 
     @property
     def num_rounds(self) -> int:
         """Number of rounds: one per slice, and HOP_ROUNDS more for every further hop."""
-        return self.num_slices + HOP_ROUNDS * max(0, self.num_stages - 1)
+        return self.num_slices + HOP_ROUNDS * max(0, self.max_hops - 1)
 
     @property
     def over_bound(self) -> float:
         """Ratio of `seconds` to `bound_seconds`, both computed for the same links; 1.0 when nothing moves."""
-        return self.seconds / self.bound_seconds if self.blocks else 1.0
+        return self.seconds / self.bound_seconds if self.bundles else 1.0
 
     @cached_property
     def seconds(self) -> float:
         """Sum over rounds of the time that the busiest port of the round needs; latencies overlap."""
-        starts = HOP_ROUNDS * np.arange(self.num_stages)
+        starts = HOP_ROUNDS * np.arange(self.max_hops)
         stops = starts + self.num_slices
         total = 0.0
         for first, last in pairwise(np.unique([starts, stops]).tolist()):
@@ -152,25 +155,26 @@ class Schedule:
 
     @property
     def _num_ranks(self) -> int:
-        return int(self.hops[:, 1:3].max(initial=-1)) + 1
+        return 1 + max(int(ranks.max(initial=-1)) for ranks in (self.hops.source, self.hops.target))
 
     @cached_property
     def _hop_bytes(self) -> np.ndarray:
-        block_bytes = np.array([block.size for block in self.blocks], dtype=float) * self.itemsize
-        return block_bytes[self.hops[:, 0]] * (self.hops[:, 4] - self.hops[:, 3]) / ONE
+        bundle_bytes = np.array([bundle.size for bundle in self.bundles], dtype=float) * self.itemsize
+        return bundle_bytes[self.hops.bundle] * self.hops.fraction
 
     @cached_property
     def _port_seconds(self) -> np.ndarray:
-        """Return the seconds that each port is busy, by stage, with shape (stages, ports)."""
+        """Return the seconds that each port is busy, by depth of hops, with shape (depths, ports)."""
         links = self.links
-        _, source, target, _, _, stage = self.hops.T
+        source = self.hops.source
+        target = self.hops.target
         source_host = source // links.devices_per_host
         target_host = target // links.devices_per_host
         amount = self._hop_bytes
         crossing = np.where(source_host != target_host, amount, 0.0)
         ranks = self._num_ranks
         hosts = -(-ranks // links.devices_per_host)
-        table = np.zeros((self.num_stages, 4 * ranks + 2 * hosts))
+        table = np.zeros((self.max_hops, 4 * ranks + 2 * hosts))
         for port, seconds in (
             (source, amount / links.sending),
             (ranks + target, amount / links.device),
@@ -179,37 +183,42 @@ class Schedule:
             (4 * ranks + source_host, crossing / links.host),
             (4 * ranks + hosts + target_host, crossing / links.host),
         ):
-            np.add.at(table, (stage, port), seconds)
+            np.add.at(table, (self.hops.depth, port), seconds)
         return table
 
     @cached_property
     def _offsets(self) -> list[dict[int, np.ndarray]]:
-        """Return, for each block, where its hops start and stop in each slice, in elements of the block.
+        """Return, for each bundle, where its hops start and stop in each slice, in elements of the bundle.
 
         The keys are the hops' own starts and stops, in units of 1 / ONE of a slice. Where rows are short
         against a slice, the offsets are rounded to starts of rows.
         """
         offsets = []
-        for number, block in enumerate(self.blocks):
-            ends = np.unique(self.hops[self.hops[:, 0] == number, 3:5])
-            edges = block.size * np.arange(self.num_slices + 1, dtype=np.int64) // self.num_slices
+        for index, bundle in enumerate(self.bundles):
+            own = self.hops.select(self.hops.bundle == index)
+            ends = np.unique([own.start, own.stop])
+            edges = bundle.size * np.arange(self.num_slices + 1, dtype=np.int64) // self.num_slices
             exact = edges[:-1] + np.diff(edges) * ends[:, None] // ONE
-            table = block.snap(exact, tolerance=block.size // self.num_slices >> 7)
+            table = bundle.snap(exact, tolerance=bundle.size // self.num_slices >> 7)
             offsets.append(dict(zip(ends.tolist(), table, strict=True)))
         return offsets
 
     def transfers(self, rank: int | None = None) -> Iterator[tuple[int, Transfer]]:
         """Yield (round, transfer) of one rank or of all, slice by slice, in the same order on every rank."""
-        chosen = slice(None) if rank is None else (self.hops[:, 1:3] == rank).any(axis=1)
-        hops = self.hops[chosen].tolist()
-        for number in range(self.num_slices):
-            for index, source, target, start, stop, stage in hops:
-                block = self.blocks[index]
+        hops = self.hops
+        if rank is not None:
+            hops = hops.select((hops.source == rank) | (hops.target == rank))
+        rows = list(hops)
+        for slice_index in range(self.num_slices):
+            for index, source, target, start, stop, depth in rows:
+                bundle = self.bundles[index]
                 offsets = self._offsets[index]
-                forwarded = stage > 0 and source not in block.holders
-                for param, region in block.between(int(offsets[start][number]), int(offsets[stop][number])):
+                forwarded = depth > 0 and source not in bundle.holders
+                boxes = bundle.between(int(offsets[start][slice_index]), int(offsets[stop][slice_index]))
+                for param, region in boxes:
                     name = self.spec.params[param].name
-                    yield number + HOP_ROUNDS * stage, Transfer(source, target, name, region, forwarded)
+                    transfer = Transfer(source, target, name, region, forwarded)
+                    yield slice_index + HOP_ROUNDS * depth, transfer
 
     def messages(self, rank: int) -> list[list[Message]]:
         """Return the messages of a rank, by round; sender and receiver list them in the same order.
@@ -217,14 +226,14 @@ class Schedule:
         Each rank starts with the peers that follow it, so that not all ranks send to one port first.
         """
         rounds: list[dict[Any, Message]] = [{} for _ in range(self.num_rounds)]
-        for number, (source, target, name, region, forwarded) in self.transfers(rank):
+        for round_index, (source, target, name, region, forwarded) in self.transfers(rank):
             sending = source == rank
             peer = target if sending else source
             is_large = region_size(region) * self.itemsize >= LARGE_BYTES
             key = (peer, sending, forwarded, (name, region) if is_large else None)
-            message = rounds[number].setdefault(key, Message(peer, sending, forwarded, []))
+            message = rounds[round_index].setdefault(key, Message(peer, sending, forwarded, []))
             message.boxes.append((name, region))
-        return [sorted(some.values(), key=lambda m: (m.peer <= rank, m.peer)) for some in rounds]
+        return [sorted(by_key.values(), key=lambda m: (m.peer <= rank, m.peer)) for by_key in rounds]
 
     def local_copies(self, rank: int) -> Iterator[tuple[str, Region]]:
         """Yield the regions that a rank wants and holds already, with their parameters' names."""
@@ -238,9 +247,9 @@ class Schedule:
         """Return the bytes that each rank sends in all, and those that it receives."""
         sent = Counter[int]()
         received = Counter[int]()
-        sums = [{end: int(at.sum()) for end, at in offsets.items()} for offsets in self._offsets]
-        for hop in map(Hop._make, self.hops.tolist()):
-            amount = self.itemsize * (sums[hop.block][hop.stop] - sums[hop.block][hop.start])
+        sums = [{end: int(row.sum()) for end, row in offsets.items()} for offsets in self._offsets]
+        for hop in self.hops:
+            amount = self.itemsize * (sums[hop.bundle][hop.stop] - sums[hop.bundle][hop.start])
             sent[hop.source] += amount
             received[hop.target] += amount
         return sent, received
@@ -265,17 +274,16 @@ def make_schedule(
     """
     started = time.perf_counter()
     links = links or Links.on_one_host()
-    blocks = make_blocks(spec.placements(source, sharded=sharded), spec.placements(target))
-    no_hops = np.zeros((0, len(Hop._fields)), dtype=np.int64)
-    schedule = Schedule(spec, source, target, sharded, itemsize, links, staging_bytes, blocks, no_hops)
-    if blocks:
+    bundles = make_bundles(spec.placements(source, sharded=sharded), spec.placements(target))
+    schedule = Schedule(spec, source, target, sharded, itemsize, links, staging_bytes, bundles, Hops.of())
+    if bundles:
         schedule = _best_schedule(schedule, forward=forward)
     return replace(schedule, compute_seconds=time.perf_counter() - started)
 
 
 def _best_schedule(empty: Schedule, *, forward: bool) -> Schedule:
     """Return the schedule whose hops take least time, of those tried, with the highest bound found."""
-    router = Router(empty.blocks, empty.links)
+    router = Router(empty.bundles, empty.links)
     bound = (0.0, "")
     tried: list[Schedule] = []
     for forwards, relays in _ROUTES[: 1 + forward * (1 + router.can_relay)]:
@@ -291,4 +299,4 @@ def _best_schedule(empty: Schedule, *, forward: bool) -> Schedule:
 
 def moves_nothing(spec: ModelSpec, *, source: Layout, target: Layout) -> bool:
     """Return whether every rank of `target` already holds all that it wants under `source`."""
-    return not make_blocks(spec.placements(source), spec.placements(target))
+    return not make_bundles(spec.placements(source), spec.placements(target))

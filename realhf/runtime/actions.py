@@ -1,7 +1,7 @@
 """Compiles a graph and a plan into a list of actions, which every rank executes in the same order."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from realhf.dist.tags import FIRST_INPUT
@@ -22,16 +22,16 @@ RANK_0 = Layout.parse("d1@0")
 
 @dataclass(frozen=True)
 class Reallocate:
-    """Copies a parameter set (see `parameter_sets`) from one layout to another.
+    """Copies a parameter set (see ParameterSet) from one layout to another. Sets go by their names.
 
-    With a `rate`, the target is a role that follows the source: target = rate * source + (1 - rate) * target.
-    With `sharded`, the source is the optimizer's copy, of which every replica has a part. With `ahead`, the
-    copy is for the next step, so it may run while other calls do.
+    With a `rate`, the target set follows the source set: target = rate * source + (1 - rate) * target. With
+    `sharded`, the source is the optimizer's copy, of which every replica has a part. With `ahead`, the copy
+    is for the next step, so it may run while other calls do.
     """
 
-    source_role: str
+    source_set: str
     source: Layout
-    target_role: str
+    target_set: str
     target: Layout
     rate: float | None = None
     sharded: bool = False
@@ -75,17 +75,34 @@ Action = Reallocate | Send | Receive | Run
 _ADAPTERS = ".lora"
 
 
-def parameter_sets(roles: Mapping[str, Role]) -> dict[str, Role]:
-    """Return every set of parameters that moves as a unit, by name, as a role.
+@dataclass(frozen=True)
+class ParameterSet:
+    """Parameters of a role that move as a unit: its weights (named as the role) or its adapters.
 
-    The weights of role actor are the set "actor", frozen if the role has adapters; its adapters are the set
-    "actor.lora".
+    The weights of role actor are the set "actor"; its adapters are the set "actor.lora".
     """
-    sets: dict[str, Role] = {}
+
+    name: str
+    role: str
+    trained: bool
+    follows: str | None = None  # The role of whose weights the set is the moving average.
+    follow_rate: float = 0.0  # Share of the followed weights in each update.
+    weights_source: tuple[str | bool, ...] = ()  # Frozen weights of one source are equal; () for adapters.
+
+    @property
+    def is_adapters(self) -> bool:
+        return self.name != self.role
+
+
+def parameter_sets(roles: Mapping[str, Role]) -> dict[str, ParameterSet]:
+    """Return the parameter sets of all roles, by name. The weights under adapters are frozen."""
+    sets: dict[str, ParameterSet] = {}
     for name, role in roles.items():
-        sets[name] = role if role.lora is None else replace(role, optimizer=None, lora=None)
+        trained = role.optimizer is not None
+        sets[name] = ParameterSet(
+            name, name, trained and role.lora is None, role.follows, role.follow_rate, role.weights_source)
         if role.lora is not None:
-            sets[name + _ADAPTERS] = role
+            sets[adapters_of(name)] = ParameterSet(adapters_of(name), name, trained)
     return sets
 
 
@@ -96,7 +113,7 @@ def parameter_specs(roles: Mapping[str, Role]) -> dict[str, ModelSpec]:
         config = role.config()
         specs[name] = spec_of(config)
         if (lora := role.resolved_lora()) is not None:
-            specs[name + _ADAPTERS] = adapter_spec(config, lora)
+            specs[adapters_of(name)] = adapter_spec(config, lora)
     return specs
 
 
@@ -105,9 +122,9 @@ def spec_of(config: ModelConfig) -> ModelSpec:
     return class_spec(config) if isinstance(config, TransformersConfig) else model_spec(config)
 
 
-def role_of(parameters: str) -> str:
-    """Return the role to which a parameter set belongs."""
-    return parameters.removesuffix(_ADAPTERS)
+def role_of(set_name: str) -> str:
+    """Return the role to which the parameter set of this name belongs."""
+    return set_name.removesuffix(_ADAPTERS)
 
 
 def adapters_of(role: str) -> str:
@@ -162,8 +179,8 @@ def compile_actions(
     send(None)
     updated_by = {
         call.name: [
-            name for name, role in sets.items()
-            if role.follows == call.role or (role_of(name) == call.role and role.optimizer is not None)
+            params.name for params in sets.values()
+            if params.follows == call.role or (params.role == call.role and params.trained)
         ]
         for call in graph.order
         if call.kind == "train_step"
@@ -171,24 +188,24 @@ def compile_actions(
 
     def reallocate(name: str, calls: Sequence[FunctionCall], *, ahead: bool = False) -> None:
         """Copy a set to the layouts of these calls, up to the one that next updates it."""
-        role = role_of(name)
+        role = sets[name].role
         until = next((i for i, call in enumerate(calls) if name in updated_by.get(call.name, ())), len(calls))
         layouts = dict.fromkeys(plan[call.name].layout for call in calls[: until + 1] if call.role == role)
-        actions.extend(_copies(name, sets[name], homes[role], list(layouts), specs[name], ahead=ahead))
+        actions.extend(_copies(sets[name], homes[role], list(layouts), specs[name], ahead=ahead))
 
     for role in dict.fromkeys(call.role for call in graph.order if call.role is not None):
-        for name in sets:
-            if role_of(name) == role:
-                reallocate(name, graph.order)
+        for params in sets.values():
+            if params.role == role:
+                reallocate(params.name, graph.order)
     for i, call in enumerate(graph.order, start=1):
         actions += [receives[call.name], Run(call, plan[call.name].layout)]
         send(call.name)
         for name in updated_by.get(call.name, ()):
-            if role_of(name) != call.role:
+            if sets[name].follows is not None:
                 assert call.role is not None, "only models are trained"
                 home = homes[call.role]
-                actions.extend(_copies(call.role, roles[call.role], home, [home], specs[name]))
-                actions.append(Reallocate(call.role, home, name, homes[name], roles[name].follow_rate))
+                actions.extend(_copies(sets[call.role], home, [home], specs[name]))
+                actions.append(Reallocate(call.role, home, name, homes[name], sets[name].follow_rate))
             later = graph.order[i:]
             reallocate(name, later)
             if not any(name in updated_by.get(other.name, ()) for other in later):
@@ -197,20 +214,23 @@ def compile_actions(
 
 
 def _copies(
-    name: str, role: Role, home: Layout, layouts: list[Layout], spec: ModelSpec, *, ahead: bool = False
+    params: ParameterSet, home: Layout, layouts: list[Layout], spec: ModelSpec, *, ahead: bool = False
 ) -> list[Reallocate]:
     """Return the reallocations that update the copies in these layouts.
 
     A set that trains on several replicas starts from the optimizer's shards. A later copy comes from an
     earlier one if nothing has to move between the two; this makes gathering the home copy free in some plans.
     """
-    made: list[Reallocate] = []
-    if role.optimizer is None or not is_sharded(home):
+    name = params.name
+    if not params.trained or not is_sharded(home):
         return [Reallocate(name, home, name, layout, ahead=ahead) for layout in layouts if layout != home]
+    copies: list[Reallocate] = []
     for layout in layouts:
-        done = [copy.target for copy in made if moves_nothing(spec, source=copy.target, target=layout)]
-        made.append(Reallocate(name, (done or [home])[0], name, layout, sharded=not done, ahead=ahead))
-    return made
+        equal = (copy.target for copy in copies if moves_nothing(spec, source=copy.target, target=layout))
+        earlier = next(equal, None)
+        copies.append(
+            Reallocate(name, earlier or home, name, layout, sharded=earlier is None, ahead=ahead))
+    return copies
 
 
 def _receive(

@@ -35,9 +35,9 @@ class CopyVersions:
 
         A reallocation that updates a moving average always has something to do.
         """
-        target = (action.target_role, action.target)
+        target = (action.target_set, action.target)
         if action.rate is not None:
-            self._updates[action.target_role] += 1
+            self._updates[action.target_set] += 1
             self._versions[target] += 1
             return True
         version = self._newest(action)
@@ -49,8 +49,8 @@ class CopyVersions:
     def _newest(self, action: Reallocate) -> int:
         """Return the version that the action's source has."""
         if action.sharded:
-            return self._updates[action.source_role]
-        return self._versions[action.source_role, action.source]
+            return self._updates[action.source_set]
+        return self._versions[action.source_set, action.source]
 
     def to_json(self) -> dict[str, Any]:
         """Return the versions for a checkpoint."""
@@ -76,6 +76,6 @@ class CopyVersions:
         }
         for action in actions:
             if isinstance(action, Reallocate) and action.rate is None:
-                exists = action.sharded or (action.source_role, action.source) in self._versions
-                if exists and known.get((action.target_role, action.target)) == self._newest(action):
+                exists = action.sharded or (action.source_set, action.source) in self._versions
+                if exists and known.get((action.target_set, action.target)) == self._newest(action):
                     start(action)

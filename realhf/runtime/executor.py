@@ -146,9 +146,9 @@ class Executor:
         if action.ahead and is_last:
             return
         if action.rate is not None:
-            self._wait(record, action.target_role)
+            self._wait(record, action.target_set)
         if (self.store.start(action) or not self._updates_anything) and not action.ahead:
-            self._wait(record, action.target_role, action.target)
+            self._wait(record, action.target_set, action.target)
 
     @cached_property
     def _updates_anything(self) -> bool:
@@ -162,7 +162,7 @@ class Executor:
             finished = self.store.finish(role, layout)
         for moved in finished:
             record.events.append({
-                "rank": self.world.rank, "name": role_of(moved.action.target_role), "kind": "realloc",
+                "rank": self.world.rank, "name": role_of(moved.action.target_set), "kind": "realloc",
                 "start": moved.start, "transfer": f"{moved.action.source}->{moved.action.target}",
                 "sent_bytes": moved.stats.bytes_sent, "received_bytes": moved.stats.bytes_received,
                 "senders": list(moved.stats.senders), "over_bound": moved.stats.over_bound, "end": moved.end,

@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,7 +34,6 @@ from realhf.runtime.actions import (
     adapters_of,
     parameter_sets,
     parameter_specs,
-    role_of,
 )
 from realhf.runtime.copy_versions import CopyVersions
 from realhf.runtime.export import base_name
@@ -88,8 +86,8 @@ class ModelStore:
         self._failure: Exception | None = None
         equal = [(name, other) for name in self._sets for other in self._sets if self._are_equal(name, other)]
         self.versions = CopyVersions(
-            [(name, homes[role_of(other)]) for name, other in equal], self._sets,
-            sharded=[(name, homes[role_of(name)]) for name in self._sets if self._is_sharded(name)],
+            [(name, self._home(other)) for name, other in equal], self._sets,
+            sharded=[(name, self._home(name)) for name in self._sets if self._is_sharded(name)],
         )  # fmt: skip
         fault = ""
         for name, role in roles.items():
@@ -153,7 +151,7 @@ class ModelStore:
         """
         for other in (name, *self._sets) if name in self._sets else ():
             if self._are_equal(name, other):
-                home = (role_of(other), self.homes[role_of(other)])
+                home = (self._sets[other].role, self._home(other))
                 if home in self._engines and self._is_same_part(name, layout, home[1], self._world.rank):
                     return home
         return None
@@ -163,11 +161,11 @@ class ModelStore:
         if name == other:
             return True
         pair = [self._sets[name], self._sets[other]]
-        if {name, other} & {adapters_of(role) for role in self._roles}:
+        if any(one.is_adapters or one.trained or one.follows is not None for one in pair):
             return False
-        frozen = all(s.optimizer is None and s.follows is None for s in pair)
-        alike = pair[0].weights_source == pair[1].weights_source
-        return frozen and alike and (other in self._to_offload) <= (name in self._to_offload)
+        # Memory that is freed between uses cannot be that of a set which stays on the device.
+        may_share = name in self._to_offload or other not in self._to_offload
+        return may_share and pair[0].weights_source == pair[1].weights_source
 
     def _is_same_part(self, name: str, layout: Layout, home: Layout, rank: int) -> bool:
         ends = (self._specs[name].held_by(x, rank) for x in (layout, home))
@@ -206,9 +204,9 @@ class ModelStore:
         if self._world.rank not in action.source and self._world.rank not in action.target:
             return None
         if key not in self._reallocators:
-            role = role_of(action.target_role)
+            role = self._sets[action.target_set].role
             self._reallocators[key] = Reallocator(
-                self._specs[action.source_role], source=action.source, target=action.target,
+                self._specs[action.source_set], source=action.source, target=action.target,
                 world=self._world, role=role, dtype=DTYPES[self._roles[role].dtype],
                 sharded=action.sharded, staging=self._staging,
                 eta=1.0 if action.rate is None else action.rate, links=self.links,
@@ -216,14 +214,17 @@ class ModelStore:
         return self._reallocators[key]
 
     def _is_sharded(self, name: str) -> bool:
-        return self._sets[name].optimizer is not None and is_sharded(self.homes[role_of(name)])
+        return self._sets[name].trained and is_sharded(self._home(name))
+
+    def _home(self, name: str) -> Layout:
+        """Return the home of a parameter set: that of its role."""
+        return self.homes[self._sets[name].role]
 
     def _gathering(self, name: str) -> Reallocate:
-        home = self.homes[role_of(name)]
-        return Reallocate(name, home, name, home, sharded=True)
+        return Reallocate(name, self._home(name), name, self._home(name), sharded=True)
 
     def _trained(self, role: str) -> str:
-        """Return the parameter set that a role's train steps change."""
+        """Return the name of the parameter set that a role's train steps change."""
         return role if self._roles[role].lora is None else adapters_of(role)
 
     def engine(self, role: str, layout: Layout) -> Engine:
@@ -259,7 +260,7 @@ class ModelStore:
         """
         if not self.versions.begin(action):
             return False
-        target = (action.target_role, action.target)
+        target = (action.target_set, action.target)
         reallocator = self._reallocator(action)
         if reallocator is not None:
             assert target not in self._running, "a copy is updated twice at once"
@@ -274,8 +275,8 @@ class ModelStore:
             raise self._failure
         if ready is not None:
             torch.cuda.current_stream().wait_event(ready)
-        source = (action.source_role, action.source)
-        target = (action.target_role, action.target)
+        source = (action.source_set, action.source)
+        target = (action.target_set, action.target)
         began = time.time()
         old = self._shards(*source, sharded=action.sharded)
         new = self._shards(*target)
@@ -289,12 +290,13 @@ class ModelStore:
 
     def _shards(self, name: str, layout: Layout, *, sharded: bool = False) -> dict[str, torch.Tensor] | None:
         """Return this rank's part of a parameter set in a layout; None if it has none."""
-        engine = self._engines.get((role_of(name), layout))
+        params = self._sets[name]
+        engine = self._engines.get((params.role, layout))
         if engine is None:
             return None
         if sharded:
             return engine.optimizer_shards()
-        return engine.shards() if name == role_of(name) else engine.adapter_shards()
+        return engine.adapter_shards() if params.is_adapters else engine.shards()
 
     @property
     def in_flight(self) -> list[list[str]]:
@@ -317,18 +319,19 @@ class ModelStore:
     def home_states(self) -> list[HomeState]:
         """Return what a checkpoint holds of every parameter set that the run changes; equal on all ranks
         but for the tensors."""
-        found = []
-        for name, settings in self._sets.items():
-            home = self.homes[role_of(name)]
-            engine = self._engines.get((role_of(name), home))
-            about = (name, self._specs[name], home)
-            if settings.optimizer is not None:
+        states = []
+        for name, params in self._sets.items():
+            home = self._home(name)
+            spec = self._specs[name]
+            engine = self._engines.get((params.role, home))
+            if params.trained:
                 optimizer = None if engine is None else engine.optimizer
                 tensors = {} if optimizer is None else optimizer.state
-                found.append(HomeState(*about, True, tensors, optimizer))
-            elif settings.follows is not None:
-                found.append(HomeState(*about, False, {"weights": self._shards(name, home) or {}}))
-        return found
+                states.append(HomeState(name, spec, home, True, tensors, optimizer))
+            elif params.follows is not None:
+                tensors = {"weights": self._shards(name, home) or {}}
+                states.append(HomeState(name, spec, home, False, tensors))
+        return states
 
     def finish(self, name: str, layout: Layout | None = None) -> list[Moved]:
         """Wait for the running reallocations of a parameter set to one layout, or to all; return them.
@@ -336,9 +339,9 @@ class ModelStore:
         The name of a role includes its adapters.
         """
         moved = []
-        for target in list(self._running):
-            if name in (target[0], role_of(target[0])) and layout in (None, target[1]):
-                moved.append(self._running.pop(target).result())
+        for set_name, target in list(self._running):
+            if name in (set_name, self._sets[set_name].role) and layout in (None, target):
+                moved.append(self._running.pop((set_name, target)).result())
         return moved
 
     def export(
@@ -377,11 +380,12 @@ class ModelStore:
     def _writer(self, role: str, layout: Layout, fields: Mapping[str, object]) -> CheckpointWriter:
         """Return the writer of the role's exports: of a model, or of adapters."""
         settings = self._roles[role]
-        how: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "leader": 0}
+        dtype = DTYPES[settings.dtype]
         lora = self._loras[role]
         if lora is None or lora.export_merged:
             spec = self._specs[role]
             spec = file_spec(spec) if settings.engine == "transformers" else spec
-            return CheckpointWriter(spec, layout, self._world, fields=fields, **how)
+            return CheckpointWriter(spec, layout, self._world, fields=fields, dtype=dtype, leader=0)
         spec = self._specs[adapters_of(role)]
-        return CheckpointWriter(spec, layout, self._world, lora=lora, base=base_name(settings), **how)
+        return CheckpointWriter(
+            spec, layout, self._world, lora=lora, base=base_name(settings), dtype=dtype, leader=0)

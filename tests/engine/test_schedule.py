@@ -12,25 +12,25 @@ from realhf.param_spec import model_spec
 
 
 def _simulate(num_micro_batches, num_stages):
-    """Runs all stages at one action per tick; returns ticks and each stage's largest number in flight.
+    """Runs all stages at one pass per tick; returns ticks and each stage's largest number in flight.
 
     A message sent in a tick can be received from the next tick on; receivers match messages in order.
     """
-    actions = [
+    passes = [
         one_forward_one_backward(num_micro_batches, stage=s, num_stages=num_stages) for s in range(num_stages)
     ]
-    for order in actions:
+    for order in passes:
         done = [order.index(("forward", i)) < order.index(("backward", i)) for i in range(num_micro_batches)]
         assert all(done) and len(order) == len(set(order)) == 2 * num_micro_batches
     up = [[] for _ in range(num_stages)]  # hidden states waiting for stage s
     down = [[] for _ in range(num_stages)]  # gradients waiting for stage s
     at, in_flight, most, ticks = [0] * num_stages, [0] * num_stages, [0] * num_stages, 0
-    while any(i < len(order) for i, order in zip(at, actions, strict=True)):
+    while any(i < len(order) for i, order in zip(at, passes, strict=True)):
         sent, before = [], list(at)
         for stage in range(num_stages):
-            if at[stage] == len(actions[stage]):
+            if at[stage] == len(passes[stage]):
                 continue
-            kind, i = actions[stage][at[stage]]
+            kind, i = passes[stage][at[stage]]
             last = stage == num_stages - 1
             inbox = up[stage] if kind == "forward" else down[stage]
             if not (stage == 0 if kind == "forward" else last):

@@ -239,12 +239,12 @@ def _versions_seen(actions, homes, num_steps=3):
     for _ in range(num_steps):
         for action in actions:
             if isinstance(action, Reallocate):
-                source = copies[action.source_role, None if action.sharded else action.source]
-                target = copies.get((action.target_role, action.target))
+                source = copies[action.source_set, None if action.sharded else action.source]
+                target = copies.get((action.target_set, action.target))
                 if action.rate is not None:
-                    copies[action.target_role, action.target] = (*(target or ()), source)
+                    copies[action.target_set, action.target] = (*(target or ()), source)
                 elif target != source:
-                    copies[action.target_role, action.target] = source
+                    copies[action.target_set, action.target] = source
             elif isinstance(action, Run) and action.call.role is not None:
                 at = action.call.role, action.layout
                 seen.append((action.call.name, copies[at]))

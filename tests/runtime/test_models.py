@@ -31,7 +31,7 @@ def test_what_a_train_step_has_changed_goes_out_right_behind_it(tmp_path):
         (TRAIN, "d4@0-3", True),  # out of the optimizer's shards
         ("d4@0-3", TRAIN, False),  # gathered for the next step where the generator's copy already is
     ]
-    before = [a for a in actions[:at] if isinstance(a, Reallocate) and a.source_role == "actor"]
+    before = [a for a in actions[:at] if isinstance(a, Reallocate) and a.source_set == "actor"]
     assert before and not any(a.ahead for a in before)
 
 

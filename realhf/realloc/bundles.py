@@ -1,4 +1,4 @@
-"""Blocks: all elements that the same ranks hold and the same ranks lack, numbered end to end.
+"""Bundles: all boxes of parameters that the same ranks hold and the same ranks lack.
 
 Overlaps of source and target are computed once per pair of placements, so once for all layers alike.
 """
@@ -19,10 +19,10 @@ Box = tuple[int, Region]
 
 
 @dataclass
-class Block:
+class Bundle:
     """Boxes that all `receivers` lack and each of `holders` can send, laid end to end in the table's order.
 
-    A position is the index of an element in the whole block.
+    A position is the index of an element in the whole bundle.
     """
 
     holders: Ranks
@@ -46,39 +46,39 @@ class Block:
 
     def snap(self, positions: np.ndarray, *, tolerance: int) -> np.ndarray:
         """Round positions to the nearest start of a row, in boxes whose rows are at most `tolerance` long."""
-        numbers = np.minimum(self._edges.searchsorted(positions, side="right"), len(self.boxes)) - 1
-        starts = self._edges[numbers]
-        rows = self._rows[numbers]
+        boxes = np.minimum(self._edges.searchsorted(positions, side="right"), len(self.boxes)) - 1
+        starts = self._edges[boxes]
+        rows = self._rows[boxes]
         snapped = starts + (2 * (positions - starts) + rows) // (2 * rows) * rows
         return np.where((rows <= tolerance) & (positions < self.size), snapped, positions)
 
     def between(self, start: int, stop: int) -> Iterator[Box]:
         """Yield the elements at positions [start, stop) as boxes."""
-        number = int(self._edges.searchsorted(start, side="right")) - 1
+        index = int(self._edges.searchsorted(start, side="right")) - 1
         while start < stop:
-            param, region = self.boxes[number]
-            first, end = self._edges[number : number + 2].tolist()
+            param, region = self.boxes[index]
+            first, end = self._edges[index : index + 2].tolist()
             last = min(stop, end)
             for box in _boxes(region, start - first, last - first):
                 yield param, box
             start = last
-            number += 1
+            index += 1
 
 
-def make_blocks(source: Sequence[Placement], target: Sequence[Placement]) -> list[Block]:
+def make_bundles(source: Sequence[Placement], target: Sequence[Placement]) -> list[Bundle]:
     """Group what ranks lack by who holds and who lacks it; placements are in the order of parameters."""
-    blocks: dict[tuple[Ranks, Ranks], Block] = {}
-    found: dict[tuple[int, int], list[tuple[Block, Region]]] = {}
+    bundles: dict[tuple[Ranks, Ranks], Bundle] = {}
+    missing: dict[tuple[int, int], list[tuple[Bundle, Region]]] = {}
     for param, (held, wanted) in enumerate(zip(source, target, strict=True)):
         key = (id(held), id(wanted))
-        if key not in found:
-            found[key] = [
-                (blocks.setdefault((holders, receivers), Block(holders, receivers)), region)
+        if key not in missing:
+            missing[key] = [
+                (bundles.setdefault((holders, receivers), Bundle(holders, receivers)), region)
                 for region, holders, receivers in _missing(held, wanted)
             ]
-        for block, region in found[key]:
-            block.boxes.append((param, region))
-    return list(blocks.values())
+        for bundle, region in missing[key]:
+            bundle.boxes.append((param, region))
+    return list(bundles.values())
 
 
 def _missing(source: Placement, target: Placement) -> Iterator[tuple[Region, Ranks, Ranks]]:
@@ -113,9 +113,9 @@ def _boxes(region: Region, start: int, stop: int) -> Iterator[Region]:
     first = start // row
     last = stop // row
 
-    def inside_row(number: int, start: int, stop: int) -> Iterator[Region]:
+    def inside_row(row_index: int, start: int, stop: int) -> Iterator[Region]:
         for box in _boxes(rest, start, stop):
-            yield ((low + number, low + number + 1), *box)
+            yield ((low + row_index, low + row_index + 1), *box)
 
     if first == last:
         yield from inside_row(first, start % row, stop % row)
