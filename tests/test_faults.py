@@ -79,8 +79,11 @@ def test_a_signal_saves_and_stops(tmp_path, slow_case):
     assert code == 1 and "Traceback" not in err, err
     step = newest(out)
     assert Manifest.load(out / f"checkpoints/step_{step}").step == step < 6
-    mend = f"--resume --out {out} continues the run"
-    assert any(line.endswith(f" after step {step} of 6; {mend}") for line in sentences(err)), err
+    assert f"realhf: ended after step {step} of 6\n" in err and "realhf: ended by SIGTERM\n" in err, err
+    last = sentences(err)[-1]
+    what = f"the last checkpoint is that of step {step}; to continue: realhf run "
+    assert last.startswith(f"realhf: {what}"), err
+    assert last.endswith(f" --resume --out {out}"), err
     with Workers([*case.words, "--out", out, "--resume"], 2, tmp_path) as workers:
         assert workers.join() == [0, 0], workers.log.read_text()
     assert result(out) == expected

@@ -41,6 +41,8 @@ class PolicyLossConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "loss.")
+        for name in ("clip_low", "clip_high", "kl_coef"):
+            require(getattr(self, name) >= 0, f"loss.{name}", getattr(self, name), "not be negative")
         require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", self.dual_clip, "be above 1")
 
 

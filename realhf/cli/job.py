@@ -1,6 +1,8 @@
 """Job: the order that the command line gives to a worker."""
 
 import os
+import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,17 @@ class Job:
     """The value of --resume; None: the run begins anew."""
     traceback: bool = False
     """Whether errors are shown with the Python lines that led to them."""
+
+
+def resume_command(out: Path) -> str:
+    """Return the command that continues this process's run in `out`."""
+    words = sys.argv[1:]
+    for option in ("--out", "--resume"):
+        while option in words:
+            at = words.index(option)
+            has_value = at + 1 < len(words) and not words[at + 1].startswith("--")
+            del words[at : at + 1 + has_value]
+    return f"realhf {shlex.join(words)} --resume --out {shlex.quote(str(out))}"
 
 
 def is_worker() -> bool:

@@ -2,14 +2,17 @@
 
 import importlib
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
-from realhf.cli.job import Job, is_worker
+from realhf.cli.job import Job, is_worker, resume_command
 from realhf.errors import UserError
 from realhf.experiment import Experiment
+from realhf.plan import ExecutionPlan
 from realhf.runtime.run_directory import (
     check_run_directory,
     find_restarted,
@@ -50,21 +53,43 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if in_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
         why = "under torchrun the number of workers comes from torchrun, leave it out"
         raise UserError(f"--nproc {options.nproc}: {why}")
+    name = Path(options.experiment).stem
+    out = None if options.out is None else Path(options.out)
+    if options.resume is not None:
+        out = _resumed_directory(options, name, out)
     program, num_ranks = compile_experiment(experiment, options)
     if not 0 < options.timeout <= _MAX_TIMEOUT_SECONDS:
         legal = f"it must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g} seconds"
         raise UserError(f"--timeout {options.timeout:g}: {legal}")
     if options.restarts < 0:
         raise UserError(f"--restarts {options.restarts}: it must not be negative")
-    name = Path(options.experiment).stem
-    out = None if options.out is None else Path(options.out)
-    if options.resume is not None:
-        if not in_worker:
-            out = find_resumption(name, resume=options.resume, out=out).out
-    elif out is not None and find_restarted(out) is None and (not in_worker or os.environ["RANK"] == "0"):
-        check_run_directory(out)
+    is_new = options.resume is None and out is not None and find_restarted(out) is None
+    if is_new and (not in_worker or os.environ["RANK"] == "0"):
+        check_run_directory(Path(options.out))
     if in_worker or num_ranks == 1:
         job = Job(program, name, out, options.timeout, options.resume, options.traceback)
         return importlib.import_module("realhf.cli.worker").work(job)
     launch = importlib.import_module("realhf.cli.launch").launch
-    return launch([*argv, "--out", str(out or new_run_directory(name))], num_ranks, restarts=options.restarts)
+    out = out or new_run_directory(name)
+    code = launch([*argv, "--out", str(out)], num_ranks, restarts=options.restarts)
+    if code and (checkpoints := find_checkpoints(out / "checkpoints")):
+        text = f"the last checkpoint is that of step {max(checkpoints)}; to continue: {resume_command(out)}"
+        print(f"realhf: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def _resumed_directory(options: Namespace, name: str, out: Path | None) -> Path | None:
+    """Return the directory of the run to continue, and take its plan unless the user names another.
+
+    The plan is taken only for as many ranks as it was made for.
+    """
+    if is_worker() and out is None and not options.resume:
+        return None  # Rank 0 looks for the newest run.
+    source = "" if find_restarted(out) is not None else options.resume
+    resumption = find_resumption(name, resume=source, out=out)
+    plan = resumption.run / "plan.yaml"
+    num_ranks = int(os.environ["WORLD_SIZE"]) if is_worker() else options.nproc
+    if options.plan is None and plan.is_file():
+        needed = ExecutionPlan.load(str(plan)).num_ranks
+        options.plan = str(plan) if num_ranks in (None, needed) else None
+    return resumption.out

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from realhf.checkpoint.names import find_checkpoints
-from realhf.cli.job import LOCAL_LAUNCHER, Job
+from realhf.cli.job import LOCAL_LAUNCHER, Job, resume_command
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError
@@ -121,11 +121,12 @@ def _train(job: Job, world: World) -> int:
         return 0
     if world.rank == 0:
         steps = job.program.experiment.steps
-        by = "" if LOCAL_LAUNCHER in os.environ else f" by {stop.requested or 'a signal'}"
-        ended = f"ended{by} after step {result.stopped_after} of {steps}"
-        saved = find_checkpoints(out / "checkpoints")
-        how = f"--resume --out {out} continues the run" if saved else "there is no checkpoint"
-        print(f"realhf: {ended}; {how}", file=sys.stderr, flush=True)
+        ended = f"ended after step {result.stopped_after} of {steps}"
+        if LOCAL_LAUNCHER not in os.environ:  # Our own launcher says the rest.
+            saved = find_checkpoints(out / "checkpoints")
+            how = f"to continue: {resume_command(out)}" if saved else "there is no checkpoint"
+            ended = f"ended by {stop.requested or 'a signal'}{ended.removeprefix('ended')}; {how}"
+        print(f"realhf: {ended}", file=sys.stderr, flush=True)
     return 1
 
 
@@ -153,12 +154,12 @@ def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
     """
     restarted = find_restarted(job.out)
     if restarted is None and job.resume is None:
-        return RunDirectory(job.out or new_run_directory(job.name)), []
+        return RunDirectory(job.out or new_run_directory(job.name), stem=job.name), []
     resume = job.resume if restarted is None else ""
     found = find_resumption(job.name, resume=resume or "", out=restarted or job.out)
     if not found.checkpoints:
         print(f"realhf: {found.out} has no checkpoint: the run starts anew", file=sys.stderr, flush=True)
-    return RunDirectory(found.out, resumes=True), list(found.checkpoints.values())
+    return RunDirectory(found.out, stem=job.name, resumes=True), list(found.checkpoints.values())
 
 
 def _measure(job: Job, world: World) -> int:
@@ -188,6 +189,8 @@ def _serve(task: Callable[[Job, World], int], job: Job) -> int:
         )  # fmt: skip
         code = task(job, world)
     except UserError as error:
+        if activity is not None:
+            activity.leave_record(place.rank, str(error), traceback.format_exc())
         text = f"{traceback.format_exc()}realhf: {error}" if job.traceback else None
         report(str(error), code=2, text=text)
         code = 2

@@ -184,7 +184,7 @@ def _deal(items: list[Domain], num_hands: int, hand: int) -> list[Domain]:
 
 
 class _ReceiveWeights(NamedTuple):
-    """How much each rank of a domain receives of the domain's own stripe, and of the stripes of others."""
+    """The share that each rank of a domain receives of the domain's own stripe, and of the others."""
 
     of_own: list[float]
     of_others: list[float]

@@ -100,6 +100,8 @@ class RewardCall:
         self._limited = LimitedCall(function, seconds=self.limits.timeout_seconds)
         self._has_warned = False
         self._has_warned_of_failures = False
+        self._first_failure = ""
+        """Why the function failed on a sample for the first time."""
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
         completion_ids, completions = decode_responses(batch, context)
@@ -161,20 +163,24 @@ class RewardCall:
         for i in range(count):
             score: Any = math.nan
             if time.monotonic() < deadline:
-                with suppress(Exception):
+                try:
                     score = self._limited(**{name: values[i : i + 1] for name, values in given.items()})[0]
+                except Exception as error:
+                    self._first_failure = self._first_failure or described(error)
             found.append(score)
         return found
 
     def _without_failed(self, scores: Sequence[Any], ids: Sequence[int]) -> list[Any]:
         """Return the scores with NaN for those that are no finite number; warn the first time."""
+        wrong = [score for score in scores if score is not None and not _is_finite(score)]
+        cause = self._first_failure or f"it returned {wrong[0]!r}" if wrong else ""
         kept = [score if score is None or _is_finite(score) else math.nan for score in scores]
         failed = [i for i, score in zip(ids, kept, strict=True) if score is not None and math.isnan(score)]
         if failed and not self._has_warned_of_failures:
             self._has_warned_of_failures = True
             what = f"failed on {len(failed)} of {len(ids)} samples (sample {failed[0]} first)"
-            print(f"realhf: warning: reward function {self.name} {what}: they are dropped with their groups",
-                  file=sys.stderr, flush=True)
+            text = f"reward function {self.name} {what}: {cause}; they are dropped with their groups"
+            print(f"realhf: warning: {text}", file=sys.stderr, flush=True)
         return kept
 
     def _warn_of_none(self, ids: Sequence[int], count: int) -> None:

@@ -44,8 +44,9 @@ def _has_record(out: Path) -> bool:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run to continue: where it writes, and its checkpoints by step, the newest first (maybe none)."""
+    """A run to continue, the directory in which it goes on, and its checkpoints by step, the newest first."""
 
+    run: Path
     out: Path
     checkpoints: Mapping[int, Path]
 
@@ -57,11 +58,11 @@ def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
     in its own run directory, or in a new one, `out`. Raises UserError if something is not there.
     """
     if resume == "" and out is None:
-        runs = [path for path in _RUNS.glob(f"{stem}*") if _is_run_of(path, stem)]
-        found = sorted((path.stat().st_mtime, path) for path in runs)
-        if not found:
-            raise UserError(f"--resume: there is no run directory {_RUNS / stem}: name one with --out")
-        out = found[-1][1]
+        owners = {lock: _read_owner(lock.read_text()) for lock in _RUNS.glob(f"*/{LOCK}")}
+        locks = [lock for lock, owner in owners.items() if owner.get("experiment") == stem]
+        if not locks:
+            raise UserError(f"--resume: no directory in {_RUNS}/ has a run of {stem}: name one with --out")
+        out = max(locks, key=lambda lock: lock.stat().st_mtime).parent
     source = Path(resume) if resume else out
     assert source is not None
     if not (source / "checkpoints").is_dir() and find_checkpoints(source):
@@ -82,12 +83,7 @@ def find_resumption(stem: str, *, resume: str, out: Path | None) -> Resumption:
     elif later := [s for s in find_checkpoints(out / "checkpoints") if s > max(checkpoints, default=0)]:
         mend = "branch off to a new directory (--out), or remove the later checkpoints"
         raise UserError(f"--resume {source}: the run has a checkpoint of step {later[0]}: {mend}")
-    return Resumption(out, checkpoints)
-
-
-def _is_run_of(path: Path, stem: str) -> bool:
-    number = path.name.removeprefix(stem).removeprefix("-")
-    return path.is_dir() and (path.name == stem or number.isdecimal())
+    return Resumption(run, out, checkpoints)
 
 
 def find_restarted(out: Path | None) -> Path | None:
@@ -122,9 +118,11 @@ def new_run_directory(stem: str) -> Path:
 class RunDirectory:
     """A run directory that this process holds until it ends."""
 
-    def __init__(self, out: Path, *, resumes: bool = False) -> None:
-        """Claim `out`. Raises UserError when it is in use, cannot be written, or holds a run that is not to
-        be resumed."""
+    def __init__(self, out: Path, *, stem: str = "", resumes: bool = False) -> None:
+        """Claim `out` for the experiment file `stem`.
+
+        Raises UserError when it is in use, cannot be written, or holds a run that is not to be resumed.
+        """
         check_run_directory(out, resumes=resumes)
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +137,7 @@ class RunDirectory:
         check_run_directory(out, resumes=resumes)  # A run may have ended in the meantime.
         self._lock.truncate(0)
         run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id}
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "run_id": run_id, "experiment": stem}
         self._lock.write(json.dumps(owner) + "\n")
         self._lock.flush()
         self.path = out.absolute()  # A reward function may change the current directory.

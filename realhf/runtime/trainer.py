@@ -68,11 +68,7 @@ class Trainer:
         if program.eval_graph is not None and experiment.eval_dataset is not None:
             eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
         if self._is_main and not quiet:
-            slow = slow_dtypes(program.roles, world.device)
-            saved = {} if checkpoint is None else checkpoint.manifest.experiment
-            changed = changed_fields(saved, _to_json(experiment)) if saved else []
-            for what in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
-                print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
+            self._warn(loader, eval_loader, checkpoint)
         self._eval_batch: Batch | None = None
         if eval_loader is not None:
             self._eval_batch = eval_loader.batch(first_prompt=0, num_prompts=len(eval_loader))
@@ -114,6 +110,16 @@ class Trainer:
         if checkpoint is not None:
             restore(checkpoint, program, world, self._store, self._context)
             self._first_step = checkpoint.manifest.step + 1
+
+    def _warn(self, loader: Loader | None, eval_loader: Loader | None, checkpoint: Checkpoint | None) -> None:
+        """Print what is probably not as the user wants it."""
+        program = self._program
+        changed = []
+        if checkpoint is not None:
+            changed = changed_fields(checkpoint.manifest.experiment, _to_json(program.experiment))
+        slow = slow_dtypes(program.roles, self._world.device)
+        for what in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
+            print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
 
     def run(self) -> RunResult:
         """Run all steps, evaluations and exports."""

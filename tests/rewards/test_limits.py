@@ -81,7 +81,10 @@ def test_failed_samples_are_dropped(failure, capsys):
     scores = _scores(reward, limits)
     assert math.isnan(scores[1]) and [scores[0], *scores[2:]] == [1.0, 3.0, 4.0]
     expected = "reward function test_failed_samples_are_dropped.<locals>.reward failed on 1 of 4 samples"
-    assert f"{expected} (sample 1 first): they are dropped with their groups" in capsys.readouterr().err
+    cause = {"raises": "KeyError: 'bb' (", "hangs": "TimeoutError: it has not", "nan": "it returned inf"}
+    said = capsys.readouterr().err
+    assert f"{expected} (sample 1 first): {cause[failure]}" in said
+    assert "; they are dropped with their groups" in said
 
 
 def _batch(score, group):
