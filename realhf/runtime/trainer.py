@@ -83,9 +83,7 @@ class Trainer:
         self._activity = world.activity
         common = (program.plan, self._store, self._context)
         failures = None if out is None else out / "failures"
-        self._executor = Executor(
-            world, program.actions, *common, experiment.group_size, self._outbox, failures
-        )
+        self._executor = Executor(world, program.actions, *common, experiment.group_size, self._outbox, failures)
         self._evaluator = Executor(world, program.eval_actions, *common, 1, self._outbox)
         self._recorder = None
         if self._is_main and out is not None:
@@ -103,10 +101,8 @@ class Trainer:
                 program, world, self._store, self._context, directory=out / "checkpoints",
                 experiment=_to_json(experiment),
             )  # fmt: skip
-        checkpointer = self._checkpointer
-        is_due = checkpointer.is_due if checkpointer is not None else lambda step: False
-        self._decisions = StepDecisions(
-            world, self._outbox, last_step=experiment.steps, is_due=is_due)
+        is_due = self._checkpointer.is_due if self._checkpointer is not None else lambda step: False
+        self._decisions = StepDecisions(world, self._outbox, last_step=experiment.steps, is_due=is_due)
         if checkpoint is not None:
             restore(checkpoint, program, world, self._store, self._context)
             self._first_step = checkpoint.manifest.step + 1
