@@ -82,8 +82,8 @@ class Trainer:
         self._outbox = Outbox()
         self._activity = world.activity
         common = (program.plan, self._store, self._context)
-        failures = None if out is None else out / "failures"
-        self._executor = Executor(world, program.actions, *common, experiment.group_size, self._outbox, failures)
+        saved = None if out is None else out / "failures"
+        self._executor = Executor(world, program.actions, *common, experiment.group_size, self._outbox, saved)
         self._evaluator = Executor(world, program.eval_actions, *common, 1, self._outbox)
         self._recorder = None
         if self._is_main and out is not None:
