@@ -65,7 +65,7 @@ def soak(steps: int) -> tuple[dict[int, list[tuple[int, float, int]]], int, list
             step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             for rank, pid in workers(process.pid).items():
                 seen.add(pid)
-                if step:
+                if 0 < step < steps:  # Pictures are drawn after the last step.
                     try:
                         samples[rank].append((step, *sample(pid)))
                     except OSError:  # It has just ended.

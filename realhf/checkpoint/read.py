@@ -15,7 +15,7 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelFiles:
     """The tensors of a model directory, whose names, shapes and dtypes have been checked."""
 
     tensors: Mapping[str, StoredTensor]
@@ -67,7 +67,7 @@ def box_start(tensor: StoredTensor, box: Region) -> tuple[int, bool]:
     return start + box[1][0] * (tensor.row_bytes // tensor.shape[1]), False
 
 
-def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
+def open_checkpoint(directory: Path, spec: ModelSpec) -> ModelFiles:
     """Read the headers; raise ValueError that names file and tensor if they are not those of this model."""
     config = spec.config
     shapes = tensor_shapes(spec)
@@ -102,7 +102,7 @@ def open_checkpoint(directory: Path, spec: ModelSpec) -> Checkpoint:
     if refused := [name for name in missing if name != SCORE]:
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
         raise ValueError(f"{directory}: parameter {refused[0]}{more} is in none of the safetensors files")
-    return Checkpoint(tensors, tuple(missing), head_copy, tuple(sorted(further)))
+    return ModelFiles(tensors, tuple(missing), head_copy, tuple(sorted(further)))
 
 
 def check_tensors(directory: Path, spec: ModelSpec) -> None:

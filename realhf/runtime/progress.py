@@ -1,6 +1,7 @@
 """Shows a run on standard error: as a live table on a terminal, otherwise as plain lines."""
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sized
 from pathlib import Path
 from threading import Event, Thread
@@ -45,7 +46,7 @@ class Progress:
         self._is_over = Event()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._rows: list[tuple[str, Mapping[str, float]]] = []
+        self._rows: deque[tuple[str, Mapping[str, float]]] = deque(maxlen=_ROWS)
         self._score = ""
 
     def start(self, dataset: Sized | None, eval_batch: Sized | None) -> None:
@@ -122,6 +123,6 @@ class Progress:
     def _shown(self) -> Group:
         names = [name for name in _COLUMNS if self._rows and name in self._rows[-1][1]]
         table = Table("step", *(_COLUMNS[name] for name in names))
-        for label, metrics in self._rows[-_ROWS:]:
+        for label, metrics in self._rows:
             table.add_row(label, *(f"{metrics[name]:.4g}" if name in metrics else "" for name in names))
         return Group(table, *filter(None, [self._score, str(self._activity)]))
