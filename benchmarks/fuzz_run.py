@@ -31,7 +31,7 @@ class Overtime(BaseException):
 
 @dataclass(frozen=True)
 class Fault:
-    """What was wrong with a case. Faults with the same `cause` are counted as one."""
+    """A wrong answer to a case. Faults with the same `cause` are counted as one."""
 
     cause: str
     detail: str
@@ -40,7 +40,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left: its exit code, its output, and where and with which exception it ended, if so."""
+    """The exit code and the output of a command, and the exception that ended it, if one did, with its place."""
 
     code: Any
     out: str

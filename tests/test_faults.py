@@ -63,6 +63,13 @@ def slow_case(tmp_path_factory):
     return case, uninterrupted(case, directory / "whole")[0]
 
 
+def resumed(case, out, tmp_path):
+    """Resume a run on two ranks and return its result."""
+    with Workers([*case.words, "--out", out, "--resume"], 2, tmp_path) as workers:
+        assert workers.join() == [0, 0], workers.log.read_text()
+    return result(out)
+
+
 def sentences(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("realhf: ")]
 
@@ -84,9 +91,7 @@ def test_a_signal_saves_and_stops(tmp_path, slow_case):
     what = f"the last checkpoint is that of step {step}; to continue: realhf run "
     assert last.startswith(f"realhf: {what}"), err
     assert last.endswith(f" --resume --out {out}"), err
-    with Workers([*case.words, "--out", out, "--resume"], 2, tmp_path) as workers:
-        assert workers.join() == [0, 0], workers.log.read_text()
-    assert result(out) == expected
+    assert resumed(case, out, tmp_path) == expected
 
 
 @pytest.mark.slow
@@ -103,9 +108,7 @@ def test_a_second_signal_ends_at_once(tmp_path, slow_case):
         assert wait_until(lambda: not command.processes(), seconds=10)
     assert code == 1 and time.monotonic() - began < 8, err
     assert "Traceback" not in err, err
-    with Workers([*case.words, "--out", out, "--resume"], 2, tmp_path) as workers:
-        assert workers.join() == [0, 0], workers.log.read_text()
-    assert result(out) == expected
+    assert resumed(case, out, tmp_path) == expected
 
 
 @pytest.mark.slow
