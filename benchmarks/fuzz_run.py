@@ -40,7 +40,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The exit code and the output of a command, and the exception that ended it, if one did, with its place."""
+    """The exit code and output of a command, and the exception, with its place, that ended it, if any."""
 
     code: Any
     out: str
