@@ -149,16 +149,17 @@ class Checkpointer:
         """
         self.finish()
         self._saved_at = time.monotonic()
-        self._store.wait_for_followers()
+        self._store.reallocations.wait_for_followers()
         states = self._store.home_states()
         if self._snapshot is None:
             self._snapshot = Snapshot(self._own_tensors(states))
         with ExitStack() as stack:
             copies = [(role_of(state.name), state.layout) for state in states if state.tensors]
-            stack.enter_context(self._store.in_use(*copies))
+            stack.enter_context(self._store.engines.in_use(*copies))
             self._snapshot.take()
         counts = {state.name: state.counts for state in states if state.optimizer is not None}
-        mine = {"counts": counts, "in_flight": self._store.in_flight, "host_state": self._context.state}
+        in_flight = self._store.reallocations.in_flight
+        mine = {"counts": counts, "in_flight": in_flight, "host_state": self._context.state}
         versions = self._store.versions.to_json()
         self._writing = self._thread.submit(self._write, step, states, mine, versions, journal)
 
@@ -267,7 +268,7 @@ def restore(
         saved = manifest.sets[state.name]
         copy = (role_of(state.name), state.layout)
         if world.rank in state.layout:
-            with store.in_use(copy, written=copy):
+            with store.engines.in_use(copy, written=copy):
                 state.read(SavedTensors(checkpoint.path, state.name, saved), rank=world.rank)
         if state.optimizer is not None:
             state.optimizer.state_was_read(saved.num_steps, saved.num_skipped)
@@ -279,7 +280,7 @@ def restore(
     mine = manifest.ranks[world.rank]
     context.state |= mine["host_state"]
     store.versions.restore(manifest.versions, (*program.actions, *program.eval_actions), store.start)
-    store.finish_all_but(mine["in_flight"])
+    store.reallocations.finish_all_but(mine["in_flight"])
 
 
 def check_models(checkpoint: Checkpoint, store: ModelStore) -> None:

@@ -159,7 +159,7 @@ class Executor:
         activity = self.world.activity
         ranks = range(self.world.size) if layout is None else layout.ranks
         with activity.doing(f"waits for the parameters of {role}"), activity.waiting(ranks):
-            finished = self.store.finish(role, layout)
+            finished = self.store.reallocations.finish(role, layout)
         for moved in finished:
             record.events.append({
                 "rank": self.world.rank, "name": role_of(moved.action.target_set), "kind": "realloc",
@@ -179,7 +179,7 @@ class Executor:
         timed = record.timed(rank=rank, name=call.name, kind=call.kind)
         doing = self.world.activity.doing(call.name)
         with doing, weights, _explaining(call, rank, self.context.step), timed as event:
-            engine = self.store.engine(call.role, layout)
+            engine = self.store.engines[call.role, layout]
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
                 gather=False, report=self.world.activity.note,
@@ -207,7 +207,7 @@ class Executor:
     def _weights(self, action: Run, record: StepRecord) -> Iterator[None]:
         """Keep the call's weights on the device while it runs, if they are offloaded."""
         assert action.call.role is not None
-        weights = self.store.offloaded(action.call.role, action.layout)
+        weights = self.store.engines.offloaded((action.call.role, action.layout))
         if weights is None:
             yield
             return

@@ -80,7 +80,7 @@ def _two_references(task):
 
 def _device_bytes(store, program):
     layouts = [program.plan[name].layout for name in ("ref_forward", "ref_again")]
-    engines = [store._engines.get(("ref", layout)) for layout in layouts]
+    engines = [store.engines.get(("ref", layout)) for layout in layouts]
     return [None if e is None else e.model.flat.untyped_storage().nbytes() for e in engines]
 
 
@@ -96,7 +96,7 @@ def _steps(world, task, layouts, options, out):
     executor = Executor(world, program.actions, program.plan, store, context, experiment.group_size)
     seen, passes = [(_device_bytes(store, program), [], {})], []
     if world.rank in program.homes["actor"]:
-        blocks = store.engine("actor", program.homes["actor"]).model.blocks
+        blocks = store.engines["actor", program.homes["actor"]].model.blocks
         first = blocks[0]
         blocks[0] = lambda *args: passes.append(torch.is_grad_enabled()) or first(*args)
     for step in range(2):
