@@ -140,18 +140,22 @@ class Executor:
     def _reallocate(self, action: Reallocate, record: StepRecord, *, is_last: bool) -> None:
         """Start a reallocation, and wait for it unless it runs ahead of the next step.
 
-        One that the previous step has started ahead is awaited by the call that uses it, or by the role's
-        next update; an evaluation awaits it at once, and so counts it as its own.
+        If the previous step has started it ahead, the call that uses it waits for it, or the role's next
+        update. An evaluation waits for it here, and so counts it as its own.
         """
         if action.ahead and is_last:
             return
         if action.rate is not None:
-            self._wait(record, action.target_set)
-        if (self.store.start(action) or not self._updates_anything) and not action.ahead:
+            self._wait(record, action.target_set)  # Copies in flight are made of values that now change.
+        is_new = self.store.start(action)
+        if action.ahead:
+            return
+        if is_new or not self._runs_ahead:
             self._wait(record, action.target_set, action.target)
 
     @cached_property
-    def _updates_anything(self) -> bool:
+    def _runs_ahead(self) -> bool:
+        """Whether steps start reallocations for the next step; evaluations do not."""
         return any(isinstance(action, Reallocate) and action.ahead for action in self.actions)
 
     def _wait(self, record: StepRecord, role: str, layout: Layout | None = None) -> None:
