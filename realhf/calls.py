@@ -86,7 +86,9 @@ class Generate(Work):
     """Continues prompts.
 
     Outputs, by position: sequences (prompt and response), response mask, log-probs (at the sampling
-    temperature, before top-k and top-p), and 1.0 for samples that ended with an end-of-sequence token.
+    temperature, before top-k and top-p), and 1.0 for samples that ended with an end-of-sequence token. A
+    fifth output, if the call names one, is each token's version: the updates of the role's weights before it
+    was sampled (int64, 0 on prompts).
     """
 
     kind = "generate"

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import networkx as nx
+
 from realhf.calls import OptimizerConfig
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig
@@ -87,6 +89,13 @@ class Experiment:
     keep_checkpoints: int = 2  # The newest checkpoints that stay on the disk.
     keep_checkpoint_every: int = 0  # Checkpoints of multiples of this step stay, too; 0: none.
     log_every: int = 1  # Steps between printed lines.
+    max_lag: int = 0
+    """Most updates by which the weights that sampled a token may lag behind those that train on it. Above 0,
+    generation runs ahead of training by that many batches."""
+    rounds: int | None = None
+    """Rounds, one in each step, in which an answer is generated; weights may change in between. Legal are
+    `max_lag`, with which generation and training overlap if they have devices of their own, and one more,
+    with which long answers go on in the next step on the same devices. None: `max_lag`, at least 1."""
     expected: Expected = field(default_factory=Expected)  # Lengths for the planner.
     tokenizer: str | None = None  # Directory of the tokenizer; None: that of the first role.
 
@@ -101,6 +110,26 @@ class Experiment:
     def eval_graph(self) -> DataflowGraph | None:
         """Return the calls of an evaluation, which write `completion` and `score`; None: no evaluation."""
         return None
+
+    def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
+        """Return the parts of a step, by name: the calls that run together, each in one part only.
+
+        Without lag there is one part, `step`. With lag there are `rollout` (generating calls and what they
+        need), `train` (train steps and what needs them) and `score` (the other calls).
+        """
+        if not self.max_lag:
+            return {"step": tuple(call.name for call in graph.order)}
+        return lagged_parts(graph)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds in which an answer is generated."""
+        return max(1, self.max_lag) if self.rounds is None else self.rounds
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a batch waits one step after its last round, so that its training may overlap a round."""
+        return self.num_rounds == self.max_lag
 
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
         """Return the graph with the experiment's seed in every generating call."""
@@ -120,3 +149,23 @@ class Experiment:
 
     def tokenizer_dir(self) -> str:
         return self.tokenizer or next(iter(self.roles().values())).model
+
+
+def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
+    """Cut a graph into the parts `rollout`, `score` and `train`. Raises ValueError if that is impossible."""
+    generating = {call.name for call in graph.of_kind("generate")}
+    training = {call.name for call in graph.of_kind("train_step")}
+    if not generating or not training:
+        kind = "generate" if not generating else "train_step"
+        raise ValueError(f"max_lag is above 0, and the graph has no call of kind {kind!r}: set max_lag to 0")
+    rollout = generating.union(*(nx.ancestors(graph.nx_graph, name) for name in generating))
+    train = training.union(*(nx.descendants(graph.nx_graph, name) for name in training))
+    if both := [call.name for call in graph.order if call.name in rollout & train]:
+        why = "generation needs it, and it needs training"
+        raise ValueError(f"max_lag is above 0, and {why}: call {both[0]!r}; set max_lag to 0")
+    names = [call.name for call in graph.order]
+    return {
+        "rollout": tuple(name for name in names if name in rollout),
+        "score": tuple(name for name in names if name not in rollout | train),
+        "train": tuple(name for name in names if name in train),
+    }
