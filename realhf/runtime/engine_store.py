@@ -42,7 +42,7 @@ class EngineStore:
             self._create(role, home, optimizer=settings.optimizer)
             if self._world.rank in home:
                 fault = fault or self._load(role, seed=seed)
-        self._agree(fault)
+        self._raise_on_every_rank(fault)
 
     def create_copies(self, actions: Sequence[Action]) -> None:
         """Construct the other engines that run these actions; reallocations will fill in their weights."""
@@ -56,7 +56,15 @@ class EngineStore:
             return
         catalog = self._catalog
         settings = catalog.roles[role]
-        memory = self._memory(role, layout)
+        memory = None  # The engine allocates its own.
+        equal = self._equal_home(role, layout)
+        if equal is not None:
+            memory = self._engines[equal].flat
+            if equal in self._offloaded:
+                self._offloaded[copy] = self._offloaded[equal]
+        elif role in catalog.offloaded:
+            memory = self._unshared_memory(role, layout)
+            self._offloaded[copy] = OffloadedWeights(memory)
         adapters = self._equal_home(adapters_of(role), layout)
         with self.in_use(copy):
             self._engines[copy] = ENGINES[settings.engine](
@@ -65,21 +73,11 @@ class EngineStore:
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
             )  # fmt: skip
 
-    def _memory(self, role: str, layout: Layout) -> torch.Tensor | None:
-        """Return the flat tensor for a new engine's weights: shared or offloaded; None: its own."""
-        equal = self._equal_home(role, layout)
-        if equal is not None:
-            if equal in self._offloaded:
-                self._offloaded[role, layout] = self._offloaded[equal]
-            return self._engines[equal].flat
-        if role not in self._catalog.offloaded:
-            return None
+    def _unshared_memory(self, role: str, layout: Layout) -> torch.Tensor:
+        """Return a flat tensor for weights that other ranks cannot read, so that it may be freed."""
         regions = self._catalog.specs[role].held_by(layout, self._world.rank)
         dtype = DTYPES[self._catalog.roles[role].dtype]
-        # Other ranks cannot read it, in contrast to an engine's own memory, as it is freed between uses.
-        memory = torch.zeros(sum(map(region_size, regions.values())), dtype=dtype, device=self._world.device)
-        self._offloaded[role, layout] = OffloadedWeights(memory)
-        return memory
+        return torch.zeros(sum(map(region_size, regions.values())), dtype=dtype, device=self._world.device)
 
     def _equal_home(self, name: str, layout: Layout) -> Copy | None:
         """Return a home on this rank that holds the same part of equal parameters; the set's own comes first.
@@ -88,10 +86,13 @@ class EngineStore:
         copy would be updated before its next use anyway.
         """
         catalog = self._catalog
-        for other in (name, *catalog.sets) if name in catalog.sets else ():
+        if name not in catalog.sets:  # The role has no adapters.
+            return None
+        for other in (name, *catalog.sets):
             home = (catalog.sets[other].role, catalog.home(other))
-            may_share = catalog.may_share(name, other) and home in self._engines
-            if may_share and catalog.is_same_part(name, layout, home[1], rank=self._world.rank):
+            if not catalog.may_share(name, other) or home not in self._engines:
+                continue
+            if catalog.is_same_part(name, layout, home[1], rank=self._world.rank):
                 return home
         return None
 
@@ -116,8 +117,8 @@ class EngineStore:
                 return f"{role}.lora.adapter: {error}"
         return ""
 
-    def _agree(self, fault: str) -> None:
-        """End the run on every rank if one has a fault; the first such rank raises it as UserError."""
+    def _raise_on_every_rank(self, fault: str) -> None:
+        """Raise if any rank has a fault: UserError on the first such rank, PeerError on the others."""
         faults = self._world.control.all_gather_json(fault)
         if any(faults):
             first = next(rank for rank, fault in enumerate(faults) if fault)
@@ -130,7 +131,7 @@ class EngineStore:
         return self._engines[copy]
 
     def get(self, copy: Copy) -> Engine | None:
-        """Return the engine as above; None if this rank is not in the layout."""
+        """Return the engine, or None if this rank is not in the layout."""
         return self._engines.get(copy)
 
     def offloaded(self, copy: Copy) -> OffloadedWeights | None:

@@ -253,15 +253,17 @@ class Executor:
     def _reallocate(self, action: Reallocate) -> None:
         """Start a reallocation, and wait for it unless it runs ahead of the next step.
 
-        One that the previous step has started ahead is awaited by the call that uses it, or by the role's
-        next update; an evaluation awaits it at once, and so counts it as its own.
+        If the previous step has started it ahead, the call that uses it waits for it, or the role's next
+        update. An evaluation waits for it here, and so counts it as its own.
         """
         if action.ahead and self._is_last:
             return
         if action.rate is not None:
-            self._wait(action.target_set)
-        has_started = self._models.start(action)
-        if not action.ahead and (has_started or not self._trains):
+            self._wait(action.target_set)  # Copies in flight are made of values that now change.
+        is_new = self._models.start(action)
+        if action.ahead:
+            return
+        if is_new or not self._trains:
             self._wait(action.target_set, action.target)
 
     def _wait(self, role: str, layout: Layout | None = None) -> None:

@@ -67,10 +67,10 @@ class ModelStore:
                 engine = self.engines.get((params.role, home))
                 optimizer = None if engine is None else engine.optimizer
                 tensors = {} if optimizer is None else optimizer.state
-                states.append(HomeState(name, spec, home, True, tensors, optimizer))
+                states.append(HomeState(name, spec, home, trained=True, tensors=tensors, optimizer=optimizer))
             elif params.follows is not None:
                 tensors = {"weights": self.engines.shards(name, home) or {}}
-                states.append(HomeState(name, spec, home, False, tensors))
+                states.append(HomeState(name, spec, home, trained=False, tensors=tensors))
         return states
 
     def export(
@@ -92,7 +92,7 @@ class ModelStore:
 
 
 def _versions_at_start(catalog: ParameterCatalog) -> CopyVersions:
-    """Return the versions when all homes have been loaded, each of which holds all sets that are equal."""
+    """Return the versions after loading, when each home also holds the sets that are equal to its own."""
     names = list(catalog.sets)
     complete = [
         (name, catalog.home(other)) for name in names for other in names if catalog.may_share(name, other)
