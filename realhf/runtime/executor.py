@@ -189,7 +189,8 @@ class Executor:
         if result.metrics.get("skipped_updates") and rank in layout.heads:
             self._save_samples(call.name, minibatches)
         if rank == layout.heads[0]:
-            record.metrics += [(f"{call.role}/{name}", value, 1.0) for name, value in result.metrics.items()]
+            names = {name: name if "/" in name else f"{call.role}/{name}" for name in result.metrics}
+            record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.heads else None
 
     def _save_samples(self, call: str, minibatches: Sequence[Batch]) -> None:
