@@ -77,6 +77,6 @@ class Round:
 
 def _sums(mask: Packed) -> list[int]:
     """Return the number of ones of each mask."""
-    row_T = torch.repeat_interleave(torch.tensor(mask.lengths))
+    row_T = torch.repeat_interleave(torch.tensor(mask.lengths, dtype=torch.long))
     sums = torch.zeros(len(mask), dtype=torch.long).index_add_(0, row_T, mask.values.long())
     return sums.tolist()

@@ -198,13 +198,12 @@ class Trainer:
         return decision.stops
 
     def _step(self, step: int) -> StepRecord:
-        """Run the step program once; before the first step it also runs ahead by the lag."""
+        """Run the step program once; in the first step also as often as generation runs ahead."""
         experiment = self._program.experiment
         self._context.step = step
         self._activity.step = f"step {step}/{experiment.steps}"
-        calls = 1 + (experiment.max_lag if step == 1 else 0)
-        for call in range(calls):
-            self._executor.begin_step(is_last=step == experiment.steps and call == calls - 1)
+        self._executor.begin_step(is_last=step == experiment.steps)
+        for _ in range(1 + (experiment.max_lag if step == 1 else 0)):
             self._runner.execute(experiment.step)
         return self._executor.take_record()
 
