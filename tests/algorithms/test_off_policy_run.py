@@ -18,9 +18,9 @@ def _run(world, kind, task, proximal, layouts):
     """Return the metrics of a run, on rank 0."""
     experiment = make_experiment(kind, task, eval_dataset=None, steps=2)
     experiment = replace(experiment, loss=replace(experiment.loss, proximal=proximal))
-    names = [call.name for call in experiment.graph().calls]
-    where = dict(zip(CALLS, layouts, strict=True))
-    calls = {name: {"layout": at, "micro_batch_tokens": 40} for name, at in where.items() if name in names}
+    layout_of = dict(zip(CALLS, layouts, strict=True))
+    names = [call.name for call in experiment.graph().calls if call.kind != "host"]
+    calls = {name: {"layout": layout_of.get(name, "d1@0"), "micro_batch_tokens": 40} for name in names}
     program = compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=4)
     metrics = Trainer(program, world, quiet=True).run().metrics
     return metrics if world.rank == 0 else None
