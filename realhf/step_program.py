@@ -116,7 +116,7 @@ class StepRunner:
         self._batches[self._num_batches] = prompts
         self._num_batches += 1
         self._expires |= dict.fromkeys(prompts, self.number + self._max_lag)
-        self._next(f"prompts {first} to {first + n - 1}")
+        self._next(f"take {_named(prompts)}")
         return Samples(prompts)
 
     def batch(self, i: int) -> Samples | None:
@@ -149,7 +149,7 @@ class StepRunner:
             if name is None or self._done[self._part_of[name]].issuperset(samples.prompts)
         )
         self._sent[part] = (samples.prompts, ready)
-        self._next(f"send {part} {list(samples.prompts)}")
+        self._next(f"send part {part} of {_named(samples.prompts)}")
         self._executor.send(part, samples.prompts, ready)
 
     def __call__(self, part: str, samples: Samples | None) -> Samples | None:
@@ -170,7 +170,7 @@ class StepRunner:
         self._require_inputs(part, prompts)
         if (generating := self._generating(part)) is not None:
             self._started |= dict.fromkeys(prompts, self.updates(generating.role or ""))
-        self._next(f"run {part} {list(prompts)}")
+        self._next(f"run part {part} on {_named(prompts)}")
         self._last_run[part] = self._operation
         self._executor.run(
             part, prompts, operation=self._operation, sent=sent, updates=self._updates.copy())
@@ -324,6 +324,13 @@ class StepRunner:
         return self._last_run[self._part_of[call]]
 
 
+def _named(prompts: Sequence[int]) -> str:
+    """Return prompts in words, such as "prompts 0 to 31"."""
+    if len(prompts) > 2 and list(prompts) == list(range(prompts[0], prompts[-1] + 1)):
+        return f"prompts {prompts[0]} to {prompts[-1]}"
+    return f"prompts {', '.join(map(str, prompts)) or 'of earlier rounds'}"
+
+
 class Pool:
     """Samples that wait for use, across steps, in the order in which they came; `len` counts prompts."""
 
@@ -348,7 +355,7 @@ class Pool:
             added = [prompt for prompt in added if prompt in kept]
         known = set(self.prompts)
         self.prompts += [prompt for prompt in added if prompt not in known]
-        self._run._next(f"pool {self._name} adds {added}")
+        self._run._next(f"pool {self._name} adds {_named(added)}")
 
     def take(self, n: int, *, order: Literal["oldest", "random"] = "oldest") -> Samples | None:
         """Return `n` prompts with their samples, or all if there are fewer; None if there are none.
@@ -360,7 +367,7 @@ class Pool:
         if order == "random":
             rng = random.Random(f"{self._run._seed}/{self._run._operation}/{self._name}")
             chosen = rng.sample(self.prompts, min(n, len(self.prompts)))
-        self._run._next(f"pool {self._name} gives {chosen}")
+        self._run._next(f"pool {self._name} gives {_named(chosen)}")
         self._run.log(f"pool/{self._name}/missing", n - len(chosen))
         if not self.keeps:
             self._remove(set(chosen))
@@ -370,7 +377,7 @@ class Pool:
         """Remove samples whose generation began more than `max_age` updates ago; return how many prompts."""
         old = {prompt for prompt in self.prompts if self._age(prompt) > max_age}
         self._remove(old)
-        self._run._next(f"pool {self._name} drops {sorted(old)}")
+        self._run._next(f"pool {self._name} drops {_named(sorted(old))}")
         return len(old)
 
     def _age(self, prompt: int) -> int:
