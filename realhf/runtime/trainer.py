@@ -20,8 +20,9 @@ from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
 from realhf.runtime.dry_trace import step_runner
-from realhf.runtime.executor import Executor, HostContext
+from realhf.runtime.executor import Executor
 from realhf.runtime.export import config_fields, files_beside
+from realhf.runtime.host_context import HostContext
 from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import Program
