@@ -76,37 +76,10 @@ PLANS: list[Any] = [
         "actor_generate", "reward_forward", "ref_forward", "group_advantages", "actor_train")}},
 ]  # fmt: skip
 LAYOUTS = ["d2t4p1@0-7", "t2@0,3", "d2@0-1", "p2d2c2t2e2@0-15", "d1@0", "t2@4-5"]
-_PASS = {"sequence_tokens": [10, 30], "tokens": [100, 300, 900], "seconds": [[1, 2, 6], [2, 4, 12]]}
-_SHAPE = {
-    "family": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2,
-    "head_dim": 16, "vocab_size": len(_VOCABULARY), "tie_word_embeddings": True,
-}  # fmt: skip
-_TABLES = {
-    "block_forward": _PASS, "block_backward": _PASS,
-    "logprobs_forward": {"tokens": [10, 20], "seconds": [1, 2]},
-    "logprobs_backward": {"tokens": [10, 20], "seconds": [1, 2]},
-    "decode_block": {"context_tokens": [10, 20], "rows": [1, 3], "seconds": [[1, 2], [3, 4]]},
-    "decode_shared": {"context_tokens": [10, 20], "rows": [1, 3], "seconds": [[1, 2], [3, 3]]},
-    "decode_head": {"rows": [1, 3], "seconds": [5, 6]},
-    "update": {"parameters": [100, 200], "seconds": [10, 20]},
-    "zero_gradients": {"parameters": [100, 200], "seconds": [1, 2]},
-}  # fmt: skip
-PROFILE: dict[str, Any] = {
-    "date": "2026-11-21 12:00",
-    "machine": {"cores": 2},
-    "cluster": {
-        "num_hosts": 1, "devices_per_host": 4, "device_memory_bytes": 4e9, "host_memory_bytes": 16e9,
-        "memory_bandwidth_bytes_per_second": 13e9, "peak_flops": {"float64": 40e9, "float32": 89e9},
-        "intra_host": {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 4e9},
-        "inter_host": {"latency_seconds": 3e-4, "bandwidth_bytes_per_second": 1e9}, "device_type": "cpu",
-    },
-    "wires": {
-        "all_gather": {"ranks": [2], "bytes": [0, 1000], "seconds": [[1, 3]]},
-        "send": {"bytes": [0, 1000], "seconds": [0.5, 1.5]},
-    },
-    "calls": {"forward": {"samples": [1, 11], "seconds": [1, 2]}},
-    "models": [{"shape": _SHAPE, "dtype": "float64", "tp": 1, "tables": _TABLES}],
-}  # fmt: skip
+PROFILE: dict[str, Any] = yaml.safe_load((_REPO / "tests/planner/sample_profile.yaml").read_text())
+PROFILE["cluster"].update(num_hosts=1, peak_flops={"float64": 40e9, "float32": 89e9})
+PROFILE["models"][0]["dtype"] = "float64"  # The tables then apply to the experiment above.
+PROFILE["models"][0]["shape"]["vocab_size"] = len(_VOCABULARY)
 
 
 def _small(name: str) -> dict[str, Any]:

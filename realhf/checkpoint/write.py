@@ -53,22 +53,22 @@ def plan_files(
 
     A tensor that is larger has a file of its own.
     """
-    stored = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
+    dtype_names = {getattr(torch, known): name for name, known in STORED_DTYPES.items()}
     contents: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     filled = 0  # Bytes in the last file.
     for name, params in params_by_tensor(spec.params).items():
-        own = _dtype_in_file(params[0], dtype)
+        file_dtype = _dtype_in_file(params[0], dtype)
         shape = tensor_shape(params)
-        num_bytes = math.prod(shape) * own.itemsize
+        num_bytes = math.prod(shape) * file_dtype.itemsize
         if contents[-1] and filled + num_bytes > max_shard_bytes:
             contents.append([])
             filled = 0
-        contents[-1].append((name, stored[own], shape))
+        contents[-1].append((name, dtype_names[file_dtype], shape))
         filled += num_bytes
     files: list[ShardFile] = []
     for i, content in enumerate(contents, start=1):
-        number = f"-{i:05d}-of-{len(contents):05d}" if len(contents) > 1 else ""
-        path = Path(f"{stem}{number}.safetensors")
+        suffix = f"-{i:05d}-of-{len(contents):05d}" if len(contents) > 1 else ""
+        path = Path(f"{stem}{suffix}.safetensors")
         header, starts = pack_header(content)
         tensors = {name: StoredTensor(path, kind, shape, starts[name]) for name, kind, shape in content}
         files.append(ShardFile(path.name, header, starts[""], tensors))
@@ -76,7 +76,7 @@ def plan_files(
 
 
 @dataclass(frozen=True)
-class Part:
+class WriteJob:
     """A region of a parameter, which `sender` holds and `writer` writes to a file."""
 
     param: ParamSpec
@@ -85,7 +85,7 @@ class Part:
     writer: int
 
 
-def assign_parts(spec: ModelSpec, layout: Layout, writers: Sequence[int]) -> list[Part]:
+def assign_writes(spec: ModelSpec, layout: Layout, writers: Sequence[int]) -> list[WriteJob]:
     """Assign a sender and a writer to every region, in table order.
 
     A region is written by one of its holders if some are among `writers`, so that it need not be sent. Among
@@ -93,16 +93,16 @@ def assign_parts(spec: ModelSpec, layout: Layout, writers: Sequence[int]) -> lis
     """
     written = Counter[int]()
     sent = Counter[int]()
-    parts = []
+    jobs = []
     for param, placement in zip(spec.params, spec.placements(layout), strict=True):
         for region, holders in placement:
-            own = [rank for rank in holders if rank in writers]
-            writer = min(own or writers, key=lambda rank: (written[rank], rank))
-            sender = writer if own else min(holders, key=lambda rank: (sent[rank], rank))
+            holding_writers = [rank for rank in holders if rank in writers]
+            writer = min(holding_writers or writers, key=lambda rank: (written[rank], rank))
+            sender = writer if holding_writers else min(holders, key=lambda rank: (sent[rank], rank))
             written[writer] += region_size(region)
-            sent[sender] += 0 if own else region_size(region)
-            parts.append(Part(param, region, sender, writer))
-    return parts
+            sent[sender] += 0 if holding_writers else region_size(region)
+            jobs.append(WriteJob(param, region, sender, writer))
+    return jobs
 
 
 class CheckpointWriter:
@@ -134,7 +134,7 @@ class CheckpointWriter:
             self._config = adapter_config(spec.config, lora, base=base)
         host = world.ranks_on_host(leader)
         self._writers = sorted(rank for rank in layout.ranks if rank in host) or [leader]
-        self._parts = assign_parts(spec, layout, self._writers)
+        self._jobs = assign_writes(spec, layout, self._writers)
         self._tensors = {name: tensor for file in self._files for name, tensor in file.tensors.items()}
         self._group = world.group(tuple(sorted({*layout.ranks, leader})), purpose="export")
 
@@ -152,56 +152,56 @@ class CheckpointWriter:
                     out.write(file.header)
                     out.truncate(file.num_bytes)
         self._group.barrier()
-        for part in (*self._local_parts(), *(part for part in self._parts if part.sender != part.writer)):
-            for row, block in self._blocks(part, shards):
-                self._write(directory, part, row, block)
+        for job in (*self._local_jobs(), *(job for job in self._jobs if job.sender != job.writer)):
+            for row, block in self._blocks(job, shards):
+                self._write(directory, job, row, block)
         self._group.barrier()
         if self._rank == self._leader:
             self._finish(directory, beside)
         self._group.barrier()
 
-    def _local_parts(self) -> list[Part]:
-        """Return the parts that this rank both holds and writes.
+    def _local_jobs(self) -> list[WriteJob]:
+        """Return the jobs whose region this rank both holds and writes.
 
         Each writer begins with a different file, because a file takes one write at a time.
         """
-        mine = [part for part in self._parts if part.sender == part.writer == self._rank]
-        if not mine:
+        jobs = [job for job in self._jobs if job.sender == job.writer == self._rank]
+        if not jobs:
             return []
-        count = len(self._files)
-        number = {name: i for i, file in enumerate(self._files) for name in file.tensors}
-        first = self._writers.index(self._rank) * count // len(self._writers)
-        return sorted(mine, key=lambda part: (number[part.param.in_file.name] - first) % count)
+        num_files = len(self._files)
+        file_index = {name: i for i, file in enumerate(self._files) for name in file.tensors}
+        first = self._writers.index(self._rank) * num_files // len(self._writers)
+        return sorted(jobs, key=lambda job: (file_index[job.param.in_file.name] - first) % num_files)
 
-    def _blocks(self, part: Part, shards: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield, on the rank that writes a part, the indices of first rows and the rows that fit a block.
+    def _blocks(self, job: WriteJob, shards: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield, on the rank that writes a region, the indices of first rows and the rows that fit a block.
 
-        If another rank holds the part, that one sends them meanwhile.
+        If another rank holds the region, that one sends them meanwhile.
         """
         peers = self._group.ranks
-        if self._rank == part.sender:
-            values = in_file_order(part.param, shards[part.param.name])
-        elif self._rank == part.writer:
-            shape = [stop - start for start, stop in box_in_tensor(part.param, part.region)]
-            values = torch.empty(shape, dtype=_dtype_in_file(part.param, self._dtype), device="meta")
+        if self._rank == job.sender:
+            values = in_file_order(job.param, shards[job.param.name])
+        elif self._rank == job.writer:
+            shape = [stop - start for start, stop in box_in_tensor(job.param, job.region)]
+            values = torch.empty(shape, dtype=_dtype_in_file(job.param, self._dtype), device="meta")
         else:
             return
         for rows in row_blocks(len(values), values[:1].nbytes, _BLOCK_BYTES):
             if values.is_meta:
                 block = torch.empty_like(values[rows], device="cpu")
-                self._group.exchange([], [(peers.index(part.sender), block)])
+                self._group.exchange([], [(peers.index(job.sender), block)])
                 yield rows.start, block
                 continue
             block = values[rows].cpu().contiguous()
-            if self._rank == part.writer:
+            if self._rank == job.writer:
                 yield rows.start, block
             else:
-                self._group.exchange([(peers.index(part.writer), block)], [])
+                self._group.exchange([(peers.index(job.writer), block)], [])
 
-    def _write(self, directory: Path, part: Part, row: int, block: Tensor) -> None:
-        """Write rows of a part into its file; `row` is the index of the first one in the part."""
-        tensor = self._tensors[part.param.in_file.name]
-        start, has_whole_rows = box_start(tensor, box_in_tensor(part.param, part.region))
+    def _write(self, directory: Path, job: WriteJob, row: int, block: Tensor) -> None:
+        """Write rows of a region into its file; `row` is the index of the first one in the region."""
+        tensor = self._tensors[job.param.in_file.name]
+        start, has_whole_rows = box_start(tensor, box_in_tensor(job.param, job.region))
         with open(directory / _unfinished(tensor.path.name), "r+b") as out:
             for i, piece in enumerate([block] if has_whole_rows else block):
                 out.seek(start + (row + i) * tensor.row_bytes)
@@ -210,10 +210,10 @@ class CheckpointWriter:
     def _finish(self, directory: Path, beside: Mapping[str, Beside]) -> None:
         """Give the files their final names, after removing an earlier export of a model or adapters."""
         names = [file.name for file in self._files]
-        mine = {_unfinished(name) for name in names}
+        written = {_unfinished(name) for name in names}
         for pattern in (*_EXPORTED, *map(_unfinished, _EXPORTED)):
             for path in directory.glob(pattern):
-                if path.name not in mine:
+                if path.name not in written:
                     path.unlink()
         for name in names:
             os.replace(directory / _unfinished(name), directory / name)
@@ -256,12 +256,12 @@ def _dtype_in_file(param: ParamSpec, dtype: torch.dtype) -> torch.dtype:
 def _put(path: Path, content: Beside) -> None:
     """Write a file so that it is either complete or absent."""
     path.parent.mkdir(exist_ok=True)
-    part = path.with_name(_unfinished(path.name))
+    unfinished = path.with_name(_unfinished(path.name))
     if isinstance(content, Path):
-        shutil.copyfile(content, part)
+        shutil.copyfile(content, unfinished)
     else:
-        part.write_text(content)
-    os.replace(part, path)
+        unfinished.write_text(content)
+    os.replace(unfinished, path)
 
 
 def _unfinished(name: str) -> str:

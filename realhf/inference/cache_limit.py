@@ -78,12 +78,12 @@ def _left_in_cgroup() -> list[int]:
                 continue
             new = controllers == ""
             root = _CGROUP if new else _CGROUP / "memory"
-            limit, used = _NEW_FILES if new else _OLD_FILES
-            for part in (inside := PurePosixPath(path.lstrip("/")), *inside.parents):
+            for group in (own_group := PurePosixPath(path.lstrip("/")), *own_group.parents):
                 with suppress(OSError, ValueError):  # (Without a limit, the file says "max".)
-                    most, now = (int((root / part / name).read_text()) for name in (limit, used))
-                    kept = _numbers(root / part / "memory.stat")
-                    left.append(most - now + kept["inactive_file" if new else "total_inactive_file"])
+                    files = _NEW_FILES if new else _OLD_FILES
+                    limit, used = (int((root / group / name).read_text()) for name in files)
+                    stat = _numbers(root / group / "memory.stat")
+                    left.append(limit - used + stat["inactive_file" if new else "total_inactive_file"])
     return left
 
 

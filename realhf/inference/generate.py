@@ -143,7 +143,7 @@ class _Cohort:
         self._scheduler = Scheduler(
             [self.samples.add(group) for group in self._begun], tables=self._tables,
             history=self.samples.history, prefill_tokens=work.prefill_tokens,
-            restart_at=self._model.cache_limit, more=self._take_prompt)
+            restart_at=self._model.rope_boundary, more=self._take_prompt)
         if record is not None:
             self._graphs = DecodeGraphs(self._model, self._cache, self._tables, record)
 

@@ -12,7 +12,7 @@ from realhf.chunk_sizes import PART_NUMEL
 from realhf.model_config import ModelConfig
 from realhf.nn import half_matmul
 from realhf.nn.grad_accumulation import collects
-from realhf.nn.lora import Adapter, linear
+from realhf.nn.lora import Adapter, adapted_linear
 from realhf.region import row_blocks
 
 Activation = Callable[[Tensor], Tensor]
@@ -55,7 +55,7 @@ def activated_linear(
     """Return the down-projection of the activated `up_TF`; only `up_TF` is kept for the backward pass."""
     if torch.is_grad_enabled() and collects(weight_HF) and adapter is None:
         return _ActivatedLinear.apply(up_TF, weight_HF, ACTIVATIONS[config.activation], config.gated)
-    return linear(activation(config)(up_TF), weight_HF, adapter=adapter)
+    return adapted_linear(activation(config)(up_TF), weight_HF, adapter=adapter)
 
 
 def _parts(x_TF: Tensor) -> list[slice]:
@@ -117,7 +117,7 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.save_for_backward(up_TF)
         ctx.weight = weight_HF
         ctx.settings = curve, gated
-        return half_matmul.linear(_activate(up_TF, curve, gated), weight_HF)
+        return half_matmul.affine(_activate(up_TF, curve, gated), weight_HF)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:

@@ -17,7 +17,7 @@ from realhf.model_config import ModelConfig
 from realhf.nn.activation import activated_linear, activation
 from realhf.nn.attention import Attend, AttentionKind, attend_in_parts
 from realhf.nn.latent_attention import LatentAttention
-from realhf.nn.lora import Adapted, linear
+from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.moe import Moe, RouterLosses
 from realhf.nn.norm import rms_norm
 from realhf.nn.parameters import Weights
@@ -97,7 +97,7 @@ class Attention:
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         N, K = self.num_heads, self.num_kv_heads
         x_TH = copy_to_group(x_TH, self.tp)
-        qkv = linear(x_TH, self.qkv, self.qkv_bias, self.adapters.get("qkv.weight"))
+        qkv = adapted_linear(x_TH, self.qkv, self.qkv_bias, self.adapters.get("qkv.weight"))
         qkv = qkv.view(len(qkv), N + 2 * K, self.config.head_dim)
         if self.config.qk_norm is not None:
             q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
@@ -109,7 +109,7 @@ class Attention:
         q_TND, k_TKD, v_TKD = qkv.split((N, K, K), dim=1)
         out_TND = attend_in_parts(
             attends, lambda attend, *qkv: attend(self.kind, *qkv), q_TND, k_TKD, v_TKD)
-        y_TH = linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
+        y_TH = adapted_linear(out_TND.flatten(1), self.out, adapter=self.adapters.get("o.weight"))
         y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.out_bias is None else y_TH + self.out_bias
 
@@ -146,7 +146,7 @@ class Mlp:
         self.down_adapter = adapters.get(f"{prefix}down.weight")
 
     def __call__(self, x_TH: Tensor, _: RouterLosses | None = None) -> Tensor:
-        up_TF = linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
+        up_TF = adapted_linear(copy_to_group(x_TH, self.tp), self.up, self.up_bias, self.up_adapter)
         y_TH = activated_linear(self.config, up_TF, self.down, self.down_adapter)
         y_TH = sum_over_group(y_TH, self.tp)
         return y_TH if self.down_bias is None else y_TH + self.down_bias

@@ -42,7 +42,7 @@ def attend_over_group(
     k_tKD, v_tKE = (x.repeat_interleave(N // K // share, dim=1) for x in (k_tKD, v_tKE))
     n, k = N // C, N // C // share
     shapes = ((n, D), (k, D), (k, E))
-    widths = [heads * dim for heads, dim in shapes]
+    widths = [num_heads * dim for num_heads, dim in shapes]
     parts = zip((q_tND, k_tKD, v_tKE), widths, strict=True)
     mine = [t] * C
     whole = [stop - start for start, stop in (even_split(num_tokens, C, i) for i in range(C))]

@@ -41,7 +41,7 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if needs_float32(x) else x
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return x W^T + b; without gradients if `needs_float32`."""
     if not needs_float32(x_TI):
         return F.linear(x_TI, weight_OI, bias_O)

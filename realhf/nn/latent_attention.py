@@ -15,7 +15,7 @@ from realhf.dist.group import Group
 from realhf.model_config import ModelConfig
 from realhf.nn.attention import Attend, AttentionKind, attend_in_parts
 from realhf.nn.half_matmul import widened
-from realhf.nn.lora import Adapted, linear
+from realhf.nn.lora import Adapted, adapted_linear
 from realhf.nn.norm import rms_norm
 from realhf.nn.rope import Angles, rotate
 
@@ -48,14 +48,14 @@ class LatentAttention:
     def __call__(self, x_TH: Tensor, angles: Angles | None, attends: Sequence[Attend]) -> Tensor:
         mla = self.mla
         q_TNP, q_TNR = self._queries(x_TH).split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
-        latent_TC, k_TR = self._linear("kv_a", x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
+        latent_TC, k_TR = self._project("kv_a", x_TH).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
         latent_TC = rms_norm(latent_TC, self.kv_a_norm, _NORM_EPS)
         latent_TC, k_T1R = (copy_to_group(x, self.tp) for x in (latent_TC, k_TR[:, None]))
         if angles is not None:
             turn = partial(rotate, angles=angles, interleaved=self.config.rope_interleaved)
             q_TNR, k_T1R = turn(q_TNR), turn(k_T1R)
         out_TNV = attend_in_parts(attends, self._attended, q_TNP, q_TNR, latent_TC, k_T1R)
-        return sum_over_group(self._linear("o", out_TNV.flatten(1)), self.tp)
+        return sum_over_group(self._project("o", out_TNV.flatten(1)), self.tp)
 
     def _attended(
         self, attend: Attend, q_TNP: Tensor, q_TNR: Tensor, latent_TC: Tensor, k_T1R: Tensor
@@ -67,7 +67,7 @@ class LatentAttention:
             q_TNL = torch.cat((_by_head("tnp,npc->tnc", q_TNP, up_NPC), q_TNR), dim=2)
             out_TNC = attend(self.kind, q_TNL, cached_T1L, latent_TC[:, None])
             return _by_head("tnc,nvc->tnv", out_TNC, up_NVC)
-        kv = self._linear("kv_b", latent_TC).unflatten(1, (self.num_heads, -1))
+        kv = self._project("kv_b", latent_TC).unflatten(1, (self.num_heads, -1))
         k_TNP, v_TNV = kv.split((self.mla.qk_nope_head_dim, self.mla.v_head_dim), dim=2)
         k_TND = torch.cat((k_TNP, k_T1R.expand(-1, self.num_heads, -1)), dim=2)
         q_TND = torch.cat((q_TNP, q_TNR), dim=2)
@@ -75,16 +75,16 @@ class LatentAttention:
 
     def _queries(self, x_TH: Tensor) -> Tensor:
         if "q" in self.linears:
-            q = self._linear("q", copy_to_group(x_TH, self.tp))
+            q = self._project("q", copy_to_group(x_TH, self.tp))
         else:
             assert self.q_a_norm is not None
-            latent = self._linear("q_a", x_TH)
+            latent = self._project("q_a", x_TH)
             latent = rms_norm(latent, self.q_a_norm, _NORM_EPS)
-            q = self._linear("q_b", copy_to_group(latent, self.tp))
+            q = self._project("q_b", copy_to_group(latent, self.tp))
         return q.unflatten(1, (self.num_heads, -1))
 
-    def _linear(self, part: str, x: Tensor) -> Tensor:
-        return linear(x, self.linears[part], adapter=self.adapters.get(f"{part}.weight"))
+    def _project(self, part: str, x: Tensor) -> Tensor:
+        return adapted_linear(x, self.linears[part], adapter=self.adapters.get(f"{part}.weight"))
 
     def _up(self) -> tuple[Tensor, Tensor]:
         """Return the up-projections from the latent to keys (without rotation) and to values."""

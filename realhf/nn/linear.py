@@ -25,7 +25,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     is_padded = x_TI.dtype == torch.bfloat16 and not (x_TI.is_cuda or torch.is_grad_enabled())
     if is_padded and not half_matmul.needs_float32(x_TI):
         return _bfloat16_linear(x_TI, weight_OI, bias_O)
-    return half_matmul.linear(x_TI, weight_OI, bias_O)
+    return half_matmul.affine(x_TI, weight_OI, bias_O)
 
 
 def _bfloat16_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -51,7 +51,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TI)
         ctx.weight = weight_OI
-        return half_matmul.linear(x_TI, weight_OI, bias_O)
+        return half_matmul.affine(x_TI, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,7 +13,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.nn.half_matmul import needs_float32
-from realhf.nn.linear import linear as plain_linear
+from realhf.nn.linear import linear
 from realhf.nn.parameters import ShardedParameters
 
 
@@ -43,7 +43,7 @@ class Adapter:
         """A copy of the weight with the adapters merged in; while it is there, it is computed with."""
 
     def __call__(self, x_TI: Tensor, bias: Tensor | None) -> Tensor:
-        multiply = plain_linear if needs_float32(x_TI) else F.linear
+        multiply = linear if needs_float32(x_TI) else F.linear
         if self.merged_weight is not None:
             return multiply(x_TI, self.merged_weight, bias)
         y_TO = multiply(x_TI, self.weight, bias)
@@ -51,7 +51,7 @@ class Adapter:
         for ranks, outputs, up_OR in self._parts:
             part_TO = y_TO if len(up_OR) == len(self.weight) else y_TO[:, outputs]
             if needs_float32(x_TI):
-                part_TO.add_(plain_linear(x_TR[:, ranks], up_OR), alpha=self._scale)
+                part_TO.add_(linear(x_TR[:, ranks], up_OR), alpha=self._scale)
             else:
                 part_TO.addmm_(x_TR[:, ranks], up_OR.T, alpha=self._scale)
         return y_TO
@@ -73,11 +73,11 @@ Adapted = Mapping[str, Adapter]
 """Part ("qkv.weight") -> the adapter of that weight; empty without LoRA."""
 
 
-def linear(
+def adapted_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, adapter: Adapter | None = None
 ) -> Tensor:
     """Return the output of a linear layer, with its adapter if it has one."""
-    return plain_linear(x, weight, bias) if adapter is None else adapter(x, bias)
+    return linear(x, weight, bias) if adapter is None else adapter(x, bias)
 
 
 class Adapters(ShardedParameters):

@@ -203,9 +203,9 @@ class Transformer(ShardedParameters):
         return alone and self.config.moe is None and not by_length
 
     @property
-    def cache_limit(self) -> int | None:
-        """Length beyond which all cached tokens of a sequence must be computed anew, as longrope rotates them
-        differently; None without longrope."""
+    def rope_boundary(self) -> int | None:
+        """Number of tokens beyond which all cached ones of a sequence must be computed anew, as longrope
+        rotates them differently; None without longrope."""
         return None if self._rope is None else self._rope.boundary
 
     @cached_property

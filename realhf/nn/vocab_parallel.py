@@ -95,7 +95,7 @@ class _LogProbs(torch.autograd.Function):
         logits_tV = hidden_TH
         for tokens in row_blocks(len(hidden_TH), 1, chunk):
             logits_tV = hidden_TH  # Frees the previous chunk before the next product.
-            logits_tV = half_matmul.linear(hidden_TH[tokens], weight_VH)
+            logits_tV = half_matmul.affine(hidden_TH[tokens], weight_VH)
             parts += _statistics(logits_tV, at_T1[tokens], head, temperature, entropy)
         found = torch.cat(parts, dim=1)
         found[1].masked_fill_(~here_T, 0)
@@ -120,7 +120,7 @@ class _LogProbs(torch.autograd.Function):
         grad_hidden_TH = torch.empty_like(hidden_TH)
         summing = _summing(head.weight_VH) if ctx.needs_input_grad[1] else None
         for tokens in row_blocks(len(hidden_TH), 1, chunk):
-            grad_tV = half_matmul.linear(hidden_TH[tokens], weight_VH) if kept_TV is None else kept_TV
+            grad_tV = half_matmul.affine(hidden_TH[tokens], weight_VH) if kept_TV is None else kept_TV
             labels = at_T1[tokens], here_T[tokens]
             of_entropy = None
             if grad_entropy_T is not None:

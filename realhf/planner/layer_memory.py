@@ -125,11 +125,11 @@ class CallPieces:
         e = self.role.itemsize
         norms = per_token.norms * self.norm_saved(per_token.hidden) + 2 * e * per_token.hidden
         if self.role.config.qk_norm:
-            norms += e * per_token.qkv + self.role.wide_itemsize * per_token.heads
+            norms += e * per_token.qkv + self.role.wide_itemsize * per_token.num_heads
         outputs, inputs = 1, self._attention_inputs
         if self.strategy.cp > 1:  # Inputs come from other ranks; the output is also kept as it comes back.
             outputs, inputs = 2, self._exchanged
-        attention = e * (per_token.latents + inputs + outputs * per_token.attention) + 4 * per_token.heads
+        attention = e * (per_token.latents + inputs + outputs * per_token.attention) + 4 * per_token.num_heads
         mlp = e * (self.num_mlp_saved * per_token.mlp + per_token.routed + self._adapter_ranks)
         return tokens * (norms + attention + mlp)
 

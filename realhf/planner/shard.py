@@ -28,7 +28,7 @@ class Widths:
     """
 
     hidden: int
-    heads: int
+    num_heads: int  # Attention heads.
     qkv: int  # Output of the last projections to queries, keys and values, which is one tensor.
     latents: int  # Outputs of DeepSeek's down-projections and their norms.
     rotated: int  # Rotated queries and keys, with rotary positions.
@@ -63,13 +63,13 @@ def exchanged(config: ModelConfig, tp: int, cp: int) -> int:
 
     Key-value heads go to every rank that has one of their query heads (nn/context_parallel.py).
     """
-    queries = config.num_heads // tp
-    per_kv = 1
+    query_heads = config.num_heads // tp
+    queries_per_kv = 1
     if config.mla is None:
-        per_kv = queries // max(1, config.num_kv_heads // tp)
-    kv_heads = queries // math.gcd(queries // cp, per_kv)
-    values = config.head_dim if config.mla is None else config.mla.v_head_dim
-    return queries * config.head_dim + kv_heads * (config.head_dim + values)
+        queries_per_kv = query_heads // max(1, config.num_kv_heads // tp)
+    kv_heads = query_heads // math.gcd(query_heads // cp, queries_per_kv)
+    value_dim = config.head_dim if config.mla is None else config.mla.v_head_dim
+    return query_heads * config.head_dim + kv_heads * (config.head_dim + value_dim)
 
 
 def num_params(spec: ModelSpec, strategy: ParallelStrategy, stage: int) -> int:
@@ -111,11 +111,11 @@ def _on_stage(
     layers = _table(config).stage_layers(strategy, stage)
     by_layer = _by_layer(config, strategy.tp, strategy.ep, lora)
     is_last = stage == strategy.pp - 1
-    here = [number + 1 for number in layers] + [config.num_layers + 1] * is_last
+    indices = [layer + 1 for layer in layers] + [config.num_layers + 1] * is_last
     if stage == 0 or (is_last and config.tied):
-        here = [0, *here]
-    parts = by_layer[:, :, here]
-    fullest: np.ndarray = parts[:, parts.sum(axis=(0, 2)).argmax()]
+        indices = [0, *indices]
+    on_stage = by_layer[:, :, indices]
+    fullest: np.ndarray = on_stage[:, on_stage.sum(axis=(0, 2)).argmax()]
     return fullest
 
 
@@ -167,7 +167,7 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
         if param.layer == last and param.split_dim == 0 and not param.expert:
             spans = (param.region(tp, index)[0] for index in range(tp))
             rows[param.part.removesuffix(".weight")] = max(stop - start for start, stop in spans)
-    heads = c.num_heads // tp
+    num_heads = c.num_heads // tp
     if c.mla is None:
         q, k = rows["q"], rows["k"]
         qkv = q + 2 * k
@@ -181,7 +181,7 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
         qkv = q + rows["kv_b"]
         rotated = 2 * q
         latents = 2 * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
-        attention = heads * mla.v_head_dim
+        attention = num_heads * mla.v_head_dim
     mlp = rows.get("up", 0)
     routed = 0
     widest = (2 if c.gated else 1) * rows.get("up", 0)
@@ -194,7 +194,7 @@ def widths(config: ModelConfig, tp: int, ep: int = 1) -> Widths:
     norms = sum(p.layer == last and p.part in _NORMS for p in table)
     vocabulary = max(stop - start for start, stop in (table[0].region(tp, i)[0] for i in range(tp)))
     return Widths(
-        hidden=c.hidden_size, heads=heads, qkv=qkv, latents=latents, rotated=rotated, attention=attention,
-        cached=cached_heads(c, tp).width, mlp=mlp, norms=norms, routed=routed, vocabulary=vocabulary,
-        widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim,
+        hidden=c.hidden_size, num_heads=num_heads, qkv=qkv, latents=latents, rotated=rotated,
+        attention=attention, cached=cached_heads(c, tp).width, mlp=mlp, norms=norms, routed=routed,
+        vocabulary=vocabulary, widest_weight=c.hidden_size * max(qkv, widest), head_dim=c.head_dim,
     )  # fmt: skip

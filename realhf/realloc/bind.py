@@ -1,6 +1,6 @@
 """Binds one rank's part of a Schedule to tensors: the memory that is sent, received and copied by round."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realhf.dist.group import Group
-from realhf.realloc.host_memory_reads import HostMemoryReads, Shards
+from realhf.realloc.host_memory_reads import HostMemoryReads, Shards, Side
 from realhf.realloc.schedule import Message, Schedule
 from realhf.region import Region, region_size, region_slices
 
@@ -18,9 +18,9 @@ Copies = list[tuple[Tensor, Tensor]]
 
 def shards_of(flat: Tensor, regions: Mapping[str, Region]) -> dict[str, Tensor]:
     """Return the regions as views of a flat tensor in which they lie end to end."""
-    parts = flat.split([region_size(region) for region in regions.values()])
+    shards = flat.split([region_size(region) for region in regions.values()])
     shapes = ([stop - start for start, stop in region] for region in regions.values())
-    return {n: part.view(shape) for n, part, shape in zip(regions, parts, shapes, strict=True)}
+    return {name: shard.view(shape) for name, shard, shape in zip(regions, shards, shapes, strict=True)}
 
 
 class Staging:
@@ -82,40 +82,44 @@ class Binder:
         self._device = device
         self._in_place = in_place
         held_by = schedule.spec.held_by
-        self._regions = (
-            cache(partial(held_by, schedule.source, sharded=schedule.sharded)),
-            cache(partial(held_by, schedule.target)),
-        )
-        """Functions from a rank to its regions in the source layout and in the target layout."""
-        self._shards: Sequence[Shards] = ()
+        self._regions_of: Mapping[Side, Callable[[int], Mapping[str, Region]]] = {
+            "source": cache(partial(held_by, schedule.source, sharded=schedule.sharded)),
+            "target": cache(partial(held_by, schedule.target)),
+        }
+        """Functions from a rank to its regions on each side."""
+        self._shards: Mapping[Side, Shards] = {}
 
     def bind(self, source: Shards | None, target: Shards | None, staging: Staging) -> Binding:
         """Return the rounds and local copies on the tensors; grow `staging` to what they need."""
-        self._shards = [{n: t.detach() for n, t in (side or {}).items()} for side in (source, target)]
-        for name, tensor in self._shards[True].items():
+        self._shards = {"source": _detached(source), "target": _detached(target)}
+        for name, tensor in self._shards["target"].items():
             assert tensor.dtype == self._dtype, f"target {name} is {tensor.dtype}, not {self._dtype}"
         local = self._local_copies()
         rounds = [Round() for _ in self._messages]
         sent: list[list[tuple[Message, list[Tensor]]]] = [[] for _ in rounds]
-        for step, some, messages in zip(rounds, sent, self._messages, strict=True):
+        for step, sent_in_round, messages in zip(rounds, sent, self._messages, strict=True):
             for message in messages:
                 if self._host_memory.replaces(message):
                     self._share(message, step, local)
                 else:
-                    some.append((message, self._parts(message)))
+                    sent_in_round.append((message, self._tensors(message)))
         # Rounds alternate between two halves of the memory: one is packed while the other is in flight.
-        sizes = [sum(_numel(parts) for m, parts in some if self._is_staged(m, parts)) for some in sent]
+        sizes = [
+            sum(_numel(tensors) for message, tensors in sent_in_round if self._is_staged(message, tensors))
+            for sent_in_round in sent
+        ]
         halves = [max(sizes[parity::2], default=0) for parity in (0, 1)]
         memory = staging.reserve(sum(halves), self._dtype)
-        for number, (step, some) in enumerate(zip(rounds, sent, strict=True)):
-            self._exchange(some, step, memory[halves[0] * (number % 2) :])
+        for index, (step, sent_in_round) in enumerate(zip(rounds, sent, strict=True)):
+            self._exchange(sent_in_round, step, memory[halves[0] * (index % 2) :])
         return Binding(source, target, staging.bytes, rounds, local)
 
     def _local_copies(self) -> Copies:
         """Return the copies within this rank, except those of a tensor onto itself."""
         copies: Copies = []
         for name, region in self._schedule.local_copies(self._rank):
-            old, new = (self._own(name, region, of_target=side) for side in (False, True))
+            old = self._own("source", name, region)
+            new = self._own("target", name, region)
             if new.data_ptr() != old.data_ptr() or new.stride() != old.stride():
                 copies.append((new, old))
         return _join(copies)
@@ -131,54 +135,58 @@ class Binder:
         self, messages: Sequence[tuple[Message, list[Tensor]]], step: Round, memory: Tensor
     ) -> None:
         """Add the messages that are sent or received to `step`, staged in `memory` where necessary."""
-        for message, parts in messages:
-            flat = parts[0]
-            if self._is_staged(message, parts):
-                flat, memory = memory.tensor_split([_numel(parts)])
-                slots = flat.split([part.numel() for part in parts])
-                staged = [slot.view_as(part) for slot, part in zip(slots, parts, strict=True)]
+        for message, tensors in messages:
+            flat = tensors[0]
+            if self._is_staged(message, tensors):
+                flat, memory = memory.tensor_split([_numel(tensors)])
+                slots = flat.split([tensor.numel() for tensor in tensors])
+                staged = [slot.view_as(tensor) for slot, tensor in zip(slots, tensors, strict=True)]
                 if message.sending:
-                    step.pack.extend(zip(staged, parts, strict=True))
+                    step.pack.extend(zip(staged, tensors, strict=True))
                 else:
-                    step.unpack.extend(zip(parts, staged, strict=True))
+                    step.unpack.extend(zip(tensors, staged, strict=True))
             self._post(message, flat, step)
 
     def _post(self, message: Message, tensor: Tensor, step: Round) -> None:
         peer = self._group.ranks.index(message.peer)
         (step.sends if message.sending else step.recvs).append((peer, tensor))
 
-    def _own(self, name: str, region: Region, *, of_target: bool) -> Tensor:
-        return self._part(self._shards[of_target][name], self._rank, name, region, of_target=of_target)
+    def _own(self, side: Side, name: str, region: Region) -> Tensor:
+        """Return a region of this rank's shard on one side."""
+        within = self._regions_of[side](self._rank)[name]
+        return self._shards[side][name][region_slices(region, within=within)]
 
-    def _part(self, shard: Tensor, rank: int, name: str, region: Region, *, of_target: bool) -> Tensor:
-        """Return a region of a rank's shard of the source layout, or of the target layout."""
-        return shard[region_slices(region, within=self._regions[of_target](rank)[name])]
-
-    def _parts(self, message: Message) -> list[Tensor]:
+    def _tensors(self, message: Message) -> list[Tensor]:
         """Return the tensors of a message in this rank's memory."""
-        of_target = not message.sending or message.forwarded
-        parts = [self._own(name, region, of_target=of_target) for name, region in message.boxes]
-        return [part for part, _ in _join([(part, part) for part in parts])]
+        side: Side = "source" if message.sending and not message.forwarded else "target"
+        boxes = [self._own(side, name, region) for name, region in message.boxes]
+        return [tensor for tensor, _ in _join([(box, box) for box in boxes])]
 
     def _reading(self, message: Message) -> Copies:
         """Return the copies that read the boxes of a message from the peer's memory."""
         peer = message.peer
-        of_target = message.forwarded
+        side: Side = "target" if message.forwarded else "source"
         copies: Copies = []
         for name, region in message.boxes:
-            shard = self._host_memory.tensor(peer, name, of_target=of_target)
-            theirs = self._part(shard, peer, name, region, of_target=of_target)
-            copies.append((self._own(name, region, of_target=True), theirs))
+            within = self._regions_of[side](peer)[name]
+            theirs = self._host_memory.tensor(peer, side, name)[region_slices(region, within=within)]
+            copies.append((self._own("target", name, region), theirs))
         return _join(copies)
 
-    def _is_staged(self, message: Message, parts: Sequence[Tensor]) -> bool:
-        direct = len(parts) == 1 and parts[0].is_contiguous()
-        direct = direct and (parts[0].dtype, parts[0].device) == (self._dtype, self._device)
-        return not direct or not (message.sending or self._in_place)
+    def _is_staged(self, message: Message, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a message travels through staging memory rather than from or to the tensors."""
+        first = tensors[0]
+        is_direct = len(tensors) == 1 and first.is_contiguous()
+        is_direct = is_direct and (first.dtype, first.device) == (self._dtype, self._device)
+        return not is_direct or not (message.sending or self._in_place)
 
 
-def _numel(parts: Sequence[Tensor]) -> int:
-    return sum(part.numel() for part in parts)
+def _detached(shards: Shards | None) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in (shards or {}).items()}
+
+
+def _numel(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _join(copies: Copies) -> Copies:

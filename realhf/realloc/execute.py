@@ -4,7 +4,7 @@ Between hosts and between devices, parameters travel as messages: in place where
 otherwise through preallocated staging memory. CPU processes on one host copy from each other's memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -15,7 +15,7 @@ from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.param_spec import ModelSpec
 from realhf.realloc.bind import Binder, Binding, Copies, Staging, shards_of
-from realhf.realloc.host_memory_reads import HostMemoryReads, Shards
+from realhf.realloc.host_memory_reads import HostMemoryReads, Shards, Side
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import STAGING_BYTES, make_schedule
 from realhf.region import region_size
@@ -130,7 +130,8 @@ class Reallocator:
         """Return the binding to these tensors; make a new one only if they or other ranks' have changed."""
         binding = self._binding
         are_new = binding is None or binding.source is not source or binding.target is not target
-        others_are_new = self._host_memory.start((source or {}, target or {}) if are_new else None)
+        shards: Mapping[Side, Shards] = {"source": source or {}, "target": target or {}}
+        others_are_new = self._host_memory.start(shards if are_new else None)
         if binding is None or are_new or others_are_new or binding.staging is not self.staging.bytes:
             binding = self._binding = self._binder.bind(source, target, self.staging)
         return binding

@@ -1,7 +1,7 @@
 """HostMemoryReads: reads the shards of other ranks on the same host from shared memory, without messages."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from realhf.realloc.schedule import Message
 
 Shards = Mapping[str, Tensor]
 """The tensor of the region that a rank holds, by parameter name."""
+Side = Literal["source", "target"]
+"""The side of a reallocation whose layout a shard belongs to."""
 _DONE = torch.zeros(1, dtype=torch.uint8)
 
 
@@ -27,17 +29,16 @@ class HostMemoryReads:
         self._group = group
         self._memory = world.memory
         near = set(world.ranks_on_host(world.rank)) if world.memory is not None else set()
-        peers = {(m.sending, m.peer) for some in messages for m in some if m.peer in near}
+        peers = {(m.sending, m.peer) for in_round in messages for m in in_round if m.peer in near}
         self._readers = sorted(peer for sending, peer in peers if sending)
         self._owners = sorted(peer for sending, peer in peers if not sending)
         self._published: Any = None
-        self._tensors: dict[int, dict[tuple[bool, str], Tensor]] = {}
+        self._tensors: dict[int, dict[tuple[Side, str], Tensor]] = {}
 
-    def start(self, shards: tuple[Shards, Shards] | None) -> bool:
+    def start(self, shards: Mapping[Side, Shards] | None) -> bool:
         """Wait until the owners that this rank reads have started; return whether their shards are new.
 
-        `shards` are this rank's in the source layout and in the target layout, or None if they are the same
-        as before.
+        `shards` are this rank's on each side, or None if they are the same as before.
         """
         index = self._group.ranks.index
         if shards is not None:
@@ -52,13 +53,13 @@ class HostMemoryReads:
         pending.wait()
         return changed
 
-    def _describe(self, shards: tuple[Shards, Shards]) -> list[tuple[int, str, Any]] | None:
+    def _describe(self, shards: Mapping[Side, Shards]) -> list[tuple[Side, str, Any]] | None:
         """Return the shards' descriptions for the readers; None if some are not in shared memory."""
         if self._memory is None or not self._readers:
             return None
         described = [
-            (of_target, name, self._memory.describe(tensor))
-            for of_target, side in enumerate(shards) for name, tensor in side.items()
+            (side, name, self._memory.describe(tensor))
+            for side, tensors in shards.items() for name, tensor in tensors.items()
         ]  # fmt: skip
         return described if all(description for *_, description in described) else None
 
@@ -67,8 +68,7 @@ class HostMemoryReads:
         if published is not None:
             mapped = Mapped()
             self._tensors[peer] = {
-                (bool(of_target), name): mapped.tensor(description)
-                for of_target, name, description in published
+                (side, name): mapped.tensor(description) for side, name, description in published
             }  # fmt: skip
 
     def replaces(self, message: Message) -> bool:
@@ -77,9 +77,9 @@ class HostMemoryReads:
             return message.peer in self._readers and self._published is not None
         return message.peer in self._tensors
 
-    def tensor(self, peer: int, name: str, *, of_target: bool) -> Tensor:
-        """Return a peer's shard of the source layout, or of the target layout."""
-        return self._tensors[peer][of_target, name]
+    def tensor(self, peer: int, side: Side, name: str) -> Tensor:
+        """Return a peer's shard on one side."""
+        return self._tensors[peer][side, name]
 
     def finish(self) -> None:
         """Tell the owners that this rank has read, and wait until all readers of its shards have."""

@@ -42,7 +42,7 @@ class Sender(NamedTuple):
     depth: int
 
 
-class Part(NamedTuple):
+class ReceivedRange(NamedTuple):
     """Elements [start, stop) of a bundle, in units of 1 / ONE, that a rank receives."""
 
     rank: int
@@ -76,9 +76,9 @@ class Multicast:
 
     def hops(self, *, max_team: int) -> Iterator[Hop]:
         """Yield the hops that follow the demands' shares as closely as they can."""
-        num = len(self.senders)
-        sends = self.first_copy.share + self.other_copies.share[:num]
-        domains = self._with_forwards(self.other_copies.share[num:].tolist())
+        num_senders = len(self.senders)
+        sends = self.first_copy.share + self.other_copies.share[:num_senders]
+        domains = self._with_forwards(self.other_copies.share[num_senders:].tolist())
         for start, stop, num_groups in self._sections(copies=float(sends.sum()) / self.size):
             queue = _SendQueue(self.senders, sends.tolist(), total=num_groups * (stop - start))
             for group in range(num_groups):
@@ -108,8 +108,8 @@ class Multicast:
     ) -> Iterator[Hop]:
         """Yield the hops that bring [start, stop) to a group: the senders serve a team, and it the next."""
         num_teams = -(-len(group) // max_team)
-        for number in range(num_teams):
-            team = _deal(group, num_teams, number)
+        for team_index in range(num_teams):
+            team = _deal(group, num_teams, team_index)
             hops = list(self._serve_team(team, queue, start, stop))
             yield from hops
             queue = _queue_of(team, hops, total=stop - start)
@@ -127,23 +127,23 @@ class Multicast:
             if left >= right:
                 continue
             others = [
-                part for i, domain in enumerate(team) if i != home
-                for part in _parts(domain.ranks, weights[i].of_others, left, right)
+                forwarded for i, domain in enumerate(team) if i != home
+                for forwarded in _received_ranges(domain.ranks, weights[i].of_others, left, right)
             ]  # fmt: skip
-            for part in _parts(team[home].ranks, weights[home].of_own, left, right):
-                yield from self._receive_and_forward(part, others, queue)
+            for received in _received_ranges(team[home].ranks, weights[home].of_own, left, right):
+                yield from self._receive_and_forward(received, others, queue)
 
     def _receive_and_forward(
-        self, part: Part, others: list[Part], queue: "_SendQueue"
+        self, received: ReceivedRange, others: list[ReceivedRange], queue: "_SendQueue"
     ) -> Iterator[Hop]:
         """Yield the hops that bring a part of a stripe to its rank, and from there to the other domains."""
-        for sender, start, stop in queue.take(part.start, part.stop):
-            yield Hop(self.bundle, sender.rank, part.rank, start, stop, sender.depth)
+        for sender, start, stop in queue.take(received.start, received.stop):
+            yield Hop(self.bundle, sender.rank, received.rank, start, stop, sender.depth)
             for other in others:
                 first = max(start, other.start)
                 last = min(stop, other.stop)
                 if first < last:
-                    yield Hop(self.bundle, part.rank, other.rank, first, last, sender.depth + 1)
+                    yield Hop(self.bundle, received.rank, other.rank, first, last, sender.depth + 1)
 
 
 class _SendQueue:
@@ -205,10 +205,13 @@ def _receive_weights(domain: Domain, stripe: int, whole: int) -> _ReceiveWeights
     return _ReceiveWeights(own.tolist(), np.maximum(limit - own, 0.0).tolist())
 
 
-def _parts(ranks: Sequence[int], weights: Sequence[float], start: int, stop: int) -> list[Part]:
+def _received_ranges(
+    ranks: Sequence[int], weights: Sequence[float], start: int, stop: int
+) -> list[ReceivedRange]:
     """Return the part of [start, stop) that each rank receives, except empty ones."""
     spans = _split(start, stop, weights)
-    return [Part(rank, first, last) for rank, (first, last) in zip(ranks, spans, strict=True) if first < last]
+    pairs = zip(ranks, spans, strict=True)
+    return [ReceivedRange(rank, first, last) for rank, (first, last) in pairs if first < last]
 
 
 def _split(start: int, stop: int, weights: Sequence[float]) -> list[tuple[int, int]]:
@@ -218,7 +221,7 @@ def _split(start: int, stop: int, weights: Sequence[float]) -> list[tuple[int, i
         weights = [1.0] * len(weights)
         total = float(len(weights))
     steps = _STEPS * len(weights)
-    parts = [round(x / total * steps) / steps for x in accumulate(weights, initial=0.0)]
-    edges = [start + round((stop - start) * part) for part in parts]
+    fractions = [round(x / total * steps) / steps for x in accumulate(weights, initial=0.0)]
+    edges = [start + round((stop - start) * fraction) for fraction in fractions]
     edges[-1] = stop
     return list(zip(edges, edges[1:], strict=False))

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from realhf.checkpoint.hf import load_weights, read_shards, save_weights
-from realhf.checkpoint.write import CheckpointWriter, assign_parts
+from realhf.checkpoint.write import CheckpointWriter, assign_writes
 from realhf.dist.world import World
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
@@ -158,9 +158,9 @@ def test_long_rows_are_read_piece_by_piece(pool, tmp_path):
 
 def test_replicas_share_the_writing_evenly():
     spec = model_spec(ModelConfig.from_hf(hf_config()))
-    parts = assign_parts(spec, Layout.parse("d4@0-3"), range(4))
-    assert all(part.sender == part.writer for part in parts)
-    written = [sum(region_size(p.region) for p in parts if p.writer == rank) for rank in range(4)]
+    jobs = assign_writes(spec, Layout.parse("d4@0-3"), range(4))
+    assert all(job.sender == job.writer for job in jobs)
+    written = [sum(region_size(job.region) for job in jobs if job.writer == rank) for rank in range(4)]
     assert sum(written) == spec.numel and max(written) - min(written) <= max(p.numel for p in spec.params)
 
 

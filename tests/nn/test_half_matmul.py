@@ -46,8 +46,8 @@ def test_products_in_parts(monkeypatch, without_units, tokens, numel):
     x, grad = _random(tokens, 16), _random(tokens, 12, seed=3)
     weight, bias = _random(12, 16, seed=1), _random(12, seed=2)
     wide = x.double() @ weight.double().T
-    _is_rounded(half_matmul.linear(x, weight), wide)
-    _is_rounded(half_matmul.linear(x, weight, bias), wide + bias.double())
+    _is_rounded(half_matmul.affine(x, weight), wide)
+    _is_rounded(half_matmul.affine(x, weight, bias), wide + bias.double())
     _is_rounded(half_matmul.product(grad, weight), grad.double() @ weight.double())
     total, product = torch.full((12, 16), torch.nan), grad.double().T @ x.double()
     half_matmul.add_product(total, grad, x, is_empty=True)
@@ -65,7 +65,7 @@ def test_little_memory_is_taken_beside_the_result(without_units, tokens, width, 
     x, weight = torch.zeros(tokens, width, dtype=BF16), torch.zeros(outputs, width, dtype=BF16)
     grad, total = torch.zeros(tokens, outputs, dtype=BF16), torch.zeros(outputs, width)
     for run, held in (
-        (lambda: half_matmul.linear(x, weight), grad.nbytes),
+        (lambda: half_matmul.affine(x, weight), grad.nbytes),
         (lambda: half_matmul.product(grad, weight), x.nbytes),
         (lambda: half_matmul.add_product(total, grad, x, is_empty=False), 0),
     ):  # fmt: skip

@@ -12,41 +12,14 @@ from realhf.cluster import Cluster
 from realhf.errors import UserError
 from realhf.model_config import ModelConfig
 from realhf.planner.problem import ModelRole
-from realhf.planner.profile import SHAPE, Profile, ProfiledRates, Table
+from realhf.planner.profile import Profile, ProfiledRates, Table
 from realhf.planner.rates import Rates, SharedPrompts, Span
 from tests.cli_tools import REALHF, Command, write_experiment
 
 CONFIG = ModelConfig.load("tiny")
 ROLE = ModelRole(CONFIG, "float32", trainable=True)
 ONE, TWO = Span(1, 1), Span(2, 2)
-PASS = {"sequence_tokens": [10, 30], "tokens": [100, 300, 900], "seconds": [[1, 2, 6], [2, 4, 12]]}
-DOCUMENT = {
-    "date": "2026-11-21 12:00",
-    "machine": {"cores": 2},
-    "cluster": {
-        "num_hosts": 2, "devices_per_host": 4, "device_memory_bytes": 4e9, "host_memory_bytes": 16e9,
-        "memory_bandwidth_bytes_per_second": 13e9, "peak_flops": {"float32": 89e9, "bfloat16": 89e9},
-        "intra_host": {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 4e9},
-        "inter_host": {"latency_seconds": 3e-4, "bandwidth_bytes_per_second": 1e9}, "device_type": "cpu",
-    },
-    "links": {
-        "all_gather": {"ranks": [2], "bytes": [0, 1000], "seconds": [[1, 3]]},
-        "send": {"bytes": [0, 1000], "seconds": [0.5, 1.5]},
-    },
-    "calls": {"forward": {"samples": [1, 11], "seconds": [1, 2]}},
-    "models": [{
-        "shape": {name: getattr(CONFIG, name) for name in SHAPE}, "dtype": "float32", "tp": 1,
-        "tables": {
-            "block_forward": PASS, "block_backward": PASS,
-            "logprobs_forward": {"tokens": [10, 20], "seconds": [1, 2]},
-            "decode_block": {"context_tokens": [10, 20], "rows": [1, 3], "seconds": [[1, 2], [3, 4]]},
-            "decode_shared": {"context_tokens": [10, 20], "rows": [1, 3], "seconds": [[1, 2], [3, 3]]},
-            "decode_head": {"rows": [1, 3], "seconds": [5, 6]},
-            "update": {"parameters": [100, 200], "seconds": [10, 20]},
-            "zero_gradients": {"parameters": [100, 200], "seconds": [1, 2]},
-        },
-    }],
-}  # fmt: skip
+DOCUMENT = yaml.safe_load((Path(__file__).parent / "sample_profile.yaml").read_text())
 
 
 def profile() -> Profile:
