@@ -3,7 +3,7 @@
 It is a Markov chain over plans (Mei et al. 2024). The chain starts at the fastest option of every call,
 proposes a random candidate for one random call, and accepts it with probability
 min(1, exp(beta (cost before - cost after))). The cost is the step's seconds, plus a large penalty if memory
-overflows. Many chains run side by side at different temperatures, which makes the baseline stronger than a
+is exceeded. Many chains run side by side at different temperatures, which makes the baseline stronger than a
 single chain.
 
 Shapes: K chains, U units (calls, or calls that must share a layout).
@@ -43,9 +43,9 @@ def metropolis(space: SearchSpace, *, cpu_seconds: float, num_chains: int = 64, 
         # The random number is drawn first, so that reallocations, the most expensive part of the costs, need
         # not be computed for plans that cost too much without them.
         most_K = cost_K - np.log(1 - random.random(num_chains)) / beta_K
-        over_K = space.overflow(space.groups, next_KU)
+        over_K = space.excess_bytes(next_KU)
         fine_K = np.where(over_K > 0, _PENALTY * scale * (1 + over_K / space.capacity), 0.0)
-        after_K = space.periods(space.groups, next_KU) + fine_K
+        after_K = space.periods(next_KU) + fine_K
         maybe = np.flatnonzero(after_K <= most_K)
         if len(maybe):
             after_K[maybe] = space.exact_periods(next_KU[maybe]) + fine_K[maybe]

@@ -204,7 +204,7 @@ def _best_options(space: SearchSpace, layout: ContiguousLayout, *, below: float)
         part = part[least[part] < below]
         if not len(part):
             break
-        fitting = part[space.overflow(space.groups, plans[part]) <= 0]
+        fitting = part[space.excess_bytes(plans[part]) <= 0]
         if len(fitting):
             best = min(best, float(space.exact_periods(plans[fitting]).min()))
             below = min(below, best)

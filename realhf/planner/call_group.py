@@ -44,8 +44,8 @@ class CallGroup:
     A role in `homes` keeps its parameters, gradients and optimizer in this group's layout. A role in `copies`
     lives in another group's layout, and this group holds a copy of its weights.
 
-    A choice for the group is the index of a candidate; or, if only the mesh is decided, an index past the
-    candidates (`mesh_choices`); or OPEN. The arrays of `with_open_choices` can be indexed with all of them.
+    A choice for the group is the index of a candidate; or, if only the mesh is decided, one of
+    `mesh_choices`; or OPEN. The arrays of `with_open_choices` have an entry for each of them.
 
     `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
     roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
@@ -65,7 +65,7 @@ class CallGroup:
         self.running = np.array([max(v.call_bytes for v in c.variants) for c in self.candidates])
         # The first rank of the last pipeline stage, which owns the results.
         strategies = [c.layout.strategy for c in self.candidates]
-        self.heads = self.stop - [s.num_ranks // s.pp for s in strategies]
+        self.result_first = self.stop - [s.num_ranks // s.pp for s in strategies]
         self.replicas = np.array([s.dp for s in strategies])
         self.resting = np.zeros(len(self.candidates))
         for role in self.homes:
@@ -92,10 +92,13 @@ class CallGroup:
         """The choices that decide only the mesh, in the order of `by_mesh`."""
         return len(self.candidates) + np.arange(len(self.by_mesh))
 
-    def mesh_index(self, choice: np.ndarray) -> np.ndarray:
-        """Return the indices in `by_mesh` of choices that decide only the mesh; they are negative for other
-        choices."""
-        return choice - len(self.candidates)
+    def is_mesh(self, choice: np.ndarray) -> np.ndarray:
+        """Return which choices decide only the mesh."""
+        return choice >= len(self.candidates)
+
+    def mesh_index(self, mesh_choice: np.ndarray) -> np.ndarray:
+        """Return the indices in `by_mesh` of choices that decide only the mesh."""
+        return mesh_choice - len(self.candidates)
 
     def is_candidate(self, choice: np.ndarray) -> np.ndarray:
         """Return which choices are candidates, rather than meshes or open."""
@@ -103,17 +106,16 @@ class CallGroup:
 
     def varied(self) -> np.ndarray:
         """Return a few candidates of each mesh: the fastest, and slower ones that need less memory."""
-        picks = []
-        for here in self.by_mesh:
-            memory = self.resting[here] + self.running[here] + sum(array[here] for array in self.copied)
-            leaner = []
+        varied = []
+        for on_mesh in self.by_mesh:
+            copied = sum(array[on_mesh] for array in self.copied)
+            memory = self.resting[on_mesh] + self.running[on_mesh] + copied
             least = np.inf
-            for i in np.lexsort((memory, self.seconds[here].sum(axis=1))):
+            for i in np.lexsort((memory, self.seconds[on_mesh].sum(axis=1))):
                 if memory[i] < least * 0.95:
-                    leaner.append(here[i])
+                    varied.append(on_mesh[i])
                     least = memory[i]
-            picks += leaner
-        return np.array(picks)
+        return np.array(varied)
 
     @cached_property
     def tiers(self) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +149,7 @@ class CallGroup:
         nowhere = placeholder_ranks(owner)
 
         def extended(array: np.ndarray, last: np.ndarray | float = 0.0) -> np.ndarray:
-            return np.concatenate([array, [array[here].min(axis=0) for here in self.by_mesh], [last]])
+            return np.concatenate([array, [array[on_mesh].min(axis=0) for on_mesh in self.by_mesh], [last]])
 
         extended_group.first = extended(self.first, nowhere.start)
         extended_group.stop = extended(self.stop, nowhere.stop)
@@ -217,10 +219,10 @@ def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
             problem.model_role(call).config.check_layout(layout)
         except ValueError as error:
             raise ValueError(f"--pin {name}={layout}: call {call.name}: {error}") from error
-        most = problem.workloads[call.name].most_replicas(call.kind)
-        if layout.dp > most:
-            what = f"the {most} samples of call {call.name} cannot be split over dp={layout.dp}"
-            raise ValueError(f"--pin {name}={layout}: {what}")
+        max_dp = problem.workloads[call.name].most_replicas(call.kind)
+        if layout.dp > max_dp:
+            complaint = f"the {max_dp} samples of call {call.name} cannot be split over dp={layout.dp}"
+            raise ValueError(f"--pin {name}={layout}: {complaint}")
     return layout
 
 

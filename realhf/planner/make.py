@@ -70,8 +70,8 @@ def make_plan(
     simulation = simulate(space, chosen)
     costs = {
         space.calls[i].name: variant.cost
-        for group, pick in zip(space.groups, found.chosen, strict=True)
-        for i, variant in zip(group.calls, group.candidates[pick].variants, strict=True)
+        for group, index in zip(space.groups, found.chosen, strict=True)
+        for i, variant in zip(group.calls, group.candidates[index].variants, strict=True)
     }
     figures = {name: getattr(found, name) for name in ("step_seconds", "lower_bound_seconds", "gap")}
     predicted = {name: float(f"{figure:.6g}") for name, figure in figures.items()}
@@ -91,21 +91,21 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
     if none do. The result is None where a call fits in no layout on all devices.
     """
     everywhere = range(space.problem.cluster.num_devices)
-    choices = []
+    allowed = []
     for group in space.groups:
-        here = [i for i, candidate in enumerate(group.candidates) if candidate.layout.ranks == everywhere]
-        if not here:
+        on_all = [i for i, candidate in enumerate(group.candidates) if candidate.layout.ranks == everywhere]
+        if not on_all:
             return None
-        strategies = {group.candidates[i].layout.strategy for i in here}
-        chosen = max(strategies, key=lambda s: (min(s.tp, 8), -s.dp, -s.tp, -s.ep))
-        choices.append(np.array([i for i in here if group.candidates[i].layout.strategy == chosen]))
-    local = LocalSearch(space, choices)
-    pairs = zip(space.groups, choices, strict=True)
+        strategies = {group.candidates[i].layout.strategy for i in on_all}
+        strategy = max(strategies, key=lambda s: (min(s.tp, 8), -s.dp, -s.tp, -s.ep))
+        allowed.append(np.array([i for i in on_all if group.candidates[i].layout.strategy == strategy]))
+    local = LocalSearch(space, allowed)
+    pairs = zip(space.groups, allowed, strict=True)
     leanest_of_each = [indices[np.argmin((g.resting + g.running)[indices])] for g, indices in pairs]
     local.improve(np.array(leanest_of_each))
     if local.best is not None:
         return Heuristic(local.best.tolist(), local.best_score, True)
-    fastest = [int(indices[0]) for indices in choices]  # Candidates are in order of time.
+    fastest = [int(indices[0]) for indices in allowed]  # Candidates are in order of time.
     return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
 
 
@@ -113,8 +113,8 @@ def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dic
     """Return for each call what limits it, and what its next best layout would cost."""
     reasons = {}
     for u, group in enumerate(space.groups):
-        mine = group.candidates[chosen[u]]
-        others = np.array([i for i, c in enumerate(group.candidates) if c.layout != mine.layout])
+        candidate = group.candidates[chosen[u]]
+        others = np.array([i for i, c in enumerate(group.candidates) if c.layout != candidate.layout])
         if any(space.calls[i].name in space.problem.pins for i in group.calls):
             second = "pinned"
         else:
@@ -122,8 +122,8 @@ def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dic
         if len(others):
             plans = np.repeat(chosen[None], len(others), axis=0)
             plans[:, u] = others
-            seconds = space.periods(space.groups, plans, exact=False)
-            seconds[space.overflow(space.groups, plans) > 0] = np.inf
+            seconds = space.periods(plans, exact=False)
+            seconds[space.excess_bytes(plans) > 0] = np.inf
             order = np.argsort(seconds, kind="stable")[:16]
             exact = np.where(np.isinf(seconds[order]), np.inf, space.exact_periods(plans[order]))
             best = int(np.argmin(exact))
@@ -133,7 +133,7 @@ def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dic
                 second = f"{layout} would make the step {more:.1%} longer"
                 if more < 1e-3:
                     second = f"{layout} would do as well, with more device time"
-        for i, variant in zip(group.calls, mine.variants, strict=True):
+        for i, variant in zip(group.calls, candidate.variants, strict=True):
             reasons[space.calls[i].name] = f"limited by {variant.cost.limit}; {second}"
     return reasons
 

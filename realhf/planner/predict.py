@@ -8,9 +8,9 @@ import numpy as np
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, call_cost
+from realhf.planner.dependencies import dependencies, reallocation_seconds
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.search_space import dependencies, reallocation_seconds
 from realhf.planner.throughput import periods
 from realhf.planner.transfer import ContiguousLayout
 

@@ -75,18 +75,19 @@ def search(
 def leanest(space: SearchSpace) -> np.ndarray:
     """Return the plan that exceeds the devices' memory least, as far as local search finds it."""
     local = LocalSearch(space)
-    return min((local.improve(np.array(start)) for start in local.starts()), key=lambda found: found[1])[0]
+    scored = [local.improve(np.array(start)) for start in local.starts()]
+    return min(scored, key=lambda plan_and_score: plan_and_score[1])[0]
 
 
 class LocalSearch:
     """Improves plans by changing the candidate of one call group at a time, as long as that helps."""
 
-    def __init__(self, space: SearchSpace, choices: Sequence[np.ndarray] | None = None) -> None:
-        """Set up the search; `choices` restricts the candidates of each group."""
+    def __init__(self, space: SearchSpace, allowed: Sequence[np.ndarray] | None = None) -> None:
+        """Set up the search; `allowed` restricts the candidates of each group."""
         self._space = space
         self.best: np.ndarray | None = None
         self.best_score = np.inf
-        self._choices = choices or [group.varied() for group in space.groups]
+        self._allowed = allowed or [group.varied() for group in space.groups]
 
     def starts(self) -> list[list[int]]:
         """Return three plans to start from: the fastest candidates, the smallest ones, and those with the
@@ -111,7 +112,7 @@ class LocalSearch:
                 chosen, score = self._best_of(chosen, score, u)
             if score >= before * (1 - _SAME):
                 break
-        if score < np.inf and self._space.overflow(self._space.groups, chosen[None])[0] <= 0:
+        if score < np.inf and self._space.excess_bytes(chosen[None])[0] <= 0:
             self.offer(chosen, score)
         return chosen, score
 
@@ -128,9 +129,9 @@ class LocalSearch:
         return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
 
     def _changed(self, chosen: np.ndarray, group: int) -> np.ndarray:
-        """Return copies of the plan, each with one of the choices for a group."""
-        plans = np.repeat(chosen[None], len(self._choices[group]), axis=0)
-        plans[:, group] = self._choices[group]
+        """Return copies of the plan, each with one of the allowed candidates of a group."""
+        plans = np.repeat(chosen[None], len(self._allowed[group]), axis=0)
+        plans[:, group] = self._allowed[group]
         return plans
 
     def polished(self) -> np.ndarray:
@@ -139,7 +140,7 @@ class LocalSearch:
         Every group then takes the candidate with the least device seconds that keeps the step as short.
         """
         assert self.best is not None
-        self._choices = [np.arange(len(group.candidates)) for group in self._space.groups]
+        self._allowed = [np.arange(len(group.candidates)) for group in self._space.groups]
         self.improve(self.best)
         best = self.best
         for u, group in enumerate(self._space.groups):
@@ -153,29 +154,29 @@ class LocalSearch:
 
     def _rough(self, plans: np.ndarray) -> np.ndarray:
         """Return scores that leave out reallocations and long cycles, and so never exceed the exact ones."""
-        return self._scores(plans, self._space.periods(self._space.groups, plans, exact=False))
+        return self._scores(plans, self._space.periods(plans, exact=False))
 
     def _exact(self, plans: np.ndarray) -> np.ndarray:
         return self._scores(plans, self._space.exact_periods(plans))
 
     def _scores(self, plans: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Return step times, with a penalty that ranks all plans that fit above all that do not."""
-        over = np.maximum(0.0, self._space.overflow(self._space.groups, plans)) / self._space.capacity
-        return seconds + np.where(over > 0, 1e6 * (1 + over), 0.0)
+        excess = np.maximum(0.0, self._space.excess_bytes(plans)) / self._space.capacity
+        return seconds + np.where(excess > 0, 1e6 * (1 + excess), 0.0)
 
 
 class _Tree:
-    """The unfinished plans of branch and bound. Each group has an open choice, a mesh or a candidate."""
+    """The unfinished plans of branch and bound: for each group a candidate, a mesh or OPEN."""
 
     def __init__(self, space: SearchSpace, local: LocalSearch) -> None:
         self._space = space
         self._local = local
-        self._groups = [group.with_open_choices(u) for u, group in enumerate(space.groups)]
-        self._devices = space.problem.cluster.num_devices
+        self._groups = space.open_groups
+        self._num_devices = space.problem.cluster.num_devices
         self._least_device_seconds = np.array([group.device_seconds[:-1].min() for group in self._groups])
         self._order = np.argsort(-self._least_device_seconds, kind="stable")
-        self._plans = np.full((1, len(self._groups)), OPEN)
-        self._bounds = self._bound(self._plans, np.zeros(1))
+        self._choices = np.full((1, len(self._groups)), OPEN)
+        self._bounds = self._bound(self._choices, np.zeros(1))
         self._given_up = np.inf
         self.num_expanded = self.num_rounds = 0
 
@@ -186,7 +187,7 @@ class _Tree:
 
     def is_finished(self, gap: float) -> bool:
         goal = self._local.best_score * (1 - max(gap, _SAME))
-        return not len(self._plans) or self.bound >= goal
+        return not len(self._choices) or self.bound >= goal
 
     def expand(self) -> None:
         """Replace the most promising plans, all at one depth, with their children."""
@@ -194,17 +195,17 @@ class _Tree:
         depth = int(depths[self._most_promising(depths)])
         level = np.flatnonzero(depths == depth)
         taken = level[np.argsort(self._bounds[level], kind="stable")[: self._width(depth)]]
-        children, bounds = self._children(self._plans[taken], self._bounds[taken], depth)
+        children, bounds = self._children(self._choices[taken], self._bounds[taken], depth)
         self._keep(np.setdiff1d(np.arange(len(depths)), taken))
         self.num_expanded += len(taken)
         self.num_rounds += 1
         if depth + 1 == self._leaf_depth:
             self._offer(children, bounds)
         else:
-            self._plans = np.concatenate([self._plans, children])
+            self._choices = np.concatenate([self._choices, children])
             self._bounds = np.concatenate([self._bounds, bounds])
         self._keep(self._bounds < self._goal)
-        if len(self._plans) > _MOST_NODES:
+        if len(self._choices) > _MOST_NODES:
             order = np.argsort(self._bounds, kind="stable")
             self._given_up = min(self._given_up, self._bounds[order[_MOST_NODES // 2]])
             self._keep(order[: _MOST_NODES // 2])
@@ -213,25 +214,25 @@ class _Tree:
         """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
         group = self._groups[self._order[depth % len(self._groups)]]
         num_meshes = len(group.by_mesh)
-        choices = num_meshes if depth < len(self._groups) else len(group.candidates) / num_meshes
-        return max(1, int(_CHILDREN / choices))
+        num_children = num_meshes if depth < len(self._groups) else len(group.candidates) / num_meshes
+        return max(1, int(_CHILDREN / num_children))
 
     def dive(self) -> None:
         """Complete the most promising plan by a beam search, and improve the outcome by local search."""
-        if not len(self._plans):
+        if not len(self._choices):
             return
         depths = self._depths
-        at = self._most_promising(depths)
-        plans, bounds = self._plans[[at]], self._bounds[[at]]
-        for depth in range(int(depths[at]), self._leaf_depth):
-            if not len(plans):
+        row = self._most_promising(depths)
+        choices, bounds = self._choices[[row]], self._bounds[[row]]
+        for depth in range(int(depths[row]), self._leaf_depth):
+            if not len(choices):
                 return
-            plans, bounds = self._children(plans, bounds, depth)
+            choices, bounds = self._children(choices, bounds, depth)
             best = np.argsort(bounds, kind="stable")[:_BEAM]
-            plans, bounds = plans[best], bounds[best]
-        self._offer(plans, bounds)
-        if len(plans):
-            self._local.improve(plans[0])
+            choices, bounds = choices[best], bounds[best]
+        self._offer(choices, bounds)
+        if len(choices):
+            self._local.improve(choices[0])
 
     def _offer(self, plans: np.ndarray, seconds: np.ndarray) -> None:
         for i in np.argsort(seconds, kind="stable"):
@@ -240,7 +241,7 @@ class _Tree:
     @property
     def _depths(self) -> np.ndarray:
         """Number of choices in each plan: a mesh for each group in `_order`, and then a candidate."""
-        return (self._plans != OPEN).sum(axis=1) + self._space.is_decided(self._plans).sum(axis=1)
+        return (self._choices != OPEN).sum(axis=1) + self._space.is_decided(self._choices).sum(axis=1)
 
     def _most_promising(self, depths: np.ndarray) -> int:
         return int(np.lexsort((-depths, self._bounds))[0])
@@ -253,61 +254,61 @@ class _Tree:
     def _goal(self) -> float:
         return self._local.best_score * (1 - _SAME)
 
-    def _keep(self, chosen: np.ndarray) -> None:
-        self._plans, self._bounds = self._plans[chosen], self._bounds[chosen]
+    def _keep(self, rows: np.ndarray) -> None:
+        self._choices, self._bounds = self._choices[rows], self._bounds[rows]
 
     def _children(
-        self, plans: np.ndarray, bounds: np.ndarray, depth: int
+        self, choices: np.ndarray, bounds: np.ndarray, depth: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return every plan with every choice for the group at this depth, if it may still become the
-        best."""
+        """Return every plan with every mesh, or then every candidate on its mesh, for the group at this
+        depth, if it may still become the best."""
         u = int(self._order[depth % len(self._groups)])
         group = self._groups[u]
         if depth < len(self._groups):
-            choices = [group.mesh_choices] * len(plans)
+            next_choices = [group.mesh_choices] * len(choices)
         else:
-            choices = [group.by_mesh[mesh] for mesh in group.mesh_index(plans[:, u])]
-        counts = [len(of_plan) for of_plan in choices]
-        children = np.repeat(plans, counts, axis=0)
-        children[:, u] = np.concatenate(choices)
+            next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, u])]
+        counts = [len(of_plan) for of_plan in next_choices]
+        children = np.repeat(choices, counts, axis=0)
+        children[:, u] = np.concatenate(next_choices)
         bounds = self._bound(children, np.repeat(bounds, counts))
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
         if depth >= len(self._groups) and len(children):
-            last = depth + 1 == self._leaf_depth
+            are_finished = depth + 1 == self._leaf_depth
             moving = self._space.moving(children)
-            exact = self._space.periods(self._groups, children, moving=moving, exact=last)
+            exact = self._space.periods(children, moving=moving, exact=are_finished)
             bounds = np.maximum(bounds, exact)
             alive = bounds < self._goal
-            if last:
-                alive &= self._space.overflow(self._groups, children) <= 0
+            if are_finished:
+                alive &= self._space.excess_bytes(children) <= 0
             children, bounds = children[alive], bounds[alive]
         return children, bounds
 
-    def _bound(self, plans: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    def _bound(self, choices: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Return lower bounds over all completions of unfinished plans; infinity for those that cannot
         fit."""
-        none = np.zeros((len(plans), len(self._space.calls)))
-        bounds = np.maximum(bounds, self._device_seconds(plans, none) / self._devices)
+        no_bounds = np.zeros((len(choices), len(self._space.calls)))
+        bounds = np.maximum(bounds, self._device_seconds(choices, no_bounds) / self._num_devices)
         rest = np.flatnonzero(bounds < self._goal)
-        fits = self._space.overflow(self._groups, plans[rest]) <= 0
+        fits = self._space.excess_bytes(choices[rest]) <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
         if len(rest):
-            kept = plans[rest]
-            min_seconds = self._space.call_lower_bounds(self._groups, kept)
-            periods = self._space.periods(self._groups, kept, min_seconds=min_seconds, exact=False)
-            crowded = self._device_seconds(kept, min_seconds) / self._devices
+            kept = choices[rest]
+            min_seconds = self._space.call_lower_bounds(kept)
+            periods = self._space.periods(kept, min_seconds=min_seconds, exact=False)
+            crowded = self._device_seconds(kept, min_seconds) / self._num_devices
             bounds[rest] = np.maximum.reduce([bounds[rest], periods, crowded])
         return bounds
 
-    def _device_seconds(self, plans: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
+    def _device_seconds(self, choices: np.ndarray, min_seconds: np.ndarray) -> np.ndarray:
         """Return lower bounds of the device seconds of unfinished plans whose calls take at least
         `min_seconds`."""
-        area = np.zeros(len(plans))
+        device_seconds = np.zeros(len(choices))
         for u, group in enumerate(self._groups):
-            pick = plans[:, u]
-            seconds = np.maximum(group.seconds[pick], min_seconds[:, group.calls]).sum(axis=1)
-            here = seconds * (group.stop[pick] - group.first[pick])
-            area += np.where(pick == OPEN, self._least_device_seconds[u], here)
-        return area
+            choice = choices[:, u]
+            seconds = np.maximum(group.seconds[choice], min_seconds[:, group.calls]).sum(axis=1)
+            on_mesh = seconds * (group.stop[choice] - group.first[choice])
+            device_seconds += np.where(choice == OPEN, self._least_device_seconds[u], on_mesh)
+        return device_seconds

@@ -37,7 +37,7 @@ def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
     plans = np.asarray(chosen)[None]
     period = float(space.exact_periods(plans)[0])
     moving = space.moving(plans)[0]
-    seconds, first, stop = (array[0] for array in space.timed(space.groups, plans))
+    seconds, first, stop = (array[0] for array in space.call_times(plans))
     shares = (first[:, None] < stop) & (first < stop[:, None])
     num_steps = 4 * len(space.calls) + 4
     starts = first_starts(space.needs, seconds, shares, moving, num_steps=num_steps)[-1]

@@ -18,8 +18,8 @@ from realhf.engine.protocol import DTYPES
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
+from realhf.planner.dependencies import SAMPLE_BYTES
 from realhf.planner.profile import Table
-from realhf.planner.search_space import SAMPLE_BYTES
 from realhf.profiling.clock import Clock
 from realhf.profiling.memory import device_bytes
 from realhf.profiling.models import Sizes

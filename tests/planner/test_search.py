@@ -24,7 +24,7 @@ def best_of_all(space):
     every = itertools.product(*(range(len(group.candidates)) for group in space.groups))
     while chunk := list(itertools.islice(every, CHUNK)):
         plans = np.array(chunk)
-        fits = space.overflow(space.groups, plans) <= 0
+        fits = space.excess_bytes(plans) <= 0
         best = min(best, space.exact_periods(plans[fits]).min(initial=np.inf))
     return best
 
@@ -54,7 +54,7 @@ def _agrees(seed, space):
     assert found.lower_bound_seconds <= best * (1 + 1e-9), seed
     assert found.gap <= 1e-6, seed
     chosen = np.array([found.chosen])
-    assert space.overflow(space.groups, chosen)[0] <= 0
+    assert space.excess_bytes(chosen)[0] <= 0
     assert space.exact_periods(chosen)[0] == pytest.approx(found.step_seconds)
     return True
 
@@ -94,7 +94,7 @@ def test_the_search_counts_the_memory_that_the_check_finds():
         for _ in range(5):
             chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
             peak = check_memory(problem, ExecutionPlan(space.call_plans(chosen))).fullest
-            ratios.append(space.overflow(space.groups, np.array([chosen]))[0] / peak.num_bytes)
+            ratios.append(space.excess_bytes(np.array([chosen]))[0] / peak.num_bytes)
     assert min(ratios) >= 1 - 1e-9
     assert np.mean(np.array(ratios) < 1 + 1e-9) > 0.7
 

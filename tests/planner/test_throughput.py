@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from realhf.planner.dependencies import host_anchor
 from realhf.planner.rates import Rates
-from realhf.planner.search_space import SearchSpace, host_anchor
+from realhf.planner.search_space import SearchSpace
 from realhf.planner.simulate import simulate
 from realhf.planner.throughput import first_starts
 from tests.planner.problems import random_problem
@@ -63,7 +64,7 @@ def test_period_is_what_ranks_need_that_walk(seed):
         period = space.exact_periods(np.array([chosen]))[0]
         assert walked == pytest.approx(period, rel=1e-9)
         assert finished[-1] >= (NUM_STEPS - len(space.calls)) * period * (1 - 1e-9)
-        bound = space.periods(space.groups, np.array([chosen]), exact=False)[0]
+        bound = space.periods(np.array([chosen]), exact=False)[0]
         assert bound <= period * (1 + 1e-12)
 
 
@@ -75,7 +76,7 @@ def test_first_starts_are_those_of_ranks_that_walk(seed):
     chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
     _, ends = walk(space, chosen)
     plans = np.array([chosen])
-    seconds, first, stop = (array[0] for array in space.timed(space.groups, plans))
+    seconds, first, stop = (array[0] for array in space.call_times(plans))
     shares = (first[:, None] < stop) & (first < stop[:, None])
     starts = first_starts(space.needs, seconds, shares, space.moving(plans)[0], num_steps=5)
     for step in range(5):

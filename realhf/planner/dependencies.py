@@ -1,0 +1,58 @@
+"""What calls wait for: samples from other calls, reallocated weights, and where plain Python calls run."""
+
+import numpy as np
+
+from realhf.graph import FunctionCall
+from realhf.planner.problem import ModelRole, Problem
+from realhf.planner.rates import Rates
+from realhf.planner.throughput import NEVER, Dependencies
+from realhf.planner.transfer import ContiguousLayout, transfer_seconds
+
+SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
+
+
+def dependencies(problem: Problem, rates: Rates) -> Dependencies:
+    """Return the dependencies among the calls, in graph order."""
+    graph = problem.graph
+    calls = problem.graph.order
+    index = {call.name: i for i, call in enumerate(calls)}
+    data = np.full((len(calls), len(calls)), NEVER)
+    for i, call in enumerate(calls):
+        work = problem.workloads[call.name]
+        for producer in filter(None, map(graph.producer, call.inputs)):
+            data[i, index[producer.name]] = rates.samples(work.num_samples * work.tokens * SAMPLE_BYTES)
+    weights = []
+    for j, trainer in enumerate(calls):
+        for i, user in enumerate(calls):
+            if trainer.kind != "train_step" or user.role is None or user.kind == "train_step":
+                continue
+            if user.role == trainer.role or problem.model_role(user).follows == trainer.role:
+                weights.append((i, j, 0 if j < i else 1))
+    return Dependencies(data, tuple(weights))
+
+
+def reallocation_seconds(
+    rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
+) -> float:
+    """Return the seconds to move the trained parameters of a role to another layout."""
+    spec = role.trained_spec
+    seconds = transfer_seconds(
+        rates.cluster, source, target, num_bytes=spec.numel * role.itemsize,
+        sharded=source.strategy.num_replicas > 1, section_share=spec.section_numel / spec.numel)
+    return seconds / rates.assume.link
+
+
+def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:
+    """Return the model call on whose result ranks a plain Python call runs, and whether it is split over
+    them.
+
+    A call that can be split runs where its inputs are. Any other runs where a call waits for its outputs.
+    Without such a model call it runs on rank 0.
+    """
+    graph = problem.graph
+    producers = filter(None, map(graph.producer, call.inputs))
+    before = [producer.name for producer in producers if producer.role is not None]
+    after = [c.name for c in graph.order if c.role is not None and set(c.inputs) & set(call.outputs)]
+    if before and getattr(call.work, "splittable", False):
+        return before[0], True
+    return next(iter([*after, *before]), None), False
