@@ -1,7 +1,7 @@
 """Translates an Experiment into the planner's Problem. Free of torch."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,43 @@ def problem_of(
     prompt, response = _lengths(experiment, limit)
     longest = limit or round(response)
     lengths = {"prompt_tokens": prompt, "response_tokens": response, "max_new_tokens": longest}
-    workloads = {call.name: _workload(experiment, call, lengths) for call in graph.calls}
-    return Problem(graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)))
+    parts = experiment.parts(graph)
+    runs = _part_runs(experiment, parts)
+    workloads = {
+        name: _workload(experiment, graph[name], lengths | {"runs": runs[part]})
+        for part, names in parts.items() for name in names
+    }  # fmt: skip
+    run_order = [name for part in _part_order(experiment, parts) for name in parts[part]]
+    ahead = parts["rollout"] if runs_ahead(experiment) else ()
+    return Problem(
+        graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)), tuple(run_order),
+        frozenset(ahead))
+
+
+def has_own_program(experiment: Experiment) -> bool:
+    """Return whether the experiment's class has replaced the order in which the parts of a step run."""
+    names = ("parts", "step")
+    return any(getattr(type(experiment), name, None) != getattr(Experiment, name, None) for name in names)
+
+
+def runs_ahead(experiment: Experiment) -> bool:
+    """Return whether generation works on samples that the next step trains on, while training runs."""
+    return experiment.max_lag > 0 and experiment.overlaps and not has_own_program(experiment)
+
+
+def _part_order(experiment: Experiment, parts: Iterable[str]) -> list[str]:
+    """Return the parts in the order in which a step runs them."""
+    return ["score", "rollout", "train"] if runs_ahead(experiment) else list(parts)
+
+
+def _part_runs(experiment: Experiment, parts: Collection[str]) -> dict[str, float]:
+    """Return how often a step is expected to run each part."""
+    given = experiment.expected.part_runs
+    for part, runs in given.items():
+        if part not in parts:
+            raise ValueError(f"expected.part_runs has {part!r}: the parts are {', '.join(parts)}")
+        require(runs > 0, f"expected.part_runs[{part!r}]", runs, "be above 0")
+    return {part: given.get(part, 1.0) for part in parts}
 
 
 def _to_model_role(name: str, role: Role) -> ModelRole:
@@ -67,8 +102,9 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
     samples = experiment.batch_size * experiment.group_size
     settings: dict[str, Any] = {**lengths, "samples_per_prompt": experiment.group_size}
     if call.kind == "host":
-        settings["seconds"] = experiment.expected.host_seconds
+        settings["seconds"] = experiment.expected.host_seconds * lengths["runs"]
     elif call.kind == "generate":
+        settings["rounds"] = experiment.num_rounds
         settings |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
     else:
         settings["output"] = work.output
