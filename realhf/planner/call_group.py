@@ -181,8 +181,9 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
     for group in sorted(map(sorted, nx.connected_components(ties))):
         candidates = _candidates(problem, rates, [calls[i] for i in group], known)
         homes = [role for role, owner in owners.items() if owner in group]
-        mine = calls[group[0]].role
-        if len(group) == 1 and mine not in moved and sum(call.role == mine for call in calls) == 1:
+        first_role = calls[group[0]].role
+        is_alone = len(group) == 1 and sum(call.role == first_role for call in calls) == 1
+        if is_alone and first_role not in moved:
             candidates = _undominated(candidates)
         groups.append(CallGroup({i: calls[i] for i in group}, candidates, homes=homes))
     return groups
@@ -195,9 +196,12 @@ def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
     """
     kept: dict[range, list[Candidate]] = {}
     for candidate in sorted(candidates, key=lambda c: c.variants[0].cost.seconds):
-        (mine,) = candidate.variants
+        (variant,) = candidate.variants
         others = (other.variants[0] for other in kept.setdefault(candidate.layout.ranks, []))
-        if not any(o.home_bytes <= mine.home_bytes and o.call_bytes <= mine.call_bytes for o in others):
+        if not any(
+            other.home_bytes <= variant.home_bytes and other.call_bytes <= variant.call_bytes
+            for other in others
+        ):
             kept[candidate.layout.ranks].append(candidate)
     return [candidate for group in kept.values() for candidate in group]
 

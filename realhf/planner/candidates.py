@@ -10,14 +10,14 @@ from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
+from realhf.planner.call_memory import running_memory
 from realhf.planner.cost import CallCost, call_cost
-from realhf.planner.memory import running_bytes
 from realhf.planner.model_states import available_bytes, home_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Problem
 from realhf.planner.rates import Rates
 
 _RANGE_ENDS = 8  # Ranges of hosts begin and end at this many positions, evenly spaced.
-_SMALLEST_PART = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
+_SMALLEST_RANGE = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
 _HALVINGS = 5  # The number of values tried for the rows generated at once, each half of the one before.
 _LARGEST_MICRO_BATCH = 1 << 17
 _HOST_SHARE = 0.8  # The fraction of host memory that offloaded weights may take.
@@ -33,13 +33,13 @@ def find_meshes(cluster: Cluster) -> list[range]:
     hosts = cluster.num_hosts
     spacing = 1 << max(0, math.ceil(math.log2(hosts / _RANGE_ENDS)))
     sizes = [n for n in range(1, per_host) if per_host % n == 0] if spacing == 1 else []
-    found = [range(first, first + n) for n in sizes for first in range(0, cluster.num_devices, n)]
+    meshes = [range(first, first + n) for n in sizes for first in range(0, cluster.num_devices, n)]
     ends = sorted({*range(0, hosts, spacing), hosts})
     ranges = {(a, b) for a in ends for b in ends if a < b}
-    for n in (spacing >> i for i in range(1, spacing.bit_length()) if 1 << i <= _SMALLEST_PART):
+    for n in (spacing >> i for i in range(1, spacing.bit_length()) if 1 << i <= _SMALLEST_RANGE):
         ranges |= {(a, a + n) for a in range(0, hosts - n + 1, n)}
-    found += [range(a * per_host, b * per_host) for a, b in ranges]
-    return sorted(found, key=lambda mesh: (-len(mesh), mesh.start))
+    meshes += [range(a * per_host, b * per_host) for a, b in ranges]
+    return sorted(meshes, key=lambda mesh: (-len(mesh), mesh.start))
 
 
 @lru_cache(maxsize=4096)
@@ -60,8 +60,8 @@ def find_strategies(
             dp = size // tp // pp
             if dp > max_dp:
                 continue
-            most = min(dp, config.moe.num_experts) if config.moe else 1
-            for ep in (n for n in range(1, most + 1) if dp % n == 0):
+            max_ep = min(dp, config.moe.num_experts) if config.moe else 1
+            for ep in (n for n in range(1, max_ep + 1) if dp % n == 0):
                 strategy = ParallelStrategy(pp=pp, dp=dp, tp=tp, ep=ep)
                 if _is_legal(config, strategy):
                     yield strategy
@@ -82,6 +82,7 @@ class Variant:
     copy_bytes: float
     call_bytes: float
 
+
 def find_variants(
     problem: Problem, rates: Rates, call: FunctionCall, *, size: int, in_host: int,
     only: ParallelStrategy | None = None,
@@ -94,9 +95,9 @@ def find_variants(
     work = problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
     per_host = problem.cluster.devices_per_host
-    found = {}
-    most = work.most_replicas(call.kind)
-    strategies = find_strategies(role.config, size, per_host=per_host, max_dp=most)
+    by_strategy = {}
+    max_dp = work.most_replicas(call.kind)
+    strategies = find_strategies(role.config, size, per_host=per_host, max_dp=max_dp)
     mesh = DeviceMesh(tuple(range(size)))
     for strategy in [only] if only is not None else strategies:
         stages = _candidate_stages(role, strategy)
@@ -105,13 +106,13 @@ def find_variants(
         variants = []
         for call_plan in _options(problem, call, Layout(strategy, mesh)):
             held = (0, 0) if call_plan.offload else (home, weights)
-            running = max(sum(running_bytes(problem, call, call_plan, stage).values()) for stage in stages)
+            running = max(running_memory(problem, call, call_plan, stage).num_bytes for stage in stages)
             if (held[0] if call.kind == "train_step" else held[1]) + running > capacity:
                 continue
             cost = call_cost(rates, call, role, work, call_plan, per_host=in_host)
             variants.append(Variant(call_plan, cost, *held, running))
-        found[strategy] = [v for v in variants if not any(_beats(other, v) for other in variants)]
-    return found
+        by_strategy[strategy] = [v for v in variants if not any(_beats(other, v) for other in variants)]
+    return by_strategy
 
 
 def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[CallPlan]:
@@ -131,10 +132,10 @@ def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[C
         counts = sorted({max(1, rows >> i) for i in range(_HALVINGS)})
         yield from (CallPlan(layout, max_rows=n, offload=offload) for offload in offloads for n in counts)
         return
-    ordered = sorted({min(max(size, longest), largest) for size in sizes})
-    yield from (CallPlan(layout, tokens, offload=offload) for offload in offloads for tokens in ordered)
+    rising = sorted({min(max(size, longest), largest) for size in sizes})
+    yield from (CallPlan(layout, tokens, offload=offload) for offload in offloads for tokens in rising)
     if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
-        yield from (CallPlan(layout, tokens, recompute=True) for tokens in ordered[:3])
+        yield from (CallPlan(layout, tokens, recompute=True) for tokens in rising[:3])
 
 
 def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrategy) -> bool:
@@ -160,9 +161,9 @@ def _candidate_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
 
 def _beats(a: Variant, b: Variant) -> bool:
     """Return whether `a` is nowhere worse than `b`, and is better somewhere or has simpler options."""
-    mine, theirs = (
+    key_a, key_b = (
         (v.cost.seconds, v.home_bytes, v.copy_bytes, v.call_bytes, v.call_plan.offload, v.call_plan.recompute,
          v.call_plan.max_rows or 0, v.call_plan.micro_batch_tokens)
         for v in (a, b)
     )  # fmt: skip
-    return mine < theirs and all(x <= y for x, y in zip(mine[:4], theirs[:4], strict=True))
+    return key_a < key_b and all(x <= y for x, y in zip(key_a[:4], key_b[:4], strict=True))

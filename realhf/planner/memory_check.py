@@ -1,4 +1,4 @@
-"""Check of the memory that a plan needs on every rank, with remedies where it does not fit.
+"""Check of the memory that a whole plan needs on every rank, with remedies where it does not fit.
 
 A rank always holds the parameters of the roles whose home it is part of, with gradients and optimizer for
 trained ones, and copies of the roles that it runs in other layouts. A rank runs one call at a time, so only
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from realhf.kv_blocks import SHARE_OF_FREE
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan, home_layouts
-from realhf.planner.memory import running_bytes
+from realhf.planner.activation_memory import CallMemory
+from realhf.planner.call_memory import running_memory
 from realhf.planner.model_states import available_bytes, shard_of, training_bytes, weights_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.shard import num_params
@@ -52,7 +53,7 @@ def check_memory(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
     """Return the memory that a plan needs on every rank."""
     homes = home_layouts(problem.graph, plan, problem.roles)
     running = {
-        call.name: [running_bytes(problem, call, plan[call.name], stage)
+        call.name: [running_memory(problem, call, plan[call.name], stage)
                     for stage in range(plan[call.name].layout.pp)]
         for call in problem.model_calls
     }  # fmt: skip
@@ -61,8 +62,8 @@ def check_memory(problem: Problem, plan: ExecutionPlan) -> MemoryCheck:
     for rank in sorted({rank for name in running for rank in plan[name].layout.ranks}):
         resting = _resting(problem, plan, homes, rank)
         for name in (name for name in running if rank in plan[name].layout):
-            added = running[name][plan[name].layout.coordinate(rank).pp]
-            peak = Peak(rank, name, _with_limited_cache(problem, resting, added, name, plan[name]))
+            memory = running[name][plan[name].layout.coordinate(rank).pp]
+            peak = Peak(rank, name, _with_limited_cache(problem, resting, memory, name, plan[name]))
             calls[name] = max(calls.get(name, 0.0), peak.num_bytes)
             if rank not in peaks or peak.num_bytes > peaks[rank].num_bytes:
                 peaks[rank] = peak
@@ -106,12 +107,12 @@ def _resting(
                 continue
             if layout != home and rank in home and shard_of(layout, rank) == shard_of(home, rank):
                 continue  # Both are the same memory.
-            what = f"{name} weights" if layout == home else f"{name} copy"
+            use = f"{name} weights" if layout == home else f"{name} copy"
             stage = layout.coordinate(rank).pp
             size = weights_bytes(role, layout.strategy, stage)
             if holders.get((role.source, *shard_of(layout, rank)), name) != name:
                 size -= num_params(role.spec, layout.strategy, stage) * role.itemsize
-            parts[what] = parts.get(what, 0.0) + size
+            parts[use] = parts.get(use, 0.0) + size
         if role.trainable and rank in home:
             stage = home.coordinate(rank).pp
             parts[f"{name} optimizer"] = training_bytes(role, home.strategy, stage)
@@ -119,35 +120,34 @@ def _resting(
 
 
 def _with_limited_cache(
-    problem: Problem, resting: Mapping[str, float], running: Mapping[str, float], name: str,
-    call_plan: CallPlan,
+    problem: Problem, resting: Mapping[str, float], running: CallMemory, name: str, call_plan: CallPlan,
 ) -> dict[str, float]:  # fmt: skip
     """Return all that a rank holds while a call runs, by part.
 
     A cache without a limit set by the user takes no more than a share of the free memory, as in
     inference/cache_limit.py; rows that it has no blocks for wait.
     """
-    parts = {**resting, **running}
     work = problem.workloads[name]
-    if "kv_cache" in running and work.kv_cache_gib is None:
-        resting_bytes = sum(resting.values()) + running.get("loaded weights", 0.0)
+    if running.kv_cache and work.kv_cache_gib is None:
+        resting_bytes = sum(resting.values()) + running.loaded_weights
         free = max(0.0, available_bytes(problem.cluster) - resting_bytes)
-        of_one_row = running["kv_cache"] / (call_plan.max_rows or work.max_rows)
-        parts["kv_cache"] = min(running["kv_cache"], max(SHARE_OF_FREE * free, of_one_row))
-    return parts
+        of_one_row = running.kv_cache / (call_plan.max_rows or work.max_rows)
+        limited = min(running.kv_cache, max(SHARE_OF_FREE * free, of_one_row))
+        running = running._replace(kv_cache=limited)
+    return {**resting, **running.by_use()}
 
 
 def _remedy(problem: Problem, plan: ExecutionPlan) -> str:
     """Return a sentence with the nearest changes of the plan that make it fit on every rank."""
-    made: list[str] = []
+    changes: list[str] = []
     for _ in range(2 * len(problem.model_calls)):
         check = check_memory(problem, plan)
         if check.fits:
-            return f"it fits with {' and '.join(made)}"
+            return f"it fits with {' and '.join(changes)}"
         peak = check.fullest
-        for what, changed in _changes(problem, plan, peak):
+        for description, changed in _changes(problem, plan, peak):
             if check_memory(problem, changed).peaks[peak.rank].num_bytes <= check.available:
-                made.append(what)
+                changes.append(description)
                 plan = changed
                 break
         else:

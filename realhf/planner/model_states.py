@@ -1,4 +1,4 @@
-"""Bytes of a role's model states on a rank: weights, gradients and optimizer; and those that a device has."""
+"""Bytes of model states (weights, gradients, optimizer), and of the device memory that may hold them."""
 
 from realhf.cluster import Cluster
 from realhf.layout import Layout, ParallelStrategy
@@ -22,8 +22,9 @@ def available_bytes(cluster: Cluster) -> float:
 
 def shard_of(layout: Layout, rank: int) -> tuple[int, ...]:
     """Return a key that is equal for equal shards of a model."""
-    at = layout.coordinate(rank)
-    return (layout.pp, at.pp, layout.tp, at.tp, layout.ep, at.dp % layout.ep)
+    coordinate = layout.coordinate(rank)
+    expert_index = coordinate.dp % layout.ep
+    return (layout.pp, coordinate.pp, layout.tp, coordinate.tp, layout.ep, expert_index)
 
 
 def home_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:

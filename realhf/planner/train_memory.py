@@ -1,12 +1,12 @@
 """Moments of a train step at which a rank may need most memory.
 
-A moment is the bytes of all that is alive, by part. Its name says what runs: an operator of `nn`, or a sum of
-gradients. As in layer_memory.py, w is the number of bytes of an element that needs precision.
+The name of a moment says what runs: an operator of `nn`, or a sum of gradients. As in activation_memory.py, w
+is the number of bytes of an element that needs precision.
 """
 
 from functools import cached_property
 
-from realhf.planner.layer_memory import INDEX_BYTES, CallPieces, Parts
+from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces
 from realhf.planner.model_states import trained_params
 from realhf.planner.shard import held_params, in_section
 
@@ -22,11 +22,11 @@ class TrainMoments:
         self.tokens = pieces.micro_batch.tokens
         self.hidden = pieces.hidden_bytes(self.tokens)
 
-    def by_name(self) -> dict[str, Parts]:
+    def by_name(self) -> dict[str, CallMemory]:
         return {
             **self._embedding(), **self._last_norm(), **self._head(), **self._block(),
             **self._sums_of_sections(),
-            "optimizer step": self.pieces.inputs() | {"optimizer": self._optimizer_temporaries()},
+            "optimizer step": self.pieces.inputs()._replace(optimizer=self._optimizer_temporaries()),
         }  # fmt: skip
 
     # What is alive between the operators
@@ -39,7 +39,7 @@ class TrainMoments:
         return self.pieces.num_layers * per_layer + angles + INDEX_BYTES * self.tokens
 
     @cached_property
-    def _in_flight(self) -> Parts:
+    def _in_flight(self) -> CallMemory:
         """The samples, and the activations and messages of all micro-batches in flight."""
         pieces = self.pieces
         num_micro_batches = pieces.micro_batch.num_micro_batches
@@ -54,24 +54,26 @@ class TrainMoments:
             messages += num_in_flight * self.hidden * ((has_previous and copied) + has_next)
             # A gradient received, and gradients sent for up to two micro-batches before.
             messages += self.hidden * (has_next + min(num_micro_batches - 1, 2) * has_previous)
-        return pieces.inputs() | {"activations": num_in_flight * self._saved, "messages": messages}
+        return pieces.inputs()._replace(activations=num_in_flight * self._saved, messages=messages)
 
-    def _plus(self, parts: Parts, *, activations: float = 0.0) -> Parts:
-        """Return what is in flight, with more activations and with other parts."""
-        base = self._in_flight
-        return base | {"activations": base["activations"] + activations} | parts
+    def _beside_in_flight(
+        self, *, activations: float, gradients: float = 0.0, logits: float = 0.0
+    ) -> CallMemory:
+        """Return what is in flight, with more activations, and with gradients and logits."""
+        activations += self._in_flight.activations
+        return self._in_flight._replace(activations=activations, gradients=gradients, logits=logits)
 
     # Ends of the model
 
-    def _embedding(self) -> dict[str, Parts]:
+    def _embedding(self) -> dict[str, CallMemory]:
         if not self.pieces.is_first:
             return {}
         w = self.role.wide_itemsize
         # Weight.add_rows copies the gradients of rows to the dtype of the gradient buffer.
         widened_rows = w * self.pieces.widths.hidden * self.tokens if self.role.itemsize < w else 0.0
-        gradients = {"gradients": 2 * self.hidden + widened_rows}
         # The micro-batch's own activations are free by then.
-        return {"embedding, backward": self._plus(gradients, activations=-self._saved)}
+        moment = self._beside_in_flight(activations=-self._saved, gradients=2 * self.hidden + widened_rows)
+        return {"embedding, backward": moment}
 
     @cached_property
     def _after_last_block(self) -> float:
@@ -79,14 +81,14 @@ class TrainMoments:
         norm = self.tokens * self.pieces.norm_saved(self.pieces.widths.hidden)
         return norm + self.pieces.hidden_bytes(self.pieces.micro_batch.response_tokens)
 
-    def _last_norm(self) -> dict[str, Parts]:
+    def _last_norm(self) -> dict[str, CallMemory]:
         if not self.pieces.is_last:
             return {}
         norm = self.pieces.norm_temporaries(self.pieces.widths.hidden * self.tokens, backward=True)
-        gradients = {"gradients": self.hidden + norm}
-        return {"last norm, backward": self._plus(gradients, activations=self._after_last_block)}
+        moment = self._beside_in_flight(activations=self._after_last_block, gradients=self.hidden + norm)
+        return {"last norm, backward": moment}
 
-    def _head(self) -> dict[str, Parts]:
+    def _head(self) -> dict[str, CallMemory]:
         pieces = self.pieces
         if not pieces.has_logits:
             return {}
@@ -97,13 +99,13 @@ class TrainMoments:
         logits = pieces.logits_bytes(numel, copies=int(pieces.workload.entropy))
         chunk = self.role.itemsize * pieces.logits_at_once(numel)
         weight_gradient = pieces.weight_gradient(vocabulary * pieces.widths.hidden)
-        moments: dict[str, Parts] = {
-            "logits and their gradient": {"logits": logits, "gradients": states},
-            "weight gradient of the head": {"logits": chunk, "gradients": weight_gradient + states},
-        }
+        saved = self._after_last_block
         return {
-            name: self._plus(parts, activations=self._after_last_block) for name, parts in moments.items()
-        }
+            "logits and their gradient": self._beside_in_flight(
+                activations=saved, logits=logits, gradients=states),
+            "weight gradient of the head": self._beside_in_flight(
+                activations=saved, logits=chunk, gradients=weight_gradient + states),
+        }  # fmt: skip
 
     # A decoder block: the last one of the stage, since then all activations are alive
 
@@ -134,13 +136,13 @@ class TrainMoments:
     def _activated_linear(self) -> float:
         """Bytes in the backward pass of the activation and the down projection, besides the gradient of
         their output."""
-        # Temporaries of the activation, of a part of the tokens.
-        part = 3 * self.role.itemsize * self.pieces.working_numel(self.tokens * self.pieces.widths.mlp)
+        # Of a part of the tokens.
+        temporaries = 3 * self.role.itemsize * self.pieces.working_numel(self.tokens * self.pieces.widths.mlp)
         if self.role.lora is not None:  # The gradients of two linear layers for one input, and their sum.
-            return max(3 * self._mlp, self._gate_and_up + part)
-        return self._mlp + self._gate_and_up + max(part, self._weight_gradient)
+            return max(3 * self._mlp, self._gate_and_up + temporaries)
+        return self._mlp + self._gate_and_up + max(temporaries, self._weight_gradient)
 
-    def _block(self) -> dict[str, Parts]:
+    def _block(self) -> dict[str, CallMemory]:
         """Return the moments in a block: the end of its forward pass, then its backward pass."""
         pieces = self.pieces
         hidden = self.hidden
@@ -164,23 +166,23 @@ class TrainMoments:
             "attention, backward": 2 * hidden - freed + 2 * qkv,
         }
         return {
-            name: self._plus({"gradients": num_bytes}, activations=self._block_recomputed)
+            name: self._beside_in_flight(activations=self._block_recomputed, gradients=num_bytes)
             for name, num_bytes in gradients.items()
         }
 
     # Sums of gradients over ranks
 
-    def _sums_of_sections(self) -> dict[str, Parts]:
+    def _sums_of_sections(self) -> dict[str, CallMemory]:
         """Return the moments in which gradients of 1 or 2 sections are summed; their activations are free."""
         moments = {}
-        activations = self._in_flight["activations"] + self._block_recomputed
+        activations = self._in_flight.activations + self._block_recomputed
         for num_sections in (1, 2):
             share_left = 1 - num_sections * self._section_share
             if share_left > 0 and self._received > 0:
                 received = self._received * num_sections / 2
                 gradients = self.hidden + self._activated_linear + received
-                parts = {"activations": share_left * activations, "gradients": gradients}
-                moments[f"backward, sum of {num_sections} sections"] = self._in_flight | parts
+                moments[f"backward, sum of {num_sections} sections"] = self._in_flight._replace(
+                    activations=share_left * activations, gradients=gradients)
         return moments
 
     @cached_property

@@ -14,7 +14,7 @@ from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.memory import call_bytes
+from realhf.planner.call_memory import peak_memory
 from realhf.planner.memory_check import check_memory
 from realhf.planner.model_states import available_bytes, training_bytes, weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
@@ -143,7 +143,7 @@ def _name(case):
 
 
 def predict(case, rank):
-    """Return the predicted bytes of weights, of training state and of the call's parts on the rank."""
+    """Return the predicted bytes of weights, of training state and of the call on the rank."""
     layout = Layout.parse(case.layout)
     stage = layout.coordinate(rank).pp
     where = (layout.strategy, stage)
@@ -151,7 +151,7 @@ def predict(case, rank):
     training = training_bytes(case.role, *where) if case.role.trainable else 0
     return (
         weights_bytes(case.role, *where), training,
-        call_bytes(case.role, case.kind, case.workload, *where, **options),
+        peak_memory(case.role, case.kind, case.workload, *where, **options),
     )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_peak_is_as_predicted(pool, case):
     ranks = Layout.parse(case.layout).ranks
     for rank, (weights, training, peak) in enumerate(pool.run(measure, case, num_ranks=len(ranks))):
         predicted = predict(case, rank)
-        call = sum(predicted[2].values())
+        call = predicted[2].num_bytes
         assert predicted[0] == weights
         assert predicted[1] == pytest.approx(training, rel=0.01)
         assert 0.97 * peak <= call <= 1.16 * peak, predicted[2]
@@ -172,7 +172,7 @@ def test_mixed_lengths_stay_below_a_bound_that_is_not_wasteful(pool, layout, rec
     workload = Workload(num_samples=24, prompt_tokens=8, response_tokens=14, max_new_tokens=28)
     case = Case(layout, "train_step", _role(), workload, 128, recompute, ragged=True)
     for rank, (*_, peak) in enumerate(pool.run(measure, case, num_ranks=len(Layout.parse(layout).ranks))):
-        assert peak <= sum(predict(case, rank)[2].values()) <= 1.5 * peak
+        assert peak <= predict(case, rank)[2].num_bytes <= 1.5 * peak
 
 
 def test_the_counter_sees_what_autograd_saves():
@@ -255,7 +255,7 @@ def test_activations_of_a_layer_against_megatron(tp):
         role = ModelRole(ModelConfig("llama", *shape, False, "score"), trainable=True)
         workload = Workload(num_samples=b, response_tokens=s, output="values")
         options = {"micro_batch_tokens": s * b, "recompute": recompute, "fused": True}
-        return call_bytes(role, "train_step", workload, ParallelStrategy(tp=tp), 0, **options)["activations"]
+        return peak_memory(role, "train_step", workload, ParallelStrategy(tp=tp), 0, **options).activations
 
     layer = s * b * h * (10 - 2 + 24 / tp) + s * b * (4 * heads / tp + 2 * 4)
     assert activations(5) - activations(4) == pytest.approx(layer, rel=1e-12)
@@ -273,8 +273,8 @@ def test_activations_of_a_layer_against_megatron(tp):
 def test_kv_cache_of_a_token_as_published(name, token_bytes):
     role, rows = ModelRole(ModelConfig.load(name)), 64
     workload = Workload(rows, 24, response_tokens=1000, max_new_tokens=1000)
-    parts = call_bytes(role, "generate", workload, ParallelStrategy(), 0, micro_batch_tokens=4096)
-    assert parts["kv_cache"] == rows * 1024 * token_bytes
+    memory = peak_memory(role, "generate", workload, ParallelStrategy(), 0, micro_batch_tokens=4096)
+    assert memory.kv_cache == rows * 1024 * token_bytes
 
 
 def test_the_check_counts_the_cache_that_a_run_takes():
@@ -311,7 +311,7 @@ def test_hundreds_of_strategies_are_asked_for_in_no_time():
     for strategy in strategies:
         num_params(role.spec, strategy, strategy.pp - 1)
         for kind in ("generate", "forward", "train_step"):
-            call_bytes(role, kind, workload, strategy, 0, micro_batch_tokens=4096)
+            peak_memory(role, kind, workload, strategy, 0, micro_batch_tokens=4096)
     assert time.perf_counter() - start < 1.0
 
 

@@ -1,8 +1,7 @@
-"""Bytes that a rank needs for a call, by part, at the moment of its peak.
+"""Bytes that a rank needs for a call of any kind at the moment of its peak, besides the model's states.
 
 The formulas follow `nn` and `engine` operator by operator; tests/planner/test_memory.py compares them with
-what real processes allocate. layer_memory.py has the pieces from which moments are put together, and
-train_memory.py the moments of a train step.
+what real processes allocate.
 """
 
 import math
@@ -12,7 +11,7 @@ from realhf.graph import FunctionCall
 from realhf.kv_blocks import tokens_for
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.layer_memory import INDEX_BYTES, CallPieces, Parts
+from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces
 from realhf.planner.model_states import weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.shard import num_params
@@ -21,29 +20,29 @@ from realhf.planner.train_memory import TrainMoments
 _GRAPHS = 1.25  # Rows times blocks of a recorded CUDA graph, relative to the real ones (decode_graphs.py).
 
 
-def running_bytes(problem: Problem, call: FunctionCall, call_plan: CallPlan, stage: int) -> Parts:
-    """Return the bytes that a rank of a stage holds only while the call runs, by part.
+def running_memory(problem: Problem, call: FunctionCall, call_plan: CallPlan, stage: int) -> CallMemory:
+    """Return the memory that a rank of a stage needs only while the call runs.
 
     The cache of a generation has room for all rows that decode at once.
     """
     role = problem.model_role(call)
     work = problem.workloads[call.name]
     strategy = call_plan.layout.strategy
-    parts = call_bytes(
+    memory = peak_memory(
         role, call.kind, replace(work, max_rows=call_plan.max_rows or work.max_rows), strategy, stage,
         micro_batch_tokens=call_plan.micro_batch_tokens, recompute=call_plan.recompute,
         fused=problem.cluster.device_type == "cuda",
     )  # fmt: skip
     if call_plan.offload:
-        parts["loaded weights"] = weights_bytes(role, strategy, stage)
-    return parts
+        memory = memory._replace(loaded_weights=weights_bytes(role, strategy, stage))
+    return memory
 
 
-def call_bytes(
+def peak_memory(
     role: ModelRole, kind: str, workload: Workload, strategy: ParallelStrategy, stage: int,
     *, micro_batch_tokens: int, recompute: bool = False, fused: bool = False,
-) -> Parts:  # fmt: skip
-    """Return the bytes that the call adds at its peak on the fullest rank of a stage, by part.
+) -> CallMemory:  # fmt: skip
+    """Return the memory that the call adds at its peak on the fullest rank of a stage.
 
     `fused` means CUDA's kernels and NCCL: an RMSNorm keeps its input only, attention keeps its output once,
     and collectives work in place. Otherwise the formulas are for CPU with gloo. Top-p sampling is not
@@ -57,26 +56,26 @@ def call_bytes(
         moments = forward_moments(pieces)
     else:
         moments = TrainMoments(pieces).by_name()
-    peak = max(moments.values(), key=lambda parts: sum(parts.values()))
-    return {name: num_bytes for name, num_bytes in peak.items() if num_bytes}
+    return max(moments.values(), key=lambda memory: memory.num_bytes)
 
 
-def forward_moments(pieces: CallPieces) -> dict[str, Parts]:
+def forward_moments(pieces: CallPieces) -> dict[str, CallMemory]:
     """Return the moments of a pass without autograd."""
     num_micro_batches, tokens, response_tokens = pieces.micro_batch
     base = pieces.inputs()
     if pieces.strategy.pp > 1:  # A send of hidden states is waited for two micro-batches later.
         num_sends = 0 if pieces.is_last else min(num_micro_batches, 3)
-        base["messages"] = pieces.hidden_bytes(tokens) * (num_sends + (not pieces.is_first))
-    moments = {"block": base | {"activations": pieces.forward_temporaries(tokens)}}
+        messages = pieces.hidden_bytes(tokens) * (num_sends + (not pieces.is_first))
+        base = base._replace(messages=messages)
+    moments = {"block": base._replace(activations=pieces.forward_temporaries(tokens))}
     if pieces.has_logits:
         states = pieces.hidden_bytes(tokens + response_tokens)
         logits = pieces.logits_bytes(response_tokens * pieces.widths.vocabulary, copies=0)
-        moments["logits"] = base | {"activations": states, "logits": logits}
+        moments["logits"] = base._replace(activations=states, logits=logits)
     return moments
 
 
-def generation_moments(pieces: CallPieces) -> dict[str, Parts]:
+def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
     """Return the moments of generation: the largest pass of prompts and decoding rows, and sampling.
 
     Each pipeline stage works on one cohort of samples at a time, of which `rows` decode at once. With several
@@ -99,26 +98,30 @@ def generation_moments(pieces: CallPieces) -> dict[str, Parts]:
     is_single_prefill = cohort == rows and all_tokens <= work.prefill_tokens
     pass_tokens = max(prefill_tokens, rows) if is_single_prefill else prefill_tokens + rows
     results = 16.0 * samples * max(work.max_new_tokens, 1) + 8 * samples * work.prompt_tokens
-    base = {"samples": results + INDEX_BYTES * prefill_tokens}
-    base["kv_cache"] = _kv_cache(pieces, num_cohorts=num_cohorts, cohort=cohort, rows=rows)
+    merged = 0.0
     if role.lora is not None and role.lora.merge:  # Assumed for all weights.
-        base["merged"] = role.itemsize * float(num_params(role.spec, strategy, pieces.stage))
-    base["messages"] = 0.0 if strategy.pp == 1 else pieces.hidden_bytes(pass_tokens) * 2
+        merged = role.itemsize * float(num_params(role.spec, strategy, pieces.stage))
+    base = CallMemory(
+        samples=results + INDEX_BYTES * prefill_tokens,
+        kv_cache=_kv_cache_bytes(pieces, num_cohorts=num_cohorts, cohort=cohort, rows=rows),
+        merged=merged,
+        messages=0.0 if strategy.pp == 1 else pieces.hidden_bytes(pass_tokens) * 2,
+    )
     activations = pieces.forward_temporaries(pass_tokens)
     if pieces.fused:  # Rows read copies of a layer's keys and values, both in a graph and in a first pass.
         copied_tokens = (1 + _GRAPHS) * rows * (math.ceil(work.prompt_tokens) + work.max_new_tokens)
         activations += copied_tokens * widths.cached * role.itemsize
-    moments = {"block": base | {"activations": activations}}
+    moments = {"block": base._replace(activations=activations)}
     if pieces.is_last:
         # Logits in a wide dtype; scaled logits, exponentials and sums in float64.
         logits = float(rows * widths.vocabulary * (role.wide_itemsize + 24))
         # Copies of operands in float32 are freed before the logits exist.
         logits = max(logits, pieces.widened_bytes([(widths.hidden, widths.vocabulary)], rows))
-        moments["sampling"] = base | {"logits": logits, "activations": pieces.hidden_bytes(rows)}
+        moments["sampling"] = base._replace(logits=logits, activations=pieces.hidden_bytes(rows))
     return moments
 
 
-def _kv_cache(pieces: CallPieces, *, num_cohorts: int, cohort: int, rows: int) -> float:
+def _kv_cache_bytes(pieces: CallPieces, *, num_cohorts: int, cohort: int, rows: int) -> float:
     """Return the bytes of the caches of all cohorts, whose slots have the longest rows.
 
     The rows of each age have what they got in earlier rounds, and room for this one.

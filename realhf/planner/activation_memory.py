@@ -1,4 +1,4 @@
-"""Bytes of the pieces of a call: inputs, hidden states, norms, the layers' activations and logits.
+"""Bytes of the tensors that make up a call: inputs, hidden states, norms, layers' activations, and logits.
 
 Letters: e bytes of an element in the model's dtype, w bytes of one that needs precision (float32; float64 in
 a float64 model). Tokens are those of a micro-batch; over cp, a rank's part of them.
@@ -7,6 +7,7 @@ a float64 model). Tokens are those of a micro-batch; over cp, a rank's part of t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from realhf.chunk_sizes import PART_NUMEL, block_numel, chunk_numel, slice_numel
 from realhf.layout import ParallelStrategy
@@ -14,10 +15,34 @@ from realhf.planner.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.shard import Widths, exchanged, float32_bytes, widths
 
-Parts = dict[str, float]
-
 _SAMPLE_BYTES = 64  # Bytes per token in a call's inputs: ids, mask and columns of the loss, twice.
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
+
+
+_LABELS = {"loaded_weights": "loaded weights"}
+"""Uses that reports call otherwise than the fields of CallMemory."""
+
+
+class CallMemory(NamedTuple):
+    """The bytes that a rank holds for a call at one moment, by use."""
+
+    samples: float = 0.0
+    kv_cache: float = 0.0
+    merged: float = 0.0  # Copies of weights with the adapters merged in.
+    activations: float = 0.0
+    messages: float = 0.0
+    logits: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    loaded_weights: float = 0.0  # Those that wait in host memory while other calls run.
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(self)
+
+    def by_use(self) -> dict[str, float]:
+        """Return the bytes of every use that takes some, as reports name them."""
+        return {_LABELS.get(use, use): size for use, size in self._asdict().items() if size}
 
 
 @dataclass(frozen=True)
@@ -60,11 +85,11 @@ class CallPieces:
         """The largest micro-batch, from which memory follows."""
         return largest_micro_batch(self.workload, self.strategy, self.micro_batch_tokens)
 
-    def inputs(self) -> Parts:
+    def inputs(self) -> CallMemory:
         """Return the call's samples on this rank, and the indices of a micro-batch."""
         rows = -(-self.workload.num_samples // self.strategy.dp)
         indices = INDEX_BYTES * self.strategy.cp * self.micro_batch.tokens
-        return {"samples": _SAMPLE_BYTES * rows * self.workload.tokens + indices}
+        return CallMemory(samples=_SAMPLE_BYTES * rows * self.workload.tokens + indices)
 
     # Pieces, in bytes
 
@@ -178,18 +203,18 @@ class CallPieces:
         norm = hidden + self.norm_temporaries(per_token.hidden * tokens, backward=False)
         outputs = 1 if self.fused else 2
         projected = e * tokens * (per_token.latents + self._attention_inputs)
-        turned = e * tokens * per_token.rotated / 2  # A copy of one half while it is rotated in place.
+        rotating = e * tokens * per_token.rotated / 2  # A copy of one half while it is rotated in place.
         attending = e * tokens * outputs * per_token.attention
         if self.strategy.cp > 1:  # Data sent and received; then the output of attention, also sent.
-            after = max(self._exchanged, (outputs + 1) * per_token.attention)
-            attending = e * tokens * (self._exchanged + after)
+            received = max(self._exchanged, (outputs + 1) * per_token.attention)
+            attending = e * tokens * (self._exchanged + received)
         output = hidden + self.sum_temporaries(hidden)
-        attention = 2 * hidden + projected + max(turned, attending + hidden, output)
+        attention = 2 * hidden + projected + max(rotating, attending + hidden, output)
         routed = e * tokens * per_token.routed * (2 if self.strategy.ep > 1 else 1)  # Sent and received.
         width = e * tokens * per_token.mlp
         up = 2 if self.role.config.gated else 1
-        part = e * self.working_numel(tokens * per_token.mlp)  # A part before all are joined.
-        activating = width + max(hidden, part * (part < width))
+        activated = e * self.working_numel(tokens * per_token.mlp)  # A part before all are joined.
+        activating = width + max(hidden, activated * (activated < width))
         mlp = 3 * hidden + routed + up * width + max(activating, output)
         rest = self.widened_bytes(per_token.in_layer(num_ups=up), tokens) + e * per_token.head_dim * tokens
         return max(norm, attention, mlp) + rest
