@@ -166,6 +166,12 @@ class TrainStep(Work):
         return self.loss.output
 
 
+KEEP = "keep"
+"""The column in which a filtering host function says which samples it keeps."""
+DECISION = "decision"
+"""The key under which a deciding host function returns its decision."""
+
+
 @dataclass(frozen=True)
 class HostFunction(Work):
     """Calls plain Python: `function(batch, context) -> {output key: column}`, or `(columns, metrics)`."""
@@ -173,6 +179,12 @@ class HostFunction(Work):
     kind = "host"
     function: Any
     splittable: bool = False  # Whether it can run on any part of the samples, so that a plan may use dp.
+    filters: bool = False
+    """Whether it drops samples: it also returns a column "keep", one boolean per sample. Calls that read
+    its outputs work on the samples that it has kept."""
+    decides: bool = False
+    """Whether it also returns a JSON value "decision", by which `Experiment.step` may branch (run.agree)."""
+    example: Any = None  # A decision for trying out the step program without data.
 
 
 def longest_response(graph: DataflowGraph) -> int:

@@ -13,6 +13,7 @@ from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
+from realhf.step_program import StepRunner
 from realhf.transformers_config import TransformersConfig
 
 _SECONDS = {"m": 60.0, "h": 3600.0}
@@ -122,6 +123,23 @@ class Experiment:
         if not self.max_lag:
             return {"step": tuple(call.name for call in graph.order)}
         return lagged_parts(graph)
+
+    def step(self, run: StepRunner) -> None:
+        """Run the parts of one step; every rank executes this alike, see StepRunner.
+
+        With lag, a batch is trained `max_lag` calls after its generation has begun.
+        """
+        if not self.max_lag:
+            run("step", run.prompts(self.batch_size))
+            return
+        due = run.batch(run.number - self.max_lag)
+        if self.overlaps:
+            run("score", due)
+            run.send("train", due)  # So that training does not wait for the next round of generation.
+        run("rollout", run.prompts(self.batch_size))
+        if not self.overlaps:
+            run("score", due)
+        run("train", due)
 
     @property
     def num_rounds(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
@@ -41,16 +41,18 @@ class OnPolicy(Experiment):
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     minibatches: int = 1  # Optimizer steps per epoch of a step, each on an equal part of the samples.
     epochs: int = 1  # Times that a step trains on its samples.
-    max_rows: int = 512  # Sequences that a rank decodes at once; the others wait for a free slot.
-    kv_cache_gib: float | None = None
+    max_rows: int = Generate.max_rows
+    """Sequences that a rank decodes at once; the others wait for a free slot."""
+    kv_cache_gib: float | None = Generate.kv_cache_gib
     """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but at most
     half of the free memory."""
-    prefill_tokens: int = 8192  # Prompt tokens per forward pass; a longer prompt is processed in chunks.
-    work_stealing: bool = True
+    prefill_tokens: int = Generate.prefill_tokens
+    """Prompt tokens per forward pass; a longer prompt is processed in chunks."""
+    work_stealing: bool = Generate.work_stealing
     """Whether replicas that finish early take waiting prompts from others. Which prompts they take depends on
     timing; this changes the last bits of log-probs, and in bfloat16 a token now and then. Switch it off for
     runs that must repeat bit for bit."""
-    cuda_graphs: bool = True
+    cuda_graphs: bool = Generate.cuda_graphs
     """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
@@ -68,10 +70,8 @@ class OnPolicy(Experiment):
 
     def actor_generate(self) -> FunctionCall:
         """Return the call in which the actor answers the prompts."""
-        work = Generate(
-            sampling=self.sampling, seed=self.seed, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
-            prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing,
-            cuda_graphs=self.cuda_graphs)
+        # The experiment has each setting of Generate as a field of the same name.
+        work = Generate(**{setting.name: getattr(self, setting.name) for setting in fields(Generate)})
         outputs = (*SEQUENCE, "gen_logprobs", "finished")
         return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
 

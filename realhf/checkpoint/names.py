@@ -29,3 +29,8 @@ def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint's directory; None if it has another name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
+
+
+def samples_name(rank: int) -> str:
+    """Return the name of the file of the samples that a rank holds between two steps."""
+    return f"samples_{rank:05d}.safetensors"

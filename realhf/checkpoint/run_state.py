@@ -23,7 +23,7 @@ from realhf.checkpoint.write import memory_of
 from realhf.field_types import check_types
 from realhf.region import Region, overlap, region_size, region_slices
 
-FORMAT = 1
+FORMAT = 2
 """Version of the format; a checkpoint of another version is refused."""
 _BLOCK_BYTES = 4 << 20
 
@@ -64,6 +64,8 @@ class Manifest:
     sets: Mapping[str, Saved]
     versions: Mapping[str, Any]
     """See ModelStore.versions."""
+    run: Mapping[str, Any]
+    """See StepRunner.to_json."""
     ranks: tuple[Mapping[str, Any], ...]
     """For each rank, JSON values that it alone knows."""
     format: int = FORMAT

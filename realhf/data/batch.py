@@ -81,7 +81,8 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence["Batch"]) -> "Batch":
-        """Concatenate the samples of batches with equal keys."""
+        """Concatenate the samples of batches with equal keys; a batch without samples may have no keys."""
+        batches = [batch for batch in batches if batch.fields or batch.ids] or batches[:1]
         ids = [i for batch in batches for i in batch.ids]
         return cls(ids, {key: _concat([b[key] for b in batches]) for key in batches[0].fields})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,14 +40,22 @@ class Loader(TokenizedRows):
         self._group_size = group_size
         self._seed = seed
 
-    def batch(self, *, first_prompt: int, num_prompts: int) -> Batch:
-        """Return the prompts of the run from number `first_prompt` on, each `group_size` times."""
-        order = row_order(
-            len(self.rows), start=first_prompt, count=num_prompts, seed=self._seed,
-            shuffle=self.config.shuffle)
+    def batch(self, prompts: Sequence[int]) -> Batch:
+        """Return these prompts of the run, by number, each `group_size` times."""
+        order = [row for start, count in _ranges(prompts) for row in row_order(
+            len(self.rows), start=start, count=count, seed=self._seed, shuffle=self.config.shuffle)]
         rows = [self.rows[i] for i in order for _ in range(self._group_size)]
-        first_id = first_prompt * self._group_size
+        ids = [prompt * self._group_size + i for prompt in prompts for i in range(self._group_size)]
         fields: dict[str, Any] = {key: [row[key] for row in rows] for key in self.keys}
         for key in fields.keys() & _DTYPES.keys():
-            fields[key] = Packed.of([torch.tensor(value, dtype=_DTYPES[key]) for value in fields[key]])
-        return Batch([first_id + i for i in range(len(rows))], fields)
+            dtype = _DTYPES[key]
+            sequences = [torch.tensor(value, dtype=dtype) for value in fields[key]]
+            fields[key] = Packed.of(sequences, empty=torch.zeros(0, dtype=dtype))
+        return Batch(ids, fields)
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the start and the length of each run of consecutive numbers."""
+    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
+        members = [number for _, number in run]
+        yield members[0], len(members)

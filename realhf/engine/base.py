@@ -39,15 +39,24 @@ class Engine(ABC):
     """A role's part on this rank under one layout. With an optimizer it can be trained, else it is frozen.
 
     All ranks of the layout construct engines in the same order, by `(spec, layout, world, dtype=...,
-    optimizer=..., memory=..., lora=..., adapter_memory=...)`. The regions that `spec.held_by` assigns to a
-    rank lie end to end in `flat`, which is `memory` if that is given. With `lora`, the engine trains adapters
-    (in `adapter_memory`) instead of the model.
+    optimizer=..., memory=..., lora=..., adapter_memory=...)`: a subclass constructs the parameters, in
+    `memory` and `adapter_memory` if these are given. With `lora`, the engine trains adapters instead of the
+    model.
     """
 
     def __init__(
         self, parameters: ShardedParameters, *, adapters: ShardedParameters | None = None,
         optimizer: OptimizerConfig | None,
     ) -> None:  # fmt: skip
+        """Take the parameters of this rank, and construct their optimizer.
+
+        `parameters` are the regions of the model that `spec.held_by` assigns to this rank, end to end in one
+        flat tensor of the role's dtype, which the engine may share with other engines of the rank.
+        `adapters` (LoRA), in a flat tensor of their own, are trained if given, else the model is.
+        `optimizer` has the settings of the training; None: the engine is frozen. Only an engine with an
+        optimizer has gradients and AdamW's averages, and for half precision a master copy in float32; it
+        shares them with no other engine.
+        """
         self.groups: ParallelGroups = parameters.groups
         self._parameters = parameters
         self._adapters = adapters

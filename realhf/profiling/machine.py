@@ -98,7 +98,7 @@ def _samples(clock: Clock, sizes: Sizes) -> Table:
             "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
         }
         batch = Batch(list(range(samples)), columns) if world.rank == 0 else None
-        given = Source(source, tuple(columns), batch, tag=tags.PROFILED)
+        given = Source(source, batch, tag=tags.PROFILED)
         moves[float(tokens * SAMPLE_BYTES)] = partial(_move, world, given, target)
     return Table({"bytes": tuple(moves)}, list(clock.seconds(moves, busy=(0, 1)).values()))
 

@@ -55,7 +55,7 @@ def _sizes(program: Program, world: World) -> Sizes:
             experiment.dataset, keys=program.graph.inputs, group_size=1, seed=experiment.seed,
             tokenizer=load_tokenizer(experiment.tokenizer_dir()),
         )  # fmt: skip
-        batch = loader.batch(first_prompt=0, num_prompts=experiment.batch_size)
+        batch = loader.batch(range(experiment.batch_size))
         columns = [column for column in batch.fields.values() if isinstance(column, Packed)]
         answer = max((statistics.fmean(column.lengths) for column in columns), default=1.0)
     prompt = round(world.control.all_gather_json(answer)[0])

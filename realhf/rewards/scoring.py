@@ -61,8 +61,8 @@ def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
     except ValueError as error:
         raise UserError(f"reward function {name} does not tell its parameters: {_FORM}") from error
     if positional := [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]:
-        what = f"{positional[0]} is positional only, and all are passed by name"
-        raise UserError(f"reward function {name}: {what}")
+        raise UserError(
+            f"reward function {name}: {positional[0]} is positional only, and all are passed by name")
     if not _takes_any(parameters) and not {"completions", "completion_ids"} & {p.name for p in parameters}:
         lacks = "has no parameter `completions` or `completion_ids`"
         raise UserError(f"reward function {name} {lacks}: {_FORM}")
@@ -98,7 +98,7 @@ class RewardCall:
         self._standard = [name for name in _STANDARD if name in names or _takes_any(parameters)]
         self.limits = limits or RewardLimits()
         self._limited = LimitedCall(function, seconds=self.limits.timeout_seconds)
-        self._has_warned = False
+        self._has_warned_of_none = False
         self._has_warned_of_failures = False
         self._first_failure = ""
         """Why the function failed on a sample for the first time."""
@@ -119,79 +119,90 @@ class RewardCall:
         """
         if not ids:
             return []
-        given = {"prompts": prompts, "completion_ids": completion_ids, "completions": [
+        standard = {"prompts": prompts, "completion_ids": completion_ids, "completions": [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, completions, strict=True)]}  # fmt: skip
-        given = {name: given[name] for name in self._standard} | columns
+        arguments = {name: standard[name] for name in self._standard} | columns
         drops = self.limits.on_failure == "drop"
         try:
-            scores = self._call(given)
+            scores = self._call(arguments)
         except (Exception, SystemExit) as error:
             if not drops or isinstance(error, SystemExit):
-                raise self._explain(error, given, ids, prompts) from error
-            scores = self._one_by_one(given, len(ids))
-        got = f"{len(scores)} values" if hasattr(scores, "__len__") else type(scores).__name__
-        if isinstance(scores, str | bytes | dict | set):
-            got = f"a {type(scores).__name__}"
-        if got != f"{len(ids)} values":
-            got = f"{got} for {len(ids)} samples ({ids[0]} to {ids[-1]})"
-            rule = "it must return a list with one number per completion"
-            raise UserError(f"reward function {self.name} returned {got}: {rule}")
-        scores = self._without_failed(scores, ids) if drops else scores
-        for score, sample_id, prompt in zip(scores, ids, prompts, strict=True):
-            if score is not None and not drops and not _is_finite(score):
-                got = f"{score!r} for sample {sample_id} with the prompt {_short(prompt)}"
-                raise UserError(f"reward function {self.name} returned {got}: it must be a finite number")
+                raise self._explain(error, arguments, ids, prompts) from error
+            scores = self._one_by_one(arguments, len(ids))
+        self._check_length(scores, ids)
+        if drops:
+            scores = self._without_failed(scores, ids)
+        else:
+            self._check_finite(scores, ids, prompts)
         self._warn_of_none([i for i, score in zip(ids, scores, strict=True) if score is None], len(ids))
         return [0.0 if score is None else float(score) for score in scores]
 
-    def _call(self, given: dict[str, list[Any]]) -> Any:
+    def _check_length(self, scores: Any, ids: Sequence[int]) -> None:
+        """Raise UserError unless the function has returned a list, or the like, of one value per sample."""
+        is_list = hasattr(scores, "__len__") and not isinstance(scores, str | bytes | dict | set)
+        if is_list and len(scores) == len(ids):
+            return
+        returned = f"{len(scores)} values" if is_list else type(scores).__name__
+        samples = f"{len(ids)} samples ({ids[0]} to {ids[-1]})"
+        rule = "it must return a list with one number per completion"
+        raise UserError(f"reward function {self.name} returned {returned} for {samples}: {rule}")
+
+    def _check_finite(self, scores: Sequence[Any], ids: Sequence[int], prompts: list[Any]) -> None:
+        """Raise UserError that names the first sample whose score is neither None nor a finite number."""
+        for score, sample_id, prompt in zip(scores, ids, prompts, strict=True):
+            if score is not None and not _is_finite(score):
+                sample = f"sample {sample_id} with the prompt {_short(prompt)}"
+                rule = "it must be a finite number"
+                raise UserError(f"reward function {self.name} returned {score!r} for {sample}: {rule}")
+
+    def _call(self, arguments: dict[str, list[Any]]) -> Any:
         """Call the function, again if it fails and may be retried."""
         for _ in range(self.limits.retries):
             with suppress(Exception):
-                return self._limited(**given)
-        return self._limited(**given)
+                return self._limited(**arguments)
+        return self._limited(**arguments)
 
-    def _one_by_one(self, given: dict[str, list[Any]], count: int) -> list[Any]:
-        """Return the score of each sample by a call of its own; those that fail have NaN.
+    def _one_by_one(self, arguments: dict[str, list[Any]], num_samples: int) -> list[Any]:
+        """Return the scores from one call per sample: NaN for a sample whose call fails.
 
-        After ten times the limit, the samples that are left have failed, too.
+        After ten times the time limit, the samples that are left count as failed.
         """
         seconds = self.limits.timeout_seconds
         deadline = math.inf if seconds is None else time.monotonic() + 10 * seconds
-        found: list[Any] = []
-        for i in range(count):
+        scores: list[Any] = []
+        for i in range(num_samples):
             score: Any = math.nan
             if time.monotonic() < deadline:
                 try:
-                    score = self._limited(**{name: values[i : i + 1] for name, values in given.items()})[0]
+                    score = self._limited(**_sample(arguments, i))[0]
                 except Exception as error:
                     self._first_failure = self._first_failure or described(error)
-            found.append(score)
-        return found
+            scores.append(score)
+        return scores
 
     def _without_failed(self, scores: Sequence[Any], ids: Sequence[int]) -> list[Any]:
-        """Return the scores with NaN for those that are no finite number; warn the first time."""
-        wrong = [score for score in scores if score is not None and not _is_finite(score)]
-        cause = self._first_failure or f"it returned {wrong[0]!r}" if wrong else ""
-        kept = [score if score is None or _is_finite(score) else math.nan for score in scores]
-        failed = [i for i, score in zip(ids, kept, strict=True) if score is not None and math.isnan(score)]
-        if failed and not self._has_warned_of_failures:
+        """Return the scores, NaN for each that is neither None nor a finite number; warn the first time."""
+        usable = [score is None or _is_finite(score) for score in scores]
+        if not all(usable) and not self._has_warned_of_failures:
             self._has_warned_of_failures = True
-            what = f"failed on {len(failed)} of {len(ids)} samples (sample {failed[0]} first)"
-            text = f"reward function {self.name} {what}: {cause}; they are dropped with their groups"
-            print(f"realhf: warning: {text}", file=sys.stderr, flush=True)
-        return kept
+            first = usable.index(False)
+            cause = self._first_failure or f"it returned {list(scores)[first]!r}"
+            failure = f"failed on {usable.count(False)} of {len(ids)} samples (sample {ids[first]} first)"
+            print(f"realhf: warning: reward function {self.name} {failure}: {cause}; "
+                  "they are dropped with their groups", file=sys.stderr, flush=True)
+        return [score if is_usable else math.nan for score, is_usable in zip(scores, usable, strict=True)]
 
-    def _warn_of_none(self, ids: Sequence[int], count: int) -> None:
-        if ids and not self._has_warned:
-            self._has_warned = True
-            what = f"returned None for {len(ids)} of {count} samples (sample {ids[0]} first)"
-            print(f"realhf: warning: reward function {self.name} {what}: None counts as 0",
-                  file=sys.stderr, flush=True)
+    def _warn_of_none(self, ids: Sequence[int], num_samples: int) -> None:
+        """Warn the first time that the scores of some samples, those in `ids`, are None."""
+        if ids and not self._has_warned_of_none:
+            self._has_warned_of_none = True
+            samples = f"{len(ids)} of {num_samples} samples (sample {ids[0]} first)"
+            print(f"realhf: warning: reward function {self.name} returned None for {samples}: "
+                  "None counts as 0", file=sys.stderr, flush=True)
 
     def _explain(
-        self, error: BaseException, given: dict[str, list[Any]], ids: Sequence[int], prompts: list[Any]
+        self, error: BaseException, arguments: dict[str, list[Any]], ids: Sequence[int], prompts: list[Any]
     ) -> UserError:
         """Return the error for the user. If the function fails on one sample alone, the error names it."""
         which = f"samples {ids[0]} to {ids[-1]}"
@@ -200,12 +211,17 @@ class RewardCall:
             if time.monotonic() > deadline:
                 break
             try:
-                self._limited(**{name: values[i : i + 1] for name, values in given.items()})
+                self._limited(**_sample(arguments, i))
             except (Exception, SystemExit) as alone:
                 error = alone
                 which = f"sample {sample_id} with the prompt {_short(prompts[i])}"
                 break
         return UserError(f"reward function {self.name} raised {described(error)} on {which}")
+
+
+def _sample(arguments: dict[str, list[Any]], i: int) -> dict[str, list[Any]]:
+    """Return the arguments of a call with sample i alone."""
+    return {name: values[i : i + 1] for name, values in arguments.items()}
 
 
 def _short(prompt: Any) -> str:

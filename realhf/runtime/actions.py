@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import networkx as nx
+
 from realhf.dist.tags import FIRST_INPUT
 from realhf.engine.hf_factory import class_spec
 from realhf.experiment import Role
@@ -55,11 +57,24 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Receives the inputs of a call and distributes the samples among the ranks of its layout."""
+    """Receives the inputs of a call and distributes the samples among the ranks of its layout.
+
+    With `filtered`, some inputs may lack samples, and only those that all inputs have are received.
+    """
 
     call: FunctionCall
     sends: tuple[Send, ...]
     target: Layout
+    tag: int
+    filtered: bool = False
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """Distributes the unfinished rows of a generating call anew among the ranks of its layout."""
+
+    call: FunctionCall
+    layout: Layout
     tag: int
 
 
@@ -71,7 +86,7 @@ class Run:
     layout: Layout
 
 
-Action = Reallocate | Send | Receive | Run
+Action = Reallocate | Send | Receive | Redistribute | Run
 _ADAPTERS = ".lora"
 
 
@@ -160,57 +175,127 @@ def compile_actions(
     *,
     first_tag: int = FIRST_INPUT,
 ) -> tuple[Action, ...]:
-    """Return the actions of one step, with its calls in topological order. `specs` are `parameter_specs`.
+    """Return the actions of a graph whose only part has all of its calls, see `compile_parts`."""
+    parts = {"step": [call.name for call in graph.order]}
+    return compile_parts(graph, plan, roles, homes, specs, parts, first_tag=first_tag)["step"]
 
-    A call's outputs are sent directly after it and received where they are used, so that no rank waits for
-    one that is busy. What a train step has changed is reallocated directly after it, ahead of the next step.
+
+def compile_parts(
+    graph: DataflowGraph,
+    plan: ExecutionPlan,
+    roles: Mapping[str, Role],
+    homes: Mapping[str, Layout],
+    specs: Mapping[str, ModelSpec],
+    parts: Mapping[str, Sequence[str]],
+    *,
+    first_tag: int = FIRST_INPUT,
+    in_rounds: bool = False,
+) -> dict[str, tuple[Action, ...]]:
+    """Return the actions of each part, with its calls in topological order. `specs` are `parameter_specs`.
+
+    Inputs that are made outside a part are sent at its beginning. A call's outputs for the same part are sent
+    directly after it and received where they are used, so that no rank waits for one that is busy. What a
+    train step has changed is reallocated directly after it: for later calls of the part, and ahead for the
+    next run of every part. With `in_rounds`, generating calls continue their unfinished rows.
 
     There is no deadlock: an action waits only for earlier actions and for ranks that have not reached it yet,
-    and every rank executes the actions of all steps in this order.
+    and every rank executes the parts in the same order.
     """
     tags = count(first_tag)
-    sets = parameter_sets(roles)
-    receives = {call.name: _receive(call, graph, plan, tags) for call in graph.order}
-    actions: list[Action] = []
+    filtered = _filtered_calls(graph)
+    receives = {call.name: _receive(call, graph, plan, tags, filtered) for call in graph.order}
+    compiler = _PartCompiler(graph, plan, homes, specs, parameter_sets(roles), receives)
+    members = {part: [call for call in graph.order if call.name in names] for part, names in parts.items()}
+    compiled = {}
+    for part, calls in members.items():
+        rows = {call.name: next(tags) for call in calls if in_rounds and call.kind == "generate"}
+        compiled[part] = compiler.actions(calls, list(members.values()), rows)
+    return compiled
 
-    def send(producer: str | None) -> None:
-        actions.extend(s for r in receives.values() for s in r.sends if s.producer == producer)
 
-    send(None)
-    updated_by = {
-        call.name: [
-            params.name for params in sets.values()
+def outside_producers(part: Sequence[Action]) -> list[Send]:
+    """Return those sends of a part whose samples were made outside it."""
+    made = {action.call.name for action in part if isinstance(action, Run)}
+    return [action for action in part if isinstance(action, Send) and action.producer not in made]
+
+
+def _filtered_calls(graph: DataflowGraph) -> set[str]:
+    """Return the calls that filter samples, and those that work on what such calls have kept."""
+    filters = {call.name for call in graph.of_kind("host") if call.work and call.work.filters}
+    return filters.union(*(nx.descendants(graph.nx_graph, name) for name in filters))
+
+
+@dataclass(frozen=True)
+class _PartCompiler:
+    """Compiles the parts of one graph under one plan."""
+
+    graph: DataflowGraph
+    plan: ExecutionPlan
+    homes: Mapping[str, Layout]
+    specs: Mapping[str, ModelSpec]
+    sets: Mapping[str, ParameterSet]
+    receives: Mapping[str, Receive]
+
+    def actions(
+        self, calls: Sequence[FunctionCall], all_parts: Sequence[Sequence[FunctionCall]],
+        redistribute_tags: Mapping[str, int],
+    ) -> tuple[Action, ...]:  # fmt: skip
+        """Return the actions of a part; generating calls with a tag continue unfinished rows."""
+        names = {call.name for call in calls}
+        sends = [send for call in calls for send in self.receives[call.name].sends]
+        actions: list[Action] = [send for send in sends if send.producer not in names]
+        for role in dict.fromkeys(call.role for call in calls if call.role is not None):
+            for params in self.sets.values():
+                if params.role == role:
+                    actions += self._reallocations(params.name, calls)
+        for i, call in enumerate(calls, start=1):
+            layout = self.plan[call.name].layout
+            actions.append(self.receives[call.name])
+            if (tag := redistribute_tags.get(call.name)) is not None:
+                actions.append(Redistribute(call, layout, tag))
+            actions.append(Run(call, layout))
+            actions += [send for send in sends if send.producer == call.name]
+            for name in self._updated_by(call):
+                actions += self._after_update(name, call, calls[i:], all_parts)
+        return tuple(actions)
+
+    def _updated_by(self, call: FunctionCall) -> list[str]:
+        """Return the parameter sets that a call changes."""
+        if call.kind != "train_step":
+            return []
+        return [
+            params.name for params in self.sets.values()
             if params.follows == call.role or (params.role == call.role and params.trained)
-        ]
-        for call in graph.order
-        if call.kind == "train_step"
-    }
+        ]  # fmt: skip
 
-    def reallocate(name: str, calls: Sequence[FunctionCall], *, ahead: bool = False) -> None:
-        """Copy a set to the layouts of these calls, up to the one that next updates it."""
-        role = sets[name].role
-        until = next((i for i, call in enumerate(calls) if name in updated_by.get(call.name, ())), len(calls))
-        layouts = dict.fromkeys(plan[call.name].layout for call in calls[: until + 1] if call.role == role)
-        actions.extend(_copies(sets[name], homes[role], list(layouts), specs[name], ahead=ahead))
+    def _after_update(
+        self, name: str, train: FunctionCall, later: Sequence[FunctionCall],
+        all_parts: Sequence[Sequence[FunctionCall]],
+    ) -> list[Reallocate]:  # fmt: skip
+        """Return the reallocations of a set that a train step has just changed."""
+        actions: list[Reallocate] = []
+        if self.sets[name].follows is not None:
+            assert train.role is not None, "only models are trained"
+            home = self.homes[train.role]
+            actions += _copies(self.sets[train.role], home, [home], self.specs[name])
+            actions.append(
+                Reallocate(train.role, home, name, self.homes[name], self.sets[name].follow_rate))
+        actions += self._reallocations(name, later)
+        if not any(name in self._updated_by(call) for call in later):
+            actions += self._reallocations(name, *all_parts, ahead=True)
+        return actions
 
-    for role in dict.fromkeys(call.role for call in graph.order if call.role is not None):
-        for params in sets.values():
-            if params.role == role:
-                reallocate(params.name, graph.order)
-    for i, call in enumerate(graph.order, start=1):
-        actions += [receives[call.name], Run(call, plan[call.name].layout)]
-        send(call.name)
-        for name in updated_by.get(call.name, ()):
-            if sets[name].follows is not None:
-                assert call.role is not None, "only models are trained"
-                home = homes[call.role]
-                actions.extend(_copies(sets[call.role], home, [home], specs[name]))
-                actions.append(Reallocate(call.role, home, name, homes[name], sets[name].follow_rate))
-            later = graph.order[i:]
-            reallocate(name, later)
-            if not any(name in updated_by.get(other.name, ()) for other in later):
-                reallocate(name, graph.order, ahead=True)
-    return tuple(actions)
+    def _reallocations(
+        self, name: str, *parts: Sequence[FunctionCall], ahead: bool = False
+    ) -> list[Reallocate]:
+        """Return copies of a set to the layouts of each part's calls, up to the one that next updates it."""
+        role = self.sets[name].role
+        users: list[FunctionCall] = []
+        for calls in parts:
+            updates = (i for i, call in enumerate(calls, start=1) if name in self._updated_by(call))
+            users += calls[: next(updates, len(calls))]
+        layouts = dict.fromkeys(self.plan[call.name].layout for call in users if call.role == role)
+        return _copies(self.sets[name], self.homes[role], list(layouts), self.specs[name], ahead=ahead)
 
 
 def _copies(
@@ -234,8 +319,9 @@ def _copies(
 
 
 def _receive(
-    call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan, tags: Iterator[int]
-) -> Receive:
+    call: FunctionCall, graph: DataflowGraph, plan: ExecutionPlan, tags: Iterator[int],
+    filtered: Collection[str],
+) -> Receive:  # fmt: skip
     by_producer: dict[str | None, list[str]] = {}
     for key in call.inputs:
         producer = graph.producer(key)
@@ -243,4 +329,4 @@ def _receive(
     layouts = {p: dataset_layout(graph, plan) if p is None else plan[p].layout for p in by_producer}
     target = plan[call.name].layout
     sends = [Send(call, p, layouts[p], tuple(keys), target, next(tags)) for p, keys in by_producer.items()]
-    return Receive(call, tuple(sends), target, next(tags))
+    return Receive(call, tuple(sends), target, next(tags), not by_producer.keys().isdisjoint(filtered))

@@ -1,5 +1,6 @@
 """Checkpointer: saves the state of a run while it goes on, and restores it."""
 
+import json
 import shutil
 import sys
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realhf.checkpoint.names import METRICS, checkpoint_name, find_checkpoints
+from realhf.checkpoint.names import METRICS, checkpoint_name, find_checkpoints, samples_name
 from realhf.checkpoint.run_state import (
     FileEntry,
     Manifest,
@@ -28,6 +29,8 @@ from realhf.runtime.executor import HostContext
 from realhf.runtime.home_state import HomeState
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import Program
+from realhf.runtime.sample_store import SampleStore
+from realhf.step_program import StepRunner
 
 _UNFINISHED = ".part"
 _REMOVED = ".removed"
@@ -85,14 +88,16 @@ class Checkpointer:
     """
 
     def __init__(
-        self, program: Program, world: World, store: ModelStore, context: HostContext,
-        *, directory: Path, experiment: Mapping[str, Any],
+        self, program: Program, world: World, store: ModelStore, context: HostContext, run: StepRunner,
+        samples: SampleStore, *, directory: Path, experiment: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Every rank calls this; `directory` is RUN/checkpoints, and `experiment` has its fields as JSON."""
         self._program = program
         self._world = world
         self._store = store
         self._context = context
+        self._run = run
+        self._samples = samples
         self._directory = directory
         self._experiment = experiment
         self._snapshot: Snapshot | None = None
@@ -149,18 +154,21 @@ class Checkpointer:
         """
         self.finish()
         self._saved_at = time.monotonic()
-        self._store.wait_for_followers()
+        self._store.reallocations.wait_for_followers()
         states = self._store.home_states()
         if self._snapshot is None:
             self._snapshot = Snapshot(self._own_tensors(states))
         with ExitStack() as stack:
             copies = [(role_of(state.name), state.layout) for state in states if state.tensors]
-            stack.enter_context(self._store.in_use(*copies))
+            stack.enter_context(self._store.engines.in_use(*copies))
             self._snapshot.take()
         counts = {state.name: state.counts for state in states if state.optimizer is not None}
-        mine = {"counts": counts, "in_flight": self._store.in_flight, "host_state": self._context.state}
-        versions = self._store.versions.to_json()
-        self._writing = self._thread.submit(self._write, step, states, mine, versions, journal)
+        in_flight = self._store.reallocations.in_flight
+        mine = {"counts": counts, "in_flight": in_flight, "host_state": self._context.state}
+        replicated = {"versions": self._store.versions.to_json(), "run": self._run.to_json()}
+        shared = json.loads(json.dumps(replicated))  # A copy: the run goes on.
+        samples = self._samples.pack()
+        self._writing = self._thread.submit(self._write, step, states, mine, shared, samples, journal)
 
     def _own_tensors(self, states: list[HomeState]) -> dict[str, Any]:
         """Return the tensors that this rank writes, by their names in its file."""
@@ -171,18 +179,22 @@ class Checkpointer:
         }  # fmt: skip
 
     def _write(
-        self, step: int, states: list[HomeState], mine: dict[str, Any], versions: Mapping[str, Any],
-        journal: "Future[int] | None",
+        self, step: int, states: list[HomeState], mine: dict[str, Any], shared: Mapping[str, Any],
+        samples: bytes, journal: "Future[int] | None",
     ) -> None:  # fmt: skip
-        """Write this rank's file; on rank 0, complete the checkpoint."""
+        """Write this rank's files; on rank 0, complete the checkpoint. `shared` is equal on all ranks."""
         directory = self._directory / (checkpoint_name(step) + _UNFINISHED)
         assert self._snapshot is not None
         control = self._world.control
-        about: dict[str, Any] = {"fault": "", "entry": None, "mine": mine}
+        about: dict[str, Any] = {"fault": "", "entries": {}, "mine": mine}
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            entry = self._snapshot.write(directory / self._files[self._world.rank])
-            about["entry"] = [entry.num_bytes, entry.sha256]
+            name = self._files[self._world.rank]
+            entries = {name: self._snapshot.write(directory / name)}
+            if samples:
+                name = samples_name(self._world.rank)
+                entries[name] = write_file(directory / name, [samples])
+            about["entries"] = {name: [file.num_bytes, file.sha256] for name, file in entries.items()}
         except OSError as error:
             about["fault"] = f"{error.filename or directory} cannot be written: {error.strerror}"
         if self._world.rank != 0:
@@ -195,7 +207,7 @@ class Checkpointer:
         history = journal.result()
         try:
             if not fault:
-                self._complete(step, directory, states, ranks, versions, history)
+                self._complete(step, directory, states, ranks, shared, history)
         except OSError as error:
             fault = f"{error.filename or directory} cannot be written: {error.strerror}"
         if fault:
@@ -207,10 +219,10 @@ class Checkpointer:
 
     def _complete(
         self, step: int, directory: Path, states: list[HomeState], ranks: list[dict[str, Any]],
-        versions: Mapping[str, Any], history: int,
+        shared: Mapping[str, Any], history: int,
     ) -> None:  # fmt: skip
         """Write the manifest, and give the directory its final name."""
-        files = dict(zip(self._files, (FileEntry(*rank["entry"]) for rank in ranks), strict=True))
+        files = {name: FileEntry(*entry) for rank in ranks for name, entry in rank["entries"].items()}
         with (self._directory.parent / METRICS).open("rb") as metrics:
             files[METRICS] = write_file(directory / METRICS, [metrics.read(history)])
         counts: dict[str, Sequence[int]] = {}
@@ -220,7 +232,7 @@ class Checkpointer:
             step=step, num_ranks=self._world.size, experiment=self._experiment,
             plan=self._program.plan.to_dict(), files=files,
             sets={s.name: s.describe(self._files, counts.get(s.name, (0, 0))) for s in states},
-            versions=versions, ranks=tuple(rank["mine"] for rank in ranks),
+            versions=shared["versions"], run=shared["run"], ranks=tuple(rank["mine"] for rank in ranks),
         ).save(directory)  # fmt: skip
         sync_directory(directory)
         final = self._directory / checkpoint_name(step)
@@ -256,18 +268,21 @@ class Checkpointer:
 
 
 def restore(
-    checkpoint: Checkpoint, program: Program, world: World, store: ModelStore, context: HostContext
-) -> None:
+    checkpoint: Checkpoint, program: Program, world: World, store: ModelStore, context: HostContext,
+    run: StepRunner, samples: SampleStore,
+) -> None:  # fmt: skip
     """Read the state of a checkpoint; every rank calls this, before the first step.
 
     Under the same plan the run continues bit for bit.
     """
     manifest = checkpoint.manifest
+    run.restore(manifest.run)
+    _restore_samples(checkpoint, program, world, samples)
     for state in store.home_states():
         saved = manifest.sets[state.name]
         copy = (role_of(state.name), state.layout)
         if world.rank in state.layout:
-            with store.in_use(copy, written=copy):
+            with store.engines.in_use(copy, written=copy):
                 state.read(SavedTensors(checkpoint.path, state.name, saved), rank=world.rank)
         if state.optimizer is not None:
             state.optimizer.state_was_read(saved.num_steps, saved.num_skipped)
@@ -278,8 +293,35 @@ def restore(
         return
     mine = manifest.ranks[world.rank]
     context.state |= mine["host_state"]
-    store.versions.restore(manifest.versions, (*program.actions, *program.eval_actions), store.start)
-    store.finish_all_but(mine["in_flight"])
+    store.versions.restore(manifest.versions, program.actions, store.start)
+    store.reallocations.finish_all_but(mine["in_flight"])
+
+
+def _restore_samples(
+    checkpoint: Checkpoint, program: Program, world: World, samples: SampleStore
+) -> None:
+    """Read this rank's samples; under another plan, read those of all ranks and keep a share."""
+    ranks = range(checkpoint.manifest.num_ranks)
+    is_same = checkpoint.is_of(program, world)
+    for name in map(samples_name, [world.rank] if is_same else ranks):
+        if name in checkpoint.manifest.files:
+            samples.unpack((checkpoint.path / name).read_bytes())
+    if not is_same:
+        layouts = {call.name: program.plan[call.name].layout for call in program.graph.calls}
+        samples.deal(layouts, world.rank, group_size=program.experiment.group_size)
+
+
+def check_step_program(checkpoint: Checkpoint, program: Program) -> None:
+    """Raise UserError if the checkpoint is of another step program, whose samples mean something else."""
+    before = checkpoint.manifest.experiment
+    now = program.experiment
+    for name in ("max_lag", "rounds", "group_size"):
+        old, new = before.get(name), getattr(now, name)
+        if old != new and (name != "group_size" or checkpoint.manifest.run["expires"]):
+            raise UserError(f"{name} is {old} in the checkpoint {checkpoint.path} and {new} now: use {old}")
+    if (parts := list(checkpoint.manifest.run["done"])) != list(program.parts):
+        what = f"has the parts {', '.join(parts)}; the experiment has {', '.join(program.parts)}"
+        raise UserError(f"checkpoint {checkpoint.path} {what}")
 
 
 def check_models(checkpoint: Checkpoint, store: ModelStore) -> None:

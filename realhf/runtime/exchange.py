@@ -28,7 +28,6 @@ class Source:
     """
 
     layout: Layout
-    keys: tuple[str, ...]
     batch: Batch | None
     tag: int
 
@@ -48,11 +47,17 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class Routing:
-    """Rules for assigning samples: `group_size` consecutive ids form a group, which no mini-batch splits."""
+    """Rules for assigning samples: `group_size` consecutive ids form a group, which no mini-batch splits.
+
+    A data shard gets whole groups if `keep_groups`. With `filtered`, only the samples that all inputs have
+    are assigned. With `by_rows`, samples cost the same; otherwise they cost their tokens.
+    """
 
     group_size: int = 1
     num_minibatches: int = 1
     keep_groups: bool = False
+    filtered: bool = False
+    by_rows: bool = False
 
 
 def assign(costs: dict[int, float], *, dp: int, routing: Routing) -> list[list[list[int]]]:
@@ -83,7 +88,7 @@ class Exchange:
         receiver = source.receivers(target)[self._rank]
         if receiver != self._rank:
             assert source.batch is not None, "a head has a part"
-            data = source.batch.pick(source.keys).pack()
+            data = source.batch.pack()
             self._outbox.add(self._control.send_bytes(data, [receiver], tag=source.tag))
 
     def receive(
@@ -91,7 +96,7 @@ class Exchange:
     ) -> list[Batch]:
         """Return this rank's samples, one Batch per mini-batch. Every rank of the target calls this."""
         inputs = [self._collect(source, target) for source in sources]
-        costs, located = self._locate(inputs, target, tag)
+        costs, located = self._locate(inputs, target, tag, routing)
         assignment = assign(costs, dp=target.dp, routing=routing)
         shards = [[s for minibatch in assignment for s in minibatch[dp]] for dp in range(target.dp)]
         wanted = {rank: shards[target.coordinate(rank).dp] for rank in target.ranks}
@@ -111,13 +116,13 @@ class Exchange:
         for head in (head for head, receiver in receivers.items() if receiver == self._rank):
             if head == self._rank:
                 assert source.batch is not None, "a head has a part"
-                pieces.append(source.batch.pick(source.keys))
+                pieces.append(source.batch)
             else:
                 pieces.append(Batch.unpack(self._control.recv_bytes(head, tag=source.tag)))
         return _Arrived(tuple(dict.fromkeys(receivers.values())), Batch.concat(pieces) if pieces else None)
 
     def _locate(
-        self, inputs: Sequence[_Arrived], target: Layout, tag: int
+        self, inputs: Sequence[_Arrived], target: Layout, tag: int, routing: Routing
     ) -> tuple[dict[int, float], list[Locations]]:
         """Return costs of samples (tokens of their longest column, at least 1) and locations by input."""
         holders = sorted({holder for arrived in inputs for holder in arrived.holders})
@@ -134,8 +139,11 @@ class Exchange:
                     where[sample_id] = (holder, index)
                     costs[sample_id] = max(costs.get(sample_id, 1.0), cost)
         for where in located:
-            assert where.keys() == costs.keys(), "two inputs have different samples"
-        return costs, located
+            if routing.filtered:
+                costs = {sample_id: cost for sample_id, cost in costs.items() if sample_id in where}
+            else:
+                assert where.keys() == costs.keys(), "two inputs have different samples"
+        return dict.fromkeys(costs, 1.0) if routing.by_rows else costs, located
 
     def _send_wanted(
         self, arrived: _Arrived, where: Locations, wanted: dict[int, list[int]], tag: int

@@ -1,8 +1,9 @@
-"""Executor: executes and times the actions of a step on this rank."""
+"""Executor: executes and times the parts of a step on this rank."""
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,10 +21,22 @@ from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import Action, Reallocate, Receive, Run, Send, role_of
+from realhf.runtime.actions import (
+    Action,
+    Reallocate,
+    Receive,
+    Redistribute,
+    Run,
+    Send,
+    outside_producers,
+    role_of,
+)
+from realhf.runtime.agreements import Agreements
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.host_call import call_host_function
 from realhf.runtime.models import ModelStore
+from realhf.runtime.sample_store import SampleStore
+from realhf.runtime.step_record import StepRecord
 
 _MAX_SAVED = 16
 """Most files of samples that a run directory gets."""
@@ -35,6 +48,8 @@ class HostContext:
 
     tokenizer_dir: str
     step: int = 0
+    updates: Mapping[str, int] = field(default_factory=dict)
+    """Train steps of each role so far."""
     state: dict[str, Any] = field(default_factory=dict)
     """JSON values that host functions keep from step to step; checkpoints hold those of every rank."""
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -45,187 +60,321 @@ class HostContext:
         return load_tokenizer(self.tokenizer_dir)
 
 
-@dataclass
-class StepRecord:
-    """Metrics and timed events of one rank in one step, as JSON values. Times are Unix seconds.
+class Executor:
+    """Executes the parts of one graph on this rank; see `step_program.PartExecutor`.
 
-    `metrics` are (name, value, weight); equal names of several ranks are averaged by weight.
+    `read` returns the batch of some prompts on ranks that hold the dataset. In each of `num_rounds` rounds,
+    an answer gets an equal share of its tokens.
     """
 
-    metrics: list[tuple[str, float, float]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(
+        self, world: World, parts: Mapping[str, Sequence[Action]], plan: ExecutionPlan, models: ModelStore,
+        context: HostContext, *, read: Callable[[Sequence[int]], Batch] | None, group_size: int = 1,
+        num_rounds: int = 1, outbox: Outbox | None = None, failures: Path | None = None,
+        note: Callable[[int, str, str], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Samples of updates that were skipped are saved in the directory `failures`."""
+        self.samples = SampleStore()
+        self._world = world
+        self._parts = parts
+        self._plan = plan
+        self._models = models
+        self._context = context
+        self._read = read
+        self._group_size = group_size
+        self._num_rounds = num_rounds
+        self._outbox = outbox or Outbox()
+        self._failures = failures
+        self._note = note
+        self._agreements = Agreements(world)
+        self._record = StepRecord()
+        self._is_last = False
+        self._last_read: tuple[tuple[int, ...], Batch] | None = None
+        self._updates: Mapping[str, int] = {}
+        self._operation = 0
+        self._waited = 0.0
+        """Seconds that this rank has waited for inputs and weights since its last call."""
+        actions = [action for part in parts.values() for action in part]
+        self._trains = any(isinstance(action, Reallocate) and action.ahead for action in actions)
+        self._calls = {action.call.name: action for action in actions if isinstance(action, Run)}
 
-    @contextmanager
-    def timed(self, **event: Any) -> Iterator[dict[str, Any]]:
-        """Add an event with its start, its end and the CPU seconds of this process in between."""
-        event["start"] = time.time()
-        cpu_start = time.process_time()
-        yield event
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()  # Reallocations have their own stream.
-        cpu_seconds = time.process_time() - cpu_start
-        self.events.append({**event, "end": time.time(), "cpu_seconds": cpu_seconds})
+    def begin_step(self, *, is_last: bool = False) -> None:
+        """Begin a step; `is_last`: none follows. It waits for messages of steps that are long past."""
+        self._outbox.next_round()
+        self._agreements.next_step()
+        self._is_last = is_last
 
-
-@dataclass(frozen=True)
-class Executor:
-    """Runs one compiled graph step by step."""
-
-    world: World
-    actions: Sequence[Action]
-    plan: ExecutionPlan
-    store: ModelStore
-    context: HostContext
-    group_size: int
-    outbox: Outbox = field(default_factory=Outbox)
-    failures: Path | None = None
-    """Directory for the samples of updates that were skipped."""
-
-    def run(self, dataset_batch: Batch | None, *, is_last: bool = False) -> StepRecord:
-        """Run one step. Ranks of `dataset_layout` give the `dataset_batch`; `is_last`: no step follows."""
-        self.outbox.next_round()
-        record = StepRecord()
-        outputs: dict[str | None, Batch | None] = {None: dataset_batch}
-        inputs: dict[str, list[Batch]] = {}
-        for action in self.actions:
-            if isinstance(action, Reallocate):
-                self._reallocate(action, record, is_last=is_last)
-            elif isinstance(action, Send):
-                self._send(action, outputs, record)
-            elif isinstance(action, Receive):
-                if self.world.rank in action.target:
-                    inputs[action.call.name] = self._receive(action, outputs, record)
-            else:
-                if action.call.role is not None and action.call.kind == "train_step":
-                    self._wait(record, action.call.role)  # Parameters in flight must not change.
-                elif action.call.role is not None and self.world.rank in action.layout:
-                    self._wait(record, action.call.role, action.layout)
-                if (minibatches := inputs.pop(action.call.name, None)) is not None:
-                    run = self._run_host if action.call.kind == "host" else self._run_model
-                    outputs[action.call.name] = run(action, minibatches, record)
-                if action.call.kind == "train_step" and action.call.role is not None:
-                    self.store.updated(action.call.role)
+    def take_record(self) -> StepRecord:
+        """Return the record of what has run since the last call of this method."""
+        record = self._record
+        self._record = StepRecord()
         return record
 
-    def _send(
-        self, action: Send, outputs: Mapping[str | None, Batch | None], record: StepRecord
-    ) -> None:
-        rank = self.world.rank
-        if rank in action.source.heads and rank not in action.target:
-            with record.timed(rank=rank, name=action.call.name, kind="move"):
-                Exchange(self.world, self.outbox).send(self._source(action, outputs), action.target)
+    def run(
+        self, part: str, prompts: Sequence[int], *, operation: int = 0,
+        sent: Collection[str | None] = (), updates: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Run a part on the samples of some prompts, see `step_program.PartExecutor`."""
+        self._operation = operation
+        self._updates = self._context.updates = updates or {}
+        actions = self._parts[part]
+        samples = self._samples_of(prompts)
+        calls = [action.call.name for action in actions if isinstance(action, Run)]
+        self.samples.forget(samples.ids, producers=calls)
+        inputs: dict[str, list[Batch]] = {}
+        for action in actions:
+            if isinstance(action, Reallocate):
+                self._reallocate(action)
+            elif isinstance(action, Send):
+                if action.producer not in sent:
+                    self._send(action, samples)
+            elif isinstance(action, Receive):
+                if self._world.rank in action.target:
+                    inputs[action.call.name] = self._receive(action, samples)
+            elif isinstance(action, Redistribute):
+                self._redistribute(action)
+            else:
+                self._run(action, inputs.pop(action.call.name, None))
 
-    def _receive(
-        self, action: Receive, outputs: Mapping[str | None, Batch | None], record: StepRecord
-    ) -> list[Batch]:
+    def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
+        """Start to send what these calls, or the dataset (None), have for a part."""
+        for action in outside_producers(self._parts[part]):
+            if action.producer in producers:
+                self._send(action, self._samples_of(prompts))
+
+    def kept(self, call: str, operation: int) -> list[int]:
+        """Return the prompts all of whose samples a call has kept in this operation."""
+        answers = self._agreements.read(call, operation, self._calls[call].layout.heads)
+        counts = Counter(sample // self._group_size for answer in answers for sample in answer["kept"])
+        return sorted(prompt for prompt, count in counts.items() if count == self._group_size)
+
+    def decision(self, call: str, operation: int) -> Any:
+        """Return the decision of a call in this operation."""
+        (answer,) = self._agreements.read(call, operation, self._calls[call].layout.heads)
+        return answer["decision"]
+
+    def forget(self, prompts: Sequence[int]) -> None:
+        """Free the memory of these samples."""
+        self.samples.forget(self._samples_of(prompts).ids)
+
+    def note(self, number: int, text: str, digest: str) -> None:
+        """Tell the watcher what operation follows, and the digest of all operations so far."""
+        if self._note is not None:
+            self._note(number, text, digest)
+
+    def log(self, metric: str, value: float) -> None:
+        """Add a metric to the step's record, on rank 0."""
+        if self._world.rank == 0:
+            self._record.metrics.append((metric, value, 1.0))
+
+    def _samples_of(self, prompts: Sequence[int]) -> "_Chosen":
+        ids = {prompt * self._group_size + i for prompt in prompts for i in range(self._group_size)}
+        return _Chosen(tuple(prompts), frozenset(ids))
+
+    def _run(self, action: Run, minibatches: list[Batch] | None) -> None:
+        """Run a call; every rank does this, also those that are not in its layout, without inputs."""
+        call = action.call
+        if call.role is not None and call.kind == "train_step":
+            self._wait(call.role)  # Parameters in flight must not change.
+        elif call.role is not None and self._world.rank in action.layout:
+            self._wait(call.role, action.layout)
+        if minibatches is not None:
+            run = self._run_host if call.kind == "host" else self._run_model
+            if (made := run(action, minibatches)) is not None:
+                self.samples.put(call.name, made)
+        if call.kind == "train_step" and call.role is not None:
+            self._models.updated(call.role)
+
+    def _send(self, action: Send, samples: "_Chosen") -> None:
+        rank = self._world.rank
+        if rank in action.source.heads and rank not in action.target:
+            with self._record.timed(rank=rank, name=action.call.name, kind="move"):
+                Exchange(self._world, self._outbox).send(self._source(action, samples), action.target)
+
+    def _receive(self, action: Receive, samples: "_Chosen") -> list[Batch]:
         """Return this rank's inputs of the call."""
         call = action.call
-        sources = [self._source(send, outputs) for send in action.sends]
-        routing = Routing(self.group_size, call.work.num_minibatches, keep_groups=call.kind == "generate")
-        waits = self.world.activity.doing(f"waits for {self._producers(action)}")
-        with waits, record.timed(rank=self.world.rank, name=call.name, kind="move"):
-            return Exchange(self.world, self.outbox).receive(sources, action.target, routing, tag=action.tag)
+        sources = [self._source(send, samples) for send in action.sends]
+        routing = Routing(
+            self._group_size, call.work.num_minibatches, keep_groups=call.kind == "generate",
+            filtered=action.filtered)
+        with self._waiting(call.name, f"waits for {self._producers(action)}"):
+            return Exchange(self._world, self._outbox).receive(
+                sources, action.target, routing, tag=action.tag)
+
+    def _redistribute(self, action: Redistribute) -> None:
+        """Deal the unfinished rows of a generating call anew, as many to each replica."""
+        name = action.call.name
+        if self._world.rank not in action.layout:
+            return
+        mine = None
+        if self._world.rank in action.layout.heads:
+            mine = self.samples.unfinished.get(name, Batch([]))
+        source = Source(action.layout, mine, action.tag)
+        routing = Routing(self._group_size, keep_groups=True, by_rows=True)
+        with self._waiting(name, "waits for unfinished rows"):
+            (rows,) = Exchange(self._world, self._outbox).receive(
+                [source], action.layout, routing, tag=action.tag)
+        self.samples.unfinished[name] = rows
+
+    @contextmanager
+    def _waiting(self, call: str, doing: str) -> Iterator[None]:
+        """Record that this rank waits for inputs of a call."""
+        start = time.monotonic()
+        with self._world.activity.doing(doing), self._record.timed(
+            rank=self._world.rank, name=call, kind="move"
+        ):
+            yield
+        self._waited += time.monotonic() - start
 
     def _producers(self, action: Receive) -> str:
         """Return names and ranks of the calls on other ranks that produce the inputs."""
-        rank = self.world.rank
+        rank = self._world.rank
         far = [send for send in action.sends if send.producer is not None and rank not in send.source]
         names = dict.fromkeys(f"{send.producer} on {send.source.mesh}" for send in far)
         return f"{' and '.join(names) or 'the other ranks'}, for {action.call.name}"
 
-    def _source(self, send: Send, outputs: Mapping[str | None, Batch | None]) -> Source:
-        batch = outputs[send.producer] if self.world.rank in send.source.heads else None
-        return Source(send.source, send.keys, batch, send.tag)
+    def _source(self, send: Send, samples: "_Chosen") -> Source:
+        batch = None
+        if self._world.rank in send.source.heads:
+            if send.producer is None:
+                batch = self._dataset(samples.prompts).pick(send.keys)
+            else:
+                batch = self.samples.select(send.producer, send.keys, samples.ids)
+        return Source(send.source, batch, send.tag)
 
-    def _reallocate(self, action: Reallocate, record: StepRecord, *, is_last: bool) -> None:
+    def _dataset(self, prompts: tuple[int, ...]) -> Batch:
+        """Return the batch of some prompts; the last one is kept, as several calls may read it."""
+        if self._last_read is None or self._last_read[0] != prompts:
+            assert self._read is not None, "this rank holds the dataset"
+            self._last_read = prompts, self._read(prompts)
+        return self._last_read[1]
+
+    def _reallocate(self, action: Reallocate) -> None:
         """Start a reallocation, and wait for it unless it runs ahead of the next step.
 
-        One that the previous step has started ahead is awaited by the call that uses it, or by the role's
-        next update; an evaluation awaits it at once, and so counts it as its own.
+        If the previous step has started it ahead, the call that uses it waits for it, or the role's next
+        update. An evaluation waits for it here, and so counts it as its own.
         """
-        if action.ahead and is_last:
+        if action.ahead and self._is_last:
             return
         if action.rate is not None:
-            self._wait(record, action.target_set)
-        if (self.store.start(action) or not self._updates_anything) and not action.ahead:
-            self._wait(record, action.target_set, action.target)
+            self._wait(action.target_set)  # Copies in flight are made of values that now change.
+        is_new = self._models.start(action)
+        if action.ahead:
+            return
+        if is_new or not self._trains:
+            self._wait(action.target_set, action.target)
 
-    @cached_property
-    def _updates_anything(self) -> bool:
-        return any(isinstance(action, Reallocate) and action.ahead for action in self.actions)
-
-    def _wait(self, record: StepRecord, role: str, layout: Layout | None = None) -> None:
+    def _wait(self, role: str, layout: Layout | None = None) -> None:
         """Wait for reallocations of a role and its adapters, to one layout or all; record them as events."""
-        activity = self.world.activity
-        ranks = range(self.world.size) if layout is None else layout.ranks
+        activity = self._world.activity
+        ranks = range(self._world.size) if layout is None else layout.ranks
+        start = time.monotonic()
         with activity.doing(f"waits for the parameters of {role}"), activity.waiting(ranks):
-            finished = self.store.finish(role, layout)
+            finished = self._models.reallocations.finish(role, layout)
+        self._waited += time.monotonic() - start
         for moved in finished:
-            record.events.append({
-                "rank": self.world.rank, "name": role_of(moved.action.target_set), "kind": "realloc",
+            self._record.events.append({
+                "rank": self._world.rank, "name": role_of(moved.action.target_set), "kind": "realloc",
                 "start": moved.start, "transfer": f"{moved.action.source}->{moved.action.target}",
                 "sent_bytes": moved.stats.bytes_sent, "received_bytes": moved.stats.bytes_received,
                 "senders": list(moved.stats.senders), "over_bound": moved.stats.over_bound, "end": moved.end,
             })  # fmt: skip
 
-    def _run_model(self, action: Run, minibatches: list[Batch], record: StepRecord) -> Batch | None:
+    def _run_model(self, action: Run, minibatches: list[Batch]) -> Batch | None:
         """Run the call; return its output columns on heads of the layout, None elsewhere."""
         call = action.call
         layout = action.layout
-        rank = self.world.rank
+        rank = self._world.rank
+        record = self._record
         assert call.role is not None
-        plan = self.plan[call.name]
-        weights = self._weights(action, record)
-        timed = record.timed(rank=rank, name=call.name, kind=call.kind)
-        doing = self.world.activity.doing(call.name)
-        with doing, weights, _explaining(call, rank, self.context.step), timed as event:
-            engine = self.store.engine(call.role, layout)
+        plan = self._plan[call.name]
+        weights = self._weights(action)
+        timed = record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
+        doing = self._world.activity.doing(call.name)
+        with doing, weights, _explaining(call, rank, self._context.step), timed as event:
+            engine = self._models.engines[call.role, layout]
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
-                gather=False, report=self.world.activity.note,
+                gather=False, report=self._world.activity.note, **self._rounds(call),
             )  # fmt: skip
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
+        if self._is_in_rounds(call):
+            self.samples.unfinished[call.name] = result.unfinished
         if result.metrics.get("skipped_updates") and rank in layout.heads:
             self._save_samples(call.name, minibatches)
         if rank == layout.heads[0]:
             record.metrics += [(f"{call.role}/{name}", value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.heads else None
 
+    def _is_in_rounds(self, call: FunctionCall) -> bool:
+        return call.kind == "generate" and self._num_rounds > 1
+
+    def _rounds(self, call: FunctionCall) -> dict[str, Any]:
+        """Return the options of a generating call that depend on the step program."""
+        if call.kind != "generate":
+            return {}
+        options: dict[str, Any] = {"version": self._updates.get(call.role or "", 0)}
+        if not self._is_in_rounds(call):
+            return options if len(call.outputs) > 4 else {}
+        budget = -(-call.work.sampling.max_new_tokens // self._num_rounds)
+        return options | {"budget": budget, "unfinished": self.samples.unfinished.pop(call.name)}
+
+    def _take_waited(self) -> float:
+        waited = self._waited
+        self._waited = 0.0
+        return waited
+
     def _save_samples(self, call: str, minibatches: Sequence[Batch]) -> None:
         """Save this rank's samples of a call (see Batch.unpack), if its first failures are not enough."""
-        if self.failures is None or len(list(self.failures.glob("*.safetensors"))) >= _MAX_SAVED:
+        if self._failures is None or len(list(self._failures.glob("*.safetensors"))) >= _MAX_SAVED:
             return
-        self.failures.mkdir(parents=True, exist_ok=True)
-        path = self.failures / f"step_{self.context.step}_{call}_rank_{self.world.rank}.safetensors"
+        self._failures.mkdir(parents=True, exist_ok=True)
+        path = self._failures / f"step_{self._context.step}_{call}_rank_{self._world.rank}.safetensors"
         data = Batch.concat(minibatches).pack()
         path.write_bytes(memory_of(data))
-        what = f"{call} skipped an update in step {self.context.step}, as its gradient is not finite"
+        what = f"{call} skipped an update in step {self._context.step}, as its gradient is not finite"
         print(f"realhf: warning: {what}; its samples: {path}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def _weights(self, action: Run, record: StepRecord) -> Iterator[None]:
+    def _weights(self, action: Run) -> Iterator[None]:
         """Keep the call's weights on the device while it runs, if they are offloaded."""
         assert action.call.role is not None
-        weights = self.store.offloaded(action.call.role, action.layout)
+        weights = self._models.engines.offloaded((action.call.role, action.layout))
         if weights is None:
             yield
             return
-        about = {"rank": self.world.rank, "name": action.call.role, "kind": "offload"}
-        with record.timed(**about, what="load", bytes=weights.num_bytes):
+        about = {"rank": self._world.rank, "name": action.call.role, "kind": "offload"}
+        with self._record.timed(**about, what="load", bytes=weights.num_bytes):
             weights.load()
         yield
-        with record.timed(**about, what="release"):
+        with self._record.timed(**about, what="release"):
             weights.release()
 
-    def _run_host(self, action: Run, minibatches: list[Batch], record: StepRecord) -> Batch:
+    def _run_host(self, action: Run, minibatches: list[Batch]) -> Batch:
         (batch,) = minibatches
-        timed = record.timed(rank=self.world.rank, name=action.call.name, kind="host")
-        with self.world.activity.doing(action.call.name), timed:
-            columns, metrics = call_host_function(action.call, batch, self.context)
+        call = action.call
+        timed = self._record.timed(
+            rank=self._world.rank, name=call.name, kind="host", waited=self._take_waited())
+        with self._world.activity.doing(call.name), timed:
+            result = call_host_function(call, batch, self._context)
+        if call.work.filters or call.work.decides:
+            answer = {"kept": result.batch.ids, "decision": result.decision}
+            self._agreements.post(call.name, self._operation, answer)
         if batch.ids:
-            record.metrics += [(name, value, float(len(batch))) for name, value in metrics.items()]
-        return columns
+            metrics = result.metrics.items()
+            self._record.metrics += [(name, value, float(len(batch))) for name, value in metrics]
+        return result.batch
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The samples on which a part runs: their prompts and their ids."""
+
+    prompts: tuple[int, ...]
+    ids: frozenset[int]
 
 
 _MEMORY = {

@@ -1,21 +1,31 @@
 """Calls in plain Python: converts their inputs and outputs to one form that is the same on every rank."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from realhf.calls import DECISION, KEEP
 from realhf.data.batch import Batch, Packed
 from realhf.data.json_form import json_form
 from realhf.errors import UserError, described, user_line
 from realhf.graph import FunctionCall
 
 
-def call_host_function(
-    call: FunctionCall, batch: Batch, context: Any
-) -> tuple[Batch, Mapping[str, float]]:
-    """Return the output columns and the metrics of a host call.
+@dataclass(frozen=True)
+class HostResult:
+    """The output columns of the samples that a host call has kept, its metrics and its decision."""
+
+    batch: Batch
+    metrics: Mapping[str, float]
+    decision: Any = None
+
+
+def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostResult:
+    """Call the function of a host call on a batch.
 
     The function gets copies of lists of Python values, and the lists that it returns are converted to JSON's
     types, even if they stay on this rank: so a plan cannot change what a function sees. Raises UserError if
@@ -29,14 +39,27 @@ def call_host_function(
         what = f"returned {type(columns).__name__}"
         raise UserError(f"host call {call.name!r} {what}: it must return a dict of columns, by output key")
     columns = columns or {}
-    for key in call.outputs:
+    answers = [key for key, wanted in ((KEEP, call.work.filters), (DECISION, call.work.decides)) if wanted]
+    for key in (*call.outputs, *answers):
         if key not in columns:
             raise UserError(f"host call {call.name!r} returned no column {key!r}, which it declares")
     try:
         made = Batch(batch.ids, {key: _column(columns[key], key) for key in call.outputs})
-        return made, {name: _metric(name, value) for name, value in metrics.items()}
+        if call.work.filters:
+            made = made.select(_kept(columns[KEEP], len(batch)))
+        decision = json.loads(json.dumps(columns[DECISION])) if call.work.decides else None
+        return HostResult(made, {name: _metric(name, value) for name, value in metrics.items()}, decision)
     except (TypeError, ValueError) as error:
         raise UserError(f"host call {call.name!r}: {error}") from error
+
+
+def _kept(column: Any, num_samples: int) -> list[int]:
+    """Return the indices of the samples that a filtering function keeps."""
+    values = column.tolist() if isinstance(column, torch.Tensor | np.ndarray) else column
+    legal = isinstance(values, list | tuple) and len(values) == num_samples
+    if not legal or any(value not in (0, 1) for value in values):
+        raise TypeError(f"column {KEEP!r} must have a boolean for each of the {num_samples} samples")
+    return [i for i, value in enumerate(values) if value]
 
 
 def _answer(call: FunctionCall, batch: Batch, context: Any) -> Any:

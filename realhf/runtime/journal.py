@@ -9,9 +9,9 @@ from typing import Any
 from realhf.dist import tags
 from realhf.dist.group import Outbox, Pending
 from realhf.dist.world import World
-from realhf.runtime.executor import StepRecord
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder, merge_metrics
+from realhf.runtime.step_record import StepRecord
 
 _PATIENCE_SECONDS = 2.0
 """Seconds that a failed run waits for the records of finished steps."""

@@ -23,10 +23,12 @@ from realhf.runtime.actions import (
     Action,
     adapters_of,
     compile_actions,
+    compile_parts,
     complete_plan,
     parameter_specs,
     spec_of,
 )
+from realhf.runtime.dry_trace import checked_parts, try_step_program
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,16 @@ class Program:
     num_ranks: int
     offloaded: frozenset[str]
     """Frozen roles whose weights stay in host memory while no call needs them."""
-    actions: tuple[Action, ...]
+    parts: Mapping[str, tuple[Action, ...]]
+    """The actions of each part of a step."""
     eval_actions: tuple[Action, ...]
     links: Links | None = None
     """The links for which reallocations are scheduled; None: they are unknown."""
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of all parts, and then those of the evaluation."""
+        return (*(action for part in self.parts.values() for action in part), *self.eval_actions)
 
     @property
     def adapter_sizes(self) -> dict[str, tuple[int, int]]:
@@ -89,17 +97,20 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     graph = _with_max_rows(graph, plan)
     eval_actions: tuple[Action, ...] = ()
     specs = parameter_specs(roles)
-    actions = compile_actions(graph, plan, roles, homes, specs)
+    part_names = checked_parts(experiment, graph)
+    try_step_program(experiment, graph)
+    parts = compile_parts(
+        graph, plan, roles, homes, specs, part_names, in_rounds=experiment.num_rounds > 1)
     if eval_graph is not None:
         plan = complete_plan(plan, eval_graph, homes, offloaded=offloaded)
         plan.check(eval_graph, world_size=world_size, also=names)
         _check_layouts(roles, eval_graph, plan)
         eval_graph = _with_max_rows(eval_graph, plan)
         _offloaded_roles(roles, eval_graph, plan, expected=offloaded)
-        first_tag = FIRST_INPUT + len(actions)  # An action has at most one tag.
+        first_tag = FIRST_INPUT + sum(map(len, parts.values()))  # An action has at most one tag.
         eval_actions = compile_actions(eval_graph, plan, roles, homes, specs, first_tag=first_tag)
     return Program(
-        experiment, roles, graph, eval_graph, plan, homes, world_size, offloaded, actions, eval_actions)
+        experiment, roles, graph, eval_graph, plan, homes, world_size, offloaded, parts, eval_actions)
 
 
 def _eval_graph(experiment: Experiment) -> DataflowGraph | None:

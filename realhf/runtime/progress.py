@@ -49,11 +49,11 @@ class Progress:
         self._rows: deque[tuple[str, Mapping[str, float]]] = deque(maxlen=_ROWS)
         self._score = ""
 
-    def start(self, dataset: Sized | None, eval_batch: Sized | None) -> None:
+    def start(self, dataset: Sized | None, *, num_held_out: int) -> None:
         e = self._program.experiment
         self._console.print(
             f"{e.steps} steps of {e.batch_size} prompts x {e.group_size} = {e.batch_size * e.group_size} "
-            f"samples; {len(dataset or ())} training prompts, {len(eval_batch or ())} held out"
+            f"samples; {len(dataset or ())} training prompts, {num_held_out} held out"
         )
         for call in self._program.graph.order:
             self._console.print(f"  {call.name:<18} {call.kind:<10} {self._program.plan[call.name].layout}")

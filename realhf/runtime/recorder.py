@@ -12,8 +12,8 @@ from typing import Any, TextIO
 from realhf.checkpoint.names import METRICS
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
-from realhf.runtime.executor import StepRecord
 from realhf.runtime.pictures import draw_pictures
+from realhf.runtime.step_record import StepRecord
 
 _OF_ROLES = ("realloc", "offload")
 """Kinds of events that are named after a role; the others are named after a call."""
@@ -26,10 +26,15 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
         parts.setdefault(name, []).append((value, weight))
     merged = {n: sum(v * w for v, w in part) / sum(w for _, w in part) for n, part in parts.items()}
     tokens: dict[str, int] = {}
+    seconds: dict[tuple[str, int], float] = {}
     for event in (e for record in records for e in record.events if e["kind"] != "move"):
         name = event["name"]
-        timing = f"timing_s/{event['kind']}/{name}" if event["kind"] in _OF_ROLES else f"timing_s/{name}"
-        merged[timing] = max(merged.get(timing, 0.0), event["end"] - event["start"])
+        if event["kind"] in _OF_ROLES:
+            timing = f"timing_s/{event['kind']}/{name}"
+            merged[timing] = max(merged.get(timing, 0.0), event["end"] - event["start"])
+        else:  # A step may run a call several times.
+            run = (name, event["rank"])
+            seconds[run] = seconds.get(run, 0.0) + event["end"] - event["start"]
         if event["kind"] == "realloc":
             total = f"realloc_bytes/{name}"
             merged[total] = merged.get(total, 0.0) + event["sent_bytes"]
@@ -37,6 +42,8 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
             merged[over] = max(merged.get(over, 1.0), event["over_bound"])  # Computed, not measured.
         elif event["kind"] == "train_step":
             tokens[name] = tokens.get(name, 0) + event.get("num_tokens", 0)
+    for (name, _), spent in seconds.items():
+        merged[f"timing_s/{name}"] = max(merged.get(f"timing_s/{name}", 0.0), spent)
     if tokens:
         merged["perf/trained_tokens"] = float(next(iter(tokens.values())))
     return merged | _bandwidths(records)

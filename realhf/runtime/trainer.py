@@ -11,15 +11,15 @@ from typing import Any
 
 from realhf.checkpoint.names import METRICS
 from realhf.checkpoint.write import Beside
-from realhf.data.batch import Batch
 from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
-from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, restore
-from realhf.runtime.executor import Executor, HostContext, StepRecord
+from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
+from realhf.runtime.dry_trace import step_runner
+from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.export import config_fields, files_beside
 from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
@@ -28,6 +28,7 @@ from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
 from realhf.runtime.slow_dtypes import slow_dtypes
 from realhf.runtime.step_decisions import StepDecisions
+from realhf.runtime.step_record import StepRecord
 from realhf.runtime.stop_signals import StopSignals
 from realhf.runtime.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
 
@@ -40,6 +41,10 @@ class RunResult:
     summary: dict[str, Any]
     stopped_after: int | None = None
     """The last step of a run that a signal has stopped early."""
+
+
+_EVALUATION = "evaluation"
+"""Name of the only part of the evaluation's graph."""
 
 
 class Trainer:
@@ -69,22 +74,26 @@ class Trainer:
             eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
         if self._is_main and not quiet:
             self._warn(loader, eval_loader, checkpoint)
-        self._eval_batch: Batch | None = None
-        if eval_loader is not None:
-            self._eval_batch = eval_loader.batch(first_prompt=0, num_prompts=len(eval_loader))
-        actions = (*program.actions, *program.eval_actions)
+        counts = world.control.all_gather_json(0 if eval_loader is None else len(eval_loader))
+        self._num_held_out = max(counts)
         self._store = ModelStore(
-            world, program.roles, program.homes, actions, seed=experiment.seed, offloaded=program.offloaded,
-            links=program.links,
+            world, program.roles, program.homes, program.actions, seed=experiment.seed,
+            offloaded=program.offloaded, links=program.links,
         )  # fmt: skip
         if checkpoint is not None:  # Before anything in the run directory is changed.
             check_models(checkpoint, self._store)
+            check_step_program(checkpoint, program)
         self._outbox = Outbox()
         self._activity = world.activity
         common = (program.plan, self._store, self._context)
-        saved = None if out is None else out / "failures"
-        self._executor = Executor(world, program.actions, *common, experiment.group_size, self._outbox, saved)
-        self._evaluator = Executor(world, program.eval_actions, *common, 1, self._outbox)
+        self._executor = Executor(
+            world, program.parts, *common, read=None if loader is None else loader.batch,
+            group_size=experiment.group_size, num_rounds=experiment.num_rounds, outbox=self._outbox,
+            failures=None if out is None else out / "failures")
+        self._evaluator = Executor(
+            world, {_EVALUATION: program.eval_actions}, *common,
+            read=None if eval_loader is None else eval_loader.batch, outbox=self._outbox)
+        self._runner = step_runner(experiment, program.graph, self._executor)
         self._recorder = None
         if self._is_main and out is not None:
             self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
@@ -98,13 +107,15 @@ class Trainer:
         self._checkpointer = None
         if out is not None:
             self._checkpointer = Checkpointer(
-                program, world, self._store, self._context, directory=out / "checkpoints",
-                experiment=_to_json(experiment),
+                program, world, self._store, self._context, self._runner, self._executor.samples,
+                directory=out / "checkpoints", experiment=_to_json(experiment),
             )  # fmt: skip
         is_due = self._checkpointer.is_due if self._checkpointer is not None else lambda step: False
         self._decisions = StepDecisions(world, self._outbox, last_step=experiment.steps, is_due=is_due)
         if checkpoint is not None:
-            restore(checkpoint, program, world, self._store, self._context)
+            restore(
+                checkpoint, program, world, self._store, self._context, self._runner,
+                self._executor.samples)
             self._first_step = checkpoint.manifest.step + 1
 
     def _warn(self, loader: Loader | None, eval_loader: Loader | None, checkpoint: Checkpoint | None) -> None:
@@ -137,7 +148,7 @@ class Trainer:
         started = time.time()
         steps = self._program.experiment.steps
         if self._progress is not None:
-            self._progress.start(self._loader, self._eval_batch)
+            self._progress.start(self._loader, num_held_out=self._num_held_out)
         if self._evaluates and self._first_step == 1:
             self._journal.add(0, None, self._evaluate(), answers=self._context.answers, pauses=True)
         stopped_after = None
@@ -187,18 +198,23 @@ class Trainer:
         return decision.stops
 
     def _step(self, step: int) -> StepRecord:
-        size = self._program.experiment.batch_size
+        """Run the step program once; before the first step it also runs ahead by the lag."""
+        experiment = self._program.experiment
         self._context.step = step
-        self._activity.step = f"step {step}/{self._program.experiment.steps}"
-        batch = None
-        if self._loader is not None:
-            batch = self._loader.batch(first_prompt=(step - 1) * size, num_prompts=size)
-        return self._executor.run(batch, is_last=step == self._program.experiment.steps)
+        self._activity.step = f"step {step}/{experiment.steps}"
+        calls = 1 + (experiment.max_lag if step == 1 else 0)
+        for call in range(calls):
+            self._executor.begin_step(is_last=step == experiment.steps and call == calls - 1)
+            self._runner.execute(experiment.step)
+        return self._executor.take_record()
 
     def _evaluate(self) -> StepRecord:
         """Answer the held-out prompts greedily; rank 0 keeps the answers."""
         self._activity.step = f"evaluation after step {self._context.step}"
-        return self._evaluator.run(self._eval_batch)
+        self._evaluator.begin_step()
+        self._evaluator.run(_EVALUATION, range(self._num_held_out))
+        self._evaluator.forget(range(self._num_held_out))
+        return self._evaluator.take_record()
 
     def _export(self, step: int) -> None:
         """Write trainable roles as Hugging Face directories, or their adapters as PEFT's.

@@ -103,15 +103,15 @@ def test_every_epoch_is_another_permutation_however_it_is_cut(task, tokenizer):
     written = [json.loads(line)["prompt"] for line in (task / "data.jsonl").read_text().splitlines()]
     loader = _loader(task / "data.jsonl", tokenizer)
     num = len(loader)
-    prompts = loader.batch(first_prompt=0, num_prompts=3 * num)["prompt"]
+    prompts = loader.batch(range(3 * num))["prompt"]
     epochs = [prompts[e * num : (e + 1) * num] for e in range(3)]
     assert all(sorted(epoch) == sorted(written) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and written not in epochs
-    pieces = [loader.batch(first_prompt=i, num_prompts=7) for i in range(0, 3 * num - 6, 7)]
+    pieces = [loader.batch(range(i, i + 7)) for i in range(0, 3 * num - 6, 7)]
     assert [p for piece in pieces for p in piece["prompt"]] == prompts[: 7 * len(pieces)]
-    other = _loader(task / "data.jsonl", tokenizer, seed=1).batch(first_prompt=0, num_prompts=num)
+    other = _loader(task / "data.jsonl", tokenizer, seed=1).batch(range(num))
     assert sorted(other["prompt"]) == sorted(written) and other["prompt"] != epochs[0]
-    plain = _loader(task / "data.jsonl", tokenizer, shuffle=False).batch(first_prompt=num - 2, num_prompts=5)
+    plain = _loader(task / "data.jsonl", tokenizer, shuffle=False).batch(range(num - 2, num + 3))
     assert plain["prompt"] == [*written[-2:], *written[:3]]
 
 
@@ -123,7 +123,7 @@ def test_row_order_covers_more_than_an_epoch_at_once():
 
 def test_groups_share_a_prompt_and_ids_go_on_over_steps(task, tokenizer):
     loader = _loader(task / "data.jsonl", tokenizer, group_size=3, keys=("prompt_ids", "prompt", "answer"))
-    first, second = (loader.batch(first_prompt=i, num_prompts=4) for i in (0, 4))
+    first, second = (loader.batch(range(i, i + 4)) for i in (0, 4))
     assert first.ids == list(range(12)) and second.ids == list(range(12, 24))
     for start in range(0, 12, 3):
         assert len(set(first["prompt"][start : start + 3])) == 1
@@ -134,7 +134,7 @@ def test_groups_share_a_prompt_and_ids_go_on_over_steps(task, tokenizer):
 
 def test_completions_are_masked_in_and_end_with_eos(task, tokenizer):
     keys = ("sequence_ids", "response_mask", "prompt", "completion")
-    batch = _loader(task / "data.jsonl", tokenizer, keys=keys).batch(first_prompt=0, num_prompts=5)
+    batch = _loader(task / "data.jsonl", tokenizer, keys=keys).batch(range(5))
     columns = (
         batch["sequence_ids"].split(),
         batch["response_mask"].split(),
@@ -155,7 +155,7 @@ def test_chat_messages_go_through_the_tokenizers_own_template(tmp_path, tokenize
     )
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     path = _write(tmp_path / "chat.jsonl", [{"prompt": messages}, {"prompt": messages[:1]}])
-    batch = _loader(path, tokenizer, shuffle=False).batch(first_prompt=0, num_prompts=2)
+    batch = _loader(path, tokenizer, shuffle=False).batch(range(2))
     texts = [tokenizer.decode(ids) for ids in batch["prompt_ids"].split()]
     assert texts == ["b 1+1= c 2 a", "b 1+1= a"] and batch["prompt"] == [messages, messages[:1]]
 
@@ -164,7 +164,7 @@ def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
     path = _write(tmp_path / "rows.jsonl", [{"prompt": "1" * n} for n in (1, 3, 4, 9)])
     loader = _loader(path, tokenizer, max_prompt_tokens=3, shuffle=False)
     assert (len(loader), loader.num_too_long) == (2, 2)
-    assert loader.batch(first_prompt=0, num_prompts=3)["prompt"] == ["1", "111", "1"]
+    assert loader.batch(range(3))["prompt"] == ["1", "111", "1"]
     assert len(_loader(path, tokenizer, max_prompt_tokens=4)) == 3
     with pytest.raises(UserError, match="rows.jsonl: every prompt is longer than max_prompt_tokens 0"):
         _loader(path, tokenizer, max_prompt_tokens=0)
@@ -182,10 +182,8 @@ def test_parquet_has_the_rows_of_jsonl(tmp_path, task, tokenizer):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
     assert read_rows(DatasetConfig(str(tmp_path / "data.parquet"))) == rows
     assert read_rows(DatasetConfig(str(tmp_path / "data.parquet"), max_rows=3)) == rows[:3]
-    ours = _loader(tmp_path / "data.parquet", tokenizer, keys=("prompt", "tags")).batch(
-        first_prompt=0, num_prompts=9
-    )
-    theirs = _loader(task / "data.jsonl", tokenizer).batch(first_prompt=0, num_prompts=9)
+    ours = _loader(tmp_path / "data.parquet", tokenizer, keys=("prompt", "tags")).batch(range(9))
+    theirs = _loader(task / "data.jsonl", tokenizer).batch(range(9))
     assert ours["prompt"] == theirs["prompt"] and all(isinstance(tags, list) for tags in ours["tags"])
 
 
@@ -303,7 +301,7 @@ def test_chat_completions_go_through_the_template_and_are_masked_in(tmp_path, to
     loader = _loader(
         _write(tmp_path / "chat.jsonl", rows), _with_template(tokenizer, TEMPLATE), shuffle=False,
         keys=("sequence_ids", "response_mask"))  # fmt: skip
-    batch = loader.batch(first_prompt=0, num_prompts=2)
+    batch = loader.batch(range(2))
     for ids, mask in zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True):
         assert tokenizer.decode(ids[~mask.bool()]) == "b1+1=c"
         assert tokenizer.decode(ids[mask.bool()]) == "2<eos>"
@@ -317,7 +315,7 @@ def test_a_template_whose_generation_prompt_is_no_beginning(tmp_path, tokenizer)
     template = TEMPLATE.replace("%}c{%", "%}ca{%")
     loader = _loader(
         path, _with_template(tokenizer, template), keys=("sequence_ids", "response_mask"))
-    batch = loader.batch(first_prompt=0, num_prompts=1)
+    batch = loader.batch(range(1))
     assert tokenizer.decode(batch["sequence_ids"].values[batch["response_mask"].values.bool()]) == "2<eos>"
     assert loader.num_unlike_prompt == 1
 
@@ -341,6 +339,6 @@ def test_text_completions_need_an_eos_token(tmp_path, tokenizer):
 def test_columns_under_keys_that_the_graph_uses_otherwise(tmp_path, tokenizer):
     path = _write(tmp_path / "rows.jsonl", [{"prompt": "1", "prompt_ids": 5, "number": 3}])
     loader = _loader(path, tokenizer, keys=("prompt_ids", "column/prompt_ids", "number"))
-    batch = loader.batch(first_prompt=0, num_prompts=1)
+    batch = loader.batch(range(1))
     assert batch["column/prompt_ids"] == [5] and batch["number"] == [3]
     assert batch["prompt_ids"].lengths == [1]

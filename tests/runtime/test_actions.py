@@ -297,19 +297,14 @@ def _follow(world, task, out):
     )
     store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
     executor = Executor(
-        world,
-        program.actions,
-        program.plan,
-        store,
-        context,
-        group_size=experiment.group_size,
-    )
+        world, program.parts, program.plan, store, context, read=loader.batch,
+        group_size=experiment.group_size)
     for step in range(3):
         for role in ("actor", "ref"):
             store.export(role, out / f"{role}_{step}")
         if step < 2:
-            batch = loader.batch(first_prompt=step * 6, num_prompts=6)
-            executor.run(batch if world.rank == 0 else None)
+            executor.begin_step()
+            executor.run("step", range(step * 6, step * 6 + 6))
     world.control.barrier()
 
 

@@ -74,7 +74,7 @@ def _move(world, seed):
             mine = None
             if world.rank in layout.heads:
                 mine = whole.select(shards[layout.coordinate(world.rank).dp]).pick(keys)
-            given.append(Source(layout, keys, mine, 10 + tag))
+            given.append(Source(layout, mine, 10 + tag))
         for source in reversed(given):  # In another order than they are received.
             if source.batch is not None:
                 exchange.send(source, target)

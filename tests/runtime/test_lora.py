@@ -145,7 +145,7 @@ def _memory(world, task, layouts):
     with patch("realhf.engine.native.load_weights", wraps=load_weights) as loads:
         trainer = Trainer(program, world, quiet=True)
     store = trainer._store
-    flats = {name: store.engine(name, home).model.flat for name, home in program.homes.items()
+    flats = {name: store.engines[name, home].model.flat for name, home in program.homes.items()
              if world.rank in home}
     before = {name: flat.clone() for name, flat in flats.items()}
     trainer.run()
@@ -219,9 +219,9 @@ def _sizes(world, task):
     what its optimizer owns."""
     program = compile_program(_experiment("grpo", task), _plan(PLANS[1]), world_size=4)
     store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
-    engine = store.engine("actor", program.homes["actor"])
+    engine = store.engines["actor", program.homes["actor"]]
     held = parameter_specs(program.roles)["actor.lora"].held_by(program.homes["actor"], world.rank)
-    copy = store.engine("actor", Layout.parse("d4@0-3"))
+    copy = store.engines["actor", Layout.parse("d4@0-3")]
     buffers = [parameters.grad_buffer for parameters in (engine.model, engine.adapters, copy.adapters)]
     base, adapters, copied = (0 if buffer is None else buffer.numel() for buffer in buffers)
     expected = sum(map(region_size, held.values()))

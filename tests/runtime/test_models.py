@@ -38,10 +38,10 @@ def test_what_a_train_step_has_changed_goes_out_right_behind_it(tmp_path):
 def _share(world, task):
     program = _program(task)
     store = ModelStore(world, program.roles, program.homes, program.actions, seed=0)
-    home = store.engine("actor", Layout.parse(TRAIN)).model.flat
+    home = store.engines["actor", Layout.parse(TRAIN)].model.flat
     if world.rank > 1:
         return None
-    return store.engine("actor", Layout.parse("t2@0-1")).model.flat.data_ptr() == home.data_ptr()
+    return store.engines["actor", Layout.parse("t2@0-1")].model.flat.data_ptr() == home.data_ptr()
 
 
 def test_equal_shards_are_one(pool, tmp_path):
@@ -55,13 +55,16 @@ def _steps(world, task):
     context, experiment = HostContext(str(task)), program.experiment
     settings = {"keys": program.graph.inputs, "group_size": experiment.group_size, "seed": 0}
     loader = Loader(experiment.dataset, tokenizer=context.tokenizer, **settings)
-    executor = Executor(world, program.actions, program.plan, store, context, experiment.group_size)
+    executor = Executor(
+        world, program.parts, program.plan, store, context, read=loader.batch,
+        group_size=experiment.group_size)
     seen = []
     for step in range(3):
-        batch = loader.batch(first_prompt=step * 6, num_prompts=6) if world.rank == 0 else None
-        record = executor.run(batch, is_last=step == 2)
+        executor.begin_step(is_last=step == 2)
+        executor.run("step", range(step * 6, step * 6 + 6))
+        record = executor.take_record()
         events = [e for e in record.events if e["kind"] == "realloc" and e["name"] == "actor"]
-        seen.append(([(e["transfer"], e["sent_bytes"]) for e in events], len(store._running)))
+        seen.append(([(e["transfer"], e["sent_bytes"]) for e in events], len(store.reallocations.in_flight)))
     return seen
 
 

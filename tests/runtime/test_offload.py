@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 from realhf.calls import HostFunction, LogProbs
 from realhf.data.loader import Loader
+from realhf.dist.group import Outbox
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import dataset_layout
 from realhf.runtime.executor import Executor, HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.offload import OffloadedWeights
@@ -80,7 +80,7 @@ def _two_references(task):
 
 def _device_bytes(store, program):
     layouts = [program.plan[name].layout for name in ("ref_forward", "ref_again")]
-    engines = [store._engines.get(("ref", layout)) for layout in layouts]
+    engines = [store.engines.get(("ref", layout)) for layout in layouts]
     return [None if e is None else e.model.flat.untyped_storage().nbytes() for e in engines]
 
 
@@ -93,19 +93,22 @@ def _steps(world, task, layouts, options, out):
     context, experiment = HostContext(str(task)), program.experiment
     settings = {"keys": program.graph.inputs, "group_size": experiment.group_size, "seed": 0}
     loader = Loader(experiment.dataset, tokenizer=context.tokenizer, **settings)
-    executor = Executor(world, program.actions, program.plan, store, context, experiment.group_size)
+    outbox = Outbox()
+    executor = Executor(
+        world, program.parts, program.plan, store, context, read=loader.batch,
+        group_size=experiment.group_size, outbox=outbox)
     seen, passes = [(_device_bytes(store, program), [], {})], []
     if world.rank in program.homes["actor"]:
-        blocks = store.engine("actor", program.homes["actor"]).model.blocks
+        blocks = store.engines["actor", program.homes["actor"]].model.blocks
         first = blocks[0]
         blocks[0] = lambda *args: passes.append(torch.is_grad_enabled()) or first(*args)
     for step in range(2):
-        here = world.rank in dataset_layout(program.graph, program.plan)
-        batch = loader.batch(first_prompt=step * 6, num_prompts=6) if here else None
-        record = executor.run(batch, is_last=step == 1)
+        executor.begin_step(is_last=step == 1)
+        executor.run("step", range(step * 6, step * 6 + 6))
+        record = executor.take_record()
         metrics = {name: value for name, value, _ in record.metrics}
         seen.append((_device_bytes(store, program), record.events, metrics))
-    executor.outbox.wait()
+    outbox.wait()
     store.export("ref", out)
     seen.append((_device_bytes(store, program), [], {}))
     return seen, sum(passes)

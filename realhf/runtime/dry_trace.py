@@ -1,0 +1,102 @@
+"""Tries a step program without data or models, as `realhf check` and every run do first. Free of torch."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import networkx as nx
+
+from realhf.errors import UserError
+from realhf.experiment import Experiment
+from realhf.graph import DataflowGraph
+from realhf.step_program import PartExecutor, StepRunner
+
+_MAX_OPERATIONS = 10_000
+"""Most operations of a step; a program with more is taken to loop for ever."""
+
+
+def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, Sequence[str]]:
+    """Return the experiment's parts.
+
+    Raises ValueError unless each call is in exactly one, and the parts can run one after the other.
+    """
+    parts = experiment.parts(graph)
+    listed = [name for names in parts.values() for name in names]
+    names = [call.name for call in graph.calls]
+    if unknown := [name for name in listed if name not in names]:
+        raise ValueError(f"parts() lists the call {unknown[0]!r}: there are {', '.join(names)}")
+    for name in names:
+        if (count := listed.count(name)) != 1:
+            raise ValueError(f"parts() lists the call {name!r} {count} times: each belongs to one part")
+    part_of = {name: part for part, members in parts.items() for name in members}
+    edges = {(part_of[a], part_of[b]) for a, b in graph.nx_graph.edges}
+    between = nx.DiGraph(edge for edge in edges if edge[0] != edge[1])
+    if not nx.is_directed_acyclic_graph(between):
+        cycle = [edge[0] for edge in nx.find_cycle(between)]
+        raise ValueError(f"parts() has parts that need one another: {' -> '.join([*cycle, cycle[0]])}")
+    generating = [call.name for call in graph.of_kind("generate")]
+    if experiment.num_rounds > 1 and len(generating) > 1:
+        rule = f"rounds is {experiment.num_rounds}: more than one need a single generating call"
+        raise ValueError(f"{rule}, and there are {' and '.join(generating)}")
+    return parts
+
+
+def step_runner(experiment: Experiment, graph: DataflowGraph, executor: PartExecutor) -> StepRunner:
+    """Return the runner of an experiment's step program."""
+    return StepRunner(
+        graph, experiment.parts(graph), executor, num_rounds=experiment.num_rounds,
+        max_lag=experiment.max_lag, steps=experiment.steps, seed=experiment.seed)
+
+
+def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
+    """Run the step program without data, and return its operations.
+
+    It is run twice: filters keep everything the first time, and nothing the second time; `agree` gives the
+    examples of HostFunctions. Raises ValueError if the program fails, or never ends.
+    """
+    operations: list[str] = []
+    for keeps in (True, False):
+        executor = _DryExecutor(graph, keeps=keeps)
+        runner = step_runner(experiment, graph, executor)
+        for _ in range(min(experiment.steps + experiment.max_lag, 2 * experiment.max_lag + 3)):
+            executor.num_left = _MAX_OPERATIONS
+            runner.execute(experiment.step)
+        operations = operations or executor.operations
+    return operations
+
+
+class _DryExecutor:
+    """A PartExecutor that executes nothing."""
+
+    def __init__(self, graph: DataflowGraph, *, keeps: bool) -> None:
+        self.operations: list[str] = []
+        self.num_left = 0
+        self._graph = graph
+        self._keeps = keeps
+        self._prompts: dict[int, Sequence[int]] = {}
+
+    def run(
+        self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
+        updates: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        self._prompts[operation] = prompts
+
+    def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
+        pass
+
+    def kept(self, call: str, operation: int) -> list[int]:
+        return list(self._prompts[operation]) if self._keeps else []
+
+    def decision(self, call: str, operation: int) -> Any:
+        return self._graph[call].work.example
+
+    def forget(self, prompts: Sequence[int]) -> None:
+        pass
+
+    def note(self, number: int, text: str, digest: str) -> None:
+        self.operations.append(text)
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise UserError(f"step() has not ended after {_MAX_OPERATIONS} operations, the last: {text}")
+
+    def log(self, metric: str, value: float) -> None:
+        pass

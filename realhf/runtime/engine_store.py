@@ -1,0 +1,161 @@
+"""EngineStore: constructs and loads this rank's engines, one for each layout of each role."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from realhf.calls import OptimizerConfig
+from realhf.dist.group import PeerError
+from realhf.dist.world import World
+from realhf.engine.base import Engine
+from realhf.engine.native import NativeEngine
+from realhf.engine.protocol import DTYPES, Shards
+from realhf.engine.transformers import TransformersEngine
+from realhf.errors import UserError
+from realhf.layout import Layout
+from realhf.region import region_size
+from realhf.runtime.actions import Action, Run, adapters_of
+from realhf.runtime.copy_versions import Copy
+from realhf.runtime.offload import OffloadedWeights
+from realhf.runtime.parameter_catalog import ParameterCatalog
+
+ENGINES: Mapping[str, Callable[..., Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
+"""Engines by the value of `Role.engine`."""
+
+
+class EngineStore:
+    """This rank's engines. Those that hold the same part of equal parameter sets share its memory."""
+
+    def __init__(self, world: World, catalog: ParameterCatalog) -> None:
+        self._world = world
+        self._catalog = catalog
+        self._engines: dict[Copy, Engine] = {}
+        self._offloaded: dict[Copy, OffloadedWeights] = {}
+
+    def create_homes(self, *, seed: int) -> None:
+        """Construct and load the engines at home. If a rank cannot read its weights, every rank raises."""
+        fault = ""
+        for role, settings in self._catalog.roles.items():
+            home = self._catalog.home(role)
+            self._create(role, home, optimizer=settings.optimizer)
+            if self._world.rank in home:
+                fault = fault or self._load(role, seed=seed)
+        self._raise_on_every_rank(fault)
+
+    def create_copies(self, actions: Sequence[Action]) -> None:
+        """Construct the other engines that run these actions; reallocations will fill in their weights."""
+        for action in actions:
+            if isinstance(action, Run) and action.call.role is not None:
+                self._create(action.call.role, action.layout, optimizer=None)
+
+    def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
+        copy = (role, layout)
+        if self._world.rank not in layout or copy in self._engines:
+            return
+        catalog = self._catalog
+        settings = catalog.roles[role]
+        memory = None  # The engine allocates its own.
+        equal = self._equal_home(role, layout)
+        if equal is not None:
+            memory = self._engines[equal].flat
+            if equal in self._offloaded:
+                self._offloaded[copy] = self._offloaded[equal]
+        elif role in catalog.offloaded:
+            memory = self._unshared_memory(role, layout)
+            self._offloaded[copy] = OffloadedWeights(memory)
+        adapters = self._equal_home(adapters_of(role), layout)
+        with self.in_use(copy):
+            self._engines[copy] = ENGINES[settings.engine](
+                catalog.specs[role], layout, self._world, dtype=settings.dtype, optimizer=optimizer,
+                memory=memory, lora=catalog.loras[role],
+                adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
+            )  # fmt: skip
+
+    def _unshared_memory(self, role: str, layout: Layout) -> torch.Tensor:
+        """Return a flat tensor for weights that other ranks cannot read, so that it may be freed."""
+        regions = self._catalog.specs[role].held_by(layout, self._world.rank)
+        dtype = DTYPES[self._catalog.roles[role].dtype]
+        return torch.zeros(sum(map(region_size, regions.values())), dtype=dtype, device=self._world.device)
+
+    def _equal_home(self, name: str, layout: Layout) -> Copy | None:
+        """Return a home on this rank that holds the same part of equal parameters; the set's own comes first.
+
+        The copy can then share its memory: within a step no call uses a copy while its role trains, and the
+        copy would be updated before its next use anyway.
+        """
+        catalog = self._catalog
+        if name not in catalog.sets:  # The role has no adapters.
+            return None
+        for other in (name, *catalog.sets):
+            home = (catalog.sets[other].role, catalog.home(other))
+            if not catalog.may_share(name, other) or home not in self._engines:
+                continue
+            if catalog.is_same_part(name, layout, home[1], rank=self._world.rank):
+                return home
+        return None
+
+    def _load(self, role: str, *, seed: int) -> str:
+        """Load a role's home, unless all of its ranks hold equal weights of an earlier role.
+
+        Return a sentence if something is wrong with the files, else an empty string.
+        """
+        settings = self._catalog.roles[role]
+        home = (role, self._catalog.home(role))
+        is_loaded = self._catalog.is_loaded_earlier(role)
+        with self.in_use(home, written=None if is_loaded else home):
+            engine = self._engines[home]
+            try:
+                if not is_loaded:
+                    engine.load_base(None if settings.random_init else Path(settings.model), seed=seed)
+            except ValueError as error:
+                return f"{role}.model: {error}"
+            try:
+                engine.load_adapters(seed=seed)
+            except ValueError as error:
+                return f"{role}.lora.adapter: {error}"
+        return ""
+
+    def _raise_on_every_rank(self, fault: str) -> None:
+        """Raise if any rank has a fault: UserError on the first such rank, PeerError on the others."""
+        faults = self._world.control.all_gather_json(fault)
+        if any(faults):
+            first = next(rank for rank, fault in enumerate(faults) if fault)
+            if self._world.rank == first:
+                raise UserError(fault)
+            raise PeerError(f"rank {first} cannot read its weights")
+
+    def __getitem__(self, copy: Copy) -> Engine:
+        """Return the engine that holds this rank's shards of a role in a layout."""
+        return self._engines[copy]
+
+    def get(self, copy: Copy) -> Engine | None:
+        """Return the engine, or None if this rank is not in the layout."""
+        return self._engines.get(copy)
+
+    def offloaded(self, copy: Copy) -> OffloadedWeights | None:
+        """Return the weights to load before an engine is used and to release after; None if not offloaded."""
+        return self._offloaded.get(copy)
+
+    @contextmanager
+    def in_use(self, *copies: Copy, written: Copy | None = None) -> Iterator[None]:
+        """Keep the offloaded ones of these copies on the device for as long as the context lasts."""
+        weights_of = {copy: self._offloaded[copy] for copy in copies if copy in self._offloaded}
+        for weights in weights_of.values():
+            weights.load()
+        try:
+            yield
+        finally:
+            for copy, weights in weights_of.items():
+                weights.release(written=copy == written)
+
+    def shards(self, name: str, layout: Layout, *, sharded: bool = False) -> Shards | None:
+        """Return this rank's part of a parameter set in a layout, or of the optimizer's copy if `sharded`."""
+        params = self._catalog.sets[name]
+        engine = self.get((params.role, layout))
+        if engine is None:
+            return None
+        if sharded:
+            return engine.optimizer_shards()
+        return engine.adapter_shards() if params.is_adapters else engine.shards()

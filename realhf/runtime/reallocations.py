@@ -1,0 +1,143 @@
+"""Reallocations: starts and finishes this rank's reallocations, which run in a thread of their own."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from realhf.dist.world import World
+from realhf.engine.protocol import DTYPES
+from realhf.layout import Layout
+from realhf.realloc.bind import Staging
+from realhf.realloc.execute import Reallocator, ReallocStats
+from realhf.realloc.links import Links
+from realhf.runtime.actions import Reallocate
+from realhf.runtime.copy_versions import Copy
+from realhf.runtime.engine_store import EngineStore
+from realhf.runtime.parameter_catalog import ParameterCatalog
+
+_T = TypeVar("_T")
+
+
+class TransferThread:
+    """A thread with a CUDA stream of its own, which runs tasks one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(1, "realloc", initializer=self._choose_stream)
+
+    def _choose_stream(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(torch.cuda.Stream())  # A separate stream, for which calls need not wait.
+
+    def submit(self, task: Callable[[], _T]) -> Future[_T]:
+        """Run a task after the earlier tasks and after the work so far on the caller's CUDA stream."""
+        on_cuda = self._device.type == "cuda"
+        ready = torch.cuda.current_stream().record_event() if on_cuda else None
+        return self._pool.submit(self._run, task, ready)
+
+    def _run(self, task: Callable[[], _T], ready: torch.cuda.Event | None) -> _T:
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
+        return task()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A reallocation in which this rank took part; times are Unix seconds."""
+
+    action: Reallocate
+    stats: ReallocStats
+    start: float
+    end: float
+
+
+class Reallocations:
+    """The reallocations in which this rank takes part. All ranks start theirs in the same order."""
+
+    def __init__(
+        self, world: World, catalog: ParameterCatalog, engines: EngineStore, thread: TransferThread,
+        actions: Iterable[Reallocate], *, links: Links,
+    ) -> None:  # fmt: skip
+        """Make the schedules of all `actions` that `start` may be given."""
+        self._rank = world.rank
+        self._catalog = catalog
+        self._engines = engines
+        self._thread = thread
+        self._running: dict[Copy, Future[Moved]] = {}
+        self._failure: Exception | None = None
+        self._reallocators: dict[Reallocate, Reallocator] = {}
+        staging = Staging(world.device)
+        for action in actions:
+            key = _without_ahead(action)
+            if self._takes_part(action) and key not in self._reallocators:
+                role = catalog.sets[action.target_set].role
+                self._reallocators[key] = Reallocator(
+                    catalog.specs[action.source_set], source=action.source, target=action.target,
+                    world=world, role=role, dtype=DTYPES[catalog.roles[role].dtype], sharded=action.sharded,
+                    staging=staging, eta=1.0 if action.rate is None else action.rate, links=links,
+                )  # fmt: skip
+
+    def _takes_part(self, action: Reallocate) -> bool:
+        return self._rank in action.source or self._rank in action.target
+
+    def start(self, action: Reallocate) -> None:
+        """Start a reallocation, if this rank takes part in it."""
+        if self._takes_part(action):
+            target = (action.target_set, action.target)
+            assert target not in self._running, "a copy is updated twice at once"
+            self._running[target] = self._thread.submit(lambda: self._carry_out(action))
+
+    def _carry_out(self, action: Reallocate) -> Moved:
+        if self._failure is not None:  # The ranks are out of step, so later messages would be mixed up.
+            raise self._failure
+        source = (action.source_set, action.source)
+        target = (action.target_set, action.target)
+        began = time.time()
+        source_shards = self._engines.shards(*source, sharded=action.sharded)
+        target_shards = self._engines.shards(*target)
+        try:
+            with self._engines.in_use(source, target, written=target):
+                stats = self._reallocators[_without_ahead(action)].run(source_shards, target_shards)
+        except Exception as error:
+            self._failure = error
+            raise
+        return Moved(action, stats, began, time.time())
+
+    @property
+    def in_flight(self) -> list[list[str]]:
+        """The copies whose reallocations this rank has started and not yet finished, as JSON."""
+        return [[name, str(layout)] for name, layout in self._running]
+
+    def finish(self, name: str, layout: Layout | None = None) -> list[Moved]:
+        """Wait for the running reallocations of a parameter set to one layout, or to all; return them.
+
+        The name of a role includes its adapters.
+        """
+        moved = []
+        for set_name, target in list(self._running):
+            if name in (set_name, self._catalog.sets[set_name].role) and layout in (None, target):
+                moved.append(self._running.pop((set_name, target)).result())
+        return moved
+
+    def finish_all_but(self, in_flight: Collection[Sequence[str]]) -> None:
+        """Wait for all running reallocations but these (see `in_flight`)."""
+        kept = [tuple(copy) for copy in in_flight]
+        for name, layout in list(self._running):
+            if (name, str(layout)) not in kept:
+                self._running.pop((name, layout)).result()
+
+    def wait_for_followers(self) -> None:
+        """Wait until the moving averages at home are complete, without finishing their reallocations."""
+        for (name, _), running in self._running.items():
+            if self._catalog.sets[name].follows is not None:
+                running.result()
+
+
+def _without_ahead(action: Reallocate) -> Reallocate:
+    """Return the action that has the same schedule and does not run ahead."""
+    return replace(action, ahead=False)
