@@ -1,5 +1,6 @@
 """Translates an Experiment into the planner's Problem. Free of torch."""
 
+import copy
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,9 +58,20 @@ def problem_of(
 
 
 def has_own_program(experiment: Experiment) -> bool:
-    """Return whether the experiment's class has replaced the order in which the parts of a step run."""
-    names = ("parts", "step")
-    return any(getattr(type(experiment), name, None) != getattr(Experiment, name, None) for name in names)
+    """Return whether the experiment replaces the parts of a step, or the order in which they run.
+
+    The planner takes such a step as one pass over the parts.
+    """
+    methods = ((getattr(experiment, name, None), getattr(Experiment, name, None)) for name in ("parts", "step"))
+    return any(getattr(own, "__func__", None) is not default for own, default in methods)
+
+
+def without_lag(experiment: Experiment) -> Experiment:
+    """Return a copy of the experiment with synchronous steps."""
+    synchronous = copy.copy(experiment)
+    synchronous.max_lag = 0
+    synchronous.rounds = None
+    return synchronous
 
 
 def runs_ahead(experiment: Experiment) -> bool:
