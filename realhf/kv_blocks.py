@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from realhf.model_config import ModelConfig
 
-_SMALL = 64
+SMALL = 64
 _LARGE = 128
 _STEP = 16
 """Tokens in a block. Small blocks share more and waste less, large blocks are faster to attend to."""
@@ -39,8 +39,8 @@ def block_size(prompts: Sequence[tuple[int, int]], *, max_new_tokens: int) -> in
 
     Blocks are small if samples can share one, and not longer than the longest row.
     """
-    if any(length >= _SMALL and count > 1 for length, count in prompts):
-        return _SMALL
+    if any(length >= SMALL and count > 1 for length, count in prompts):
+        return SMALL
     longest = max(length for length, _ in prompts) + max_new_tokens
     return min(_LARGE, -(-longest // _STEP) * _STEP)
 
@@ -52,7 +52,7 @@ def num_blocks(num_tokens: int, size: int) -> int:
 
 def shared_tokens(length: int, count: int) -> int:
     """Return how many of a prompt's tokens lie in blocks that its samples share."""
-    return length // _SMALL * _SMALL if count > 1 else 0
+    return length // SMALL * SMALL if count > 1 else 0
 
 
 def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int, max_new_tokens: int) -> int:

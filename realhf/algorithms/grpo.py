@@ -6,10 +6,12 @@ Suffixes of tensors name their dims: G groups, K samples per group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.on_policy import OnPolicy, graph_of
 from realhf.algorithms.policy_loss import per_token, rollout_metrics
+from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import HostFunction
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -22,12 +24,14 @@ if TYPE_CHECKING:
 class GroupAdvantages:
     """Advantages A_i = (r_i - mean of the group) / (std of the group + eps).
 
-    Dr. GRPO leaves the division out. In a group with a failed reward (NaN), all advantages are NaN.
+    Dr. GRPO leaves the division out. In a group with a failed reward (NaN), all advantages are NaN. So are
+    those of tokens that `age_limit` leaves out; the rewards of their samples still count for the group.
     """
 
     group_size: int
     scale_by_std: bool
     eps: float = 1e-6
+    age_limit: AgeLimit | None = None
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         score_GK = batch["score"].view(-1, self.group_size)
@@ -38,7 +42,12 @@ class GroupAdvantages:
         mask = batch["response_mask"]
         metrics = rollout_metrics(batch)
         metrics["reward/zero_std_groups"] = (std_GK[~std_GK.isnan()] == 0).double().mean().item()
-        return {"advantages": mask.like(per_token(advantage_GK.reshape(-1), mask))}, metrics
+        advantage_T = per_token(advantage_GK.reshape(-1), mask)
+        if self.age_limit is not None:
+            left_out_T, ages = self.age_limit(batch, context)
+            advantage_T = advantage_T.masked_fill(left_out_T, nan)
+            metrics |= ages
+        return {"advantages": mask.like(advantage_T)}, metrics
 
 
 @dataclass
@@ -55,8 +64,9 @@ class GRPO(OnPolicy):
         if self.group_size < 2:
             why = "GRPO compares the samples of a prompt, and a single one has the advantage 0"
             raise ValueError(f"group_size is {self.group_size}: it must be at least 2, as {why}")
-        work = HostFunction(GroupAdvantages(self.group_size, self.scale_by_std))
-        inputs = ("score", "response_mask", "finished")
+        work = HostFunction(GroupAdvantages(self.group_size, self.scale_by_std, age_limit=self.age_limit()))
+        inputs = ("score", "response_mask", "finished", *self.version_keys)
         advantages = FunctionCall("group_advantages", "host", inputs, ("advantages",), work=work)
         ref = [self.ref_forward()] if self.loss.kl_coef > 0 else []
-        return graph_of(self.actor_generate(), self.reward_forward(), *ref, advantages, self.actor_train())
+        before = (self.actor_generate(), self.reward_forward(), *ref, *self.actor_forward())
+        return graph_of(*before, advantages, self.actor_train())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.experiment import Experiment, Role
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 SEQUENCE = ("sequence_ids", "response_mask")
 """Keys of a sequence: token ids of prompt and response, and a mask that is 1 on response tokens."""
+ANSWER = (*SEQUENCE, "gen_logprobs", "finished")
+"""Keys of an answer, which `actor_generate` writes."""
 
 
 @dataclass
@@ -69,11 +72,46 @@ class OnPolicy(Experiment):
         return {name: role for name, role in named.items() if role is not None}
 
     def actor_generate(self) -> FunctionCall:
-        """Return the call in which the actor answers the prompts."""
+        """Return the call in which the actor answers the prompts. It writes `versions` if `with_versions`."""
         # The experiment has each setting of Generate as a field of the same name.
         work = Generate(**{setting.name: getattr(self, setting.name) for setting in fields(Generate)})
-        outputs = (*SEQUENCE, "gen_logprobs", "finished")
+        outputs = (*ANSWER, *self.version_keys)
         return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
+
+    @property
+    def with_versions(self) -> bool:
+        """Whether generation records tokens' versions, so that their ages are known.
+
+        It does with a lag and with `loss.max_age`. An experiment whose own `step` keeps samples overrides it.
+        """
+        return self.max_lag > 0 or self.loss.max_age is not None
+
+    @property
+    def version_keys(self) -> tuple[str, ...]:
+        """Return the key `versions` if generation records tokens' versions, else nothing."""
+        return ("versions",) if self.with_versions else ()
+
+    def age_limit(self) -> AgeLimit | None:
+        """Return how tokens are left out by age; None if their versions are not recorded.
+
+        Raises ValueError if the lag makes every token too old.
+        """
+        if not self.with_versions:
+            return None
+        limit = self.loss.max_age
+        if limit == 0 and self.max_lag > 0 and self.overlaps:
+            lag = f"max_lag {self.max_lag} and rounds {self.num_rounds}"
+            why = f"with {lag}, tokens are at least 1 update old"
+            raise ValueError(f"loss.max_age is 0: {why}; raise it, or set rounds to {self.max_lag + 1}")
+        return AgeLimit(limit, self.loss.aged)
+
+    def actor_forward(self) -> tuple[FunctionCall, ...]:
+        """Return the call that recomputes the actor's log-probs before its update, if the loss needs them."""
+        if self.loss.proximal != "recomputed":
+            return ()
+        work = LogProbs(temperature=self.temperature)
+        outputs = ("prox_logprobs",)
+        return (FunctionCall("actor_forward", "forward", SEQUENCE, outputs, role="actor", work=work),)
 
     def ref_forward(self) -> FunctionCall:
         """Return the call that computes the reference's log-probs of the answers."""
@@ -98,7 +136,9 @@ class OnPolicy(Experiment):
         work = TrainStep(
             PolicyLoss(self.loss), self.minibatches, self.epochs, self.temperature,
             self.router_aux_loss_coef, self.router_z_loss_coef)
-        inputs = (*SEQUENCE, "gen_logprobs", "advantages", *(("ref_logprobs",) if self.loss.kl_coef else ()))
+        recomputed = ("prox_logprobs",) if self.loss.proximal == "recomputed" else ()
+        reference = ("ref_logprobs",) if self.loss.kl_coef else ()
+        inputs = (*SEQUENCE, "gen_logprobs", "advantages", *recomputed, *reference)
         return FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)
 
     @property
@@ -109,12 +149,13 @@ class OnPolicy(Experiment):
     def eval_graph(self) -> DataflowGraph:
         function = self.eval_function or self.reward_function
         greedy = replace(self, sampling=replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0))
+        generate = replace(greedy.actor_generate(), outputs=ANSWER)
         if function is not None:
             reward = self._reward_call(function, self.eval_dataset or self.dataset)
-            return graph_of(greedy.actor_generate(), reward)
+            return graph_of(generate, reward)
         work = HostFunction(_decode, splittable=True)
         decode = FunctionCall("eval_decode", "host", SEQUENCE, ("completion",), work=work)
-        return graph_of(greedy.actor_generate(), greedy.reward_forward(), decode)
+        return graph_of(generate, greedy.reward_forward(), decode)
 
 
 def graph_of(*calls: FunctionCall) -> DataflowGraph:

@@ -38,20 +38,47 @@ class PolicyLossConfig:
     """Weight of the KL to the reference in the loss (k3 estimator); with 0 no reference is needed."""
     average: Literal["sequence", "token"] = "sequence"
     """`sequence`: mean over each response, then over responses (GRPO); `token`: over all tokens (DAPO)."""
+    proximal: Literal["generated", "recomputed"] = "generated"
+    """The policy in the denominator of the clipped ratio: that of the generator as recorded, or that of the
+    trainer before the update. The second is the decoupled objective (Hilton et al. 2021, arXiv:2110.00641;
+    AReaL, arXiv:2505.24298): `actor_forward` recomputes the log-probs, and every token's term has the weight
+    p_recomputed / p_generated."""
+    importance_cap: float | None = None
+    """The most that this weight may be (truncated importance sampling; 2 to 5 is usual). None: the whole
+    weight, as in these papers, whose variance is high where generator and trainer differ."""
+    max_age: int | None = None
+    """Tokens that were sampled more than this many updates of the actor before it trains on them are left
+    out of its loss, and of the critic's. None: tokens of any age count."""
+    aged: Literal["mask", "drop"] = "mask"
+    """`mask` leaves out only the tokens above `max_age`; `drop` leaves out the samples that have any."""
 
     def __post_init__(self) -> None:
         check_types(self, "loss.")
         for name in ("clip_low", "clip_high", "kl_coef"):
             require(getattr(self, name) >= 0, f"loss.{name}", getattr(self, name), "not be negative")
         require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", self.dual_clip, "be above 1")
+        cap = self.importance_cap
+        require(cap is None or cap >= 1, "loss.importance_cap", cap, "be at least 1")
+        legal = cap is None or self.proximal == "recomputed"
+        rule = "be None unless loss.proximal is recomputed: it limits the weight p_recomputed / p_generated"
+        require(legal, "loss.importance_cap", cap, rule)
+        legal = self.max_age is None or self.max_age >= 0
+        require(legal, "loss.max_age", self.max_age, "not be negative")
+        legal = self.aged == "mask" or self.max_age is not None
+        require(legal, "loss.aged", self.aged, "be mask unless loss.max_age is given")
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef k3.
+    """The loss -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef k3.
 
-    Here rho = p_train / p_generated. The log of rho is clamped to [-20, 20]; outside this range the first
-    term has no gradient. With `dual_clip` it has none either where A < 0 and rho is above `dual_clip`.
+    Here rho = p_train / p_proximal. With generated proximal log-probs, p_proximal is p_generated and w is 1;
+    with recomputed ones, w = min(p_proximal / p_generated, importance_cap), which has no gradient. The logs
+    of both ratios are clamped to [-20, 20]; outside this range rho has no gradient. With `dual_clip` the
+    first term has none either where A < 0 and rho is above `dual_clip`.
+
+    Metrics: `approx_kl` is KL(proximal || train), and `mismatch/kl` is KL(generator || trainer before the
+    update), both on the generated tokens.
     """
 
     config: PolicyLossConfig
@@ -60,16 +87,20 @@ class PolicyLoss:
 
     @property
     def first_minibatch(self) -> dict[str, str]:
-        """Return the name under which the first mini-batch's `approx_kl` is logged as well.
+        """Return the names under which metrics of the first mini-batch are logged as well.
 
-        It is computed with the weights that generated the samples, so it measures by how much generation and
-        training disagree about the same weights.
+        Its weights are those of the trainer before the update, so there KL(generator || trainer) shows by how
+        much generation and training disagree: about the same weights without lag, else about newer ones too.
+        Recomputed log-probs show the same for every mini-batch.
         """
-        return {"approx_kl": "mismatch_kl"}
+        if self.config.proximal == "recomputed":
+            return {"mismatch/kl": "mismatch_kl"}
+        return {"approx_kl": "mismatch_kl", "mismatch/kl": "mismatch/kl"}
 
     def totals(self, batch: Batch) -> dict[str, float]:
         mask, _ = without_dropped(batch["response_mask"], batch["advantages"].values)
-        dropped = response_counts(mask.like(batch["advantages"].values.isnan().to(mask.values.dtype))) > 0
+        left_out = response_counts(mask.like(batch["advantages"].values.isnan().to(mask.values.dtype)))
+        dropped = (left_out > 0) & (response_counts(mask) == 0)
         return {"tokens": float(mask.values.sum()), "sequences": float(len(batch) - dropped.sum())}
 
     def __call__(
@@ -77,7 +108,10 @@ class PolicyLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         c = self.config
         mask, advantage_T = without_dropped(batch["response_mask"], batch["advantages"].values)
-        ratio_T = clamped_log_ratio(outputs["logprobs"], batch["gen_logprobs"].values).exp()
+        generated_T = batch["gen_logprobs"].values
+        recomputed = c.proximal == "recomputed"
+        proximal_T = batch["prox_logprobs"].values if recomputed else generated_T
+        ratio_T = clamped_log_ratio(outputs["logprobs"], proximal_T).exp()
         clipped_T = ratio_T.clamp(1 - c.clip_low, 1 + c.clip_high)
         surrogate_T = (ratio_T * advantage_T).minimum(clipped_T * advantage_T)
         weight_T = mean_T = mask.values / max(totals["tokens"], 1.0)
@@ -89,13 +123,23 @@ class PolicyLoss:
             least_T = (c.dual_clip * advantage_T).where(advantage_T < 0, -inf)
             metrics["dual_clip_fraction"] = ((surrogate_T < least_T).detach() * weight_T).sum()
             surrogate_T = surrogate_T.maximum(least_T)
+        if recomputed:
+            importance_T = clamped_log_ratio(proximal_T, generated_T).exp().detach()
+            if c.importance_cap is not None:
+                metrics["importance_cap_fraction"] = ((importance_T > c.importance_cap) * weight_T).sum()
+                importance_T = importance_T.clamp(max=c.importance_cap)
+            metrics["importance_weight"] = (importance_T * weight_T).sum()
+            surrogate_T = importance_T * surrogate_T
         loss = -(surrogate_T * mean_T).sum()
         metrics |= {
             "pg_loss": loss.detach(),
             "entropy": (outputs["entropy"].detach() * weight_T).sum(),
             "clip_fraction": ((clipped_T * advantage_T < ratio_T * advantage_T).detach() * weight_T).sum(),
-            "approx_kl": (k3(batch["gen_logprobs"].values, outputs["logprobs"].detach()) * weight_T).sum(),
+            "approx_kl": (k3(proximal_T, outputs["logprobs"].detach()) * weight_T).sum(),
         }
+        metrics["mismatch/kl"] = metrics["approx_kl"]
+        if recomputed:
+            metrics["mismatch/kl"] = (k3(generated_T, proximal_T) * weight_T).sum()
         if c.kl_coef:
             kl = (k3(outputs["logprobs"], batch["ref_logprobs"].values) * mean_T).sum()
             loss = loss + c.kl_coef * kl
@@ -104,9 +148,9 @@ class PolicyLoss:
 
 
 def without_dropped(mask: Packed, values_T: Tensor) -> tuple[Packed, Tensor]:
-    """Return the mask and the values with 0 for tokens of dropped samples, whose values are NaN.
+    """Return the mask and the values with 0 for tokens that are left out, whose values are NaN.
 
-    Samples whose reward has failed are dropped, see RewardLimits.
+    Left out are samples whose reward has failed, see RewardLimits, and what is too old, see AgeLimit.
     """
     dropped_T = values_T.isnan()
     return mask.like(mask.values.masked_fill(dropped_T, 0.0)), values_T.masked_fill(dropped_T, 0.0)

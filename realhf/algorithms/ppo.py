@@ -19,6 +19,7 @@ from realhf.algorithms.policy_loss import (
     rollout_metrics,
     without_dropped,
 )
+from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import HostFunction, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -97,9 +98,14 @@ def generalized_advantages(
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """Computes advantages and returns of the response tokens from score, KL to the reference and values."""
+    """Computes advantages and returns of the response tokens from score, KL to the reference and values.
+
+    Both are NaN for samples whose reward has failed and for tokens that `age_limit` leaves out; the rewards
+    and values of the latter still count for the tokens before them.
+    """
 
     config: AdvantageConfig
+    age_limit: AgeLimit | None = None
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         c = self.config
@@ -114,17 +120,21 @@ class TokenAdvantages:
         advantages_ST, returns_ST = generalized_advantages(
             rewards_ST, _scattered(values_N, valid_ST), valid_ST.to(values_N.dtype), gamma=c.gamma, lam=c.lam
         )
-        dropped_N = batch["score"].isnan().repeat_interleave(valid_ST.sum(1))  # Also where lam is 0.
-        advantage_N = advantages_ST[valid_ST].masked_fill(dropped_N, nan)
-        return_N = returns_ST[valid_ST].masked_fill(dropped_N, nan)
+        left_out_N = batch["score"].isnan().repeat_interleave(valid_ST.sum(1))  # Also where lam is 0.
         metrics = rollout_metrics(batch)
+        if self.age_limit is not None:
+            too_old_T, ages = self.age_limit(batch, context)
+            left_out_N |= too_old_T[chosen_T]
+            metrics |= ages
+        advantage_N = advantages_ST[valid_ST].masked_fill(left_out_N, nan)
+        return_N = returns_ST[valid_ST].masked_fill(left_out_N, nan)
         metrics["reward/kl"] = kl_N.sum().item() / len(mask)
-        kept_N = return_N[~dropped_N]
+        kept_N = return_N[~left_out_N]
         variance = kept_N.var(correction=0).clamp(min=1e-12)
-        residual = (kept_N - values_N[~dropped_N]).var(correction=0) / variance
+        residual = (kept_N - values_N[~left_out_N]).var(correction=0) / variance
         metrics["critic/explained_variance"] = 1.0 - residual.item()
         if c.whiten:
-            kept_N = advantage_N[~dropped_N]
+            kept_N = advantage_N[~left_out_N]
             advantage_N = (advantage_N - kept_N.mean()) / (kept_N.std(correction=0) + 1e-8)
         columns = {"advantages": advantage_N, "returns": return_N}
         return {key: mask.like(_scattered(x_N, chosen_T)) for key, x_N in columns.items()}, metrics
@@ -150,15 +160,17 @@ class PPO(OnPolicy):
         return {**self.shared_roles(with_ref=True), "critic": self.critic}
 
     def graph(self) -> DataflowGraph:
-        read = ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished")
+        columns = ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished")
+        read = (*columns, *self.version_keys)
         written = ("advantages", "returns")
         learned = (*SEQUENCE, "values", "returns")
-        host = HostFunction(TokenAdvantages(self.advantage))
+        host = HostFunction(TokenAdvantages(self.advantage, self.age_limit()))
         train = TrainStep(self.value_loss, self.minibatches, self.epochs)
         return graph_of(
             self.actor_generate(),
             self.reward_forward(),
             self.ref_forward(),
+            *self.actor_forward(),
             FunctionCall("critic_forward", "forward", SEQUENCE, ("values",), role="critic", work=Values()),
             FunctionCall("token_advantages", "host", read, written, work=host),
             self.actor_train(),

@@ -17,6 +17,7 @@ from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import CallResult, Metrics, Shards
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
+from realhf.inference.rounds import Round
 from realhf.nn.context_parallel import token_range
 from realhf.nn.parameters import ShardedParameters
 
@@ -64,8 +65,11 @@ class Engine(ABC):
         self._optimizer = None if optimizer is None else ShardedAdamW(self._trained, optimizer)
 
     @abstractmethod
-    def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
-        """Return the output columns of a generating call."""
+    def _generate(
+        self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
+    ) -> Batch:
+        """Return the first output columns of a generating call: the round's unfinished samples, then the new
+        ones. Only tokens of this round count as the response (see Round.join)."""
 
     @abstractmethod
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -138,11 +142,15 @@ class Engine(ABC):
     def run(
         self, call: FunctionCall, minibatches: Sequence[Batch],
         *, micro_batch_tokens: int, recompute: bool = False, gather: bool = True, report: Report = no_report,
+        unfinished: Batch | None = None, budget: int | None = None, version: int = 0,
     ) -> CallResult:  # fmt: skip
         """Run the call on this rank's share of the samples, one Batch per mini-batch.
 
         With `recompute`, a train step keeps only every layer's input for the backward pass. After a train
         step on several replicas without `gather`, only `optimizer_shards` are up to date.
+
+        A generating call also continues this share's `unfinished` samples of earlier rounds. Every sample
+        gets at most `budget` tokens (None: as many as the call allows), which are of this `version`.
         """
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
@@ -153,7 +161,10 @@ class Engine(ABC):
             return CallResult(Batch([]), metrics)
         (batch,) = minibatches
         if call.kind == "generate":
-            return CallResult(self._generate(call, work, batch, report), {})
+            round_ = Round(Batch([]) if unfinished is None else unfinished, budget, version)
+            made = self._generate(call, work, batch, round_, report)
+            ended, goes_on = round_.join(call, made)
+            return CallResult(ended, {}, goes_on)
         columns = self._forward(call, work, batch, micro_batch_tokens, report)
         return CallResult(output_batch(call, batch.ids, columns), {})
 

@@ -21,6 +21,7 @@ from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.generate import generate
 from realhf.inference.prompt_queue import PromptQueue
+from realhf.inference.rounds import Round
 from realhf.layout import Layout, even_split
 from realhf.lora import LoraConfig
 from realhf.nn.lora import Adapters
@@ -62,17 +63,22 @@ class NativeEngine(Engine):
         merges = self.adapters.lora.export_merged
         return self.model.merged_model().shards() if merges else self.adapters.shards()
 
-    def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
-        """Generate; ranks over cp act as replicas, each of which begins with a part of the prompts."""
+    def _generate(
+        self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
+    ) -> Batch:
+        """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         cp = self.groups.cp
         queue = PromptQueue(self.groups, stealing=work.work_stealing)
         part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
+        unfinished = round_.rows(call)
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
             ids, columns = generate(
                 self.model, part, work, queue, prompt_key=call.inputs[0], stream=call.name,
-                limit=self._cache_limit, report=report)
-        return queue.collect_results(output_batch(call, ids, columns), batch.ids)
+                limit=self._cache_limit, report=report, budget=round_.budget,
+                unfinished=unfinished[slice(*even_split(len(unfinished), cp.size, cp.index))])
+        ids_of_shard = [*round_.unfinished.ids, *batch.ids]
+        return queue.collect_results(output_batch(call, ids, columns), ids_of_shard)
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Return micro-batches, equally many on all ranks of an ep group, which pass through the experts

@@ -1,6 +1,6 @@
 """The types in which engines and the runtime talk to each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,7 +14,12 @@ Shards = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class CallResult:
-    """Output columns (at least on the layout's heads) and metrics (the same on the last pipeline stage)."""
+    """Output columns (at least on the layout's heads) and metrics (the same on the last pipeline stage).
+
+    After a round of a generation, `unfinished` are the samples that go on in the next one, with the same
+    columns.
+    """
 
     batch: Batch
     metrics: Metrics
+    unfinished: Batch = field(default_factory=lambda: Batch([]))

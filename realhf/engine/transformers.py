@@ -24,6 +24,7 @@ from realhf.engine.protocol import DTYPES, Shards
 from realhf.graph import FunctionCall
 from realhf.inference.kv_budget import agreed_sizes, check_positions
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, output_columns
+from realhf.inference.rounds import Round
 from realhf.inference.sampling import for_vocabulary, sample, stream_seed
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
@@ -49,7 +50,9 @@ class TransformersEngine(Engine):
     def export_shards(self) -> Shards:
         return self.model.file_tensors()
 
-    def _generate(self, call: FunctionCall, work: Generate, batch: Batch, report: Report) -> Batch:
+    def _generate(
+        self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
+    ) -> Batch:
         """Generate; at most `work.max_rows` rows run at a time, padded on the left.
 
         Raises UserError on all replicas when a prompt of any of them is empty, or exceeds the model's
@@ -57,21 +60,22 @@ class TransformersEngine(Engine):
         """
         config = self.model.config
         sampling = for_vocabulary(work.sampling, config.vocab_size)
-        prompts = [prompt.tolist() for prompt in batch[call.inputs[0]].split()]
-        groups = [PromptGroup(prompt, [i]) for i, prompt in zip(batch.ids, prompts, strict=True)]
-        for longest, _ in agreed_sizes(groups, self.groups.dp_control.all_gather_json):
-            check_positions(longest, sampling.max_new_tokens, config.num_positions)
+        prompts = zip(batch.ids, batch[call.inputs[0]].split(), strict=True)
+        groups = [*round_.rows(call), *(PromptGroup(prompt.tolist(), [i]) for i, prompt in prompts)]
+        for size in agreed_sizes(groups, self.groups.dp_control.all_gather_json):
+            check_positions(size.num_undrawn, sampling.max_new_tokens, config.num_positions)
         samples = RolloutBuffer(
-            len(prompts), max_new_tokens=sampling.max_new_tokens, eos_ids=config.eos_token_ids,
-            seed=stream_seed(work.seed, call.name), device=self.flat.device)
+            len(groups), max_new_tokens=sampling.max_new_tokens, eos_ids=config.eos_token_ids,
+            seed=stream_seed(work.seed, call.name), device=self.flat.device, budget=round_.budget)
         for group in groups:
             samples.add(group)
-        order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))  # This needs little padding.
+        order = sorted(range(len(groups)), key=lambda i: (len(groups[i].tokens), i))  # Little padding.
         for start in range(0, len(order), work.max_rows):
             rows = order[start : start + work.max_rows]
             prefix = f"{start} of {len(order)} samples of this rank have ended, "
             _Sampler(self.model, sampling, samples, rows, prefixed(report, prefix)).run()
-        return output_batch(call, batch.ids, output_columns([samples], wide=self.model.wide))
+        ids = [i for group in groups for i in group.ids]
+        return output_batch(call, ids, output_columns([samples], wide=self.model.wide))
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         return padded_micro_batches(lengths, max_tokens=max_tokens)
@@ -117,7 +121,7 @@ class _Sampler:
             torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
             for rows in (prompts, masks))
         config = import_module("transformers").GenerationConfig(
-            max_new_tokens=self.sampling.max_new_tokens, do_sample=False, use_cache=True,
+            max_new_tokens=int(self.samples.limits(self.rows).max()), do_sample=False, use_cache=True,
             eos_token_id=list(eos) or None, pad_token_id=eos[0] if eos else 0)
         self.model.hf.generate(
             input_ids=ids_BL, attention_mask=mask_BL, generation_config=config, logits_processor=[self])
@@ -133,6 +137,6 @@ class _Sampler:
         ended = samples.append(running, tokens_B[self.running])
         self.running = [i for i, has_ended in zip(self.running, ended, strict=True) if not has_ended]
         num_drawn = samples.lengths[self.rows].max()
-        most = self.sampling.max_new_tokens
+        most = self.samples.limits(self.rows).max()
         self.report(f"{len(self.rows)} have {num_drawn} tokens of at most {most}")
         return torch.full_like(logits_BV, -torch.inf).scatter(1, tokens_B[:, None], 0.0)

@@ -23,7 +23,7 @@ from realhf.inference.forward_batch import ChunkedPrefill, Prefill, next_tokens
 from realhf.inference.kv_budget import CacheSizes, GenerationLimits, agreed_sizes
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, group_by_prompt, output_columns
+from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, join_equal, output_columns
 from realhf.inference.sampling import for_vocabulary, sample, stream_seed
 from realhf.inference.scheduler import Chunk, Prompt, Scheduler, Step
 from realhf.layout import even_split
@@ -33,10 +33,13 @@ from realhf.nn.transformer import Transformer
 
 def generate(
     model: Transformer, batch: Batch, work: Generate, queue: PromptQueue, *, prompt_key: str, stream: str,
-    limit: CacheLimit, report: Report = no_report,
+    limit: CacheLimit, report: Report = no_report, unfinished: Sequence[PromptGroup] = (),
+    budget: int | None = None,
 ) -> tuple[list[int], list]:
     """Return the ids of the samples that this replica has continued, and on one of its ranks (last stage,
-    first of tp) the columns of `Generate`.
+    first of tp) the first columns of `Generate`, in which only tokens of this call count as the response.
+
+    Each sample, new in `batch` or `unfinished` in an earlier round, gets at most `budget` tokens.
 
     Each `stream` (the call's name) has its own random numbers. If `work` does not limit the KV cache, `limit`
     does.
@@ -44,17 +47,16 @@ def generate(
     Raises UserError when a prompt is empty, or when a sample cannot fit in the model's positions or in the
     budget of the KV cache: on all replicas among which prompts move.
     """
-    prompts = [prompt.tolist() for prompt in batch[prompt_key].split()]
-    cache_bytes = limit.num_bytes if work.kv_cache_gib is None else None
-    groups = group_by_prompt(prompts, batch.ids)
-    limits = _agree_on_limits(model, groups, work, queue, cache_bytes=cache_bytes)
-    ranges = [slice(*even_split(len(prompts), limits.num_cohorts, i)) for i in range(limits.num_cohorts)]
+    prompts = zip(batch[prompt_key].split(), batch.ids, strict=True)
+    new = [PromptGroup(prompt.tolist(), [i]) for prompt, i in prompts]
+    num_own = len(unfinished) + len(new)
+    limits = _agree_on_limits(model, [*join_equal(unfinished), *join_equal(new)], work, queue, limit, budget)
     seed = stream_seed(work.seed, stream)
     with torch.inference_mode():  # It has less overhead per operation than torch.no_grad.
         cohorts = [
-            _Cohort(model, limits, group_by_prompt(prompts[part], batch.ids[part]), queue=queue, seed=seed)
-            for part in ranges]
-        if cache_bytes is not None:
+            _Cohort(model, limits, groups, queue=queue, seed=seed)
+            for groups in _split(unfinished, new, num_parts=limits.num_cohorts)]
+        if work.kv_cache_gib is None:
             limit.warn_once(
                 stream, taken=limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts),
                 needed=limits.block_bytes * sum(cohort.sizes.num_wanted for cohort in cohorts))
@@ -62,35 +64,49 @@ def generate(
         for cohort in cohorts:
             cohort.start(waiting)
         while any([cohort.advance() for cohort in cohorts]):
-            report(_progress([cohort.samples for cohort in cohorts], len(prompts)))
+            report(_progress([cohort.samples for cohort in cohorts], num_own, budget))
     made = [cohort.samples for cohort in cohorts]
     ids = [i for samples in made for i in samples.ids[: len(samples.prompts)].tolist()]
     has_columns = model.groups.is_last_stage and model.groups.at.tp == 0
     return ids, output_columns(made, wide=model.wide) if has_columns else []
 
 
-def _progress(parts: Sequence[RolloutBuffer], num_own: int) -> str:
+def _split(
+    unfinished: Sequence[PromptGroup], new: Sequence[PromptGroup], *, num_parts: int
+) -> list[list[PromptGroup]]:
+    """Split unfinished samples, and new ones, into equal parts."""
+    parts = []
+    for i in range(num_parts):
+        old, fresh = (rows[slice(*even_split(len(rows), num_parts, i))] for rows in (unfinished, new))
+        parts.append([*join_equal(old), *join_equal(fresh)])
+    return parts
+
+
+def _progress(parts: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
     """Return how many samples of this replica have ended; it may have taken more than its own."""
     ended = sum(samples.num_ended for samples in parts)
     tokens = sum(samples.num_tokens for samples in parts)
     begun = sum(len(samples.prompts) for samples in parts)
-    return f"{ended} of {max(begun, num_own)} samples of this rank have ended, {tokens} tokens"
+    done = "have ended" if budget is None else f"have ended or have {budget} new tokens"
+    return f"{ended} of {max(begun, num_own)} samples of this rank {done}, {tokens} tokens"
 
 
 def _agree_on_limits(
     model: Transformer, groups: Sequence[PromptGroup], work: Generate, queue: PromptQueue,
-    *, cache_bytes: int | None,
+    limit: CacheLimit, budget: int | None,
 ) -> GenerationLimits:  # fmt: skip
     """Return limits that are equal on all replicas among which prompts move.
 
     Raises UserError on all of them when a prompt is empty or can never run.
     """
+    cache_bytes = limit.num_bytes if work.kv_cache_gib is None else None
     sizes = agreed_sizes(groups, queue.gather)
     most = max(queue.gather(sum(len(group.ids) for group in groups)))
     pp = model.groups.layout.pp
     num_cohorts = pp if model.groups.ep.size > 1 else max(1, min(pp, most, work.max_rows))
     limits = GenerationLimits(
-        sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts, cache_bytes=cache_bytes)
+        sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts, cache_bytes=cache_bytes,
+        budget=budget)
     if sizes:
         limits.check(model.config.num_positions)
     return limits
@@ -116,7 +132,7 @@ class _Cohort:
         self._sampling = for_vocabulary(limits.work.sampling, model.config.vocab_size)
         self.samples = RolloutBuffer(
             sum(len(group.ids) for group in groups), max_new_tokens=self._sampling.max_new_tokens,
-            eos_ids=model.config.eos_token_ids, seed=seed, device=self._device)
+            eos_ids=model.config.eos_token_ids, seed=seed, device=self._device, budget=limits.budget)
         self._step: Step | None = None
         self._drawn = torch.zeros(0, dtype=torch.long)
         self._in_lockstep = self._groups.ep.size > 1

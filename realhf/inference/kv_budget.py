@@ -10,24 +10,26 @@ from realhf.calls import Generate
 from realhf.errors import UserError
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.rollout_buffer import PromptGroup, Size
-from realhf.kv_blocks import block_size, blocks_for, num_blocks
+from realhf.kv_blocks import SMALL, block_size, blocks_for, num_blocks
 
 _GIB = 1 << 30
 
 
 def agreed_sizes(groups: Sequence[PromptGroup], gather: Callable[[Any], list[Any]]) -> list[Size]:
-    """Return, of each replica, the sizes of the longest prompt and of the longest one with several samples.
+    """Return, of each replica, the sizes of the longest prompt, of the longest one with several samples, and
+    of the one that is longest without drawn tokens.
 
     GenerationLimits depend on no other sizes. Each replica gives its own groups, and `gather` joins JSON
     documents. Raises UserError on all replicas if a prompt is empty.
     """
     sizes = [group.size for group in groups]
-    longest = [max(some) for some in (sizes, [size for size in sizes if size[1] > 1]) if some]
+    longest = [max(some) for some in (sizes, [size for size in sizes if size.num_samples > 1]) if some]
+    longest += [max(sizes, key=lambda size: size.num_undrawn)] if sizes else []
     empty = [i for group in groups if not group.tokens for i in group.ids]
     gathered = gather([longest, empty])
     if empty := [i for _, some in gathered for i in some]:
         raise UserError(f"the prompt of sample {min(empty)} is empty: it must have at least one token")
-    return [tuple(size) for sizes, _ in gathered for size in sizes]
+    return [Size(*size) for sizes, _ in gathered for size in sizes]
 
 
 def check_positions(longest_prompt: int, max_new_tokens: int, num_positions: int | None) -> None:
@@ -43,19 +45,34 @@ class GenerationLimits:
 
     def __init__(
         self, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int,
-        cache_bytes: int | None = None,
+        cache_bytes: int | None = None, budget: int | None = None,
     ) -> None:  # fmt: skip
         """A token takes `token_bytes` of a rank's cache. The cohorts share the rows and the memory of `work`;
-        if that sets no limit, `cache_bytes` is a rank's limit (None: there is none)."""
+        if that sets no limit, `cache_bytes` is a rank's limit (None: there is none). A row gets at most
+        `budget` tokens (None: as many as `work` allows)."""
         max_new = work.sampling.max_new_tokens
         self.work = work
         self.num_cohorts = num_cohorts
-        self.block_size = block_size(sizes or [(0, 1)], max_new_tokens=max_new)
-        self.block_bytes = token_bytes * self.block_size
-        self._longest = max((length for length, _ in sizes), default=0) + max_new
-        self._least = num_blocks(self._longest, self.block_size) + 1
-        """Number of blocks with which a cohort can run any sample."""
+        self.budget = budget
+        self.new_tokens = max_new if budget is None else min(budget, max_new)
+        """Most tokens that are drawn for a row."""
+        self._token_bytes = token_bytes
         self._cache_bytes = cache_bytes
+        self._longest = max((size.num_undrawn for size in sizes), default=0) + max_new
+        prompts = [(size.num_undrawn, size.num_samples) for size in sizes]
+        self.block_size = block_size(prompts or [(0, 1)], max_new_tokens=max_new)
+        if any(size.num_drawn for size in sizes) and self.affordable(self._least) < self._least:
+            # The samples were accepted in an earlier round, perhaps with small blocks.
+            self.block_size = min(self.block_size, SMALL)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._token_bytes * self.block_size
+
+    @property
+    def _least(self) -> int:
+        """Number of blocks with which a cohort can run any sample."""
+        return num_blocks(self._longest, self.block_size) + 1
 
     def affordable(self, count: int) -> int:
         """Return how many of `count` blocks a cohort may have. One sample can always run, unless the user has
@@ -83,12 +100,14 @@ class CacheSizes:
 
     def __init__(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> None:
         sizes = [group.size for group in groups]
-        max_new = limits.work.sampling.max_new_tokens
         self.block_size = limits.block_size
-        self.num_slots = min(-(-limits.work.max_rows // limits.num_cohorts), sum(count for _, count in sizes))
-        self._longest = max((length for length, _ in sizes), default=0) + max_new
+        num_samples = sum(size.num_samples for size in sizes)
+        self.num_slots = min(-(-limits.work.max_rows // limits.num_cohorts), num_samples)
+        # (This is too much for rows that reach the most tokens of a response in this round.)
+        self._longest = max((size.num_tokens for size in sizes), default=0) + limits.new_tokens
         self.num_wanted = blocks_for(
-            sizes, size=self.block_size, num_slots=self.num_slots, max_new_tokens=max_new)
+            pairs_of(sizes), size=self.block_size, num_slots=self.num_slots,
+            max_new_tokens=limits.new_tokens)
         """Blocks with which no row has to wait for memory."""
         self.num_blocks = limits.affordable(self.num_wanted)
 
@@ -101,10 +120,15 @@ class CacheSizes:
     def num_at_once(self, groups: Sequence[PromptGroup]) -> int:
         """Return how many of the groups, from the first on, find slots and blocks at the beginning."""
         rows = blocks = 0
-        for number, (tokens, ids) in enumerate(groups):
-            own = min(len(ids), self.num_slots - rows) * (len(ids) > 1)
-            blocks += num_blocks(len(tokens), self.block_size) + own
+        for number, size in enumerate(group.size for group in groups):
+            own = min(size.num_samples, self.num_slots - rows) * (size.num_samples > 1)
+            blocks += num_blocks(size.num_tokens, self.block_size) + own
             if rows >= self.num_slots or blocks > self.num_blocks:
                 return number
-            rows += len(ids)
+            rows += size.num_samples
         return len(groups)
+
+
+def pairs_of(sizes: Sequence[Size]) -> list[tuple[int, int]]:
+    """Return (tokens, samples) of each prompt."""
+    return [(size.num_tokens, size.num_samples) for size in sizes]

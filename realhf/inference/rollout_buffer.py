@@ -8,48 +8,72 @@ import numpy as np
 import torch
 
 from realhf.data.batch import Packed
+from realhf.inference.block_tables import Integers
 from realhf.inference.sampling import Draws
 from realhf.inference.scheduler import Prompt
 from realhf.nn.packed import token_positions
 
-Size = tuple[int, int]
-"""Tokens of a prompt, and number of samples that continue it."""
+
+class Size(NamedTuple):
+    """The sizes of a PromptGroup."""
+
+    num_tokens: int
+    num_samples: int
+    num_drawn: int = 0
+
+    @property
+    def num_undrawn(self) -> int:
+        """Tokens that have not been drawn."""
+        return self.num_tokens - self.num_drawn
 
 
 class PromptGroup(NamedTuple):
-    """A prompt, and the ids of the samples that continue it."""
+    """A prompt, and the ids of the samples that continue it.
+
+    The tokens of samples that were begun in an earlier round are a prompt, too; `num_drawn` of them were
+    drawn.
+    """
 
     tokens: list[int]
     ids: list[int]
+    num_drawn: int = 0
 
     @property
     def size(self) -> Size:
-        return len(self.tokens), len(self.ids)
+        return Size(len(self.tokens), len(self.ids), self.num_drawn)
 
 
-def group_by_prompt(prompts: Sequence[list[int]], ids: Sequence[int]) -> list[PromptGroup]:
-    """Group adjacent samples that have equal prompts."""
-    runs = [list(run) for _, run in groupby(range(len(prompts)), key=prompts.__getitem__)]
-    return [PromptGroup(prompts[run[0]], [ids[i] for i in run]) for run in runs]
+def join_equal(rows: Sequence[PromptGroup]) -> list[PromptGroup]:
+    """Join adjacent groups that have equal tokens."""
+    runs = groupby(rows, key=lambda row: (row.tokens, row.num_drawn))
+    return [PromptGroup(tokens, [i for row in run for i in row.ids], drawn) for (tokens, drawn), run in runs]
 
 
 class RolloutBuffer:
-    """Samples, numbered in the order of their arrival; it grows when more than `capacity` arrive."""
+    """Samples, numbered in the order of their arrival; it grows when more than `capacity` arrive.
+
+    A sample stops at an end-of-sequence token, at `max_new_tokens` drawn tokens, and for this round when
+    `budget` tokens have been drawn (None: there is no such limit).
+    """
 
     def __init__(
         self, capacity: int, *, max_new_tokens: int, eos_ids: Sequence[int], seed: int,
-        device: torch.device,
+        device: torch.device, budget: int | None = None,
     ) -> None:  # fmt: skip
         self.prompts: list[list[int]] = []
         self.ids = np.zeros(capacity, np.int64)
         self.lengths = np.zeros(capacity, np.int64)
-        """Drawn tokens of each sample."""
+        """Tokens drawn for each sample in this round."""
+        self.num_drawn = np.zeros(capacity, np.int64)
+        """Tokens drawn for each sample in earlier rounds."""
         self.finished = np.zeros(capacity, bool)
         self.num_ended = 0
+        """Samples that get no more tokens in this round."""
         self.num_tokens = 0
-        """Tokens drawn so far, of all samples."""
-        self.tokens = torch.zeros(capacity, max_new_tokens, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(capacity, max_new_tokens, dtype=torch.float64, device=device)
+        """Tokens drawn in this round, for all samples."""
+        self._most = max_new_tokens if budget is None else min(budget, max_new_tokens)
+        self.tokens = torch.zeros(capacity, self._most, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(capacity, self._most, dtype=torch.float64, device=device)
         self._max_new_tokens = max_new_tokens
         self._draws = Draws(seed)
         self._eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
@@ -61,10 +85,12 @@ class RolloutBuffer:
         if (lacking := len(self.prompts) - len(self.ids)) > 0:
             self._grow(max(lacking, len(self.ids) // 8))
         self.ids[first : len(self.prompts)] = group.ids
+        self.num_drawn[first : len(self.prompts)] = group.num_drawn
         return Prompt(group.tokens, list(range(first, len(self.prompts))))
 
     def _grow(self, count: int) -> None:
-        self.ids, self.lengths = (np.pad(numbers, (0, count)) for numbers in (self.ids, self.lengths))
+        self.ids, self.lengths, self.num_drawn = (
+            np.pad(numbers, (0, count)) for numbers in (self.ids, self.lengths, self.num_drawn))
         self.finished = np.pad(self.finished, (0, count))
         self.tokens, self.logprobs = (
             torch.cat([x, x.new_zeros(count, x.shape[1])]) for x in (self.tokens, self.logprobs))
@@ -76,19 +102,25 @@ class RolloutBuffer:
     def draws(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return the random number in [0, 1) for the next token of each of these samples."""
         rows = np.array(numbers, np.int64)
-        draws = self._draws(rows, sample_ids=self.ids[rows], positions=self.lengths[rows])
+        positions = self.num_drawn[rows] + self.lengths[rows]
+        draws = self._draws(rows, sample_ids=self.ids[rows], positions=positions)
         return torch.from_numpy(draws).to(self.tokens.device)
 
     def append(self, numbers: Sequence[int], tokens_B: torch.Tensor) -> list[bool]:
-        """Append one token to each of these samples; return for each whether that was its last."""
+        """Append one token to each of these samples; return for each whether that was its last of the
+        round."""
         self.tokens[self.at(numbers)] = tokens_B
         finished = torch.isin(tokens_B, self._eos_ids).cpu().numpy()
         self.lengths[numbers] += 1
         self.finished[numbers] = finished
-        ended = finished | (self.lengths[numbers] == self._max_new_tokens)
+        ended = finished | (self.lengths[numbers] == self.limits(numbers))
         self.num_ended += int(ended.sum())
         self.num_tokens += len(ended)
         return ended.tolist()
+
+    def limits(self, numbers: Sequence[int]) -> Integers:
+        """Return the most tokens that each of these samples may get in this round."""
+        return np.minimum(self._most, self._max_new_tokens - self.num_drawn[numbers])
 
     def at(self, numbers: Sequence[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index in `tokens` of each sample's next token, or of the one `back` positions before."""
@@ -98,7 +130,10 @@ class RolloutBuffer:
 
 
 def output_columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
-    """Return the columns of `Generate`: sequences, response mask, log-probs and finished flags."""
+    """Return the first four columns of `Generate`: sequences, response mask, log-probs and finished flags.
+
+    Tokens of earlier rounds count as the prompt.
+    """
     device = parts[0].tokens.device
     floats = torch.zeros(0, dtype=wide, device=device)
     sequences, masks, logprobs, finished = [floats.long()], [floats], [floats], [floats]

@@ -65,7 +65,7 @@ def stream_seed(seed: int, stream: str) -> int:
 
 
 class Draws:
-    """The numbers of `uniform` for samples that advance one position at a time from position 0.
+    """The numbers of `uniform` for samples that advance one position at a time, from any position.
 
     They are computed several positions ahead, because computing a few takes as long as computing one.
     """
@@ -73,17 +73,23 @@ class Draws:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._numbers = np.zeros((0, _AHEAD))
+        self._starts = np.zeros(0, np.int64)
+        """The first position of each row's numbers, a multiple of `_AHEAD`; -1: the row has none yet."""
 
     def __call__(self, rows: Integers, *, sample_ids: Integers, positions: Integers) -> Floats:
         """Return one number per sample. A sample must be at the same row in every call."""
         if (lacking := int(rows.max(initial=-1)) + 1 - len(self._numbers)) > 0:
-            self._numbers = np.pad(self._numbers, ((0, max(lacking, len(self._numbers) // 8)), (0, 0)))
+            more = max(lacking, len(self._numbers) // 8)
+            self._numbers = np.pad(self._numbers, ((0, more), (0, 0)))
+            self._starts = np.pad(self._starts, (0, more), constant_values=-1)
         column = positions % _AHEAD
-        if len(fresh := np.flatnonzero(column == 0)):
-            ahead = positions[fresh, None] + np.arange(_AHEAD)
+        starts = positions - column
+        if len(fresh := np.flatnonzero(self._starts[rows] != starts)):
+            ahead = starts[fresh, None] + np.arange(_AHEAD)
             ids = np.repeat(sample_ids[fresh], _AHEAD)
             draws = uniform(self._seed, sample_ids=ids, positions=ahead.flatten())
             self._numbers[rows[fresh]] = draws.reshape(-1, _AHEAD)
+            self._starts[rows[fresh]] = starts[fresh]
         return self._numbers[rows, column]
 
 

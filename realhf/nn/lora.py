@@ -92,15 +92,15 @@ class Adapters(ShardedParameters):
 
     def of_weights(self, base: ShardedParameters, layer: int) -> dict[str, Adapter]:
         """Return the adapters of a layer's weights by part, such as "qkv.weight"."""
-        mine = self.of_layer(layer)
-        found = {}
+        own = self.of_layer(layer)
+        by_part = {}
         for part, weight in base.of_layer(layer).items():
             module, _, kind = part.rpartition(".")
-            if kind != "weight" or f"{module}.lora_A" not in mine:
+            if kind != "weight" or f"{module}.lora_A" not in own:
                 continue
-            ups = [(mine.get(f"{module}.lora_B"), len(weight))]
+            ups = [(own.get(f"{module}.lora_B"), len(weight))]
             if ups[0][0] is None:
                 parts = base.fused(layer, part).items()
-                ups = [(mine.get(name.replace(".weight", ".lora_B")), rows) for name, rows in parts]
-            found[part] = Adapter(weight, mine[f"{module}.lora_A"], list(ups), scale=self.lora.scale)
-        return found
+                ups = [(own.get(name.replace(".weight", ".lora_B")), rows) for name, rows in parts]
+            by_part[part] = Adapter(weight, own[f"{module}.lora_A"], list(ups), scale=self.lora.scale)
+        return by_part

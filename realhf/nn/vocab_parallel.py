@@ -97,9 +97,9 @@ class _LogProbs(torch.autograd.Function):
             logits_tV = hidden_TH  # Frees the previous chunk before the next product.
             logits_tV = half_matmul.affine(hidden_TH[tokens], weight_VH)
             parts += _statistics(logits_tV, at_T1[tokens], head, temperature, entropy)
-        found = torch.cat(parts, dim=1)
-        found[1].masked_fill_(~here_T, 0)
-        lse_RT, label_RT, *mean = head.group.all_gather(found).unbind(1)
+        statistics = torch.cat(parts, dim=1)
+        statistics[1].masked_fill_(~here_T, 0)
+        lse_RT, label_RT, *mean = head.group.all_gather(statistics).unbind(1)
         lse_T = lse_RT.logsumexp(0)
         entropy_T = lse_T - (mean[0] * (lse_RT - lse_T).exp()).sum(0) if entropy else None
         # Not by save_for_backward, because the backward pass overwrites and frees them.
@@ -159,10 +159,10 @@ def _statistics(
     for rows in _slices(logits_tV):
         x_sV = head.to_logits(logits_tV[rows], temperature=temperature)
         lse_s1 = x_sV.logsumexp(1, keepdim=True)
-        found = [lse_s1[:, 0], x_sV.gather(1, at_t1[rows])[:, 0]]
+        columns = [lse_s1[:, 0], x_sV.gather(1, at_t1[rows])[:, 0]]
         if entropy:
-            found.append((x_sV - lse_s1).exp_().mul_(x_sV).sum(1))
-        parts.append(torch.stack(found))
+            columns.append((x_sV - lse_s1).exp_().mul_(x_sV).sum(1))
+        parts.append(torch.stack(columns))
     return parts
 
 

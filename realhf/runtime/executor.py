@@ -306,7 +306,8 @@ class Executor:
         if result.metrics.get("skipped_updates") and rank in layout.heads:
             self._save_samples(call.name, minibatches)
         if rank == layout.heads[0]:
-            record.metrics += [(f"{call.role}/{name}", value, 1.0) for name, value in result.metrics.items()]
+            names = {name: name if "/" in name else f"{call.role}/{name}" for name in result.metrics}
+            record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.heads else None
 
     def _is_in_rounds(self, call: FunctionCall) -> bool:
@@ -318,7 +319,7 @@ class Executor:
             return {}
         options: dict[str, Any] = {"version": self._updates.get(call.role or "", 0)}
         if not self._is_in_rounds(call):
-            return options if len(call.outputs) > 4 else {}
+            return options
         budget = -(-call.work.sampling.max_new_tokens // self._num_rounds)
         return options | {"budget": budget, "unfinished": self.samples.unfinished.pop(call.name)}
 

@@ -210,6 +210,40 @@ def test_generation_beyond_the_last_position_is_refused(made, family):
         model(torch.ones(1, limit + 1, dtype=torch.long), use_cache=False)
 
 
+@pytest.mark.parametrize("family", ["phi", "mamba"])
+def test_rounds_continue_samples(made, family):
+    """With constant weights rounds give the samples of one call, each of which has its own end."""
+    directory, _ = made(family)
+    engine = engine_of(directory, dtype="float64")
+    outputs = ("sequence_ids", "response_mask", "gen_logprobs", "finished", "versions")
+    work = Generate(SamplingConfig(max_new_tokens=13), seed=5, max_rows=4)
+    call = FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
+    prompts = batch_of(ROWS).pick(["prompt_ids"])
+    whole = engine.run(call, [prompts], micro_batch_tokens=24, version=7).batch
+    assert torch.equal(whole["versions"].values, 7 * whole["response_mask"].values.long())
+    lengths = [int(mask.sum()) for mask in whole["response_mask"].split()]
+    assert 13 in lengths and len(set(lengths)) > 2
+    found, unfinished = {}, None
+    for number in range(3):  # The last three samples come later.
+        part = prompts.select([range(4), range(4, 7), range(0)][number])
+        result = engine.run(
+            call, [part], micro_batch_tokens=24, unfinished=unfinished, budget=(5, 5, 9)[number],
+            version=number)
+        unfinished = result.unfinished
+        columns = [result.batch[key].split() for key in outputs if key != "finished"]
+        columns.append(result.batch["finished"])
+        found |= {i: row for i, *row in zip(result.batch.ids, *columns, strict=True)}
+    assert unfinished.ids == [] and found.keys() == set(range(7))
+    for i, (tokens, mask, logprobs, versions, finished) in found.items():
+        assert torch.equal(tokens, whole["sequence_ids"].split()[i])
+        assert torch.equal(mask, whole["response_mask"].split()[i])
+        assert finished == whole["finished"][i]
+        torch.testing.assert_close(logprobs, whole["gen_logprobs"].split()[i], rtol=0, atol=1e-6)
+        late = [1] * 5 + [2] * 9
+        expected = late if i >= 4 else [0] * 5 + late
+        assert versions[mask.bool()].tolist() == expected[: lengths[i]]
+
+
 def _refused(world, directory, rows, max_new_tokens):
     engine, part = engine_of(directory, world, layout="d2@0-1"), (world.rank, 2)
     with pytest.raises(UserError) as error:

@@ -62,16 +62,19 @@ def test_uniform_numbers_are_uniform_and_independent():
     assert far[0] != far[1]
 
 
-def test_numbers_made_ahead_are_the_same():
-    """Samples begin at different times and pause, and rows are added."""
+@pytest.mark.parametrize("longest_past", [0, 50])
+def test_numbers_made_ahead_are_the_same(longest_past):
+    """Samples begin at different times and positions and pause, and rows are added."""
     rng, draws = np.random.default_rng(0), Draws(9)
-    positions, ids = np.zeros(40, np.int64), np.arange(40) * 1000 + 7
+    first = rng.integers(0, longest_past + 1, 40)
+    positions, ids = first.copy(), np.arange(40) * 1000 + 7
     for step in range(120):
         rows = np.flatnonzero(rng.random(min(40, 1 + step)) < 0.5)
         there = {"sample_ids": ids[rows], "positions": positions[rows]}
         assert np.array_equal(draws(rows, **there), uniform(9, **there))
         positions[rows] += 1
-    assert positions.min() > 16 and len(set(positions.tolist())) > 5
+    assert (positions - first).min() > 16 and len(set(positions.tolist())) > 5
+    assert len(set((first % 16).tolist())) > (8 if longest_past else 0)
 
 
 def _sample(logits, draws, **settings):

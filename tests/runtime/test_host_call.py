@@ -22,15 +22,15 @@ def _run(function, *, outputs=("made",), **columns):
 
 def test_columns_are_the_same_whether_they_travel_or_not():
     column = [(1, {"a": (2.5,)}), np.float32(0.5)]
-    batch, _ = _run(lambda batch, context: {"made": column})
+    batch = _run(lambda batch, context: {"made": column}).batch
     assert batch["made"] == [[1, {"a": [2.5]}], 0.5] == Batch.unpack(batch.pack())["made"]
     assert type(batch["made"][1]) is float
 
 
 def test_tensors_and_arrays_stay_tensors():
     packed = Packed(torch.arange(3), [1, 2])
-    assert _run(lambda batch, context: {"made": packed})[0]["made"] is packed
-    made = _run(lambda batch, context: {"made": np.array([1.5, 2.5])})[0]["made"]
+    assert _run(lambda batch, context: {"made": packed}).batch["made"] is packed
+    made = _run(lambda batch, context: {"made": np.array([1.5, 2.5])}).batch["made"]
     assert torch.equal(made, torch.tensor([1.5, 2.5], dtype=torch.float64))
 
 
@@ -46,9 +46,27 @@ def test_a_function_changes_only_its_own_copy():
     assert [len(prompt) for prompt in prompts] == [1, 1]
 
 
+def _filter(answer, **options):
+    call = FunctionCall("mine", "host", ("x",), ("y",), work=HostFunction(lambda b, c: answer, **options))
+    return call_host_function(call, Batch([4, 5, 6], {"x": [1, 2, 3]}), None)
+
+
+def test_a_filter_keeps_some_samples_and_a_decision_is_json():
+    kept = _filter({"y": [7, 8, 9], "keep": torch.tensor([True, False, True])}, filters=True)
+    assert kept.batch.ids == [4, 6] and kept.batch["y"] == [7, 9]
+    assert _filter({"y": [7, 8, 9], "decision": (1, "a")}, decides=True).decision == [1, "a"]
+    with pytest.raises(UserError, match="returned no column 'keep', which it declares"):
+        _filter({"y": [7, 8, 9]}, filters=True)
+    for wrong in ([True], [0.5, 1, 0], "abc"):
+        with pytest.raises(UserError, match="'keep' must have a boolean for each of the 3 samples"):
+            _filter({"y": [7, 8, 9], "keep": wrong}, filters=True)
+    with pytest.raises(UserError, match="host call 'mine': .* not JSON serializable"):
+        _filter({"y": [7, 8, 9], "decision": {1, 2}}, decides=True)
+
+
 def test_metrics_are_numbers():
     given = {"mine/x": np.float32(0.5), "mine/y": torch.tensor(2)}
-    _, metrics = _run(lambda batch, context: ({}, given), outputs=())
+    metrics = _run(lambda batch, context: ({}, given), outputs=()).metrics
     assert metrics == {"mine/x": 0.5, "mine/y": 2.0} and {type(x) for x in metrics.values()} == {float}
 
 

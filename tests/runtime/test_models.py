@@ -24,7 +24,7 @@ def _program(task, **layouts):
 
 
 def test_what_a_train_step_has_changed_goes_out_right_behind_it(tmp_path):
-    actions = _program(write_task(tmp_path), actor_generate="d4@0-3").actions
+    actions = _program(write_task(tmp_path), actor_generate="d4@0-3").parts["step"]
     at = next(i for i, a in enumerate(actions) if isinstance(a, Run) and a.call.name == "actor_train")
     assert all(isinstance(a, Reallocate) and a.ahead for a in actions[at + 1 :])
     assert [(str(a.source), str(a.target), a.sharded) for a in actions[at + 1 :]] == [

@@ -1,0 +1,82 @@
+"""Round: what a generation is given besides new prompts, and how its results are joined with earlier rounds.
+
+An unfinished sample has the columns of a finished one. Its prompt ends at the first 1 of its response mask,
+and the sum of the mask is the number of tokens that have been drawn for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from realhf.data.batch import Batch, Packed
+from realhf.graph import FunctionCall
+from realhf.inference.rollout_buffer import PromptGroup
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a generation. Weights may change between rounds, not in them.
+
+    `unfinished` are the samples of earlier rounds, with all columns of the call's outputs. Every sample gets
+    at most `budget` tokens in this round (None: as many as the call allows), all of the same `version`.
+    """
+
+    unfinished: Batch = field(default_factory=lambda: Batch([]))
+    budget: int | None = None
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.budget is None or self.budget >= 1, f"a round of {self.budget} tokens"
+
+    def rows(self, call: FunctionCall) -> list[PromptGroup]:
+        """Return the unfinished samples, one in each group."""
+        if not self.unfinished.ids:
+            return []
+        sequences, mask = (self.unfinished[key].split() for key in call.outputs[:2])
+        samples = zip(sequences, self.unfinished.ids, mask, strict=True)
+        return [PromptGroup(tokens.tolist(), [i], int(drawn.sum())) for tokens, i, drawn in samples]
+
+    def join(self, call: FunctionCall, made: Batch) -> tuple[Batch, Batch]:
+        """Return finished and unfinished samples with whole columns, given what this round has `made`.
+
+        The first columns of `made` are the outputs of `call`; its response masks and log-probs are 0 on all
+        tokens of earlier rounds. A batch without columns stays one.
+        """
+        if not made.fields:
+            return made, Batch([])
+        fields = dict(made.fields)
+        mask_key, logprobs_key = call.outputs[1:3]
+        old_keys = [mask_key, logprobs_key]
+        if len(call.outputs) > 4:
+            mask = made[mask_key]
+            fields[call.outputs[4]] = mask.like(mask.values.long() * self.version)
+            old_keys.append(call.outputs[4])
+        if self.unfinished.ids:
+            for key in old_keys:
+                self._copy_old(fields[key], made.ids, key)
+        whole = Batch(made.ids, fields)
+        if self.budget is None:
+            return whole, Batch([])
+        num_drawn = _sums(whole[mask_key])
+        most = call.work.sampling.max_new_tokens
+        has_ended = [
+            bool(finished) or drawn == most
+            for finished, drawn in zip(whole[call.outputs[3]].tolist(), num_drawn, strict=True)]
+        parts = ([i for i, end in enumerate(has_ended) if end is which] for which in (True, False))
+        finished, unfinished = (whole.select(part) for part in parts)
+        return finished, unfinished
+
+    def _copy_old(self, column: Packed, ids: Sequence[int], key: str) -> None:
+        """Overwrite the values of tokens of earlier rounds with those of the unfinished samples."""
+        old = dict(zip(self.unfinished.ids, self.unfinished[key].split(), strict=True))
+        for i, values in zip(ids, column.split(), strict=True):
+            if i in old:
+                values[: len(old[i])] = old[i]
+
+
+def _sums(mask: Packed) -> list[int]:
+    """Return the number of ones of each mask."""
+    row_T = torch.repeat_interleave(torch.tensor(mask.lengths))
+    sums = torch.zeros(len(mask), dtype=torch.long).index_add_(0, row_T, mask.values.long())
+    return sums.tolist()

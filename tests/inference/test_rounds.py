@@ -1,0 +1,134 @@
+"""Generation in rounds: with constant weights the tokens of one call, with others those of plain decoding."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from realhf.inference.scheduler import Scheduler
+from tests.inference.rounds import (
+    BLOCK_GIB,
+    Case,
+    alone,
+    check_rows,
+    expected_rows,
+    generate_in_rounds,
+    prompts_of,
+    write_versions,
+)
+
+MAX_NEW = 24
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    """Models of versions 0 to 5, and the pattern of their directories."""
+    return write_versions(tmp_path_factory.mktemp("versions"), 6)
+
+
+def _batches():
+    """Return prompts that arrive in two rounds, of up to three blocks, some of them several times."""
+    a, b, c, d, e = prompts_of(5, [3, 60, 1, 64, 125])
+    return [[a, a, a, b, b, c, d, d], [e, e, c, a]]
+
+
+def _same(found, expected):
+    """Check that rows are equal except for their versions."""
+    assert found.keys() == expected.keys()
+    for i, row in expected.items():
+        for ours, theirs in zip(found[i][:2], row[:2], strict=True):
+            assert torch.equal(ours, theirs), i
+        torch.testing.assert_close(found[i][2], row[2], rtol=1e-9, atol=1e-10)
+        assert found[i][3] == row[3]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 10, 16, 20])
+def test_rounds_give_the_tokens_of_one_call(versions, budget):
+    case = Case(_batches(), [None], MAX_NEW, model=versions[1])
+    expected, _ = alone(case)
+    lengths = {int(row[1].sum()) for row in expected.values()}
+    assert MAX_NEW in lengths and len(lengths) > 3
+    found, history = alone(replace(case, budgets=[budget]))
+    _same(found, expected)
+    assert len(history) == -(-MAX_NEW // budget) + (lengths != {MAX_NEW} and len(history[-2]) > 0)
+    for i, (_, mask, _, _, numbers) in found.items():
+        first, drawn = int(i >= 8), int(mask.sum())
+        assert numbers[len(mask) - drawn :].tolist() == [first + at // budget for at in range(drawn)]
+    mixed, _ = alone(replace(case, budgets=[budget, 3, None]))
+    _same(mixed, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_rows": 2}, {"max_rows": 1}, {"prefill_tokens": 7},
+        {"kv_cache_gib": 5 * BLOCK_GIB}, {"kv_cache_gib": 6 * BLOCK_GIB, "prefill_tokens": 50},
+    ],
+)  # fmt: skip
+def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
+    restarted = []
+    restart = Scheduler._restart
+    monkeypatch.setattr(
+        Scheduler, "_restart", lambda self, sample: (restarted.append(sample), restart(self, sample))[1])
+    case = Case(_batches(), [None], 70, model=versions[1])
+    expected, _ = alone(case)
+    assert not restarted
+    for budget in (16, 33):
+        found, _ = alone(replace(case, budgets=[budget], options=options))
+        _same(found, expected)
+    assert bool(restarted) == ("kv_cache_gib" in options)
+
+
+LAYOUTS = ["d2@0-1", "t2@0-1", "p2@0-1", "c2@0-1", "d2p2@0-3", "c2t2@0-3"]
+
+
+def _gathered(pool, layout, case):
+    """Generate on the pool; return the rows of all heads."""
+    results = pool.run(generate_in_rounds, layout, case)
+    rows = {}
+    for part, _ in results:
+        assert not rows.keys() & part.keys()
+        rows |= part
+    return rows
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rounds_are_the_same_on_every_layout(pool, versions, layout):
+    case = Case(_batches(), [None], MAX_NEW, model=versions[1])
+    expected, _ = alone(case)
+    for budget, options in ((1, {}), (7, {"max_rows": 2}), (10, {"work_stealing": False}), (16, {})):
+        _same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
+
+
+@pytest.mark.parametrize("layout", ["e2@0-1", "e2p2@0-3"])
+def test_experts_take_part_in_the_rounds_of_others(pool, layout):
+    """Most samples begin on the first data shard, so that others have rounds without any."""
+    case = Case(_batches(), [None], 12)
+    expected, _ = alone(case)
+    assert len({int(row[1].sum()) for row in expected.values()}) > 2
+    for budget, options in ((1, {"max_rows": 2}), (7, {}), (5, {"work_stealing": False})):
+        _same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
+
+
+def _changing(versions, budget=5):
+    return Case(_batches(), [budget], MAX_NEW, model=versions[1], changes=True)
+
+
+def test_a_round_computes_histories_with_its_own_weights(versions):
+    case = _changing(versions)
+    expected = expected_rows(case, versions[0], keep=False)
+    lengths = {len(logprobs) for _, logprobs, _ in expected.values()}
+    assert MAX_NEW in lengths and len(lengths) > 3
+    constant = expected_rows(replace(case, changes=False), versions[0], keep=False)
+    assert sum(constant[i][0] != expected[i][0] for i in expected) > 5
+    for options in ({}, {"max_rows": 2, "prefill_tokens": 9}, {"kv_cache_gib": 5 * BLOCK_GIB}):
+        found, _ = alone(replace(case, options=options))
+        check_rows(found, expected, case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_change_on_every_layout(pool, versions, layout):
+    case = _changing(versions)
+    expected = expected_rows(case, versions[0], keep=False)
+    for options in ({}, {"max_rows": 2}):
+        check_rows(_gathered(pool, layout, replace(case, options=options)), expected, case)
