@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from realhf.kv_blocks import block_size, blocks_for
 from realhf.experiment import lagged_parts
+from realhf.kv_blocks import block_size, blocks_for
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.planner.call_memory import peak_memory
@@ -169,7 +169,9 @@ def test_simulated_devices_do_one_thing_at_a_time(seed):
         assert not in_step or not any(during), (move, user, period)
 
 
-@pytest.mark.parametrize(("mean", "limit", "rounds"), [(30.0, 100, 2), (50.0, 60, 3), (64.0, 64, 4), (5.0, 7, 3)])
+@pytest.mark.parametrize(
+    ("mean", "limit", "rounds"), [(30.0, 100, 2), (50.0, 60, 3), (64.0, 64, 4), (5.0, 7, 3)]
+)
 def test_rows_of_a_round_are_those_of_drawn_lengths(mean, limit, rounds):
     rng = np.random.default_rng(0)
     work = Workload(prompt_tokens=10, response_tokens=mean, max_new_tokens=limit, rounds=rounds)
