@@ -186,6 +186,10 @@ class HostFunction(Work):
     """Whether it also returns a JSON value "decision", by which `Experiment.step` may branch (run.agree)."""
     example: Any = None  # A decision for trying out the step program without data.
 
+    def __post_init__(self) -> None:
+        if self.decides and self.splittable:
+            raise ValueError("a HostFunction that decides needs all samples: it cannot be splittable")
+
 
 def longest_response(graph: DataflowGraph) -> int:
     """Return the most tokens that a response of the graph's generate calls may have; 0 without such calls."""

@@ -25,6 +25,7 @@ LAYERS = {
     **dict.fromkeys(("nn", "planner"), 3),
     **dict.fromkeys(("checkpoint", "inference"), 3.5),
     "engine": 4,
+    "part_executor": 4.3,
     "step_program": 4.5,
     "experiment": 5,
     **dict.fromkeys(("algorithms", "rewards", "runtime"), 6),

@@ -40,7 +40,7 @@ _MAX_SAVED = 16
 
 
 class Executor:
-    """Executes the parts of one graph on this rank; see `step_program.PartExecutor`.
+    """Executes the parts of one graph on this rank; see `part_executor.PartExecutor`.
 
     `read` returns the batch of some prompts on ranks that hold the dataset. In each of `num_rounds` rounds,
     an answer gets an equal share of its tokens.
@@ -93,7 +93,7 @@ class Executor:
         self, part: str, prompts: Sequence[int], *, operation: int = 0,
         sent: Collection[str | None] = (), updates: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """Run a part on the samples of some prompts, see `step_program.PartExecutor`."""
+        """Run a part on the samples of some prompts, see `part_executor.PartExecutor`."""
         self._operation = operation
         self._updates = self._context.updates = updates or {}
         actions = self._parts[part]

@@ -96,7 +96,7 @@ class Trainer:
         self._evaluator = Executor(
             world, {_EVALUATION: program.eval_actions}, *common,
             read=None if eval_loader is None else eval_loader.batch, outbox=self._outbox)
-        self._runner = step_runner(experiment, program.graph, self._executor)
+        self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
         self._recorder = None
         if self._is_main and out is not None:
             self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
