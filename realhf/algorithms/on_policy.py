@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
@@ -52,6 +52,10 @@ class OnPolicy(Experiment):
     runs that must repeat bit for bit."""
     cuda_graphs: bool = True
     """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
+    cache_on_update: Literal["recompute", "keep"] = "recompute"
+    """What happens to cached keys and values of unfinished answers when the weights change (see `rounds`).
+    `recompute`: they are computed again. `keep`: they stay, computed by older weights; then the cache must
+    hold all unfinished answers at once, and prompts stay on their replica (no work stealing)."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0  # Weight of the routers' z-loss, which keeps their logits small.
@@ -71,7 +75,7 @@ class OnPolicy(Experiment):
         work = Generate(
             sampling=self.sampling, seed=self.seed, max_rows=self.max_rows, kv_cache_gib=self.kv_cache_gib,
             prefill_tokens=self.prefill_tokens, work_stealing=self.work_stealing,
-            cuda_graphs=self.cuda_graphs)
+            cuda_graphs=self.cuda_graphs, cache_on_update=self.cache_on_update)
         outputs = (*SEQUENCE, "gen_logprobs", "finished")
         return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
 
