@@ -12,6 +12,7 @@ from typing import Literal
 
 from realhf.errors import UserError, described, user_line
 from realhf.graph import DataflowGraph
+from realhf.part_executor import Json, PartExecutor, Samples
 
 
 class StepRunner:
