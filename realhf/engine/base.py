@@ -170,8 +170,11 @@ class Engine(ABC):
 
     @abstractmethod
     def flush_cache(self, call: str) -> None:
-        """Free the cache that a call keeps between rounds, if there is one; the next round computes its
-        samples again. All ranks of the layout call this between the same rounds."""
+        """Free the cache that a call keeps between rounds, if there is one, with the samples in it.
+
+        The next round must be given these samples again. All ranks of the layout call this between the same
+        rounds.
+        """
 
     def _forward(
         self, call: FunctionCall, work: Any, batch: Batch, max_tokens: int, report: Report
