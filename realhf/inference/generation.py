@@ -10,6 +10,7 @@ Prompts that do not begin at once wait in a queue, from which all cohorts of all
 """
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -90,9 +91,12 @@ class Generation:
         which prompts move, or on all replicas.
         """
         limits = self._agree_on_limits(queue, budget)
-        parts = self._split(limits.num_cohorts)
         kept: Sequence[KeptCache | None] = [None] * limits.num_cohorts
-        if self._kept is not None:
+        if self._kept is None:
+            parts = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
+        else:
+            self._kept = self._kept or [KeptCache(in_turns=self._in_turns) for _ in kept]
+            parts = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
             self._check_kept(parts, limits)
             kept = self._kept
         num_own = sum(len(cache.rows) for cache in kept if cache is not None)
@@ -156,23 +160,6 @@ class Generation:
             limits.check(model.config.num_positions)
         return limits
 
-    def _split(self, num_parts: int) -> list[list[PromptGroup]]:
-        """Split new and resumed samples among the cohorts: equally, or so that their rows become equally
-        many."""
-        if self._kept is not None:
-            self._kept = self._kept or [KeptCache(in_turns=self._in_turns) for _ in range(num_parts)]
-            rows = [*self._resumed, *self._new]
-            counts = _level([len(cache.rows) for cache in self._kept], len(rows))
-            starts = [sum(counts[:i]) for i in range(num_parts)]
-            return [
-                join_equal(rows[start : start + count]) for start, count in zip(starts, counts, strict=True)]
-        parts = []
-        for i in range(num_parts):
-            old, new = (
-                rows[slice(*even_split(len(rows), num_parts, i))] for rows in (self._resumed, self._new))
-            parts.append([*join_equal(old), *join_equal(new)])
-        return parts
-
     def _check_kept(self, parts: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
         """Raise UserError on all replicas if the rows of one of them do not fit in its cache."""
         assert self._kept is not None
@@ -192,12 +179,24 @@ class Generation:
         self._block_size = limits.block_size if any(needed) else self._block_size
 
 
-def _level(counts: Sequence[int], number: int) -> list[int]:
-    """Return how many of `number` items to add to each count, so that the sums are as equal as possible."""
+def _split(
+    unfinished: Sequence[PromptGroup], new: Sequence[PromptGroup], *, num_parts: int
+) -> list[list[PromptGroup]]:
+    """Split unfinished samples, and new ones, into equal parts."""
+    parts = []
+    for i in range(num_parts):
+        old, fresh = (rows[slice(*even_split(len(rows), num_parts, i))] for rows in (unfinished, new))
+        parts.append([*join_equal(old), *join_equal(fresh)])
+    return parts
+
+
+def _deal(rows: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[PromptGroup]]:
+    """Deal samples to cohorts that have `counts` rows, so that these become as equal as possible."""
     sums = list(counts)
-    for _ in range(number):
+    for _ in rows:
         sums[sums.index(min(sums))] += 1
-    return [total - count for total, count in zip(sums, counts, strict=True)]
+    stops = list(accumulate(total - count for total, count in zip(sums, counts, strict=True)))
+    return [join_equal(rows[start:stop]) for start, stop in pairwise([0, *stops])]
 
 
 def _progress(parts: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
