@@ -153,6 +153,7 @@ class Engine(ABC):
         gets at most `budget` tokens (None: as many as the call allows), which are of this `version`. If the
         call keeps its cache in rounds, the engine holds the unfinished samples itself; others may be passed.
         """
+        assert call.kind == "generate" or budget is None, f"{call.name}: only generation has rounds"
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
         if call.kind == "train_step":
@@ -162,7 +163,8 @@ class Engine(ABC):
             return CallResult(Batch([]), metrics)
         (batch,) = minibatches
         if call.kind == "generate":
-            round_ = Round(Batch([]) if unfinished is None else unfinished, budget, version)
+            rows = Batch([]) if unfinished is None or not unfinished.ids else unfinished.pick(call.outputs)
+            round_ = Round(rows, budget, version)
             ended, goes_on = self._generate(call, work, batch, round_, report)
             return CallResult(ended, {}, goes_on)
         columns = self._forward(call, work, batch, micro_batch_tokens, report)
