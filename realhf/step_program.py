@@ -7,59 +7,12 @@ ranks take the same way. Free of torch.
 import hashlib
 import json
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from realhf.errors import UserError, described, user_line
 from realhf.graph import DataflowGraph
-
-Json = Any
-
-
-@dataclass(frozen=True)
-class Samples:
-    """All samples of some prompts, which go by their numbers in the order of the dataset."""
-
-    prompts: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(set(self.prompts)) < len(self.prompts):
-            twice = next(prompt for prompt in self.prompts if self.prompts.count(prompt) > 1)
-            raise UserError(f"Samples({self.prompts}) has prompt {twice} twice")
-
-    def __len__(self) -> int:
-        """Return the number of prompts."""
-        return len(self.prompts)
-
-
-class PartExecutor(Protocol):
-    """Executes on this rank what a StepRunner decides. An operation has the same number on all ranks."""
-
-    def run(
-        self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
-        updates: Mapping[str, int],
-    ) -> None:  # fmt: skip
-        """Run a part on these samples; the outputs of the calls in `sent` are under way already (None: the
-        dataset). `updates` of each role came before."""
-
-    def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
-        """Start to send what these calls, or the dataset (None), have for a part."""
-
-    def kept(self, call: str, operation: int) -> list[int]:
-        """Return the prompts all of whose samples a call has kept in this operation."""
-
-    def decision(self, call: str, operation: int) -> Json:
-        """Return the decision of a call in this operation."""
-
-    def forget(self, prompts: Sequence[int]) -> None:
-        """Free the memory of these samples."""
-
-    def note(self, number: int, text: str, digest: str) -> None:
-        """Tell the watcher what operation follows, and the digest of all operations so far."""
-
-    def log(self, metric: str, value: float) -> None:
-        """Add a metric to the step's record."""
+from realhf.part_executor import Json, PartExecutor, Samples
 
 
 class StepRunner:
@@ -122,7 +75,7 @@ class StepRunner:
         self._batches[self._num_batches] = prompts
         self._num_batches += 1
         self._expires |= dict.fromkeys(prompts, self.number + self._max_lag)
-        self._next(f"prompts {first} to {first + n - 1}")
+        self._next(f"take {_named(prompts)}")
         return Samples(prompts)
 
     def batch(self, i: int) -> Samples | None:
@@ -157,7 +110,7 @@ class StepRunner:
             if name is None or self._done[self._part_of[name]].issuperset(samples.prompts)
         )
         self._sent[part] = (samples.prompts, ready)
-        self._next(f"send {part} {list(samples.prompts)}")
+        self._next(f"send part {part} of {_named(samples.prompts)}")
         self._executor.send(part, samples.prompts, ready)
 
     def __call__(self, part: str, samples: Samples | None) -> Samples | None:
@@ -175,7 +128,7 @@ class StepRunner:
         in_rounds = self._num_rounds > 1 and self._generates(part)
         if in_rounds and prompts:
             self._begin_rounds(part, prompts)
-        self._next(f"run {part} {list(prompts)}")
+        self._next(f"run part {part} on {_named(prompts)}")
         if not prompts and not (in_rounds and self._live):
             return None
         if self._generates(part):
@@ -363,6 +316,13 @@ class StepRunner:
         return self._last_run[self._part_of[call]]
 
 
+def _named(prompts: Sequence[int]) -> str:
+    """Return prompts in words, such as "prompts 0 to 31"."""
+    if len(prompts) > 2 and list(prompts) == list(range(prompts[0], prompts[-1] + 1)):
+        return f"prompts {prompts[0]} to {prompts[-1]}"
+    return f"prompts {', '.join(map(str, prompts))}" if prompts else "no new prompts"
+
+
 class Pool:
     """Samples that wait for use, across steps, in the order in which they came; `len` counts prompts."""
 
@@ -391,7 +351,7 @@ class Pool:
             added = [prompt for prompt in added if prompt in kept]
         known = set(self.prompts)
         self.prompts += [prompt for prompt in added if prompt not in known]
-        self._run._next(f"pool {self._name} adds {added}")
+        self._run._next(f"pool {self._name} adds {_named(added)}")
 
     def take(self, n: int, *, order: Literal["oldest", "random"] = "oldest") -> Samples | None:
         """Return `n` prompts with their samples, or all if there are fewer; None if there are none.
@@ -407,7 +367,7 @@ class Pool:
         if order == "random":
             rng = random.Random(f"{self._run._seed}/{self._run._operation}/{self._name}")
             chosen = rng.sample(self.prompts, min(n, len(self.prompts)))
-        self._run._next(f"pool {self._name} gives {chosen}")
+        self._run._next(f"pool {self._name} gives {_named(chosen)}")
         self._run.log(f"pool/{self._name}/missing", n - len(chosen))
         if not self.keeps:
             self._remove(set(chosen))
@@ -417,7 +377,7 @@ class Pool:
         """Remove samples whose generation began more than `max_age` updates ago; return how many prompts."""
         old = {prompt for prompt in self.prompts if self._age(prompt) > max_age}
         self._remove(old)
-        self._run._next(f"pool {self._name} drops {sorted(old)}")
+        self._run._next(f"pool {self._name} drops {_named(sorted(old))}")
         return len(old)
 
     def _age(self, prompt: int) -> int:

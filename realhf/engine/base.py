@@ -190,16 +190,23 @@ class Engine(ABC):
         self, call: FunctionCall, batches: list[Batch],
         *, max_tokens: int, recompute: bool, gather: bool, report: Report,
     ) -> Metrics:  # fmt: skip
-        """Train on each mini-batch in turn, in micro-batches of at most `max_tokens` tokens."""
+        """Train on each mini-batch in turn, in micro-batches of at most `max_tokens` tokens.
+
+        A mini-batch without samples, all of which filters have dropped, changes nothing.
+        """
         work: TrainStep = call.work
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self._trained.requires_grad_(True)
         history = []
+        num_empty = 0
         batches = batches * work.epochs
         for number, batch in enumerate(batches, start=1):
             prefix = f"mini-batch {number} of {len(batches)}, "
             metrics = self._compute_grads(
                 call, batch, max_tokens=max_tokens, recompute=recompute, report=prefixed(report, prefix))
+            if metrics is None:
+                num_empty += 1
+                continue
             report(f"{prefix}optimizer step")
             last = number == len(batches)
             update = self._optimizer.step(gather=gather or not last)
@@ -208,20 +215,27 @@ class Engine(ABC):
         taken = [metrics for metrics in history if not metrics["skipped_updates"]]
         means = {name: x / len(taken) for name, x in _sum_dicts(taken).items()}
         means["skipped_updates"] = float(len(history) - len(taken))
-        first = getattr(work.loss, "first_minibatch", {})
-        return means | {name: history[0][metric] for metric, name in first.items() if metric in history[0]}
+        if num_empty:
+            means["empty_updates"] = float(num_empty)
+        names = getattr(work.loss, "first_minibatch", {})
+        first = history[0] if history else {}
+        return means | {name: first[metric] for metric, name in names.items() if metric in first}
 
     def _compute_grads(
         self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report
-    ) -> Metrics:
-        """Compute the gradients of a mini-batch; return its loss and metrics on the last stage."""
+    ) -> Metrics | None:
+        """Compute the gradients of a mini-batch; return its loss and metrics on the last stage.
+
+        Return None, on all ranks, if it has no samples.
+        """
         work: TrainStep = call.work
         loss = work.loss
         control = self.groups.dp_control
         key = call.inputs[0]
         counts = {"samples": len(batch), "routed_tokens": len(batch[key].values), **loss.totals(batch)}
         totals = _sum_dicts(control.all_gather_json(counts))
-        assert totals["samples"] > 0, f"call {call.name} has a mini-batch without samples"
+        if not totals["samples"]:
+            return None
         sums: list[dict[str, torch.Tensor]] = []
 
         def finish(outputs: dict[str, torch.Tensor], samples: Batch) -> torch.Tensor:

@@ -8,7 +8,8 @@ import networkx as nx
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
-from realhf.step_program import PartExecutor, StepRunner
+from realhf.part_executor import PartExecutor
+from realhf.step_program import StepRunner
 
 _MAX_OPERATIONS = 10_000
 """Most operations of a step; a program with more is taken to loop for ever."""

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from realhf import FunctionCall, HostFunction, SamplingConfig
+from realhf.checkpoint.run_state import Manifest
 from realhf.plan import ExecutionPlan
+from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
+from tests.cli_tools import untimed
 from tests.runtime.tiny import make_experiment, write_task
 
 STEPS = 4
@@ -50,14 +53,16 @@ def lagged(directory: Path, kept: Kept, *, max_lag: int, rounds: int | None = No
 
 def run_lagged(
     world, layouts: tuple[str, ...] | None, directory: Path, max_lag: int, rounds: int | None,
-    out: Path | None = None,
+    out: Path | None = None, start: Path | None = None,
 ) -> tuple[list, list[dict], float] | None:
     kept = Kept()
-    experiment = lagged(directory, kept, max_lag=max_lag, rounds=rounds)
+    saving = {} if out is None else {"checkpoint_every": 1, "keep_checkpoints": STEPS, "eval_every": 2}
+    experiment = lagged(directory, kept, max_lag=max_lag, rounds=rounds, **saving)
+    checkpoint = None if start is None else newest_checkpoint(world, [start])
     layouts = layouts or ("d1@0",) * 3
     calls = {call: {"layout": layout} for call, layout in zip(CALLS, layouts, strict=True)}
     program = compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=4)
-    result = Trainer(program, world, out=out, quiet=True).run()
+    result = Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
     return (kept.batches, result.metrics, result.summary["eval_last"]) if world.rank == 0 else None
 
 
@@ -113,3 +118,23 @@ def test_every_prompt_is_trained_once_at_the_ages_of_the_lag(reference, lag):
         assert metrics[number]["staleness/mean"] == pytest.approx(sum(ages) / len(ages))
         oldest.append(max(ages))
     assert oldest == [min(number, max_lag) for number in range(STEPS)]
+
+
+@pytest.mark.parametrize("lag", ["1", "4", "3 on one mesh"])
+def test_a_lagged_run_continues_from_any_step(pool, task, tmp_path, lag):
+    """The same plan gives the same bits, and another plan the same numbers to summation order."""
+    plan = PLANS["disjoint"]
+    pool.run(run_lagged, plan, task, *LAGS[lag], tmp_path / "whole")
+    expected = untimed(tmp_path / "whole/metrics.jsonl")
+    for step in range(1, STEPS):
+        start = tmp_path / f"whole/checkpoints/step_{step}"
+        assert any(name.startswith("samples_") for name in Manifest.load(start).files)
+        again = tmp_path / f"again_{step}"
+        pool.run(run_lagged, plan, task, *LAGS[lag], again, start)
+        assert untimed(again / "metrics.jsonl") == expected, step
+    start = tmp_path / "whole/checkpoints/step_2"
+    pool.run(run_lagged, PLANS["disjoint replicas"], task, *LAGS[lag], tmp_path / "other", start)
+    other = untimed(tmp_path / "other/metrics.jsonl")
+    for ours, theirs in zip(other, expected, strict=True):
+        for name, value in numbers(theirs).items():
+            assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
