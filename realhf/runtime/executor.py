@@ -69,7 +69,8 @@ class Executor:
         self._record = StepRecord()
         self._is_last = False
         self._last_read: tuple[tuple[int, ...], Batch] | None = None
-        self._updates: Mapping[str, int] = {}
+        self._updates: dict[str, int] = {}
+        """Train steps of each role before the call that runs."""
         self._operation = 0
         self._waited = 0.0
         """Seconds that this rank has waited for inputs and weights since its last call."""
@@ -97,7 +98,7 @@ class Executor:
     ) -> None:  # fmt: skip
         """Run a part on the samples of some prompts, see `part_executor.PartExecutor`."""
         self._operation = operation
-        self._updates = self._context.updates = updates or {}
+        self._updates = self._context.updates = dict(updates or {})
         actions = self._parts[part]
         samples = self._samples_of(prompts)
         calls = [action.call.name for action in actions if isinstance(action, Run)]
@@ -173,6 +174,7 @@ class Executor:
                 self.samples.put(call.name, made)
         if call.kind == "train_step" and call.role is not None:
             self._models.updated(call.role)
+            self._updates[call.role] = self._updates.get(call.role, 0) + 1
 
     def _send(self, action: Send, samples: "_Chosen") -> None:
         rank = self._world.rank

@@ -57,14 +57,14 @@ def _kept(engine, case, world, *, flushed=(), disturb=None):
     layout = engine.groups.layout
     dp = engine.groups.at.dp
     control = world.group(layout.ranks, purpose="control")
-    rows, number, left = {}, 0, None
+    rows, number, left, held = {}, 0, None, Batch([])
     while number < len(case.batches) or any(left):
         if case.changes:
             engine.load(case.model.format(number), seed=0)
         unfinished = None
         if number in flushed:
             engine.flush_cache("gen")
-            rows_of_ranks = control.all_gather_bytes(result.unfinished.pack())
+            rows_of_ranks = control.all_gather_bytes(held.pack())
             unfinished = Batch.unpack(rows_of_ranks[layout.ranks.index(layout.heads[dp])])
         ids = case.ids(number)
         batch = case.batch(number, ids[dp :: layout.dp])
@@ -72,6 +72,7 @@ def _kept(engine, case, world, *, flushed=(), disturb=None):
             case.call, [batch], micro_batch_tokens=1000, budget=case.budget(number), version=number,
             unfinished=unfinished)
         rows |= rows_of(result.batch)
+        held = result.unfinished
         left = control.all_gather_json(len(result.unfinished))
         if disturb is not None:
             disturb(engine)
