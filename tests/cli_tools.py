@@ -100,7 +100,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def untimed(path: Path) -> list[dict[str, Any]]:
     """The steps of a metrics.jsonl without what depends on the clock."""
     return [
-        {k: v for k, v in step.items() if not k.startswith(("timing_s/", "perf/"))}
+        {k: v for k, v in step.items() if not k.startswith(("timing_s/", "perf/", "bubble/"))}
         for step in read_jsonl(path)
     ]
 

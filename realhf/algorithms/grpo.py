@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from realhf.algorithms.on_policy import OnPolicy, graph_of
 from realhf.algorithms.policy_loss import per_token, rollout_metrics
 from realhf.algorithms.staleness import AgeLimit
-from realhf.calls import HostFunction
+from realhf.calls import KEEP, HostFunction
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 
@@ -32,6 +32,8 @@ class GroupAdvantages:
     scale_by_std: bool
     eps: float = 1e-6
     age_limit: AgeLimit | None = None
+    filters: bool = False
+    """Whether groups whose scores are all equal, or have failed, are dropped."""
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         score_GK = batch["score"].view(-1, self.group_size)
@@ -47,7 +49,10 @@ class GroupAdvantages:
             left_out_T, ages = self.age_limit(batch, context)
             advantage_T = advantage_T.masked_fill(left_out_T, nan)
             metrics |= ages
-        return {"advantages": mask.like(advantage_T)}, metrics
+        columns = {"advantages": mask.like(advantage_T)}
+        if self.filters:
+            columns[KEEP] = (std_GK > 0).expand_as(score_GK).reshape(-1)
+        return columns, metrics
 
 
 @dataclass
@@ -56,6 +61,8 @@ class GRPO(OnPolicy):
 
     scale_by_std: bool = True  # Divide advantages by the standard deviation of the group; Dr. GRPO does not.
     group_size: int = 8  # Samples per prompt, which are compared with each other.
+    filter_groups: bool = False
+    """Whether prompts whose samples all have the same score are left out: their advantages are 0."""
 
     def roles(self) -> dict[str, Role]:
         return self.shared_roles(with_ref=self.loss.kl_coef > 0)
@@ -64,7 +71,9 @@ class GRPO(OnPolicy):
         if self.group_size < 2:
             why = "GRPO compares the samples of a prompt, and a single one has the advantage 0"
             raise ValueError(f"group_size is {self.group_size}: it must be at least 2, as {why}")
-        work = HostFunction(GroupAdvantages(self.group_size, self.scale_by_std, age_limit=self.age_limit()))
+        function = GroupAdvantages(
+            self.group_size, self.scale_by_std, age_limit=self.age_limit(), filters=self.filter_groups)
+        work = HostFunction(function, filters=self.filter_groups)
         inputs = ("score", "response_mask", "finished", *self.version_keys)
         advantages = FunctionCall("group_advantages", "host", inputs, ("advantages",), work=work)
         ref = [self.ref_forward()] if self.loss.kl_coef > 0 else []

@@ -124,7 +124,7 @@ class PolicyLoss:
             metrics["dual_clip_fraction"] = ((surrogate_T < least_T).detach() * weight_T).sum()
             surrogate_T = surrogate_T.maximum(least_T)
         if recomputed:
-            importance_T = clamped_log_ratio(proximal_T, generated_T).exp().detach()
+            importance_T = clamped_log_ratio(proximal_T, generated_T).exp()
             if c.importance_cap is not None:
                 metrics["importance_cap_fraction"] = ((importance_T > c.importance_cap) * weight_T).sum()
                 importance_T = importance_T.clamp(max=c.importance_cap)

@@ -206,8 +206,12 @@ def _serve(task: Callable[[Job, World], int], job: Job) -> int:
         sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"
         if activity is not None:
             activity.leave_record(place.rank, sentence, traceback.format_exc())
-        report(sentence, code=1, text=traceback.format_exc(), names_rank=True)
-        code = 1
+        repeated = None
+        if activity is not None and activity.operations.is_used:  # Perhaps another rank went another way.
+            repeated = _repeat_later(board)
+        if repeated is None:
+            report(sentence, code=1, text=traceback.format_exc(), names_rank=True)
+        code = repeated or 1
     else:
         if heartbeat is not None:
             heartbeat.stop()
@@ -239,15 +243,19 @@ def _start_heartbeat(place: Place, activity: Activity, timeout_seconds: float) -
 
 def _follow(error: PeerError, place: Place, board: FailureBoard | None) -> int:
     """Return the exit code of a worker that stops because of a peer; repeat the peer's reason, if any."""
-    time.sleep(_GRACE_SECONDS)
-    code = None
-    if board is not None:
-        with suppress(RuntimeError):
-            code = board.repeat()
-    if code is not None:
+    if (code := _repeat_later(board)) is not None:
         return code
     report(f"rank {place.rank} stops: {error}", code=1, names_rank=True)
     return 1
+
+
+def _repeat_later(board: FailureBoard | None) -> int | None:
+    """Wait for the sentence of another rank and repeat it; return its exit code, or None if there is none."""
+    time.sleep(_GRACE_SECONDS)
+    if board is not None:
+        with suppress(RuntimeError):
+            return board.repeat()
+    return None
 
 
 def _keep_freed_memory() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from realhf.dist.operation_watch import OperationLog
+
 Report = Callable[[str], None]
 """A function that a call often tells, in words for a person, how far it is on this rank."""
 
@@ -36,6 +38,8 @@ class Activity:
         self.failures: Path | None = None
         """Directory in which `leave_record` writes; None until the run has one."""
         self._has_record = False
+        self.operations = OperationLog()
+        """The operations of the step program that the other ranks have not been told of."""
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

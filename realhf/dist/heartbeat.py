@@ -14,12 +14,17 @@ import torch.distributed as dist
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard
 from realhf.dist.group import name_ranks
+from realhf.dist.operation_watch import OperationWatch
 
 _MAX_INTERVAL_SECONDS = 5.0
+_OPERATIONS_SECONDS = 1.0
+"""Time between comparisons of the ranks' operations."""
 _GRACE_SECONDS = 4.0
 """Time for the main thread, after a failure elsewhere, to end this process with a sentence of its own."""
 _MAX_NAMED = 8
 """Most ranks that the sentence about a standstill lists."""
+_USER_ERROR = 2
+"""Exit code of a run whose ranks take different ways through the experiment's step()."""
 _FAILED = 1
 """Exit code of a rank that stops because of a failure."""
 
@@ -104,6 +109,7 @@ class Heartbeat:
         self._timeout = timeout_seconds
         self._watched = range(size) if rank == 0 else range(1)
         self._watch = Watch(rank, timeout_seconds=timeout_seconds)
+        self._operations = OperationWatch(store, activity.operations, rank=rank, size=size)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._number = 0
@@ -122,8 +128,16 @@ class Heartbeat:
 
     def _run(self) -> None:
         interval = min(_MAX_INTERVAL_SECONDS, self._timeout / 8)
+        next_sign = time.monotonic() + interval
         try:
-            while not self._ended.wait(interval):
+            while not self._ended.wait(min(interval, _OPERATIONS_SECONDS)):
+                if difference := self._operations.exchange():
+                    self._activity.leave_record(self._rank, difference)
+                    self._board.report(difference, code=_USER_ERROR, names_rank=True)
+                    self._leave()
+                if time.monotonic() < next_sign:
+                    continue
+                next_sign = time.monotonic() + interval
                 self._give_sign()
                 fault = self._watch.find_fault(self._newest_beats(), now=time.monotonic())
                 failures = self._board.failures()

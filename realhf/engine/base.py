@@ -67,9 +67,9 @@ class Engine(ABC):
     @abstractmethod
     def _generate(
         self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
-    ) -> Batch:
-        """Return the first output columns of a generating call: the round's unfinished samples, then the new
-        ones. Only tokens of this round count as the response (see Round.join)."""
+    ) -> tuple[Batch, Batch]:
+        """Return the output columns of a generating call, of samples that have ended and of unfinished
+        ones."""
 
     @abstractmethod
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -150,7 +150,8 @@ class Engine(ABC):
         step on several replicas without `gather`, only `optimizer_shards` are up to date.
 
         A generating call also continues this share's `unfinished` samples of earlier rounds. Every sample
-        gets at most `budget` tokens (None: as many as the call allows), which are of this `version`.
+        gets at most `budget` tokens (None: as many as the call allows), which are of this `version`. If the
+        call keeps its cache in rounds, the engine holds the unfinished samples itself; others may be passed.
         """
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
@@ -162,11 +163,15 @@ class Engine(ABC):
         (batch,) = minibatches
         if call.kind == "generate":
             round_ = Round(Batch([]) if unfinished is None else unfinished, budget, version)
-            made = self._generate(call, work, batch, round_, report)
-            ended, goes_on = round_.join(call, made)
+            ended, goes_on = self._generate(call, work, batch, round_, report)
             return CallResult(ended, {}, goes_on)
         columns = self._forward(call, work, batch, micro_batch_tokens, report)
         return CallResult(output_batch(call, batch.ids, columns), {})
+
+    @abstractmethod
+    def flush_cache(self, call: str) -> None:
+        """Free the cache that a call keeps between rounds, if there is one; the next round computes its
+        samples again. All ranks of the layout call this between the same rounds."""
 
     def _forward(
         self, call: FunctionCall, work: Any, batch: Batch, max_tokens: int, report: Report
@@ -190,16 +195,23 @@ class Engine(ABC):
         self, call: FunctionCall, batches: list[Batch],
         *, max_tokens: int, recompute: bool, gather: bool, report: Report,
     ) -> Metrics:  # fmt: skip
-        """Train on each mini-batch in turn, in micro-batches of at most `max_tokens` tokens."""
+        """Train on each mini-batch in turn, in micro-batches of at most `max_tokens` tokens.
+
+        A mini-batch without samples, all of which filters have dropped, changes nothing.
+        """
         work: TrainStep = call.work
         assert self._optimizer is not None, f"call {call.name} trains a frozen model"
         self._trained.requires_grad_(True)
         history = []
+        num_empty = 0
         batches = batches * work.epochs
         for number, batch in enumerate(batches, start=1):
             prefix = f"mini-batch {number} of {len(batches)}, "
             metrics = self._compute_grads(
                 call, batch, max_tokens=max_tokens, recompute=recompute, report=prefixed(report, prefix))
+            if metrics is None:
+                num_empty += 1
+                continue
             report(f"{prefix}optimizer step")
             last = number == len(batches)
             update = self._optimizer.step(gather=gather or not last)
@@ -208,20 +220,27 @@ class Engine(ABC):
         taken = [metrics for metrics in history if not metrics["skipped_updates"]]
         means = {name: x / len(taken) for name, x in _sum_dicts(taken).items()}
         means["skipped_updates"] = float(len(history) - len(taken))
-        first = getattr(work.loss, "first_minibatch", {})
-        return means | {name: history[0][metric] for metric, name in first.items() if metric in history[0]}
+        if num_empty:
+            means["empty_updates"] = float(num_empty)
+        names = getattr(work.loss, "first_minibatch", {})
+        first = history[0] if history else {}
+        return means | {name: first[metric] for metric, name in names.items() if metric in first}
 
     def _compute_grads(
         self, call: FunctionCall, batch: Batch, *, max_tokens: int, recompute: bool, report: Report
-    ) -> Metrics:
-        """Compute the gradients of a mini-batch; return its loss and metrics on the last stage."""
+    ) -> Metrics | None:
+        """Compute the gradients of a mini-batch; return its loss and metrics on the last stage.
+
+        Return None, on all ranks, if it has no samples.
+        """
         work: TrainStep = call.work
         loss = work.loss
         control = self.groups.dp_control
         key = call.inputs[0]
         counts = {"samples": len(batch), "routed_tokens": len(batch[key].values), **loss.totals(batch)}
         totals = _sum_dicts(control.all_gather_json(counts))
-        assert totals["samples"] > 0, f"call {call.name} has a mini-batch without samples"
+        if not totals["samples"]:
+            return None
         sums: list[dict[str, torch.Tensor]] = []
 
         def finish(outputs: dict[str, torch.Tensor], samples: Batch) -> torch.Tensor:

@@ -122,6 +122,8 @@ class Journal:
             start = min(event["start"] for event in events if event["kind"] != "realloc")
         metrics["timing_s/step"] = end - start
         metrics["perf/tokens_per_s"] = metrics.pop("perf/trained_tokens", 0.0) / metrics["timing_s/step"]
+        for name in [name for name in metrics if name.startswith("bubble/")]:
+            metrics[name] /= metrics["timing_s/step"]
         self._previous_end = end
         if self._progress is not None:
             self._progress.step(step, metrics)

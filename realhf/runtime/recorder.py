@@ -46,7 +46,19 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
         merged[f"timing_s/{name}"] = max(merged.get(f"timing_s/{name}", 0.0), spent)
     if tokens:
         merged["perf/trained_tokens"] = float(next(iter(tokens.values())))
-    return merged | _bandwidths(records)
+    return merged | _bandwidths(records) | _waits(records)
+
+
+def _waits(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Return as `bubble/<call>` the seconds that a rank of the call waited before it, as a mean over ranks.
+
+    It waited for the call's inputs, for its weights, or for ranks that were still busy.
+    """
+    waits: dict[str, dict[int, float]] = {}
+    for event in (event for record in records for event in record.events if "waited" in event):
+        ranks = waits.setdefault(event["name"], {})
+        ranks[event["rank"]] = ranks.get(event["rank"], 0.0) + event["waited"]
+    return {f"bubble/{name}": sum(ranks.values()) / len(ranks) for name, ranks in waits.items()}
 
 
 def _bandwidths(records: Sequence[StepRecord]) -> dict[str, float]:

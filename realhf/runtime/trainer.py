@@ -15,12 +15,14 @@ from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
+from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
 from realhf.runtime.dry_trace import step_runner
-from realhf.runtime.executor import Executor, HostContext
+from realhf.runtime.executor import Executor
 from realhf.runtime.export import config_fields, files_beside
+from realhf.runtime.host_context import HostContext
 from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import Program
@@ -89,11 +91,12 @@ class Trainer:
         self._executor = Executor(
             world, program.parts, *common, read=None if loader is None else loader.batch,
             group_size=experiment.group_size, num_rounds=experiment.num_rounds, outbox=self._outbox,
-            failures=None if out is None else out / "failures")
+            failures=None if out is None else out / "failures",
+            note=self._activity.operations.add if world.size > 1 and _has_own_program(experiment) else None)
         self._evaluator = Executor(
             world, {_EVALUATION: program.eval_actions}, *common,
             read=None if eval_loader is None else eval_loader.batch, outbox=self._outbox)
-        self._runner = step_runner(experiment, program.graph, self._executor)
+        self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
         self._recorder = None
         if self._is_main and out is not None:
             self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
@@ -198,13 +201,12 @@ class Trainer:
         return decision.stops
 
     def _step(self, step: int) -> StepRecord:
-        """Run the step program once; before the first step it also runs ahead by the lag."""
+        """Run the step program once; in the first step also as often as generation runs ahead."""
         experiment = self._program.experiment
         self._context.step = step
         self._activity.step = f"step {step}/{experiment.steps}"
-        calls = 1 + (experiment.max_lag if step == 1 else 0)
-        for call in range(calls):
-            self._executor.begin_step(is_last=step == experiment.steps and call == calls - 1)
+        self._executor.begin_step(is_last=step == experiment.steps)
+        for _ in range(1 + (experiment.max_lag if step == 1 else 0)):
             self._runner.execute(experiment.step)
         return self._executor.take_record()
 
@@ -278,6 +280,11 @@ class Trainer:
         )  # fmt: skip
         check_lengths(self._program.roles, graph, loader)
         return loader
+
+
+def _has_own_program(experiment: Experiment) -> bool:
+    """Return whether the ranks could take different ways through a step."""
+    return type(experiment).step is not Experiment.step or experiment.max_lag > 0
 
 
 def _is_multiple(step: int, period: int) -> bool:

@@ -1,11 +1,18 @@
-"""The settings of generation that an experiment passes on to its calls."""
+"""The settings that an experiment passes on to its calls, and the calls that its graph has."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
+from realhf.algorithms.grpo import GRPO
 from realhf.algorithms.on_policy import OnPolicy
-from realhf.calls import Generate, SamplingConfig
+from realhf.algorithms.policy_loss import PolicyLossConfig
+from realhf.algorithms.ppo import PPO
+from realhf.algorithms.reward_model import RewardModel
+from realhf.algorithms.sft import SFT
+from realhf.algorithms.staleness import AgeLimit
+from realhf.calls import Generate, LogProbs, SamplingConfig
+from realhf.experiment import Role
 
 CHANGED = {
     "sampling": SamplingConfig(max_new_tokens=7), "seed": 3, "max_rows": 5, "kv_cache_gib": 0.25,
@@ -24,3 +31,96 @@ def test_a_generation_option_has_the_same_default_in_experiments_and_calls(name)
 def test_every_generation_option_of_an_experiment_reaches_the_call():
     assert {field.name for field in fields(Generate)} == set(CHANGED)
     assert OnPolicy(**CHANGED).actor_generate().work == Generate(**CHANGED)
+
+
+SEQUENCE = ("sequence_ids", "response_mask")
+TODAY = {
+    "grpo": {
+        "actor_generate": (("prompt_ids",), (*SEQUENCE, "gen_logprobs", "finished")),
+        "reward_forward": (("prompt", *SEQUENCE), ("score", "completion")),
+        "group_advantages": (("score", "response_mask", "finished"), ("advantages",)),
+        "actor_train": ((*SEQUENCE, "gen_logprobs", "advantages"), ()),
+    },
+    "ppo": {
+        "actor_generate": (("prompt_ids",), (*SEQUENCE, "gen_logprobs", "finished")),
+        "reward_forward": (("prompt", *SEQUENCE), ("score", "completion")),
+        "ref_forward": (SEQUENCE, ("ref_logprobs",)),
+        "critic_forward": (SEQUENCE, ("values",)),
+        "token_advantages": (
+            ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished"),
+            ("advantages", "returns"),
+        ),
+        "actor_train": ((*SEQUENCE, "gen_logprobs", "advantages"), ()),
+        "critic_train": ((*SEQUENCE, "values", "returns"), ()),
+    },
+}
+"""Calls, in order, with the keys that they read and write, when no option on other policies is set."""
+ADVANTAGES = {"grpo": "group_advantages", "ppo": "token_advantages"}
+RECOMPUTED = PolicyLossConfig(proximal="recomputed", importance_cap=2.0)
+
+
+def _reward(prompts, completions, completion_ids):
+    return [0.0] * len(prompts)
+
+
+def _experiment(kind, **fields):
+    made = (GRPO if kind == "grpo" else PPO)(actor=Role("actor"), reward_function=_reward)
+    return replace(made, **fields)
+
+
+def _keys(graph):
+    return {call.name: (call.inputs, call.outputs) for call in graph.calls}
+
+
+@pytest.mark.parametrize("kind", TODAY)
+def test_without_options_the_graph_has_no_calls_and_keys_for_them(kind):
+    graph = _experiment(kind).graph()
+    assert list(_keys(graph).items()) == list(TODAY[kind].items())
+    assert graph[ADVANTAGES[kind]].work.function.age_limit is None
+
+
+@pytest.mark.parametrize("kind", TODAY)
+def test_recomputed_log_probs_come_from_a_call_before_the_update(kind):
+    graph = _experiment(kind, loss=RECOMPUTED, sampling=SamplingConfig(temperature=0.7)).graph()
+    call = graph["actor_forward"]
+    assert (call.role, call.work) == ("actor", LogProbs(temperature=0.7))
+    assert (call.inputs, call.outputs) == (SEQUENCE, ("prox_logprobs",))
+    assert "prox_logprobs" in graph["actor_train"].inputs
+    assert graph.nx_graph.has_edge("actor_forward", "actor_train")
+    changed = ("actor_forward", "actor_train")
+    others = {name: keys for name, keys in _keys(graph).items() if name not in changed}
+    assert others == {name: keys for name, keys in TODAY[kind].items() if name not in changed}
+    lagged = _experiment(kind, loss=RECOMPUTED, max_lag=1)
+    assert "actor_forward" in lagged.parts(lagged.graph())["score"]
+
+
+@pytest.mark.parametrize("kind", TODAY)
+@pytest.mark.parametrize(
+    "fields, limit",
+    [
+        ({"max_lag": 2}, AgeLimit(None, "mask")),
+        ({"loss": PolicyLossConfig(max_age=0)}, AgeLimit(0, "mask")),
+        ({"max_lag": 2, "loss": PolicyLossConfig(max_age=1, aged="drop")}, AgeLimit(1, "drop")),
+        ({"max_lag": 2, "rounds": 3, "loss": PolicyLossConfig(max_age=0)}, AgeLimit(0, "mask")),
+    ],
+)
+def test_versions_are_recorded_where_ages_matter(kind, fields, limit):
+    experiment = _experiment(kind, **fields)
+    graph = experiment.graph()
+    assert graph["actor_generate"].outputs == (*SEQUENCE, "gen_logprobs", "finished", "versions")
+    assert graph[ADVANTAGES[kind]].inputs[-1] == "versions"
+    assert graph[ADVANTAGES[kind]].work.function.age_limit == limit
+    assert experiment.eval_graph()["actor_generate"].outputs == (*SEQUENCE, "gen_logprobs", "finished")
+    if experiment.max_lag:
+        assert ADVANTAGES[kind] in experiment.parts(graph)["score"]
+
+
+def test_an_age_that_no_token_can_have_is_refused():
+    experiment = _experiment("grpo", max_lag=2, loss=PolicyLossConfig(max_age=0))
+    with pytest.raises(ValueError, match="loss.max_age is 0: with max_lag 2 and rounds 2, tokens are at"):
+        experiment.graph()
+
+
+def test_supervised_graphs_have_no_such_calls():
+    assert list(_keys(SFT().graph())) == ["actor_train"]
+    assert list(_keys(RewardModel().graph())) == ["reward_train"]

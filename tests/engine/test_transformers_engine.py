@@ -238,7 +238,7 @@ def test_rounds_continue_samples(made, family):
         assert torch.equal(tokens, whole["sequence_ids"].split()[i])
         assert torch.equal(mask, whole["response_mask"].split()[i])
         assert finished == whole["finished"][i]
-        torch.testing.assert_close(logprobs, whole["gen_logprobs"].split()[i], rtol=0, atol=1e-6)
+        torch.testing.assert_close(logprobs, whole["gen_logprobs"].split()[i], rtol=1e-6, atol=1e-6)
         late = [1] * 5 + [2] * 9
         expected = late if i >= 4 else [0] * 5 + late
         assert versions[mask.bool()].tolist() == expected[: lengths[i]]
@@ -384,7 +384,7 @@ def test_grpo_from_the_command_line(tmp_path, layouts):
     assert len(expected.metrics) == 2
     _, *metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")  # The first evaluation comes before.
     for ours, theirs in zip(metrics, expected.metrics, strict=True):
-        names = [name for name in theirs if not name.startswith(("timing_s/", "perf/", "realloc"))]
+        names = [name for name in theirs if not name.startswith(("timing_s/", "perf/", "realloc", "bubble/"))]
         assert {"reward/mean", "actor/loss", "actor/grad_norm", "response_length/mean"} <= {*names}
         assert [ours[name] for name in names] == pytest.approx([theirs[n] for n in names], rel=1e-4, abs=1e-6)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -414,7 +414,7 @@ def test_runs_are_those_of_the_native_engine(tmp_path, kind):
         assert {role.engine for role in experiment.roles().values()} == {engine}
         found.append(Trainer(compile_program(experiment, None, world_size=1), World(), quiet=True).run())
     for ours, theirs in zip(*(result.metrics for result in found), strict=True):
-        names = [name for name in ours if not name.startswith(("timing_s/", "perf/", "realloc"))]
+        names = [name for name in ours if not name.startswith(("timing_s/", "perf/", "realloc", "bubble/"))]
         assert "actor/grad_norm" in names
         for name in names:
             assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name

@@ -14,7 +14,8 @@ from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.executor import Executor, HostContext
+from realhf.runtime.executor import Executor
+from realhf.runtime.host_context import HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.offload import OffloadedWeights
 from realhf.runtime.program import compile_program
@@ -42,7 +43,7 @@ def _plan(layouts, **options):
 def _run(world, kind, task, layouts, options):
     program = compile_program(make_experiment(kind, task), _plan(layouts, **options), world_size=4)
     result = Trainer(program, world, quiet=True).run()
-    measured = ("timing_s/", "perf/")
+    measured = ("timing_s/", "perf/", "bubble/")
     plain = [{k: v for k, v in step.items() if not k.startswith(measured)} for step in result.metrics]
     return plain, result.summary.get("eval_last"), [k for step in result.metrics for k in step]
 

@@ -1,0 +1,140 @@
+"""Lagged steps: every plan gives the numbers of one process; ages, versions and use of each prompt."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf import FunctionCall, HostFunction, SamplingConfig
+from realhf.checkpoint.run_state import Manifest
+from realhf.plan import ExecutionPlan
+from realhf.runtime.checkpointer import newest_checkpoint
+from realhf.runtime.program import compile_program
+from realhf.runtime.trainer import Trainer
+from tests.cli_tools import untimed
+from tests.runtime.tiny import make_experiment, write_task
+
+STEPS = 4
+LAGS = {"1": (1, None), "2": (2, None), "4": (4, None), "1 on one mesh": (1, 2), "3 on one mesh": (3, 4)}
+"""max_lag and rounds."""
+PLANS = {
+    "shared": ("d2@0-1", "d2@0-1", "d2@0-1"),
+    "disjoint": ("d1@0", "d1@1", "d1@1"),
+    "disjoint replicas": ("d2@0-1", "t2@2-3", "d2@2-3"),
+    "pipelines": ("p2@0-1", "d1@3", "p2@2-3"),
+}
+CALLS = ("actor_generate", "ref_forward", "actor_train")
+
+
+@dataclass
+class Kept:
+    """A host function that keeps the ids, tokens and versions of every batch that is trained."""
+
+    batches: list = field(default_factory=list)
+
+    def __call__(self, batch: Any, context: Any) -> dict:
+        columns = [batch[key].split() for key in ("sequence_ids", "versions", "response_mask")]
+        rows = [[part.tolist() for part in row] for row in zip(*columns, strict=True)]
+        self.batches.append((batch.ids, rows, dict(context.updates)))
+        return {}
+
+
+def lagged(directory: Path, kept: Kept, *, max_lag: int, rounds: int | None = None, **changes: Any) -> Any:
+    settings = {"steps": STEPS, "sampling": SamplingConfig(max_new_tokens=9), "work_stealing": False}
+    experiment = make_experiment(
+        "grpo", directory, max_lag=max_lag, rounds=rounds, batch_size=4, **(settings | changes))
+    inputs = ("sequence_ids", "versions", "response_mask")
+    graph = experiment.graph().add(FunctionCall("record", "host", inputs, work=HostFunction(kept)))
+    experiment.graph = lambda: graph
+    return experiment
+
+
+def run_lagged(
+    world, layouts: tuple[str, ...] | None, directory: Path, max_lag: int, rounds: int | None,
+    out: Path | None = None, start: Path | None = None,
+) -> tuple[list, list[dict], float] | None:
+    kept = Kept()
+    saving = {} if out is None else {"checkpoint_every": 1, "keep_checkpoints": STEPS, "eval_every": 2}
+    experiment = lagged(directory, kept, max_lag=max_lag, rounds=rounds, **saving)
+    checkpoint = None if start is None else newest_checkpoint(world, [start])
+    layouts = layouts or ("d1@0",) * 3
+    calls = {call: {"layout": layout} for call, layout in zip(CALLS, layouts, strict=True)}
+    program = compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=4)
+    result = Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
+    return (kept.batches, result.metrics, result.summary["eval_last"]) if world.rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def reference(pool, task):
+    """Return the results of one process by lag."""
+    return {lag: pool.run(run_lagged, None, task, *given)[0] for lag, given in LAGS.items()}
+
+
+def numbers(metrics: dict) -> dict:
+    """Return the metrics that do not measure time."""
+    timed = ("timing_s/", "perf/", "realloc", "bubble/")
+    return {name: value for name, value in metrics.items() if not name.startswith(timed)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("lag", LAGS)
+def test_a_plan_does_not_change_a_lagged_run(pool, task, reference, plan, lag):
+    batches, metrics, score = pool.run(run_lagged, PLANS[plan], task, *LAGS[lag])[0]
+    expected_batches, expected_metrics, expected_score = reference[lag]
+    assert batches == expected_batches
+    assert score == pytest.approx(expected_score, rel=1e-9)
+    for ours, expected in zip(metrics, expected_metrics, strict=True):
+        assert numbers(ours).keys() == numbers(expected).keys()
+        for name, value in numbers(expected).items():
+            assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_every_prompt_is_trained_once_at_the_ages_of_the_lag(reference, lag):
+    max_lag, rounds = LAGS[lag]
+    least = max_lag - (rounds or max_lag) + 1
+    batches, metrics, _ = reference[lag]
+    assert [ids for ids, *_ in batches] == [list(range(16 * n, 16 * n + 16)) for n in range(STEPS)]
+    assert len(metrics) == STEPS
+    oldest = []
+    for number, (_, rows, updates) in enumerate(batches):
+        assert updates["actor"] == number
+        ages = []
+        for _, versions, mask in rows:
+            drawn = [version for version, m in zip(versions, mask, strict=True) if m]
+            assert drawn == sorted(drawn) and not any(
+                version for version, m in zip(versions, mask, strict=True) if not m)
+            ages += [number - version for version in drawn]
+        expected = [max(0, number - max_lag), number]
+        assert number - max(ages) >= expected[0] - 0 and min(ages) >= min(least, number)
+        assert metrics[number]["staleness/max"] == max(ages)
+        assert metrics[number]["staleness/mean"] == pytest.approx(sum(ages) / len(ages))
+        oldest.append(max(ages))
+    assert oldest == [min(number, max_lag) for number in range(STEPS)]
+
+
+@pytest.mark.parametrize("lag", ["1", "4", "3 on one mesh"])
+def test_a_lagged_run_continues_from_any_step(pool, task, tmp_path, lag):
+    """The same plan gives the same bits, and another plan the same numbers to summation order."""
+    plan = PLANS["disjoint"]
+    pool.run(run_lagged, plan, task, *LAGS[lag], tmp_path / "whole")
+    expected = untimed(tmp_path / "whole/metrics.jsonl")
+    for step in range(1, STEPS):
+        start = tmp_path / f"whole/checkpoints/step_{step}"
+        assert any(name.startswith("samples_") for name in Manifest.load(start).files)
+        again = tmp_path / f"again_{step}"
+        pool.run(run_lagged, plan, task, *LAGS[lag], again, start)
+        assert untimed(again / "metrics.jsonl") == expected, step
+    start = tmp_path / "whole/checkpoints/step_2"
+    pool.run(run_lagged, PLANS["disjoint replicas"], task, *LAGS[lag], tmp_path / "other", start)
+    other = untimed(tmp_path / "other/metrics.jsonl")
+    for ours, theirs in zip(other, expected, strict=True):
+        for name, value in numbers(theirs).items():
+            assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
