@@ -38,8 +38,6 @@ class AgeLimit:
         is_response_T = mask.values.bool()
         age_T = context.updates[self.role] - batch["versions"].values
         age_N = age_T[is_response_T]
-        if not len(age_N):  # Filters have dropped all samples.
-            return is_response_T, {}
         assert (age_N >= 0).all(), "a token has a version that the weights have not reached"
         metrics = {"staleness/mean": age_N.double().mean().item(), "staleness/max": float(age_N.max())}
         if self.max_age is None:

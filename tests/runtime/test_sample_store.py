@@ -67,7 +67,7 @@ def contents(store, producer):
     return rows_of(store.select(producer, COLUMNS[producer], ids))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_store_is_a_dictionary(seed):
     rng = random.Random(seed)
     store = SampleStore()
@@ -134,7 +134,7 @@ def test_columns_outlive_their_samples():
 LAYOUTS = ("d1@2", "d2@0-1", "d3@1-3", "t2@2-3", "p2d2@0-3", "d4@0-3")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_another_layout_gets_equal_shares_of_whole_groups(seed):
     rng = random.Random(seed)
     layouts = {name: Layout.parse(rng.choice(LAYOUTS)) for name in COLUMNS}
