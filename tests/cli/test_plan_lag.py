@@ -17,7 +17,7 @@ from realhf.planner.make import make_plan
 from realhf.planner.predict import predict
 from realhf.planner.rates import Rates
 from realhf.planner.search import SearchResult
-from tests.cli_tools import REPO
+from tests.cli_tools import REPO, write_experiment
 
 GRPO_32B = str(REPO / "examples/grpo_32b.py")
 CLUSTER = ("--cluster", "h100-8x8", "--gap", "0.03")
@@ -162,3 +162,13 @@ def test_refusals(words, capsys):
     assert err.count("\n") == 1, err
     for part in REFUSED[words]:
         assert part in err, err
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_lagged_plans_pass_the_check(rounds, capsys, tmp_path):
+    experiment = str(write_experiment(tmp_path, "ppo", max_lag=2, rounds=rounds))
+    path = str(tmp_path / "plan.yaml")
+    assert main(["plan", experiment, "--cluster", "cpu-laptop", "-o", path]) == 0
+    assert "on this cluster" in capsys.readouterr().out
+    assert main(["check", experiment, "--plan", path, "--cluster", "cpu-laptop"]) == 0
+    assert "it fits" in capsys.readouterr().out
