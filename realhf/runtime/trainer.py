@@ -15,7 +15,6 @@ from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
-from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
@@ -88,11 +87,12 @@ class Trainer:
         self._outbox = Outbox()
         self._activity = world.activity
         common = (program.plan, self._store, self._context)
+        may_differ = experiment.has_own_program or experiment.max_lag > 0
         self._executor = Executor(
             world, program.parts, *common, read=None if loader is None else loader.batch,
             group_size=experiment.group_size, num_rounds=experiment.num_rounds, outbox=self._outbox,
             failures=None if out is None else out / "failures",
-            note=self._activity.operations.add if world.size > 1 and _has_own_program(experiment) else None)
+            note=self._activity.operations.add if world.size > 1 and may_differ else None)
         self._evaluator = Executor(
             world, {_EVALUATION: program.eval_actions}, *common,
             read=None if eval_loader is None else eval_loader.batch, outbox=self._outbox)
@@ -281,11 +281,6 @@ class Trainer:
         )  # fmt: skip
         check_lengths(self._program.roles, graph, loader)
         return loader
-
-
-def _has_own_program(experiment: Experiment) -> bool:
-    """Return whether the ranks could take different ways through a step."""
-    return type(experiment).step is not Experiment.step or experiment.max_lag > 0
 
 
 def _is_multiple(step: int, period: int) -> bool:
