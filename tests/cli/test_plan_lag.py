@@ -117,7 +117,7 @@ def test_a_step_program_of_ones_own_is_one_pass_over_its_parts():
             run("rollout", run.prompts(self.batch_size))
 
     own = TwoPasses(**vars(ppo(max_lag=1)))
-    assert own.has_own_program and not has_own_program(ppo(max_lag=1))
+    assert own.has_own_program and not ppo(max_lag=1).has_own_program
     problem = problem_of(own, Cluster.load("h100-2x8"))
     assert not problem.ahead and problem.run_order[0] == "actor_generate"
     named = copy.copy(ppo())
