@@ -66,7 +66,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the planner expects, lengths as means in tokens; nothing else depends on it."""
+    """Expectations of the planner, lengths as means in tokens; nothing else depends on them."""
 
     prompt_tokens: int | None = None  # None: measured on the dataset.
     response_tokens: int | None = None  # None: as many as sampling allows, or measured on the dataset.

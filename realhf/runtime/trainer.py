@@ -86,15 +86,9 @@ class Trainer:
             check_step_program(checkpoint, program)
         self._outbox = Outbox()
         self._activity = world.activity
-        common = (program.plan, self._store, self._context)
-        may_differ = experiment.has_own_program or experiment.max_lag > 0
-        self._executor = Executor(
-            world, program.parts, *common, read=None if loader is None else loader.batch,
-            group_size=experiment.group_size, num_rounds=experiment.num_rounds, outbox=self._outbox,
-            failures=None if out is None else out / "failures",
-            note=self._activity.operations.add if world.size > 1 and may_differ else None)
+        self._executor = self._make_executor(loader)
         self._evaluator = Executor(
-            world, {_EVALUATION: program.eval_actions}, *common,
+            world, {_EVALUATION: program.eval_actions}, program.plan, self._store, self._context,
             read=None if eval_loader is None else eval_loader.batch, outbox=self._outbox)
         self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
         self._recorder = None
@@ -107,12 +101,7 @@ class Trainer:
             self._recorder.start(_to_json(experiment), dataclasses.replace(program.plan, calls=calls))
         self._stop = stop
         self._first_step = 1
-        self._checkpointer = None
-        if out is not None:
-            self._checkpointer = Checkpointer(
-                program, world, self._store, self._context, self._runner, self._executor.samples,
-                directory=out / "checkpoints", experiment=_to_json(experiment),
-            )  # fmt: skip
+        self._checkpointer = None if out is None else self._make_checkpointer(out / "checkpoints")
         is_due = self._checkpointer.is_due if self._checkpointer is not None else lambda step: False
         self._decisions = StepDecisions(world, self._outbox, last_step=experiment.steps, is_due=is_due)
         if checkpoint is not None:
@@ -120,6 +109,23 @@ class Trainer:
                 checkpoint, program, world, self._store, self._context, self._runner,
                 self._executor.samples)
             self._first_step = checkpoint.manifest.step + 1
+
+    def _make_executor(self, loader: Loader | None) -> Executor:
+        """Return the executor of training, which tells the watcher what a rank might do otherwise."""
+        experiment = self._program.experiment
+        may_differ = experiment.has_own_program or experiment.max_lag > 0
+        note = self._activity.operations.add if self._world.size > 1 and may_differ else None
+        return Executor(
+            self._world, self._program.parts, self._program.plan, self._store, self._context,
+            read=None if loader is None else loader.batch, group_size=experiment.group_size,
+            num_rounds=experiment.num_rounds, outbox=self._outbox,
+            failures=None if self._out is None else self._out / "failures", note=note)
+
+    def _make_checkpointer(self, directory: Path) -> Checkpointer:
+        return Checkpointer(
+            self._program, self._world, self._store, self._context, self._runner, self._executor.samples,
+            directory=directory, experiment=_to_json(self._program.experiment),
+        )  # fmt: skip
 
     def _warn(self, loader: Loader | None, eval_loader: Loader | None, checkpoint: Checkpoint | None) -> None:
         """Print what is probably not as the user wants it."""
