@@ -89,7 +89,7 @@ class Trainer:
         self._executor = self._make_executor(loader)
         self._evaluator = Executor(
             world, {_EVALUATION: program.eval_actions}, program.plan, self._store, self._context,
-            read=None if eval_loader is None else eval_loader.batch, outbox=self._outbox)
+            read=None if eval_loader is None else eval_loader.batch, is_evaluation=True, outbox=self._outbox)
         self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
         self._recorder = None
         if self._is_main and out is not None:
