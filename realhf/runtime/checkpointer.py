@@ -317,9 +317,9 @@ def check_step_program(checkpoint: Checkpoint, program: Program) -> None:
     now = program.experiment
     for name in ("max_lag", "rounds", "group_size"):
         old, new = before.get(name), getattr(now, name)
-        if old != new and (name != "group_size" or checkpoint.manifest.run["expires"]):
+        if old != new and (name != "group_size" or checkpoint.manifest.run["ledger"]["kept_until"]):
             raise UserError(f"{name} is {old} in the checkpoint {checkpoint.path} and {new} now: use {old}")
-    if (parts := list(checkpoint.manifest.run["done"])) != list(program.parts):
+    if (parts := list(checkpoint.manifest.run["ledger"]["done"])) != list(program.parts):
         what = f"has the parts {', '.join(parts)}; the experiment has {', '.join(program.parts)}"
         raise UserError(f"checkpoint {checkpoint.path} {what}")
 
