@@ -9,6 +9,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import networkx as nx
+
+from realhf.calls import longest_response
 from realhf.errors import UserError, described, user_line
 from realhf.graph import DataflowGraph
 from realhf.part_executor import Json, PartExecutor, Samples
@@ -56,6 +59,7 @@ class StepRunner:
         self._graph = graph
         self._parts = parts
         self._part_of = {call: part for part, calls in parts.items() for call in calls}
+        self._later_parts = {part: self._parts_after(part) for part in parts}
         self._executor = executor
         self._num_rounds = num_rounds
         self._max_lag = max_lag
@@ -158,6 +162,8 @@ class StepRunner:
             call = self._graph[name]
             if call.kind == "train_step" and call.role is not None:
                 self._updates[call.role] += 1
+        for later in self._later_parts[part]:  # Their outputs are of what this part has replaced.
+            self._ledger.repeat(later, prompts)
         completed = self._finish_round() if in_rounds else prompts
         self._ledger.complete(part, completed)
         return Samples(completed) if completed else None
@@ -232,9 +238,31 @@ class StepRunner:
             "num_batches": self._num_batches,
             "batches": [[i, list(batch)] for i, batch in self._batches.items()],
             "unfinished": [[list(batch.prompts), batch.rounds] for batch in self._unfinished],
-            "ledger": self._ledger.to_json(), "updates": self._updates,
+            "ledger": self._ledger.to_json(), "updates": self._updates, "program": self._program,
+            "steps": self._steps,
             "pools": {name: [pool.keeps, list(pool.prompts)] for name, pool in self._pools.items()},
         }  # fmt: skip
+
+    @property
+    def _program(self) -> dict[str, Json]:
+        """What the samples that are kept depend on, as JSON."""
+        return {
+            "max_lag": self._max_lag, "rounds": self._num_rounds,
+            "sampling.max_new_tokens": longest_response(self._graph),
+            "parts": {part: sorted(calls) for part, calls in self._parts.items()},
+        }  # fmt: skip
+
+    def require_continuable(self, saved: Mapping[str, Json]) -> None:
+        """Raise UserError if the samples of a checkpoint are of no use for this program."""
+        for name, now in self._program.items():
+            before = saved["program"][name]
+            if before != now and (name != "sampling.max_new_tokens" or saved["unfinished"]):
+                raise UserError(f"{name} is {before} in the checkpoint and {now} now: use {before}")
+        if self._steps > saved["steps"] and saved["number"] > saved["steps"]:
+            why = f"with max_lag {self._max_lag} its last steps began no new answers"
+            raise UserError(
+                f"steps is {self._steps} now, and the checkpoint is of the end of a run of {saved['steps']}: "
+                f"{why}, so it cannot go on further; resume from an earlier checkpoint")
 
     def restore(self, saved: Mapping[str, Json]) -> None:
         """Continue after the step of a checkpoint."""
@@ -270,6 +298,11 @@ class StepRunner:
         if self._unfinished[0].rounds < self._num_rounds:
             return ()
         return self._unfinished.pop(0).prompts
+
+    def _parts_after(self, part: str) -> set[str]:
+        """Return the parts that need outputs of a part, directly or through others."""
+        later = set().union(*(nx.descendants(self._graph.nx_graph, name) for name in self._parts[part]))
+        return {self._part_of[name] for name in later} - {part}
 
     def _generates(self, part: str) -> bool:
         """Return whether a part has the (first) generating call."""

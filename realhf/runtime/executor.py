@@ -123,14 +123,19 @@ class Executor:
 
     def kept(self, call: str, operation: int) -> list[int]:
         """Return the prompts all of whose samples a call has kept in this operation."""
-        answers = self._agreements.read(call, operation, self._calls[call].layout.heads)
+        answers = self._read_answers(call, operation)
         counts = Counter(sample // self._group_size for answer in answers for sample in answer["kept"])
         return sorted(prompt for prompt, count in counts.items() if count == self._group_size)
 
     def decision(self, call: str, operation: int) -> Any:
         """Return the decision of a call in this operation."""
-        (answer,) = self._agreements.read(call, operation, self._calls[call].layout.heads)
+        (answer,) = self._read_answers(call, operation)
         return answer["decision"]
+
+    def _read_answers(self, call: str, operation: int) -> list[Any]:
+        """Return the answers of a host call; the wait counts for this rank's next call."""
+        with self._waiting(call, f"waits for the answer of {call}"):
+            return self._agreements.read(call, operation, self._calls[call].layout.heads)
 
     def forget(self, prompts: Sequence[int]) -> None:
         """Free the memory of these samples."""
@@ -205,7 +210,7 @@ class Executor:
 
     @contextmanager
     def _waiting(self, call: str, doing: str) -> Iterator[None]:
-        """Record that this rank waits for inputs of a call."""
+        """Record that this rank waits for inputs, or for an answer, of a call."""
         start = time.monotonic()
         with self._world.activity.doing(doing), self._record.timed(
             rank=self._world.rank, name=call, kind="move"

@@ -9,7 +9,7 @@ from realhf.data.loader import load_tokenizer
 
 @dataclass
 class HostContext:
-    """The context of host functions: the tokenizer, and the number of the step."""
+    """The context of a host function: tokenizer, number of the step, updates so far, and its own state."""
 
     tokenizer_dir: str
     step: int = 0
