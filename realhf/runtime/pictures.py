@@ -1,10 +1,11 @@
-"""Draws pictures of a run from its files: the reward curve, and the timeline of one step by rank."""
+"""Draws pictures of a run from its files: the reward curve, and the timeline of a step by rank."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -40,9 +41,12 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
 
 
 def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
-    """Draw the timeline of the step of median length among those with the most kinds of events."""
+    """Draw the timeline of a step, and of its neighbours if steps overlap.
+
+    It is the step of median length among those with the most kinds of events.
+    """
     by_step: dict[int, list[dict[str, Any]]] = {}
-    for event in events:
+    for event in _without_waits(events):
         by_step.setdefault(event["step"], []).append(event)
     kinds = {step: len({_label(e) for e in chosen}) for step, chosen in by_step.items()}
     spans = {
@@ -51,24 +55,77 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
         if kinds[step] == max(kinds.values())
     }
     step = sorted(spans, key=spans.__getitem__)[len(spans) // 2]
-    chosen = sorted(by_step[step], key=lambda e: e["start"])
+    steps = [step]
+    if _overlap(by_step[step]):
+        steps = [number for number in range(step - 1, step + 2) if number in by_step]
+    chosen = sorted((e for number in steps for e in by_step[number]), key=lambda e: e["start"])
     palette = iter(matplotlib.color_sequences["tab20"])
     labels = dict.fromkeys(_label(event) for event in chosen)
     colors = {label: "0.85" if label == _MOVE else next(palette, "0.3") for label in labels}
-    ranks = sorted({event["rank"] for event in chosen})
-    figure = Figure(figsize=(10, 1.6 + 0.5 * len(ranks)), dpi=120)
+    figure = Figure(figsize=(10, 1.6 + 0.5 * len({event["rank"] for event in chosen})), dpi=120)
     axes = figure.subplots()
-    for event in chosen:
-        start = event["start"] - chosen[0]["start"]
-        width = event["end"] - event["start"]
-        height = 0.35 if event["kind"] == "move" else 0.8
-        axes.barh(event["rank"], width, height, left=start, color=colors[_label(event)])
+    _draw_bars(axes, chosen, colors, is_numbered=len(steps) > 1)
     handles = [Patch(color=color) for color in colors.values()]
     axes.legend(handles, list(colors), loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
-    axes.set(title=f"step {step}", xlabel="seconds", ylabel="rank", yticks=ranks)
+    title = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {step}"
+    axes.set(title=title, xlabel="seconds", ylabel="rank", yticks=sorted({e["rank"] for e in chosen}))
     axes.invert_yaxis()
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _draw_bars(
+    axes: Axes, events: list[dict[str, Any]], colors: dict[str, Any], *, is_numbered: bool
+) -> None:
+    """Draw a bar for each event, by rank; transfers are narrow, as they may run beside a call.
+
+    With `is_numbered`, several steps are drawn: bars have numbers, and what moves before them is left out.
+    """
+    begin = min(event["start"] for event in events if event["kind"] != "move" or not is_numbered)
+    whole = max(event["end"] for event in events) - begin
+    for event in events:
+        start = max(0.0, event["start"] - begin)
+        width = event["end"] - begin - start
+        is_transfer = event["kind"] in ("move", "realloc")
+        if width <= 0:
+            continue
+        axes.barh(
+            event["rank"], width, 0.35 if is_transfer else 0.8, left=start, color=colors[_label(event)],
+            zorder=3 if event["kind"] == "realloc" else 2)  # fmt: skip
+        if is_numbered and not is_transfer and width > 0.03 * whole:
+            axes.text(start + width / 2, event["rank"], event["step"], ha="center", va="center", zorder=4)
+
+
+def _without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events, where a reallocation begins only when all ranks that send to this one have begun."""
+    begins: dict[tuple[Any, ...], float] = {}
+    for event in events:
+        if event["kind"] == "realloc":
+            begins[_transfer(event, event["rank"])] = event["start"]
+    cut = []
+    for event in events:
+        if event["kind"] == "realloc":
+            senders = [begins.get(_transfer(event, rank), 0.0) for rank in event["senders"]]
+            start = min(max([event["start"], *senders]), event["end"])
+            event = {**event, "start": start}
+        cut.append(event)
+    return cut
+
+
+def _transfer(event: dict[str, Any], rank: int) -> tuple[Any, ...]:
+    return event["step"], event["name"], event["transfer"], rank
+
+
+def _overlap(events: list[dict[str, Any]]) -> bool:
+    """Return whether the step trains on one rank while it generates on another, as only a lag allows."""
+    spans: dict[str, list[dict[str, Any]]] = {"generate": [], "train_step": []}
+    for event in events:
+        if event["kind"] in spans:
+            spans[event["kind"]].append(event)
+    return any(
+        one["start"] < other["end"] and other["start"] < one["end"]
+        for one in spans["generate"] for other in spans["train_step"]
+    )  # fmt: skip
 
 
 def _label(event: dict[str, Any]) -> str:

@@ -1,0 +1,163 @@
+"""The workload of lag.py and lag_plans.py: GRPO on a random model, and the steady state of a run."""
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import Qwen2Config
+from workloads import END, PAD, texts, write_random_model
+
+NUM_RANKS = 2
+WARM_UP = 3  # The first steps of each run do not count.
+DISJOINT = {
+    "actor_generate": "d1@0", "reward_forward": "d1@1", "group_advantages": "d1@1", "actor_forward": "d1@1",
+    "actor_train": "d1@1",
+}  # fmt: skip
+"""Call -> layout: rank 0 generates, rank 1 scores and trains."""
+COLOCATED = dict.fromkeys(DISJOINT, "d2@0-1")
+_GENERATING = "actor_generate"
+_TRAINING = "actor_train"
+_BESIDE_CALLS = ("move", "realloc", "offload")
+"""Kinds of events that are no calls."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The sizes of a model and of a step. Answers have geometric lengths, cut off at `new_tokens`."""
+
+    hidden: int = 256
+    layers: int = 4
+    prompts: int = 16
+    group: int = 4
+    prompt_tokens: int = 32
+    mean_tokens: int = 32
+    new_tokens: int = 96
+    epochs: int = 1
+
+    def model_config(self) -> Qwen2Config:
+        return Qwen2Config(
+            hidden_size=self.hidden, intermediate_size=3 * self.hidden, num_hidden_layers=self.layers,
+            num_attention_heads=4, num_key_value_heads=2, vocab_size=256, max_position_embeddings=4096,
+            tie_word_embeddings=True, pad_token_id=PAD, eos_token_id=END, bos_token_id=None,
+        )  # fmt: skip
+
+
+def write_experiment(directory: Path, setting: Setting) -> Path:
+    """Write model, tokenizer, prompts and the experiment, and return the experiment's path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_random_model(directory, setting.model_config(), end_probability=1 / setting.mean_tokens)
+    rng = random.Random(0)
+    shortest, longest = setting.prompt_tokens * 3 // 4, setting.prompt_tokens * 5 // 4
+    lengths = [rng.randint(shortest, longest) for _ in range(setting.prompts * 16)]
+    rows = [json.dumps({"prompt": text}) + "\n" for text in texts(lengths)]
+    (directory / "prompts.jsonl").write_text("".join(rows))
+    path = directory / "lag.py"
+    path.write_text(_EXPERIMENT.format(task=str(directory), setting=setting))
+    return path
+
+
+def write_plan(path: Path, layouts: dict[str, str]) -> None:
+    path.write_text(yaml.safe_dump({"calls": {call: {"layout": layout} for call, layout in layouts.items()}}))
+
+
+def realhf(*words: Any) -> None:
+    """Run a command of realhf. Its output is shown only if it fails."""
+    command = [sys.executable, "-m", "realhf", *map(str, words)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}")
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """What a run did between its warm-up and the first step that no longer generates."""
+
+    step_seconds: float
+    tokens_per_second: float
+    response_tokens: float
+    idle: dict[int, float]
+    """Rank -> share of the time in which it ran no call."""
+    calls: dict[str, float]
+    """Call -> median seconds of its slowest rank."""
+    bubbles: dict[str, float]
+    """Call -> share of the step for which a rank waited before it, as a median."""
+
+    @property
+    def least_idle(self) -> float:
+        """Return the idle share of the busier side."""
+        return min(self.idle.values())
+
+
+def steady_state(run: Path, *, steps: int, max_lag: int) -> SteadyState:
+    """Read a run's steady state from its directory. The last `max_lag` steps begin no answers."""
+    events = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
+    events = [event for event in events if event["kind"] not in _BESIDE_CALLS]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = steps - max_lag
+    training = [event for event in events if event["name"] == _TRAINING]
+    ends = {step: max(e["end"] for e in training if e["step"] == step) for step in (WARM_UP, last)}
+    start, end = ends[WARM_UP], ends[last]
+    tokens = sum(e.get("num_tokens", 0) for e in training if WARM_UP < e["step"] <= last)
+    steady = [m for m in metrics if WARM_UP < m["step"] <= last]
+    seconds: dict[str, dict[tuple[int, int], float]] = {}
+    for event in events:
+        if WARM_UP < event["step"] <= last:
+            spent = seconds.setdefault(event["name"], {})
+            key = event["step"], event["rank"]
+            spent[key] = spent.get(key, 0.0) + event["end"] - event["start"]
+    return SteadyState(
+        step_seconds=(end - start) / (last - WARM_UP), tokens_per_second=tokens / (end - start),
+        response_tokens=statistics.fmean(m["response_length/mean"] for m in steady),
+        idle={
+            rank: 1 - _busy_seconds([e for e in events if e["rank"] == rank], start, end) / (end - start)
+            for rank in range(NUM_RANKS)},
+        calls={name: _median_of_slowest(spent) for name, spent in seconds.items()},
+        bubbles={
+            name.removeprefix("bubble/"): statistics.median(m.get(name, 0.0) for m in steady)
+            for name in steady[-1] if name.startswith("bubble/")},
+    )  # fmt: skip
+
+
+def _busy_seconds(events: list[dict[str, Any]], start: float, end: float) -> float:
+    """Return the seconds from `start` to `end` in which one of these events takes place."""
+    busy, reached = 0.0, start
+    for event in sorted(events, key=lambda event: event["start"]):
+        until = min(event["end"], end)
+        busy += max(0.0, until - max(reached, event["start"]))
+        reached = max(reached, until)
+    return busy
+
+
+def _median_of_slowest(seconds: dict[tuple[int, int], float]) -> float:
+    """Return the median over steps of the slowest rank's seconds; keys are (step, rank)."""
+    slowest: dict[int, float] = {}
+    for (step, _), spent in seconds.items():
+        slowest[step] = max(slowest.get(step, 0.0), spent)
+    return statistics.median(slowest.values())
+
+
+_EXPERIMENT = """
+import realhf
+
+task = {task!r}
+
+
+def reward(prompts, completions, completion_ids):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+experiment = realhf.GRPO(
+    actor=realhf.Role(model=task, optimizer=realhf.OptimizerConfig(lr=0.0)),
+    dataset=realhf.DatasetConfig(task + "/prompts.jsonl"), reward_function=reward,
+    sampling=realhf.SamplingConfig(max_new_tokens={setting.new_tokens}),
+    loss=realhf.PolicyLossConfig(average="token", proximal="recomputed", importance_cap=2.0),
+    batch_size={setting.prompts}, group_size={setting.group}, epochs={setting.epochs}, work_stealing=False,
+    checkpoint_every=0,
+)
+"""
