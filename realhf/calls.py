@@ -105,8 +105,15 @@ class Generate(Work):
     runs that must repeat bit for bit."""
     cuda_graphs: bool = True
     """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
+    cache_on_update: Literal["recompute", "keep"] = "recompute"
+    """What happens to cached keys and values of unfinished samples when the weights change between rounds.
+    `recompute`: they are computed again. `keep`: they stay, computed by older weights; then the cache must
+    hold all unfinished samples at once, and prompts stay on their replica (no work stealing)."""
 
     def __post_init__(self) -> None:
+        legal = ("recompute", "keep")
+        rule = f"be one of {', '.join(legal)}"
+        require(self.cache_on_update in legal, "cache_on_update", self.cache_on_update, rule)
         require(self.max_rows >= 1, "max_rows", self.max_rows, "be at least 1")
         gib = self.kv_cache_gib
         require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")
@@ -185,6 +192,10 @@ class HostFunction(Work):
     decides: bool = False
     """Whether it also returns a JSON value "decision", by which `Experiment.step` may branch (run.agree)."""
     example: Any = None  # A decision for trying out the step program without data.
+
+    def __post_init__(self) -> None:
+        if self.decides and self.splittable:
+            raise ValueError("a HostFunction that decides needs all samples: it cannot be splittable")
 
 
 def longest_response(graph: DataflowGraph) -> int:

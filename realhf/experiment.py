@@ -66,11 +66,13 @@ class Role:
 
 @dataclass(frozen=True)
 class Expected:
-    """Mean lengths, in tokens, that the planner expects of the data; nothing else depends on them."""
+    """What the planner expects, lengths as means in tokens; nothing else depends on it."""
 
     prompt_tokens: int | None = None  # None: measured on the dataset.
     response_tokens: int | None = None  # None: as many as sampling allows, or measured on the dataset.
     host_seconds: float = 0.0  # Duration of each call in plain Python, such as a reward function.
+    part_runs: dict[str, float] = field(default_factory=dict)
+    """How often a step runs a part, such as one that samples again: the mean, 1 for parts left out."""
 
 
 @dataclass

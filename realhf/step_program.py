@@ -7,54 +7,12 @@ ranks take the same way. Free of torch.
 import hashlib
 import json
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from realhf.errors import UserError, described, user_line
-from realhf.graph import DataflowGraph, FunctionCall
-
-Json = Any
-
-
-@dataclass(frozen=True)
-class Samples:
-    """All samples of some prompts, which go by their numbers in the order of the dataset."""
-
-    prompts: tuple[int, ...]
-
-    def __len__(self) -> int:
-        """Return the number of prompts."""
-        return len(self.prompts)
-
-
-class PartExecutor(Protocol):
-    """Executes on this rank what a StepRunner decides. An operation has the same number on all ranks."""
-
-    def run(
-        self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
-        updates: Mapping[str, int],
-    ) -> None:  # fmt: skip
-        """Run a part on these samples; the outputs of the calls in `sent` are under way already (None: the
-        dataset). `updates` of each role came before."""
-
-    def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
-        """Start to send what these calls, or the dataset (None), have for a part."""
-
-    def kept(self, call: str, operation: int) -> list[int]:
-        """Return the prompts all of whose samples a call has kept in this operation."""
-
-    def decision(self, call: str, operation: int) -> Json:
-        """Return the decision of a call in this operation."""
-
-    def forget(self, prompts: Sequence[int]) -> None:
-        """Free the memory of these samples."""
-
-    def note(self, number: int, text: str, digest: str) -> None:
-        """Tell the watcher what operation follows, and the digest of all operations so far."""
-
-    def log(self, metric: str, value: float) -> None:
-        """Add a metric to the step's record."""
+from realhf.graph import DataflowGraph
+from realhf.part_executor import Json, PartExecutor, Samples
 
 
 class StepRunner:
@@ -91,13 +49,14 @@ class StepRunner:
         """Batches whose answers are unfinished, each with the rounds that it has had."""
         self._done: dict[str, set[int]] = {part: set() for part in parts}
         """The prompts on which each part has run to its end."""
-        self._last_run: dict[str, int] = {}
-        """Part -> its last operation."""
+        self._last_run: dict[str, tuple[int, tuple[int, ...]]] = {}
+        """Part -> its last operation in this step, and the prompts on which it ran."""
         self._sent: dict[str, tuple[tuple[int, ...], frozenset[str | None]]] = {}
         self._expires: dict[int, int] = {}
         """Prompt -> the last step that may use its samples, unless a pool has them."""
         self._started: dict[int, int] = {}
-        """Prompt -> updates of the generating role before its generation."""
+        """Prompt -> updates of the (first) generating role before its generation."""
+        self._generator = next(iter(graph.of_kind("generate")), None)
         self._updates = {call.role: 0 for call in graph.calls if call.role is not None}
         self._pools: dict[str, Pool] = {}
 
@@ -136,16 +95,18 @@ class StepRunner:
         """Start to send a part's inputs, as far as they exist, to the ranks that run it.
 
         Else they are sent where the part runs, that is after anything that this rank runs before. The part
-        must run on the same samples in the same step.
+        must run on the same samples in the same step, and before it no part whose outputs were sent.
         """
         self._require_part(part)
         if not samples:
             return
+        self._require_kept(samples.prompts)
         if part in self._sent:
             raise UserError(f"run.send({part!r}): what was sent before has to be run first")
-        producers = {self._producer(key) for name in self._parts[part] for key in self._graph[name].inputs}
+        inputs = {key for name in self._parts[part] for key in self._graph[name].inputs}
+        outside = {self._producer(key) for key in inputs}.difference(self._parts[part])
         ready = frozenset(
-            name for name in producers
+            name for name in outside
             if name is None or self._done[self._part_of[name]].issuperset(samples.prompts)
         )
         self._sent[part] = (samples.prompts, ready)
@@ -162,16 +123,17 @@ class StepRunner:
         self._require_part(part)
         prompts = samples.prompts if samples else ()
         sent = self._take_sent(part, prompts)
-        in_rounds = self._num_rounds > 1 and self._generating(part) is not None
+        self._require_kept(prompts)
+        self._require_inputs(part, prompts)
+        in_rounds = self._num_rounds > 1 and self._generates(part)
         if in_rounds and prompts:
-            self._live.append((prompts, 0))
+            self._begin_rounds(part, prompts)
+        self._next(f"run part {part} on {_named(prompts)}")
         if not prompts and not (in_rounds and self._live):
             return None
-        self._require_inputs(part, prompts)
-        if (generating := self._generating(part)) is not None:
-            self._started |= dict.fromkeys(prompts, self.updates(generating.role or ""))
-        self._next(f"run part {part} on {_named(prompts)}")
-        self._last_run[part] = self._operation
+        if self._generates(part):
+            self._started |= dict.fromkeys(prompts, self._generator_updates)
+        self._last_run[part] = self._operation, prompts
         self._executor.run(
             part, prompts, operation=self._operation, sent=sent, updates=self._updates.copy())
         for name in self._parts[part]:
@@ -183,11 +145,11 @@ class StepRunner:
         return Samples(completed) if completed else None
 
     def agree(self, call: str) -> Json:
-        """Return the decision of a host call (HostFunction with `decides`) when its part last ran.
+        """Return the decision of a host call (HostFunction with `decides`), whose part has run in this step.
 
-        It is the same on all ranks, which wait for it here.
+        It is the same on all ranks, which wait for it here. The last run of the part counts.
         """
-        operation = self._operation_of(call, "decides")
+        operation, _ = self._last_run_of(call, "decides")
         answer = self._executor.decision(call, operation)
         self._next(f"agree {call} {json.dumps(answer, sort_keys=True)}")
         return answer
@@ -226,20 +188,30 @@ class StepRunner:
         if self._sent:
             part = next(iter(self._sent))
             raise UserError(f"step() has called run.send({part!r}) and then not run({part!r})")
-        pooled = {prompt for pool in self._pools.values() for prompt in pool.prompts}
-        gone = [p for p, last in self._expires.items() if last <= self.number and p not in pooled]
+        kept = {prompt for pool in self._pools.values() for prompt in pool.prompts}
+        kept.update(*(prompts for prompts, _ in self._live))
+        gone = [p for p, last in self._expires.items() if last <= self.number and p not in kept]
         for prompt in gone:
             del self._expires[prompt]
             self._started.pop(prompt, None)
             for done in self._done.values():
                 done.discard(prompt)
-        self._batches = {i: batch for i, batch in self._batches.items() if batch[-1] in self._expires}
+        self._batches = {i: b for i, b in self._batches.items() if self._expires.keys() >= set(b)}
+        self._last_run.clear()
         self._executor.forget(gone)
-        try:
-            self._next(f"end of step {self.number} {json.dumps(self.state, sort_keys=True)}")
-        except TypeError as error:
-            raise UserError(f"run.state must hold JSON values only: {error}") from error
+        state = self._state_as_json()
+        self._next(f"end of step {self.number} {state}")
+        self.state = json.loads(state)
         self.number += 1
+
+    def _state_as_json(self) -> str:
+        """Return `state` as JSON, which turns tuples into lists and keys into text, as a checkpoint does."""
+        if not isinstance(self.state, dict):
+            raise UserError(f"run.state must be a dict: it is {type(self.state).__name__}")
+        try:
+            return json.dumps(json.loads(json.dumps(self.state)), sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"run.state must hold JSON values only: {error}") from error
 
     def to_json(self) -> dict[str, Json]:
         """Return the state between two steps, for a checkpoint."""
@@ -278,6 +250,13 @@ class StepRunner:
         self._digest = hashlib.sha256(f"{self._digest} {text}".encode()).hexdigest()
         self._executor.note(self._operation, text, self._digest)
 
+    def _begin_rounds(self, part: str, prompts: tuple[int, ...]) -> None:
+        """Add a batch to the unfinished ones; it has no complete answers from now on."""
+        if again := {prompt for batch, _ in self._live for prompt in batch}.intersection(prompts):
+            raise UserError(f"step() runs part {part!r} on prompt {min(again)}, which is unfinished")
+        self._done[part].difference_update(prompts)
+        self._live.append((prompts, 0))
+
     def _finish_round(self) -> tuple[int, ...]:
         """Count a round of all unfinished batches; return the one that is complete."""
         self._live = [(prompts, rounds + 1) for prompts, rounds in self._live]
@@ -285,9 +264,13 @@ class StepRunner:
             return ()
         return self._live.pop(0)[0]
 
-    def _generating(self, part: str) -> FunctionCall | None:
-        calls = (self._graph[name] for name in self._parts[part])
-        return next((call for call in calls if call.kind == "generate"), None)
+    def _generates(self, part: str) -> bool:
+        """Return whether a part has the (first) generating call."""
+        return self._generator is not None and self._part_of[self._generator.name] == part
+
+    @property
+    def _generator_updates(self) -> int:
+        return 0 if self._generator is None else self.updates(self._generator.role or "")
 
     def _producer(self, key: str) -> str | None:
         producer = self._graph.producer(key)
@@ -296,6 +279,11 @@ class StepRunner:
     def _require_part(self, part: str) -> None:
         if part not in self._parts:
             raise UserError(f"step() runs the part {part!r}: there are {', '.join(self._parts)}")
+
+    def _require_kept(self, prompts: Sequence[int]) -> None:
+        if gone := [prompt for prompt in prompts if prompt not in self._expires]:
+            why = "was not handed out, or its samples were forgotten"
+            raise UserError(f"step() uses prompt {gone[0]} in step {self.number}, which {why}")
 
     def _require_inputs(self, part: str, prompts: Sequence[int]) -> None:
         """Raise UserError unless every part on whose outputs this one depends has run on the samples."""
@@ -313,14 +301,18 @@ class StepRunner:
         sent_prompts, producers = self._sent.pop(part, (prompts, frozenset[str | None]()))
         if sent_prompts != prompts:
             raise UserError(f"step() runs part {part!r} on other samples than run.send({part!r}) was given")
+        for other, (others, made) in self._sent.items():
+            if not made.isdisjoint(self._parts[part]) and not set(others).isdisjoint(prompts):
+                raise UserError(f"step() runs part {part!r} after run.send({other!r}) has sent what it made")
         return producers
 
-    def _operation_of(self, call: str, field: str) -> int:
-        """Return the last operation that has run a call, whose work must have set `field`."""
+    def _last_run_of(self, call: str, field: str) -> tuple[int, tuple[int, ...]]:
+        """Return the step's last operation that has run a call, whose work must have set `field`, and the
+        prompts on which it ran."""
         if call not in self._part_of or not getattr(self._graph[call].work, field, False):
             raise UserError(f"{call!r} is not the name of a HostFunction with {field}=True")
         if self._part_of[call] not in self._last_run:
-            raise UserError(f"the part {self._part_of[call]!r} of call {call!r} has not run in this run yet")
+            raise UserError(f"the part {self._part_of[call]!r} of call {call!r} has not run in this step yet")
         return self._last_run[self._part_of[call]]
 
 
@@ -349,8 +341,12 @@ class Pool:
         `where` names a call with `HostFunction(..., filters=True)`; all ranks wait for its answer.
         """
         added = list(samples.prompts if samples else ())
+        self._run._require_kept(added)
         if where is not None and added:
-            operation = self._run._operation_of(where, "filters")
+            operation, prompts = self._run._last_run_of(where, "filters")
+            if others := set(added).difference(prompts):
+                what = f"call {where!r} has not run on prompt {min(others)} when it last ran"
+                raise UserError(f"run.pool({self._name!r}).add: {what}")
             kept = set(self._run._executor.kept(where, operation))
             added = [prompt for prompt in added if prompt in kept]
         known = set(self.prompts)
@@ -363,6 +359,10 @@ class Pool:
         A batch that is short is counted in the metric `pool/<name>/missing`. Random choices depend on the
         experiment's seed and on the operation only.
         """
+        if n < 1:
+            raise UserError(f"run.pool({self._name!r}).take({n}): the number must be at least 1")
+        if order not in ("oldest", "random"):
+            raise UserError(f"run.pool({self._name!r}).take: order {order!r} is none of oldest, random")
         chosen = self.prompts[:n]
         if order == "random":
             rng = random.Random(f"{self._run._seed}/{self._run._operation}/{self._name}")
@@ -381,8 +381,7 @@ class Pool:
         return len(old)
 
     def _age(self, prompt: int) -> int:
-        calls = self._run._graph.of_kind("generate")
-        now = self._run.updates(calls[0].role or "") if calls else 0
+        now = self._run._generator_updates
         return now - self._run._started.get(prompt, now)
 
     def _remove(self, prompts: set[int]) -> None:

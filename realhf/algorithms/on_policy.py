@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.staleness import AgeLimit
@@ -57,6 +57,10 @@ class OnPolicy(Experiment):
     runs that must repeat bit for bit."""
     cuda_graphs: bool = Generate.cuda_graphs
     """Whether a GPU records and replays decoding steps, for models without experts held whole by one rank."""
+    cache_on_update: Literal["recompute", "keep"] = Generate.cache_on_update
+    """What happens to cached keys and values of unfinished answers when the weights change (see `rounds`).
+    `recompute`: they are computed again. `keep`: they stay, computed by older weights; then the cache must
+    hold all unfinished answers at once, and prompts stay on their replica (no work stealing)."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0  # Weight of the routers' z-loss, which keeps their logits small.

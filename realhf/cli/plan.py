@@ -13,16 +13,18 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from realhf.cli.job import is_worker
-from realhf.cli.planning_problem import problem_of
+from realhf.cli.planning_problem import has_own_program, problem_of, without_lag
 from realhf.cluster import Cluster, host_memory_bytes
 from realhf.errors import UserError, naming, require_output
 from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner import report
-from realhf.planner.make import make_plan
+from realhf.planner.lag import LagComparison
+from realhf.planner.make import Planned, make_plan
 from realhf.planner.profile import Profile, ProfiledRates
 from realhf.planner.rates import Rates
 from realhf.planner.search import Progress
@@ -71,24 +73,39 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         raise UserError(f"--gap {options.gap:g}: it must be at least 0 and below 1")
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
+    comparison = None
     with _reporting(options.experiment), _watched() as progress:
-        problem = problem_of(
-            experiment, cluster, pins=_pins(options.pin),
-            together=[group.split(",") for group in options.together],
-        )  # fmt: skip
-        planned = make_plan(
-            problem, rates, time_limit=options.time_limit, gap=options.gap, progress=progress
-        )
+        if experiment.max_lag and not has_own_program(experiment):
+            seconds = options.time_limit / 2
+            planned = _search(experiment, options, rates, time_limit=seconds, progress=progress)
+            other = _search(without_lag(experiment), options, rates, time_limit=seconds, progress=progress)
+            comparison = LagComparison(
+                experiment.max_lag, experiment.num_rounds, planned.found, other.found)
+        else:
+            planned = _search(experiment, options, rates, time_limit=options.time_limit, progress=progress)
     if options.output:
         planned.plan.save(Path(options.output))
     if options.json:
-        print(json.dumps(report.document(planned)))
+        document = report.document(planned)
+        print(json.dumps(document | (comparison.document() if comparison else {})))
         return 0
     console = Console()
     console.print(report.render(planned, columns=console.width), soft_wrap=True)
+    if comparison:
+        console.print(Text(), comparison.render(), soft_wrap=True)
     if options.output:
         console.print(f"\nwritten to {options.output}", highlight=False)
     return 0
+
+
+def _search(
+    experiment: Experiment, options: Namespace, rates: Rates, *, time_limit: float, progress: Progress
+) -> Planned:
+    problem = problem_of(
+        experiment, rates.cluster, pins=_pins(options.pin),
+        together=[group.split(",") for group in options.together],
+    )  # fmt: skip
+    return make_plan(problem, rates, time_limit=time_limit, gap=options.gap, progress=progress)
 
 
 def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> ExecutionPlan:

@@ -1,19 +1,23 @@
 """Translates an Experiment into the planner's Problem. Free of torch."""
 
+import copy
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import networkx as nx
 
 from realhf.calls import longest_response
 from realhf.cluster import Cluster
 from realhf.data.dataset import load_rows
 from realhf.experiment import Experiment, Role
 from realhf.field_types import require
-from realhf.graph import FunctionCall
+from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
 from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.runtime.dry_trace import checked_parts
 from realhf.transformers_config import TransformersConfig
 
 _ROWS = 1000  # Rows of the dataset whose lengths are measured.
@@ -27,6 +31,7 @@ def problem_of(
 
     It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
     """
+    _check_lag(experiment)
     roles = {name: _to_model_role(name, role) for name, role in experiment.roles().items()}
     graph = experiment.graph()
     if not any(call.role for call in graph.calls):
@@ -43,8 +48,72 @@ def problem_of(
     prompt, response = _lengths(experiment, limit)
     longest = limit or round(response)
     lengths = {"prompt_tokens": prompt, "response_tokens": response, "max_new_tokens": longest}
-    workloads = {call.name: _workload(experiment, call, lengths) for call in graph.calls}
-    return Problem(graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)))
+    parts = checked_parts(experiment, graph)
+    runs = _part_runs(experiment, parts)
+    workloads = {
+        name: _workload(experiment, graph[name], lengths | {"runs": runs[part]})
+        for part, names in parts.items() for name in names
+    }  # fmt: skip
+    order = ("score", "rollout", "train") if runs_ahead(experiment) else _in_order(parts, graph)
+    return Problem(
+        graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)),
+        run_order=tuple(name for part in order for name in _in_graph_order(parts[part], graph)),
+        ahead=frozenset(parts["rollout"] if runs_ahead(experiment) else ()),
+    )
+
+
+def has_own_program(experiment: Experiment) -> bool:
+    """Return whether the experiment replaces the parts of a step, or the order in which they run.
+
+    The planner takes such a step as one pass over the parts.
+    """
+    own = (getattr(experiment.parts, "__func__", None), getattr(experiment.step, "__func__", None))
+    return own != (Experiment.parts, Experiment.step)
+
+
+def without_lag(experiment: Experiment) -> Experiment:
+    """Return a copy of the experiment with synchronous steps."""
+    synchronous = copy.copy(experiment)
+    synchronous.max_lag = 0
+    synchronous.rounds = None
+    return synchronous
+
+
+def _check_lag(experiment: Experiment) -> None:
+    lag = experiment.max_lag
+    require(lag >= 0, "max_lag", lag, "not be negative")
+    legal = sorted({max(1, lag), lag + 1})
+    rule = f"be {' or '.join(map(str, legal))} with max_lag {lag}"
+    require(experiment.num_rounds in legal, "rounds", experiment.rounds, rule)
+
+
+def runs_ahead(experiment: Experiment) -> bool:
+    """Return whether generation works on samples that the next step trains on, while training runs."""
+    return experiment.max_lag > 0 and experiment.overlaps and not has_own_program(experiment)
+
+
+def _in_order(parts: Mapping[str, Sequence[str]], graph: DataflowGraph) -> list[str]:
+    """Return the parts in an order in which each comes after those that it needs."""
+    part_of = {name: part for part, names in parts.items() for name in names}
+    between = nx.DiGraph()
+    between.add_nodes_from(parts)
+    between.add_edges_from((part_of[a], part_of[b]) for a, b in graph.nx_graph.edges)
+    between.remove_edges_from(list(nx.selfloop_edges(between)))
+    return list(nx.lexicographical_topological_sort(between, key=list(parts).index))
+
+
+def _in_graph_order(names: Collection[str], graph: DataflowGraph) -> list[str]:
+    return [call.name for call in graph.order if call.name in names]
+
+
+def _part_runs(experiment: Experiment, parts: Collection[str]) -> dict[str, float]:
+    """Return how often a step is expected to run each part."""
+    given = experiment.expected.part_runs
+    for part, runs in given.items():
+        if part not in parts:
+            raise ValueError(f"expected.part_runs has {part!r}: the parts are {', '.join(parts)}")
+        require(runs > 0, f"expected.part_runs[{part!r}]", runs, "be above 0")
+    return {part: given.get(part, 1.0) for part in parts}
 
 
 def _to_model_role(name: str, role: Role) -> ModelRole:
@@ -67,8 +136,9 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
     samples = experiment.batch_size * experiment.group_size
     settings: dict[str, Any] = {**lengths, "samples_per_prompt": experiment.group_size}
     if call.kind == "host":
-        settings["seconds"] = experiment.expected.host_seconds
+        settings["seconds"] = experiment.expected.host_seconds * lengths["runs"]
     elif call.kind == "generate":
+        settings["rounds"] = experiment.num_rounds
         settings |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
     else:
         settings["output"] = work.output

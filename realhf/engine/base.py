@@ -67,9 +67,9 @@ class Engine(ABC):
     @abstractmethod
     def _generate(
         self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
-    ) -> Batch:
-        """Return the first output columns of a generating call: the round's unfinished samples, then the new
-        ones. Only tokens of this round count as the response (see Round.join)."""
+    ) -> tuple[Batch, Batch]:
+        """Return the output columns of a generating call, of samples that have ended and of unfinished
+        ones."""
 
     @abstractmethod
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -150,7 +150,8 @@ class Engine(ABC):
         step on several replicas without `gather`, only `optimizer_shards` are up to date.
 
         A generating call also continues this share's `unfinished` samples of earlier rounds. Every sample
-        gets at most `budget` tokens (None: as many as the call allows), which are of this `version`.
+        gets at most `budget` tokens (None: as many as the call allows), which are of this `version`. If the
+        call keeps its cache in rounds, the engine holds the unfinished samples itself; others may be passed.
         """
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
@@ -162,11 +163,15 @@ class Engine(ABC):
         (batch,) = minibatches
         if call.kind == "generate":
             round_ = Round(Batch([]) if unfinished is None else unfinished, budget, version)
-            made = self._generate(call, work, batch, round_, report)
-            ended, goes_on = round_.join(call, made)
+            ended, goes_on = self._generate(call, work, batch, round_, report)
             return CallResult(ended, {}, goes_on)
         columns = self._forward(call, work, batch, micro_batch_tokens, report)
         return CallResult(output_batch(call, batch.ids, columns), {})
+
+    @abstractmethod
+    def flush_cache(self, call: str) -> None:
+        """Free the cache that a call keeps between rounds, if there is one; the next round computes its
+        samples again. All ranks of the layout call this between the same rounds."""
 
     def _forward(
         self, call: FunctionCall, work: Any, batch: Batch, max_tokens: int, report: Report

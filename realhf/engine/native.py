@@ -19,9 +19,10 @@ from realhf.engine.protocol import DTYPES, Metrics, Shards
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimit
-from realhf.inference.generate import generate
+from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import PromptQueue
-from realhf.inference.rounds import Round
+from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.rounds import Round, prompt_rows
 from realhf.layout import Layout, even_split
 from realhf.lora import LoraConfig
 from realhf.nn.lora import Adapters
@@ -44,6 +45,8 @@ class NativeEngine(Engine):
         self.model = Transformer(spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
         self._cache_limit = CacheLimit(groups)
+        self._kept: dict[str, tuple[Generation, Batch]] = {}
+        """Call -> its generation with a cache that is kept, and on heads the unfinished samples."""
 
     def load_base(self, directory: Path | None, *, seed: int) -> None:
         self.model.init_random(seed, names=None if directory is None else load_weights(directory, self.model))
@@ -65,20 +68,34 @@ class NativeEngine(Engine):
 
     def _generate(
         self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
-    ) -> Batch:
+    ) -> tuple[Batch, Batch]:
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
-        cp = self.groups.cp
-        queue = PromptQueue(self.groups, stealing=work.work_stealing)
-        part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
-        unfinished = round_.rows(call)
+        keeps = work.cache_on_update == "keep" and round_.budget is not None
+        generation = Generation(self.model, work, stream=call.name, limit=self._cache_limit, keeps=keeps)
+        held = Batch([])
+        if keeps:
+            generation, held = self._kept.setdefault(call.name, (generation, held))
+        generation.submit(self._share(prompt_rows(batch, call.inputs[0])))
+        generation.resume(self._share(round_.rows(call)))
+        queue = PromptQueue(self.groups, stealing=work.work_stealing and not keeps)
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
-            ids, columns = generate(
-                self.model, part, work, queue, prompt_key=call.inputs[0], stream=call.name,
-                limit=self._cache_limit, report=report, budget=round_.budget,
-                unfinished=unfinished[slice(*even_split(len(unfinished), cp.size, cp.index))])
-        ids_of_shard = [*round_.unfinished.ids, *batch.ids]
-        return queue.collect_results(output_batch(call, ids, columns), ids_of_shard)
+            generation.advance(queue, budget=round_.budget, report=report)
+        round_ = round_.after(held)
+        made = output_batch(call, *generation.take())
+        made = queue.collect_results(made, [*round_.unfinished.ids, *batch.ids])
+        ended, goes_on = round_.join(call, made)
+        if keeps:
+            self._kept[call.name] = (generation, goes_on)
+        return ended, goes_on
+
+    def _share(self, rows: list[PromptGroup]) -> list[PromptGroup]:
+        """Return this rank's share of the samples of its cp group."""
+        return rows[slice(*even_split(len(rows), self.groups.cp.size, self.groups.cp.index))]
+
+    def flush_cache(self, call: str) -> None:
+        if call in self._kept:
+            self._kept[call][0].release()
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Return micro-batches, equally many on all ranks of an ep group, which pass through the experts

@@ -21,10 +21,11 @@ from realhf.engine.chunked_loss import compute_outputs
 from realhf.engine.hf_module import TransformersModel, token_mask
 from realhf.engine.micro_batch import padded_micro_batches
 from realhf.engine.protocol import DTYPES, Shards
+from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.kv_budget import agreed_sizes, check_positions
-from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, output_columns
-from realhf.inference.rounds import Round
+from realhf.inference.rollout_buffer import RolloutBuffer, output_columns
+from realhf.inference.rounds import Round, prompt_rows
 from realhf.inference.sampling import for_vocabulary, sample, stream_seed
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
@@ -52,16 +53,19 @@ class TransformersEngine(Engine):
 
     def _generate(
         self, call: FunctionCall, work: Generate, batch: Batch, round_: Round, report: Report
-    ) -> Batch:
+    ) -> tuple[Batch, Batch]:
         """Generate; at most `work.max_rows` rows run at a time, padded on the left.
 
-        Raises UserError on all replicas when a prompt of any of them is empty, or exceeds the model's
-        positions together with its response.
+        Raises UserError when the call keeps its cache between rounds; and on all replicas when a prompt of
+        any of them is empty, or exceeds the model's positions together with its response.
         """
+        if work.cache_on_update == "keep" and round_.budget is not None:
+            raise UserError(
+                f"{call.name}: cache_on_update is 'keep', and the transformers engine keeps no cache: set it "
+                "to 'recompute'")
         config = self.model.config
         sampling = for_vocabulary(work.sampling, config.vocab_size)
-        prompts = zip(batch.ids, batch[call.inputs[0]].split(), strict=True)
-        groups = [*round_.rows(call), *(PromptGroup(prompt.tolist(), [i]) for i, prompt in prompts)]
+        groups = [*round_.rows(call), *prompt_rows(batch, call.inputs[0])]
         for size in agreed_sizes(groups, self.groups.dp_control.all_gather_json):
             check_positions(size.num_undrawn, sampling.max_new_tokens, config.num_positions)
         samples = RolloutBuffer(
@@ -75,7 +79,11 @@ class TransformersEngine(Engine):
             prefix = f"{start} of {len(order)} samples of this rank have ended, "
             _Sampler(self.model, sampling, samples, rows, prefixed(report, prefix)).run()
         ids = [i for group in groups for i in group.ids]
-        return output_batch(call, ids, output_columns([samples], wide=self.model.wide))
+        made = output_batch(call, ids, output_columns([samples], wide=self.model.wide))
+        return round_.join(call, made)
+
+    def flush_cache(self, call: str) -> None:
+        """Do nothing, as no call keeps a cache."""
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         return padded_micro_batches(lengths, max_tokens=max_tokens)

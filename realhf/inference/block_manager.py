@@ -20,6 +20,15 @@ class BlockManager:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self._users)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks at the end, so that there are `num_blocks` in all."""
+        self._free += range(self.num_blocks, num_blocks)
+        self._users += [0] * (num_blocks - self.num_blocks)
+
     def allocate(self, count: int, *, to_share: bool = False) -> list[int]:
         """Take `count` free blocks, which then have one user each. There must be enough of them."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"

@@ -127,6 +127,10 @@ class BlockTables:
         self._is_running[slot] = False
         return self._table[slot, : self._counts[slot]].tolist()
 
+    def sharing(self, slot: int) -> tuple[int, int]:
+        """Return how many of the row's blocks are shared, and its number among the rows that share them."""
+        return int(self._num_shared[slot]), int(self._ordinals[slot])
+
     def full(self) -> list[int]:
         """Return the slots of the rows whose next token needs another block."""
         return np.flatnonzero(self._is_running & (self.lens == self._counts * self.block_size)).tolist()

@@ -45,11 +45,11 @@ class GenerationLimits:
 
     def __init__(
         self, sizes: Sequence[Size], work: Generate, *, token_bytes: int, num_cohorts: int,
-        cache_bytes: int | None = None, budget: int | None = None,
+        cache_bytes: int | None = None, budget: int | None = None, fixed_block_size: int | None = None,
     ) -> None:  # fmt: skip
         """A token takes `token_bytes` of a rank's cache. The cohorts share the rows and the memory of `work`;
         if that sets no limit, `cache_bytes` is a rank's limit (None: there is none). A row gets at most
-        `budget` tokens (None: as many as `work` allows)."""
+        `budget` tokens (None: as many as `work` allows). A cache that is kept has a `fixed_block_size`."""
         max_new = work.sampling.max_new_tokens
         self.work = work
         self.num_cohorts = num_cohorts
@@ -64,6 +64,8 @@ class GenerationLimits:
         if any(size.num_drawn for size in sizes) and self.affordable(self._least) < self._least:
             # The samples were accepted in an earlier round, perhaps with small blocks.
             self.block_size = min(self.block_size, SMALL)
+        if fixed_block_size is not None:
+            self.block_size = fixed_block_size
 
     @property
     def block_bytes(self) -> int:
@@ -111,10 +113,11 @@ class CacheSizes:
         """Blocks with which no row has to wait for memory."""
         self.num_blocks = limits.affordable(self.num_wanted)
 
-    def tables(self) -> BlockTables:
-        """Return empty tables of these sizes."""
+    def tables(self, cached_blocks: int | None = None) -> BlockTables:
+        """Return empty tables for a cache of `cached_blocks` blocks (None: `num_blocks`)."""
+        count = self.num_blocks if cached_blocks is None else cached_blocks
         return BlockTables(
-            num_slots=self.num_slots, num_blocks=self.num_blocks, block_size=self.block_size,
+            num_slots=self.num_slots, num_blocks=count, block_size=self.block_size,
             blocks_per_row=num_blocks(self._longest, self.block_size))
 
     def num_at_once(self, groups: Sequence[PromptGroup]) -> int:

@@ -44,6 +44,17 @@ class KVCache:
             len(model.blocks), (num_blocks, block_size, heads, dim), value_dim=value_dim,
             dtype=model.flat.dtype, device=model.flat.device)
 
+    @property
+    def num_blocks(self) -> int:
+        return self.layers[0].shape[1] if self.layers else 0
+
+    def grow(self, num_blocks: int) -> None:
+        """Add empty blocks, so that there are `num_blocks` in all. Each layer is copied in turn."""
+        for i, old in enumerate(self.layers):
+            shape = (old.shape[0], num_blocks, *old.shape[2:])
+            self.layers[i] = _zeros(shape, old.dtype, old.device)
+            self.layers[i][:, : old.shape[1]] = old
+
     def write(self, layer: int, cache_positions_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Write keys and values at cache positions: block * block size + offset in the block."""
         news = (k_TKD, v_TKD) if self._value_dim is None else (k_TKD,)

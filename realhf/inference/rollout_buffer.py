@@ -72,8 +72,9 @@ class RolloutBuffer:
         self.num_tokens = 0
         """Tokens drawn in this round, for all samples."""
         self._most = max_new_tokens if budget is None else min(budget, max_new_tokens)
-        self.tokens = torch.zeros(capacity, self._most, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(capacity, self._most, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(capacity, self._most + 1, dtype=torch.long, device=device)
+        """Column 0 is for the last token before the round, the others are for the tokens of the round."""
+        self.logprobs = torch.zeros(capacity, self._most + 1, dtype=torch.float64, device=device)
         self._max_new_tokens = max_new_tokens
         self._draws = Draws(seed)
         self._eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
@@ -97,7 +98,22 @@ class RolloutBuffer:
 
     def history(self, number: int) -> list[int]:
         """Return the prompt of a sample and all of its drawn tokens."""
-        return self.prompts[number] + self.tokens[number, : self.lengths[number]].tolist()
+        return self.prompts[number] + self.tokens[number, 1 : 1 + self.lengths[number]].tolist()
+
+    def as_group(self, number: int) -> PromptGroup:
+        """Return a sample with all of its tokens as the prompt of a later round."""
+        num_drawn = int(self.num_drawn[number] + self.lengths[number])
+        return PromptGroup(self.history(number), [int(self.ids[number])], num_drawn)
+
+    def goes_on(self, number: int) -> bool:
+        """Return whether a sample may get tokens in later rounds."""
+        drawn = self.num_drawn[number] + self.lengths[number]
+        return not self.finished[number] and drawn < self._max_new_tokens
+
+    def set_last_tokens(self, numbers: Sequence[int]) -> None:
+        """Write the last token before the round of these samples, which continue from a cache."""
+        last = [self.prompts[number][-1] for number in numbers]
+        self.tokens[list(numbers), 0] = torch.tensor(last, dtype=torch.long, device=self.tokens.device)
 
     def draws(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return the random number in [0, 1) for the next token of each of these samples."""
@@ -123,10 +139,11 @@ class RolloutBuffer:
         return np.minimum(self._most, self._max_new_tokens - self.num_drawn[numbers])
 
     def at(self, numbers: Sequence[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the index in `tokens` of each sample's next token, or of the one `back` positions before."""
+        """Return the index in `tokens` and `logprobs` of each sample's next token, or of the one `back`
+        positions before."""
         device = self.tokens.device
         rows_B = torch.tensor(numbers, dtype=torch.long, device=device)
-        return rows_B, torch.from_numpy(self.lengths[numbers] - back).to(device)
+        return rows_B, torch.from_numpy(self.lengths[numbers] + 1 - back).to(device)
 
 
 def output_columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
@@ -147,7 +164,7 @@ def output_columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list
         drawn_T = at_T >= 0
         tokens_T = torch.empty(len(row_T), dtype=torch.long)
         tokens_T[~drawn_T] = torch.from_numpy(np.fromiter(chain.from_iterable(part.prompts), np.int64))
-        at = row_T[drawn_T].to(device), at_T[drawn_T].to(device)
+        at = row_T[drawn_T].to(device), at_T[drawn_T].to(device) + 1
         drawn_T = drawn_T.to(device)
         tokens_T = tokens_T.to(device).masked_scatter_(drawn_T, part.tokens[at])
         sequences.append(tokens_T)

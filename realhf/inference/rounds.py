@@ -5,13 +5,19 @@ and the sum of the mask is the number of tokens that have been drawn for it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from realhf.data.batch import Batch, Packed
 from realhf.graph import FunctionCall
 from realhf.inference.rollout_buffer import PromptGroup
+
+
+def prompt_rows(prompts: Batch, key: str) -> list[PromptGroup]:
+    """Return new samples, one in each group."""
+    samples = zip(prompts.ids, prompts[key].split(), strict=True)
+    return [PromptGroup(prompt.tolist(), [i]) for i, prompt in samples]
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,14 @@ class Round:
         """Return the unfinished samples, one in each group."""
         if not self.unfinished.ids:
             return []
-        sequences, mask = (self.unfinished[key].split() for key in call.outputs[:2])
-        samples = zip(sequences, self.unfinished.ids, mask, strict=True)
-        return [PromptGroup(tokens.tolist(), [i], int(drawn.sum())) for tokens, i, drawn in samples]
+        sequences, masks = (self.unfinished[key] for key in call.outputs[:2])
+        samples = zip(sequences.split(), self.unfinished.ids, _sums(masks), strict=True)
+        return [PromptGroup(tokens.tolist(), [i], num_drawn) for tokens, i, num_drawn in samples]
+
+    def after(self, held: Batch) -> "Round":
+        """Return the same round with further unfinished samples, which come first."""
+        parts = [batch for batch in (held, self.unfinished) if batch.ids]
+        return replace(self, unfinished=Batch.concat(parts) if parts else Batch([]))
 
     def join(self, call: FunctionCall, made: Batch) -> tuple[Batch, Batch]:
         """Return finished and unfinished samples with whole columns, given what this round has `made`.
@@ -60,12 +71,10 @@ class Round:
             return whole, Batch([])
         num_drawn = _sums(whole[mask_key])
         most = call.work.sampling.max_new_tokens
-        has_ended = [
-            bool(finished) or drawn == most
-            for finished, drawn in zip(whole[call.outputs[3]].tolist(), num_drawn, strict=True)]
-        parts = ([i for i, end in enumerate(has_ended) if end is which] for which in (True, False))
-        finished, unfinished = (whole.select(part) for part in parts)
-        return finished, unfinished
+        flags = zip(whole[call.outputs[3]].tolist(), num_drawn, strict=True)
+        has_ended = [bool(finished) or drawn == most for finished, drawn in flags]
+        ended = whole.select([i for i, end in enumerate(has_ended) if end])
+        return ended, whole.select([i for i, end in enumerate(has_ended) if not end])
 
     def _copy_old(self, column: Packed, ids: Sequence[int], key: str) -> None:
         """Overwrite the values of tokens of earlier rounds with those of the unfinished samples."""

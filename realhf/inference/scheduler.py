@@ -7,7 +7,7 @@ the same on every rank of a replica.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,29 +93,50 @@ class Step:
         return [*self.rows, *(s for chunk in self.chunks if chunk.is_last for s in chunk.prompt.samples)]
 
 
+@dataclass(frozen=True)
+class ParkedRow:
+    """The blocks of a sample that has no slot, and how it shares them (see BlockTables.start).
+
+    All of its tokens but the last are cached.
+    """
+
+    sample: int
+    blocks: list[int]
+    num_cached: int
+    num_shared: int
+    ordinal: int
+
+
 class Scheduler:
     """Plans the steps that bring all samples of a queue of prompts to their ends."""
 
     def __init__(
         self, prompts: Iterable[Prompt], *, tables: BlockTables, prefill_tokens: int,
         history: Callable[[int], list[int]], restart_at: int | None = None,
-        more: Callable[[], Prompt | None] = lambda: None,
+        more: Callable[[], Prompt | None] = lambda: None, blocks: BlockManager | None = None,
+        parked: Iterable[ParkedRow] = (),
     ) -> None:  # fmt: skip
         """`history` returns a sample's prompt and all of its tokens so far. A row that reaches `restart_at`
         tokens is computed again before it grows further. When the queue is empty and a slot is free, `more`
-        is called for another prompt, until it returns None."""
+        is called for another prompt, until it returns None.
+
+        `blocks` are those of a cache that is kept, in which the rows that were `parked` have their blocks;
+        None: all blocks are free. These rows go on first."""
         self._queue = deque(prompts)
         self._more = more
         self._history = history
         self._prefill_tokens = prefill_tokens
         self._restart_at = restart_at
-        self.blocks = BlockManager(tables.num_blocks)
+        self.blocks = BlockManager(tables.num_blocks) if blocks is None else blocks
         self._tables = tables
         self._ready: deque[Prompt] = deque()
         """Cached prompts whose samples wait for slots."""
         self._rows: dict[int, int] = {}
         """Slot -> sample, the newest last."""
         self._free_slots = list(range(tables.num_slots))[::-1]
+        self._resumed = deque(parked)
+        self.parked: list[ParkedRow] = []
+        """Rows that keep their blocks after these steps."""
         self._last: Step | None = None
         self.num_restarts = 0
         """Rows that gave up their blocks and were computed again."""
@@ -128,26 +149,62 @@ class Scheduler:
         self._grow()
         chunks = self._chunks()
         if not self._rows and not chunks:
-            assert not self._queue and not self._ready, "samples wait, but nobody can begin"
+            assert not (self._queue or self._ready or self._resumed), "samples wait, but nobody can begin"
             return None
         self._last = Step(copies, [self._rows[slot] for slot in self._tables.running().tolist()], chunks)
         return self._last
 
-    def update(self, ended: Sequence[bool]) -> None:
-        """Record which of the last step's `samples` have got their last token."""
+    def update(self, ended: Sequence[bool], *, parks: Collection[int] = ()) -> list[tuple[int, int]]:
+        """Record which of the last step's `samples` have got their last token for now; those in `parks` keep
+        their blocks.
+
+        Returns blocks to copy at once, as (from, to).
+        """
         assert self._last is not None
         slots = self._tables.running()
+        copies: list[tuple[int, int]] = []
         for slot in slots[np.array(ended[: len(slots)], dtype=bool)].tolist():
-            self._stop(slot)
+            if self._rows[slot] in parks:
+                self._park(slot)
+            else:
+                self._stop(slot)
         rest = iter(ended[len(slots) :])
         for prompt in (chunk.prompt for chunk in self._last.chunks if chunk.is_last):
-            prompt.waiting = [sample for sample, end in zip(prompt.samples, rest, strict=False) if not end]
+            waits = [not end or sample in parks for sample, end in zip(prompt.samples, rest, strict=False)]
+            prompt.waiting = [sample for sample, wait in zip(prompt.samples, waits, strict=True) if wait]
             if len(prompt.tokens) == self._restart_at:
                 self._restart_waiting(prompt)
-            elif prompt.waiting:
+                continue
+            copies += self._park_waiting(prompt, parks)
+            if prompt.waiting:
                 self._ready.append(prompt)
-            else:
+            elif not any(waits):
                 self.blocks.release(prompt.blocks)
+        return copies
+
+    def _park(self, slot: int) -> None:
+        """Remove the row from the slot and keep its blocks."""
+        num_cached = int(self._tables.lens[slot])
+        num_shared, ordinal = self._tables.sharing(slot)
+        blocks = self._tables.stop(slot)
+        self._free_slots.append(slot)
+        self.parked.append(ParkedRow(self._rows.pop(slot), blocks, num_cached, num_shared, ordinal))
+
+    def _park_waiting(self, prompt: Prompt, parks: Collection[int]) -> list[tuple[int, int]]:
+        """Give blocks of their own to samples of a cached prompt that park before they have had a slot."""
+        copies = []
+        for sample in [sample for sample in prompt.waiting if sample in parks]:
+            blocks, tail_copies = self._blocks_of_next_row(prompt)
+            copies += tail_copies
+            prompt.waiting.remove(sample)
+            self.parked.append(
+                ParkedRow(sample, blocks, len(prompt.tokens), self._num_shared(prompt), prompt.num_started))
+            prompt.num_started += 1
+        return copies
+
+    def _num_shared(self, prompt: Prompt) -> int:
+        """Return how many blocks the rows of a prompt share."""
+        return len(prompt.tokens) // self._tables.block_size if len(prompt.samples) > 1 else 0
 
     def _stop(self, slot: int) -> int:
         """Remove the row from the slot and return its sample."""
@@ -201,6 +258,12 @@ class Scheduler:
         of its rows gets an empty block for its next token.
         """
         copies = []
+        while self._resumed and self._free_slots:
+            row = self._resumed.popleft()
+            slot = self._free_slots.pop()
+            self._tables.start(
+                slot, row.blocks, length=row.num_cached, num_shared=row.num_shared, ordinal=row.ordinal)
+            self._rows[slot] = row.sample
         while self._ready and self._free_slots:
             prompt = self._ready[0]
             has_tail = len(prompt.tokens) % self._tables.block_size > 0
@@ -213,9 +276,9 @@ class Scheduler:
             slot = self._free_slots.pop()
             blocks, tail_copies = self._blocks_of_next_row(prompt)
             copies += tail_copies
-            num_shared = len(prompt.tokens) // self._tables.block_size if len(prompt.samples) > 1 else 0
             self._tables.start(
-                slot, blocks, length=len(prompt.tokens), num_shared=num_shared, ordinal=prompt.num_started)
+                slot, blocks, length=len(prompt.tokens), num_shared=self._num_shared(prompt),
+                ordinal=prompt.num_started)
             if not has_tail:
                 self._tables.append(slot, *self.blocks.allocate(1))
             self._rows[slot] = prompt.waiting.pop(0)
@@ -238,7 +301,8 @@ class Scheduler:
         """Return chunks of prompts for which there are slots and blocks, at most `prefill_tokens` tokens."""
         chunks: list[Chunk] = []
         budget = self._prefill_tokens
-        num_rows = len(self._rows) + sum(len(prompt.waiting) for prompt in self._ready)
+        num_rows = len(self._rows) + len(self._resumed)
+        num_rows += sum(len(prompt.waiting) for prompt in self._ready)
         while budget > 0 and (self._queue or self._fetch(num_rows)):
             prompt = self._queue[0]
             left = len(prompt.tokens) - prompt.num_cached

@@ -161,15 +161,16 @@ class CallGroup:
 
 
 def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
-    """Return the calls joined into groups that must share a layout, in graph order."""
-    calls = problem.graph.order
+    """Return the calls joined into groups that must share a layout, in the order in which ranks run them."""
+    calls = problem.calls
+    positions = {call.name: i for i, call in enumerate(calls)}
     ties = nx.Graph()
     ties.add_nodes_from(i for i, call in enumerate(calls) if call.role is not None)
     for names in problem.together:
         nx.add_path(ties, [i for i, call in enumerate(calls) if call.name in names])
     owners = {}
     for role in problem.roles:
-        of_role = [i for i, call in enumerate(calls) if call.role == role]
+        of_role = [positions[call.name] for call in problem.graph.of_role(role)]
         training = [i for i in of_role if calls[i].kind == "train_step"]
         nx.add_path(ties, training)
         owners[role] = (training or of_role)[0]

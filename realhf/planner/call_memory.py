@@ -78,20 +78,24 @@ def forward_moments(pieces: CallPieces) -> dict[str, CallMemory]:
 def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
     """Return the moments of generation: the largest pass of prompts and decoding rows, and sampling.
 
-    Each pipeline stage works on one cohort of samples at a time, of which `rows` decode at once.
+    Each pipeline stage works on one cohort of samples at a time, of which `rows` decode at once. With several
+    rounds, no sample is assumed to end before its last one.
     """
     work = pieces.workload
     strategy = pieces.strategy
     role = pieces.role
     widths = pieces.widths
-    samples = -(-work.most_samples("generate", strategy.dp) // strategy.cp)
+    samples = -(-work.rounds * work.most_samples("generate", strategy.dp) // strategy.cp)
     num_cohorts = max(1, min(strategy.pp, samples, work.max_rows))
     cohort = max(1, -(-samples // num_cohorts))
     rows = min(cohort, -(-work.max_rows // num_cohorts))
     prompts = -(-rows // work.samples_per_prompt) + (rows % work.samples_per_prompt > 0)
-    prefill_tokens = max(work.prompt_tokens, min(prompts * work.prompt_tokens, work.prefill_tokens))
+    all_tokens = prompts * work.prompt_tokens
+    if work.rounds > 1:  # Most rows are prefilled with what they have so far.
+        all_tokens = rows * (work.prompt_tokens + (work.rounds - 1) * work.round_tokens)
+    prefill_tokens = max(work.prompt_tokens, min(all_tokens, work.prefill_tokens))
     # All passes of prompts except the first also decode rows.
-    is_single_prefill = cohort == rows and prompts * work.prompt_tokens <= work.prefill_tokens
+    is_single_prefill = cohort == rows and all_tokens <= work.prefill_tokens
     pass_tokens = max(prefill_tokens, rows) if is_single_prefill else prefill_tokens + rows
     results = 16.0 * samples * max(work.max_new_tokens, 1) + 8 * samples * work.prompt_tokens
     merged = 0.0
@@ -118,11 +122,22 @@ def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
 
 
 def _kv_cache_bytes(pieces: CallPieces, *, num_cohorts: int, cohort: int, rows: int) -> float:
-    """Return the bytes of the caches of all cohorts."""
+    """Return the bytes of the caches of all cohorts, whose slots have the longest rows.
+
+    The rows of each age have what they got in earlier rounds, and room for this one.
+    """
     work = pieces.workload
-    cached_tokens = tokens_for(
-        math.ceil(work.prompt_tokens), work.samples_per_prompt, num_slots=rows, num_samples=cohort,
-        max_new_tokens=work.max_new_tokens)
+    samples = -(-cohort // work.rounds)
+    cached_tokens = 0
+    for age in reversed(range(work.num_ages)):
+        had = age * work.round_tokens
+        slots = min(rows, samples)
+        rows -= slots
+        if slots:
+            cached_tokens += tokens_for(
+                math.ceil(work.prompt_tokens) + had, work.samples_per_prompt if age == 0 else 1,
+                num_slots=slots, num_samples=samples,
+                max_new_tokens=min(work.max_new_tokens - had, work.round_tokens))
     token_bytes = pieces.widths.cached * pieces.role.itemsize * pieces.num_layers
     needed = float(num_cohorts * cached_tokens * token_bytes)
     return needed if work.kv_cache_gib is None else min(needed, work.kv_cache_gib * 2**30)

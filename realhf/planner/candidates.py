@@ -128,7 +128,7 @@ def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[C
         sizes.add(2 * longest)
     offloads = (False, True) if _can_offload(problem, call, strategy) else (False,)
     if call.kind == "generate":
-        rows = min(work.max_rows, samples)
+        rows = min(work.max_rows, work.rounds * samples)
         counts = sorted({max(1, rows >> i) for i in range(_HALVINGS)})
         yield from (CallPlan(layout, max_rows=n, offload=offload) for offload in offloads for n in counts)
         return

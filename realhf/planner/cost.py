@@ -85,13 +85,15 @@ def call_cost(
     estimate = _Estimate(rates, role, workload, call_plan, strategy, spans(strategy, per_host))
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     cost = by_kind[call.kind]()
-    samples = math.ceil(workload.num_samples / strategy.dp)
+    num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
+    samples = math.ceil(num_samples / strategy.dp)
     extra = {"host": rates.call_seconds(call.kind, samples=samples)}
     if call_plan.offload:
         weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
         extra["offload"] = rates.host_copy(weights)
-    parts = {name: value for name, value in {**cost.parts, **extra}.items() if value > 0}
-    return CallCost(cost.seconds + sum(extra.values()), parts, cost.num_micro_batches)
+    runs = workload.runs
+    parts = {name: value * runs for name, value in {**cost.parts, **extra}.items() if value > 0}
+    return CallCost((cost.seconds + sum(extra.values())) * runs, parts, cost.num_micro_batches)
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class _Estimate:
         return CallCost(steps * (one.seconds + data + update), parts, one.num_micro_batches)
 
     def generate(self) -> CallCost:
-        """Return the cost of generation: prefill of the prompts, then decoding.
+        """Return the cost of a round of generation: prefill of prompts and histories, then decoding.
 
         Each stage works on one cohort of rows. While samples wait, every slot has a row; the last `max_rows`
         samples then finish one by one.
@@ -161,25 +163,19 @@ class _Estimate:
         ep = self.groups.ep
         pp = self.strategy.pp
         samples = math.ceil(work.most_samples("generate", self.strategy.dp) / self.strategy.cp)
-        rows: float = min(samples, work.max_rows)
+        live = samples * work.round.num_rows
+        rows = min(live, work.max_rows)
         cohorts = min(pp, math.ceil(rows))
-        waves = samples / rows  # How often all slots are filled.
+        waves = live / rows  # How often all slots are filled.
         rows = rows / cohorts
-        distinct = max(1.0, rows / work.samples_per_prompt)
-        tokens = distinct * work.prompt_tokens
+        tokens, squared = _prefill(work, rows)
         deepest = max(self._num_layers)
-        block = rates.block(role, tp, ep, tokens=tokens, squared=tokens * work.prompt_tokens)
+        block = rates.block(role, tp, ep, tokens=tokens, squared=squared)
         stages = [block.times(count) for count in self._num_layers]
         prefill = self._pipelined(stages, cohorts, tokens=tokens, hops_per_slot=1)
         weights, running, context = _decode_ranges(work, rows, waves)
-        shared = None
-        saved = shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
-        if saved:
-            ended = np.maximum(0.0, 1 - running / rows)
-            prompts = distinct * (1 - ended ** (rows / distinct))  # Prompts that some row still continues.
-            shared = SharedPrompts(prompts, saved)
         compute, communication = rates.decode_block(
-            role, tp, ep, rows=running, context=context, shared=shared
+            role, tp, ep, rows=running, context=context, shared=_shared_prompts(work, rows, running)
         )
         head = rates.decode_head(role, tp, rows=running)
         step = ((compute + communication) * deepest + head) * cohorts
@@ -253,12 +249,37 @@ class _Estimate:
         return CallCost(seconds, parts, count)
 
 
+def _prefill(work: Workload, rows: float) -> tuple[float, float]:
+    """Return the tokens to prefill for rows of all ages, and the sum of their squared lengths.
+
+    Samples share their prompt in its first round. Later, each row is prefilled with what it has so far.
+    """
+    rows_by_age = rows * (work.round.ages / work.round.num_rows)
+    tokens = max(1.0, rows_by_age[0] / work.samples_per_prompt) * work.prompt_tokens
+    squared = tokens * work.prompt_tokens
+    lengths = work.prompt_tokens + work.round_tokens * np.arange(1, work.rounds)
+    tokens += float(rows_by_age[1:] @ lengths)
+    return tokens, squared + float(rows_by_age[1:] @ lengths**2)
+
+
+def _shared_prompts(work: Workload, rows: float, running: np.ndarray) -> SharedPrompts | None:
+    """Return the prompts that `running` of some rows read from the cache; None if none has whole blocks."""
+    saved = shared_tokens(math.floor(work.prompt_tokens), work.samples_per_prompt)
+    if not saved:
+        return None
+    share = work.round.ages[0] / work.round.num_rows  # Rows in their first round; others share nothing.
+    distinct = max(1.0, rows * share / work.samples_per_prompt)
+    ended = np.maximum(0.0, 1 - running / rows)
+    prompts = distinct * (1 - ended ** (rows * share / distinct))  # Prompts that some row still continues.
+    return SharedPrompts(prompts + (1 - share) * running, saved)
+
+
 def _decode_ranges(work: Workload, rows: float, waves: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return, for ranges of decode steps that grow in length: their expected number of steps, the mean
     number of running rows, and the mean context of a row. The last entry is for the steps in which all
     slots are full."""
-    alive = work.survival
-    steps = np.arange(1, len(alive) + 1)
+    alive = work.round.survival
+    steps = work.round.history + np.arange(1, len(alive) + 1)  # Tokens of a response at each step.
     starts = np.unique(np.geomspace(1, len(alive) + 1, _NUM_RANGES + 1).astype(int))[:-1] - 1
     active = 1 - (1 - alive) ** rows  # Probability that some row is still decoding.
     weights = np.maximum(np.add.reduceat(active, starts), 1e-30)

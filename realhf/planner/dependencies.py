@@ -12,15 +12,20 @@ SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few flo
 
 
 def dependencies(problem: Problem, rates: Rates) -> Dependencies:
-    """Return the dependencies among the calls, in graph order."""
-    graph = problem.graph
-    calls = problem.graph.order
+    """Return the dependencies among the calls, in the order in which ranks run them."""
+    calls = problem.calls
     index = {call.name: i for i, call in enumerate(calls)}
-    data = np.full((len(calls), len(calls)), NEVER)
+    data, late_data = (np.full((len(calls), len(calls)), NEVER) for _ in range(2))
     for i, call in enumerate(calls):
         work = problem.workloads[call.name]
-        for producer in filter(None, map(graph.producer, call.inputs)):
-            data[i, index[producer.name]] = rates.samples(work.num_samples * work.tokens * SAMPLE_BYTES)
+        for producer in filter(None, map(problem.graph.producer, call.inputs)):
+            j = index[producer.name]
+            is_late = i < j or (producer.name in problem.ahead and call.name not in problem.ahead)
+            num_tokens = work.num_samples * work.tokens
+            (late_data if is_late else data)[i, j] = rates.samples(num_tokens * SAMPLE_BYTES)
+        if call.kind == "generate" and work.rounds > 1:
+            num_tokens = work.num_samples * float(work.round.ages[1:].sum()) * work.tokens
+            late_data[i, i] = rates.samples(num_tokens * SAMPLE_BYTES)
     weights = []
     for j, trainer in enumerate(calls):
         for i, user in enumerate(calls):
@@ -28,7 +33,7 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
                 continue
             if user.role == trainer.role or problem.model_role(user).follows == trainer.role:
                 weights.append((i, j, 0 if j < i else 1))
-    return Dependencies(data, tuple(weights))
+    return Dependencies(data, late_data, tuple(weights), in_place=bool(problem.ahead))
 
 
 def reallocation_seconds(
@@ -47,12 +52,17 @@ def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]
     them.
 
     A call that can be split runs where its inputs are. Any other runs where a call waits for its outputs.
-    Without such a model call it runs on rank 0.
+    Without such a model call it runs on rank 0. If some calls run ahead, the others stay off their ranks, and
+    run where a role is trained rather than there.
     """
     graph = problem.graph
+    is_ahead = call.name in problem.ahead
+    model_calls = [c for c in graph.order if c.role is not None and (c.name in problem.ahead) == is_ahead]
     producers = filter(None, map(graph.producer, call.inputs))
-    before = [producer.name for producer in producers if producer.role is not None]
-    after = [c.name for c in graph.order if c.role is not None and set(c.inputs) & set(call.outputs)]
-    if before and getattr(call.work, "splittable", False):
-        return before[0], True
-    return next(iter([*after, *before]), None), False
+    before = [producer.name for producer in producers if producer in model_calls]
+    after = [c.name for c in model_calls if set(c.inputs) & set(call.outputs)]
+    if problem.ahead and not is_ahead:
+        after += [c.name for c in model_calls if c.kind == "train_step"]
+    is_split = getattr(call.work, "splittable", False) and bool(before or problem.ahead)
+    anchors = [*before, *after] if is_split else [*after, *before]
+    return next(iter(anchors), None), is_split

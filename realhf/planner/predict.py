@@ -48,7 +48,7 @@ def step_seconds(
     """
     left_out = {call.name: CallPlan(_RANK_0) for call in problem.graph.calls if call.role is None}
     plan = ExecutionPlan({**left_out, **plan.calls})
-    calls = problem.graph.order
+    calls = problem.calls
     needs = dependencies(problem, rates)
     layouts = [plan[call.name].layout for call in calls]
     ranges = [ContiguousLayout(layout.strategy, layout.ranks[0]) for layout in layouts]

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
+from realhf.planner.rounds import Round, steady_round, survival
 from realhf.transformers_config import TransformersConfig
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -35,11 +36,13 @@ class Workload:
     max_rows: int = 512  # Generation: the rows that a rank decodes at once.
     kv_cache_gib: float | None = None  # Per rank; None: as needed, up to a share of free memory.
     prefill_tokens: int = 8192  # Prompt tokens in one pass.
+    rounds: int = 1  # Generation: the rounds, one in each step, in which a response is generated.
     minibatches: int = 1
     epochs: int = 1
     output: str = "logprobs"  # Result of a forward or train step: `logprobs`, `values` or `scores`.
     entropy: bool = False
-    seconds: float = 0.0  # Duration of a call in plain Python.
+    seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
+    runs: float = 1.0  # How often the call runs in a step, on average.
 
     @property
     def tokens(self) -> float:
@@ -65,7 +68,26 @@ class Workload:
     @property
     def survival(self) -> np.ndarray:
         """Fraction of responses that have at least t tokens, for t from 1 to the limit."""
-        return _survival(self.response_tokens, max(1, self.max_new_tokens, round(self.response_tokens)))
+        return survival(self.response_tokens, self._longest_response)
+
+    @property
+    def round(self) -> Round:
+        """The rows of a round of generation in the steady state."""
+        return steady_round(self.response_tokens, self._longest_response, self.rounds)
+
+    @property
+    def round_tokens(self) -> int:
+        """The most tokens that a response gets in a round."""
+        return -(-self._longest_response // self.rounds)
+
+    @property
+    def num_ages(self) -> int:
+        """The number of rounds after which every response has ended."""
+        return -(-self._longest_response // self.round_tokens)
+
+    @property
+    def _longest_response(self) -> int:
+        return max(1, self.max_new_tokens, round(self.response_tokens))
 
     @cached_property
     def squared_tokens(self) -> float:
@@ -73,20 +95,6 @@ class Workload:
         odd = 2 * np.arange(1, len(self.survival) + 1) - 1
         squared_response = float((odd * self.survival).sum())
         return self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + squared_response
-
-
-@lru_cache(maxsize=64)
-def _survival(mean: float, limit: int) -> np.ndarray:
-    if mean >= limit:
-        return np.ones(limit)
-    if mean <= 1:
-        return np.array([max(mean, 0.0)])
-    steps = np.arange(limit)
-    low, high = 0.0, 1.0  # Bisection on the probability that a response continues.
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if (middle**steps).sum() < mean else (low, middle)
-    return low**steps
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,11 @@ class ModelRole:
 @dataclass(frozen=True)
 class Problem:
     """A graph to plan. `pins` fix the layouts of calls; the calls of each tuple in `together` share a
-    layout."""
+    layout.
+
+    Ranks run the calls in `run_order`, or in graph order if it is empty. The calls in `ahead` work on samples
+    that the other calls read in the next step.
+    """
 
     graph: DataflowGraph
     roles: Mapping[str, ModelRole]
@@ -139,8 +151,11 @@ class Problem:
     cluster: Cluster
     pins: Mapping[str, Layout] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
+    run_order: tuple[str, ...] = ()
+    ahead: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        assert sorted(self.run_order) in ([], sorted(call.name for call in self.graph.calls))
         names = [call.name for call in self.model_calls]
         chosen = [("--pin", name) for name in self.pins]
         chosen += [("--together", name) for group in self.together for name in group]
@@ -158,9 +173,14 @@ class Problem:
                 raise ValueError(f"--pin {name}={layout}: rank {max(layout.ranks)} does not exist, {has}")
 
     @property
+    def calls(self) -> tuple[FunctionCall, ...]:
+        """All calls, in the order in which ranks run them."""
+        return tuple(self.graph[name] for name in self.run_order) or self.graph.order
+
+    @property
     def model_calls(self) -> tuple[FunctionCall, ...]:
         """The calls that need a layout, in the order in which ranks run them."""
-        return tuple(call for call in self.graph.order if call.role is not None)
+        return tuple(call for call in self.calls if call.role is not None)
 
     def may_offload(self, call: FunctionCall) -> bool:
         """Return whether the weights may wait in host memory while other calls run.

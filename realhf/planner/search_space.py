@@ -4,7 +4,8 @@ Calls that must share a layout form a call group. A plan, `chosen`, has the inde
 group. While a search builds plans, it decides for each group a mesh first and then a candidate, so arrays of
 unfinished plans hold `choices`: a candidate, a mesh or OPEN (see `CallGroup`).
 
-Shapes: K plans, U call groups, N calls in graph order. `plans` and `choices` are (K, U).
+Shapes: K plans, U call groups, N calls in the order in which ranks run them. `plans` and `choices` are
+(K, U).
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from realhf.planner.transfer import ContiguousLayout
 
 
 class HostCall(NamedTuple):
-    """A call in plain Python, by its position in graph order.
+    """A call in plain Python, by its position among all calls.
 
     It runs on the ranks that have the results of the call group `anchor`, or on rank 0 without one. If it is
     split over these ranks, it takes less than `seconds`.
@@ -85,7 +86,7 @@ class SearchSpace:
     def __init__(self, problem: Problem, rates: Rates) -> None:
         self.problem = problem
         self.rates = rates
-        self.calls = problem.graph.order
+        self.calls = problem.calls
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
         self.groups = find_call_groups(problem, rates)
@@ -120,7 +121,7 @@ class SearchSpace:
                 ranks = plans[anchor].layout.heads if anchor is not None else (0,)
                 ranks = ranks if is_split else ranks[:1]
                 plans[call.name] = CallPlan(Layout(ParallelStrategy(dp=len(ranks)), DeviceMesh(ranks)))
-        return {call.name: plans[call.name] for call in self.calls}
+        return {call.name: plans[call.name] for call in self.problem.graph.order}
 
     def call_times(self, choices: np.ndarray) -> CallTimes:
         """Return the times and ranks of every call.

@@ -52,7 +52,10 @@ def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
         timeline.append(TimelineEntry(call.name, call.kind, first_rank, num_ranks, starts[i], end))
     for (i, j, lag), amount in zip(space.needs.weights, moving, strict=True):
         if amount > 0:
-            start = starts[j] + seconds[j] - lag * period
+            ends = [starts[j] + seconds[j]]
+            if lag and space.needs.in_place:
+                ends += [starts[other] + seconds[other] for other in range(j) if shares[i, other]]
+            start = max(ends) - lag * period
             start += period if start < 0 else 0.0
             num_ranks = int(stop[i] - first[i])
             name = f"{space.calls[j].role} for {space.calls[i].name}"

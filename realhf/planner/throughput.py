@@ -1,13 +1,13 @@
 """Throughput of many plans at once: seconds per step in the steady state, which are called the period.
 
-Ranks run their calls in graph order, step after step without a barrier. A call starts when its ranks are free
+Ranks run their calls in one order, step after step without a barrier. A call starts when its ranks are free
 and its inputs and weights have arrived. Such a system is linear in the max-plus algebra: its period is the
 largest mean weight of a cycle of constraints, that is weight over the number of steps that the cycle spans
 (Baccelli et al. 1992).
 
-Shapes: K plans, N calls in graph order. A constraint `wait[i, j, k]` says that in plan k call i starts at
-least that many seconds after call j starts; -inf means no constraint. Plans are the last axis, so that
-operations on all of them read contiguous memory.
+Shapes: K plans, N calls in the order in which ranks run them. A constraint `wait[i, j, k]` says that in plan
+k call i starts at least that many seconds after call j starts; -inf means no constraint. Plans are the last
+axis, so that operations on all of them read contiguous memory.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,19 @@ class Dependencies:
     """The outputs and weights that calls wait for.
 
     `data[i, j]` are the seconds from the end of call j until its outputs reach call i of the same step, -inf
-    where i reads nothing of j. `weights` lists (i, j, lag): call i uses the weights that call j trains, in
-    the same step (lag 0) or in the one before (lag 1).
+    where i reads nothing of j; `late_data` is the same for outputs that call i reads in the next step.
+    `weights` lists (i, j, lag): call i uses the weights that call j trains, in the same step (lag 0) or in
+    the one before (lag 1).
+
+    `in_place`: weights of the step before replace those with which other calls may still run. So they move
+    only when the calls before call j that share ranks with call i have ended, and call j waits until they
+    have moved. Otherwise calls wait for each other's outputs anyway.
     """
 
     data: np.ndarray
+    late_data: np.ndarray
     weights: tuple[tuple[int, int, int], ...]
+    in_place: bool = False
 
 
 def periods(
@@ -79,10 +86,18 @@ def _waits(
             matrix[i, j] = np.where(shared[i, j], taken[j], NEVER)
             if np.isfinite(needs.data[i, j]):
                 np.maximum(same[i, j], taken[j] + needs.data[i, j], out=same[i, j])
+            if np.isfinite(needs.late_data[i, j]):
+                np.maximum(before[i, j], taken[j] + needs.late_data[i, j], out=before[i, j])
     for number, (i, j, lag) in enumerate(needs.weights):
-        wait = taken[j] + (0.0 if moving is None else moving[:, number])
+        seconds_moving = 0.0 if moving is None else moving[:, number]
         matrix = before if lag else same
-        np.maximum(matrix[i, j], wait, out=matrix[i, j])
+        np.maximum(matrix[i, j], taken[j] + seconds_moving, out=matrix[i, j])
+        if lag and needs.in_place:
+            np.maximum(before[j, j], taken[j] + seconds_moving, out=before[j, j])
+            for other in range(j):
+                wait = np.where(shared[i, other], taken[other] + seconds_moving, NEVER)
+                np.maximum(before[i, other], wait, out=before[i, other])
+                np.maximum(before[j, other], wait, out=before[j, other])
     return same, before
 
 

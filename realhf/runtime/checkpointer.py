@@ -25,8 +25,8 @@ from realhf.dist import tags
 from realhf.dist.world import World
 from realhf.errors import UserError, one_line
 from realhf.runtime.actions import role_of
-from realhf.runtime.executor import HostContext
 from realhf.runtime.home_state import HomeState
+from realhf.runtime.host_context import HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import Program
 from realhf.runtime.sample_store import SampleStore

@@ -8,7 +8,8 @@ import networkx as nx
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
-from realhf.step_program import PartExecutor, StepRunner
+from realhf.part_executor import PartExecutor
+from realhf.step_program import StepRunner
 
 _MAX_OPERATIONS = 10_000
 """Most operations of a step; a program with more is taken to loop for ever."""
@@ -37,27 +38,34 @@ def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, 
     if experiment.num_rounds > 1 and len(generating) > 1:
         rule = f"rounds is {experiment.num_rounds}: more than one need a single generating call"
         raise ValueError(f"{rule}, and there are {' and '.join(generating)}")
+    for name in generating if experiment.num_rounds > 1 else ():
+        if near := [reader for reader in graph.nx_graph.successors(name) if part_of[reader] == part_of[name]]:
+            what = f"call {near[0]!r} would get unfinished answers of {name!r}"
+            raise ValueError(f"rounds is {experiment.num_rounds}: {what}, so parts() must put it elsewhere")
     return parts
 
 
-def step_runner(experiment: Experiment, graph: DataflowGraph, executor: PartExecutor) -> StepRunner:
-    """Return the runner of an experiment's step program."""
+def step_runner(
+    experiment: Experiment, graph: DataflowGraph, executor: PartExecutor, *, steps: int
+) -> StepRunner:
+    """Return the runner of an experiment's step program, in a run of this many steps."""
     return StepRunner(
         graph, experiment.parts(graph), executor, num_rounds=experiment.num_rounds,
-        max_lag=experiment.max_lag, steps=experiment.steps, seed=experiment.seed)
+        max_lag=experiment.max_lag, steps=steps, seed=experiment.seed)
 
 
 def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
-    """Run the step program without data, and return its operations.
+    """Run a few steps of the step program without data, up to the end of a short run; return its operations.
 
     It is run twice: filters keep everything the first time, and nothing the second time; `agree` gives the
     examples of HostFunctions. Raises ValueError if the program fails, or never ends.
     """
     operations: list[str] = []
+    steps = min(experiment.steps, experiment.max_lag + 3)
     for keeps in (True, False):
         executor = _DryExecutor(graph, keeps=keeps)
-        runner = step_runner(experiment, graph, executor)
-        for _ in range(min(experiment.steps + experiment.max_lag, 2 * experiment.max_lag + 3)):
+        runner = step_runner(experiment, graph, executor, steps=steps)
+        for _ in range(steps + experiment.max_lag):
             executor.num_left = _MAX_OPERATIONS
             runner.execute(experiment.step)
         operations = operations or executor.operations

@@ -5,19 +5,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from realhf.checkpoint.write import memory_of
 from realhf.data.batch import Batch
-from realhf.data.loader import load_tokenizer
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
-from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
@@ -32,8 +27,10 @@ from realhf.runtime.actions import (
     role_of,
 )
 from realhf.runtime.agreements import Agreements
+from realhf.runtime.call_errors import explaining
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.host_call import call_host_function
+from realhf.runtime.host_context import HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.sample_store import SampleStore
 from realhf.runtime.step_record import StepRecord
@@ -42,26 +39,8 @@ _MAX_SAVED = 16
 """Most files of samples that a run directory gets."""
 
 
-@dataclass
-class HostContext:
-    """The context of host functions: the tokenizer, and the number of the step."""
-
-    tokenizer_dir: str
-    step: int = 0
-    updates: Mapping[str, int] = field(default_factory=dict)
-    """Train steps of each role so far."""
-    state: dict[str, Any] = field(default_factory=dict)
-    """JSON values that host functions keep from step to step; checkpoints hold those of every rank."""
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of the last evaluation, on rank 0."""
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self.tokenizer_dir)
-
-
 class Executor:
-    """Executes the parts of one graph on this rank; see `step_program.PartExecutor`.
+    """Executes the parts of one graph on this rank; see `part_executor.PartExecutor`.
 
     `read` returns the batch of some prompts on ranks that hold the dataset. In each of `num_rounds` rounds,
     an answer gets an equal share of its tokens.
@@ -114,7 +93,7 @@ class Executor:
         self, part: str, prompts: Sequence[int], *, operation: int = 0,
         sent: Collection[str | None] = (), updates: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """Run a part on the samples of some prompts, see `step_program.PartExecutor`."""
+        """Run a part on the samples of some prompts, see `part_executor.PartExecutor`."""
         self._operation = operation
         self._updates = self._context.updates = updates or {}
         actions = self._parts[part]
@@ -293,7 +272,7 @@ class Executor:
         weights = self._weights(action)
         timed = record.timed(rank=rank, name=call.name, kind=call.kind, waited=self._take_waited())
         doing = self._world.activity.doing(call.name)
-        with doing, weights, _explaining(call, rank, self._context.step), timed as event:
+        with doing, weights, explaining(call, rank, self._context.step), timed as event:
             engine = self._models.engines[call.role, layout]
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
@@ -376,28 +355,3 @@ class _Chosen:
 
     prompts: tuple[int, ...]
     ids: frozenset[int]
-
-
-_MEMORY = {
-    "generate": "lower max_rows, sampling.max_new_tokens or (native engine) kv_cache_gib, prefill_tokens",
-    "forward": "lower calls.{name}.micro_batch_tokens in the plan",
-    "train_step": "lower calls.{name}.micro_batch_tokens in the plan, or set calls.{name}.recompute",
-}
-"""Advice by kind of call when memory runs out."""
-
-
-@contextmanager
-def _explaining(call: FunctionCall, rank: int, step: int) -> Iterator[None]:
-    """Raise UserError with advice if the call runs out of memory or diverges."""
-    try:
-        yield
-    except FloatingPointError as error:
-        advice = f"lower {call.role}.optimizer.lr, or look for extreme rewards and data"
-        raise UserError(f"call {call.name!r} in step {step}: {error}: {advice}") from error
-    except (MemoryError, RuntimeError) as error:
-        what = str(error).partition("DefaultCPUAllocator: ")[2]
-        if not what and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            raise
-        what = ". ".join((what or str(error) or type(error).__name__).split(". ")[:2]).rstrip(".")
-        advice = f"{_MEMORY[call.kind].format(name=call.name)}, or give it another layout"
-        raise UserError(f"call {call.name!r} ran out of memory on rank {rank} ({what}): {advice}") from error

@@ -20,8 +20,9 @@ from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
 from realhf.runtime.dry_trace import step_runner
-from realhf.runtime.executor import Executor, HostContext
+from realhf.runtime.executor import Executor
 from realhf.runtime.export import config_fields, files_beside
+from realhf.runtime.host_context import HostContext
 from realhf.runtime.journal import Journal
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import Program
@@ -95,7 +96,7 @@ class Trainer:
         self._evaluator = Executor(
             world, {_EVALUATION: program.eval_actions}, *common,
             read=None if eval_loader is None else eval_loader.batch, outbox=self._outbox)
-        self._runner = step_runner(experiment, program.graph, self._executor)
+        self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
         self._recorder = None
         if self._is_main and out is not None:
             self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from realhf.inference import generate as generation
+from realhf.inference import cohort
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
@@ -30,7 +30,7 @@ _BETWEEN_DEVICES = ("aten::copy", "aten::_foreach_copy")
 def pretended_device() -> Iterator[torch.device]:
     """The device, for as long as it is there."""
     kernels = patch.object(varlen, "varlen_attn", _varlen_attn)
-    graphs = patch.object(generation, "recorder", lambda device: Tape if device == CUDA else None)
+    graphs = patch.object(cohort, "recorder", lambda device: Tape if device == CUDA else None)
     memory = patch.multiple(
         torch.cuda, mem_get_info=lambda device: (1 << 34, 1 << 35), memory_reserved=lambda device: 0,
         memory_allocated=lambda device: 0,

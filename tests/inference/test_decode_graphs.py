@@ -6,7 +6,7 @@ import transformers
 
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
-from realhf.inference import generate as generation
+from realhf.inference import cohort
 from realhf.inference.decode_graphs import padded_size
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
@@ -25,7 +25,7 @@ def tapes(monkeypatch):
         found.append(Tape(compute))
         return found[-1]
 
-    monkeypatch.setattr(generation, "recorder", lambda device: record)
+    monkeypatch.setattr(cohort, "recorder", lambda device: record)
     return found
 
 

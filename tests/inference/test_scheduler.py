@@ -58,7 +58,20 @@ class _Replay:
             first, tables=self.tables, prefill_tokens=prefill_tokens, history=self.history,
             restart_at=restart_at, more=lambda: next(later, None))
         self.num_slots, self.prefill_tokens = num_slots, prefill_tokens
+        self.limits = list(wanted)
         self.steps, self.widest, self.most_joined, self.crossings = 0, 0, 0, []
+
+    def begin_round(self, prompts, parked, blocks, *, num_more, budget):
+        """Give all samples `budget` tokens more, in a cache with `num_more` further blocks."""
+        blocks.grow(blocks.num_blocks + num_more)
+        self.memory = np.pad(self.memory, (0, num_more * BLOCK_SIZE), constant_values=-1)
+        self.limits = [len(made) + budget for made in self.made.values()]
+        self.tables = BlockTables(
+            num_slots=self.num_slots, num_blocks=blocks.num_blocks, block_size=BLOCK_SIZE,
+            blocks_per_row=num_blocks(250 + MAX_NEW, BLOCK_SIZE))
+        self.scheduler = Scheduler(
+            prompts, tables=self.tables, prefill_tokens=self.prefill_tokens, history=self.history,
+            blocks=blocks, parked=parked)
 
     def history(self, sample):
         return self.prompts[sample] + self.made[sample]
@@ -80,7 +93,10 @@ class _Replay:
             assert all(chunk.prompt.tokens == self.history(s) for s in chunk.prompt.samples)
         for sample in step.samples:
             self.made[sample].append(1_000_000 + 1000 * sample + len(self.made[sample]))
-        self.scheduler.update([len(self.made[s]) == self.wanted[s] for s in step.samples])
+        stops = {s for s in step.samples if len(self.made[s]) in (self.wanted[s], self.limits[s])}
+        parks = {s for s in stops if len(self.made[s]) < self.wanted[s]}
+        for source, target in self.scheduler.update([s in stops for s in step.samples], parks=parks):
+            self._block(target)[:] = self._block(source)
         self.steps, self.widest = self.steps + 1, max(self.widest, len(step.rows))
         return True
 
@@ -140,6 +156,37 @@ def test_every_sample_gets_its_tokens_and_sees_its_own_history(seed):
     assert not replay.crossings
     if available >= plenty and replay.scheduler._restart_at is None:
         assert replay.scheduler.num_restarts == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parked_rows_go_on_in_their_blocks(seed):
+    """Samples get a few tokens per round. New prompts come in each round, and the cache grows for them."""
+    rng = random.Random(seed)
+    prompts = _prompts(rng, rng.randint(3, 12))
+    arriving = [prompts[i::3] for i in range(3)]
+    samples = [sample for prompt in prompts for sample in prompt.samples]
+    budget = rng.choice([1, 2, 40, 64])
+    replay = _Replay(
+        prompts, num_slots=rng.choice([1, 3, 64]), num_blocks_=0, prefill_tokens=rng.choice([7, 10_000]),
+        restart_at=None, wanted=[rng.choice([1, 2, MAX_NEW]) for _ in samples])
+    parked, blocks, number = [], BlockManager(0), 0
+    while number < 3 or parked:
+        new = arriving[number] if number < 3 else []
+        needed = sum(
+            num_blocks(len(prompt.tokens) + MAX_NEW, BLOCK_SIZE) * len(prompt.samples) + 1 for prompt in new)
+        replay.begin_round(new, parked, blocks, num_more=needed, budget=budget)
+        before = {sample: len(made) for sample, made in replay.made.items()}
+        live = {sample for prompt in new for sample in prompt.samples} | {row.sample for row in parked}
+        while replay.step():
+            assert replay.steps < 10_000
+        for sample in samples:
+            expected = min(budget, replay.wanted[sample] - before[sample]) if sample in live else 0
+            assert len(replay.made[sample]) == before[sample] + expected
+        parked = replay.scheduler.parked
+        assert replay.scheduler.num_restarts == 0
+        number += 1
+    assert [len(replay.made[sample]) for sample in samples] == replay.wanted
+    assert blocks.num_free == blocks.num_blocks > 0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -18,9 +18,10 @@ from realhf.engine.native import NativeEngine
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimit
-from realhf.inference.generate import generate
+from realhf.inference.generation import generate
 from realhf.inference.prompt_queue import Lines, PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
+from realhf.inference.rounds import prompt_rows
 from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
@@ -87,7 +88,7 @@ def _generate_counting(engine, call, batch):
     cp, queue = engine.groups.cp, PromptQueue(engine.groups, stealing=call.work.work_stealing)
     part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
     ids, columns = generate(
-        engine.model, part, call.work, queue, prompt_key="prompts", stream=call.name,
+        engine.model, call.work, queue, prompt_rows(part, "prompts"), stream=call.name,
         limit=CacheLimit(engine.groups))
     made = queue.collect_results(output_batch(call, ids, columns), batch.ids)
     return made, len(set(ids) - set(part.ids))

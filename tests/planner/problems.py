@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from realhf.calls import HostFunction
 from realhf.cluster import Cluster, Link
+from realhf.experiment import lagged_parts
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import DeviceMesh, Layout
 from realhf.model_config import ModelConfig
 from realhf.planner.candidates import find_meshes
+from realhf.planner.dependencies import host_anchor
 from realhf.planner.problem import ModelRole, Problem, Workload
 
 SHAPES = ((1, 2), (2, 1), (1, 4), (2, 2), (1, 3), (1, 6), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1), (9, 1))
@@ -78,3 +80,39 @@ def random_problem(rng, *, num_calls, memory=1e12, pinned=False):
         mesh = DeviceMesh(tuple(mesh))
         pins[name] = Layout.parse(f"t{len(mesh.ranks)}@{mesh}")
     return Problem(graph, roles, work, cluster, pins, together)
+
+
+def random_lagged_problem(rng, *, num_calls, lag, rounds, memory=1e12):
+    """Return a random problem whose calls are run in the parts of a lagged step."""
+    while True:
+        problem = random_problem(rng, num_calls=num_calls, memory=memory)
+        try:
+            parts = lagged_parts(problem.graph)
+        except ValueError:  # It does not both generate and train.
+            continue
+        workloads = {
+            call.name: replace(problem.workloads[call.name], rounds=rounds if call.kind == "generate" else 1)
+            for call in problem.graph.calls
+        }  # fmt: skip
+        order = ("score", "rollout", "train") if rounds == lag else ("rollout", "score", "train")
+        return replace(
+            problem, workloads=workloads, run_order=tuple(name for part in order for name in parts[part]),
+            ahead=frozenset(parts["rollout"]) if rounds == lag else frozenset())
+
+
+def ranks_and_seconds(space, chosen):
+    """Return the ranks and the seconds of every call of a plan, by its position."""
+    found, plans = {}, space.call_plans(chosen)
+    for group, index in zip(space.groups, chosen, strict=True):
+        candidate = group.candidates[index]
+        for i, variant in zip(group.calls, candidate.variants, strict=True):
+            found[i] = (candidate.layout.ranks, variant.cost.seconds)
+    for i, call in enumerate(space.calls):
+        layout = plans[call.name].layout
+        name, split = host_anchor(space.problem, call) if call.role is None else (None, False)
+        if call.role is None and not split:
+            found[i] = (layout.ranks, space.problem.workloads[call.name].seconds)
+        elif call.role is None:  # It is assumed to occupy the whole last stage.
+            seconds = space.problem.workloads[call.name].seconds / len(layout.ranks)
+            found[i] = (plans[name].layout.grid[-1].ravel().tolist(), seconds)
+    return found

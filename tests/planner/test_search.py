@@ -44,7 +44,8 @@ def instances(seeds, *, at_most):
             yield seed, space
 
 
-def _agrees(seed, space):
+def agrees(seed, space):
+    """Return whether a plan fits, after comparing the search's result with the best of all plans."""
     best = best_of_all(space)
     found = search(space, time_limit=60.0)
     if found is None:
@@ -60,13 +61,13 @@ def _agrees(seed, space):
 
 
 def test_search_finds_the_best_of_all_plans():
-    solved = [_agrees(seed, space) for seed, space in instances(range(150), at_most=20_000)]
+    solved = [agrees(seed, space) for seed, space in instances(range(150), at_most=20_000)]
     assert sum(solved) >= 30 and not all(solved)  # Both agree on the problems that do not fit.
 
 
 @pytest.mark.slow
 def test_search_finds_the_best_of_a_million_plans():
-    assert sum(_agrees(seed, space) for seed, space in instances(range(150, 400), at_most=1_000_000)) >= 60
+    assert sum(agrees(seed, space) for seed, space in instances(range(150, 400), at_most=1_000_000)) >= 60
 
 
 @pytest.mark.parametrize("seed", range(8))

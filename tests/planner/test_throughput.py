@@ -5,12 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from realhf.planner.dependencies import host_anchor
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.simulate import simulate
 from realhf.planner.throughput import first_starts
-from tests.planner.problems import random_problem
+from tests.planner.problems import random_problem, ranks_and_seconds
 
 NUM_STEPS = 140
 ALL_CYCLES = 60  # A multiple of the length of any pattern of up to six steps.
@@ -19,20 +18,7 @@ ALL_CYCLES = 60  # A multiple of the length of any pattern of up to six steps.
 def walk(space, chosen):
     """Return the end of every step when each rank runs its calls in graph order and waits for inputs and
     weights."""
-    by_call, plans = {}, space.call_plans(chosen)
-    for group, pick in zip(space.groups, chosen, strict=True):
-        candidate = group.candidates[pick]
-        for i, variant in zip(group.calls, candidate.variants, strict=True):
-            by_call[i] = (candidate.layout.ranks, variant.cost.seconds)
-    for i, call in enumerate(space.calls):
-        layout = plans[call.name].layout
-        name, split = host_anchor(space.problem, call) if call.role is None else (None, False)
-        if call.role is None and not split:
-            by_call[i] = (layout.ranks, space.problem.workloads[call.name].seconds)
-        elif call.role is None:  # It is assumed to occupy the whole last stage.
-            anchor = plans[name].layout
-            seconds = space.problem.workloads[call.name].seconds / len(layout.ranks)
-            by_call[i] = (anchor.grid[-1].ravel().tolist(), seconds)
+    by_call = ranks_and_seconds(space, chosen)
     moving = space.moving(np.array([chosen]))[0]
     free, ends = {}, {}
     finished = []

@@ -25,7 +25,8 @@ from realhf.runtime.actions import (
     Send,
     compile_actions,
 )
-from realhf.runtime.executor import Executor, HostContext
+from realhf.runtime.executor import Executor
+from realhf.runtime.host_context import HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import compile_program
 from tests.runtime.tiny import make_experiment, write_task

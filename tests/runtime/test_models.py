@@ -8,7 +8,8 @@ from realhf.data.loader import Loader
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime.actions import Reallocate, Run
-from realhf.runtime.executor import Executor, HostContext
+from realhf.runtime.executor import Executor
+from realhf.runtime.host_context import HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer

@@ -14,7 +14,8 @@ from realhf.experiment import Role
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
-from realhf.runtime.executor import Executor, HostContext
+from realhf.runtime.executor import Executor
+from realhf.runtime.host_context import HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.offload import OffloadedWeights
 from realhf.runtime.program import compile_program

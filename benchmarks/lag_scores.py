@@ -1,0 +1,122 @@
+"""Compares held-out scores of asynchronous GRPO with synchronous GRPO on the demo's task, by lag and seed.
+
+    python benchmarks/lag_scores.py [--json] [--lags 0 1 2 4 8] [--seeds 0 1 2] [--out DIR] [--picture FILE]
+
+Every seed has its own data and its own warmed-up model, from which all lags start. Finished runs in the
+directory are not repeated. Runs are of one process: another plan gives the same numbers (tests/runtime/
+test_lag.py). The goal is a score within 0.03 of the synchronous one, as means over the seeds.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import tyro
+from harness import Goal, machine, progress, report
+from rich.table import Table
+
+REPO = Path(__file__).parent.parent
+MARGIN = 0.03
+
+
+@dataclasses.dataclass
+class Options:
+    lags: tuple[int, ...] = (0, 1, 2, 4, 8)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    steps: int = 80
+    out: Path = Path("runs/lag-scores")
+    """Directory for the runs."""
+    picture: Path | None = None
+    """File for the picture of all curves."""
+    lock: Path | None = None
+    """Hold this file's lock while a run goes on, if other measurements share the machine."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(options: Options) -> None:
+    curves: dict[int, list[list[tuple[int, float]]]] = {lag: [] for lag in options.lags}
+    for seed in options.seeds:
+        start = warmed_up(options, seed)
+        for lag in options.lags:
+            out = options.out / f"seed{seed}" / f"lag{lag}"
+            task = options.out / f"seed{seed}" / "task"
+            files = {"actor.model": start, "dataset.path": task / "prompts.jsonl"}
+            run(options, "async_grpo", out, seed, task, files | {"max-lag": lag, "steps": options.steps})
+            curves[lag].append(scores(out))
+            progress(f"seed {seed}, lag {lag}: {curves[lag][-1][-1][1]:.3f}")
+    results = {lag: [curve[-1][1] for curve in of_lag] for lag, of_lag in curves.items()}
+    if options.picture is not None:
+        draw(curves, options.picture)
+    table = Table("lag", "final score by seed", "mean", "apart from lag 0")
+    means = {lag: statistics.mean(finals) for lag, finals in results.items()}
+    apart = {lag: mean - means[options.lags[0]] for lag, mean in means.items()}
+    for lag, finals in results.items():
+        by_seed = " ".join(f"{score:.3f}" for score in finals)
+        table.add_row(str(lag), by_seed, f"{means[lag]:.3f}", f"{apart[lag]:+.3f}")
+    worst = max(abs(difference) for difference in apart.values())
+    goals = [Goal("largest distance of a mean score from lag 0", worst, at_most=MARGIN)]
+    document = {"machine": machine(), "scores": results, "steps": options.steps}
+    sys.exit(report(document, tables=[table], goals=goals, as_json=options.json))
+
+
+def warmed_up(options: Options, seed: int) -> Path:
+    """Return the model that imitates the careless teacher, which is trained if it is not there."""
+    sys.path.insert(0, str(REPO / "examples"))
+    from arithmetic import prepare
+
+    directory = options.out / f"seed{seed}"
+    task = prepare(directory / "task", seed=seed)
+    files = {"actor.model": task / "model", "dataset.path": task / "sft.jsonl"}
+    run(options, "sft", directory / "sft", seed, task, files)
+    return directory / "sft" / "hf" / "step_700"
+
+
+def run(options: Options, example: str, out: Path, seed: int, task: Path, settings: dict) -> None:
+    """Run an example unless it has been run before."""
+    if (out / "summary.json").exists():
+        return
+    settings = {"seed": seed, "eval-dataset.path": task / "held_out.jsonl", **settings}
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "realhf", "run", f"examples/{example}.py", "--out", str(out), *words]
+    if options.lock is not None:
+        command = ["flock", str(options.lock), *command]
+    here = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, cwd=REPO, env=here, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+
+
+def scores(out: Path) -> list[tuple[int, float]]:
+    """Return steps and held-out scores of a run."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["eval/score"]) for record in records if "eval/score" in record]
+
+
+def draw(curves: dict[int, list[list[tuple[int, float]]]], path: Path) -> None:
+    """Draw the mean of each lag's curves, with the range over the seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for lag, of_lag in curves.items():
+        steps = [step for step, _ in of_lag[0]]
+        values = [[score for _, score in curve] for curve in of_lag]
+        by_step = list(zip(*values, strict=True))
+        (line,) = axes.plot(steps, [statistics.mean(v) for v in by_step], label=f"max_lag {lag}")
+        axes.fill_between(steps, list(map(min, by_step)), list(map(max, by_step)),
+                          color=line.get_color(), alpha=0.12, linewidth=0)
+    axes.set(xlabel="updates", ylabel="held-out score")
+    axes.set_title("Mean and range over the seeds", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

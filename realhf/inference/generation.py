@@ -1,0 +1,205 @@
+"""Generation with continuous batching: the samples of one replica, which are continued in rounds.
+
+Under pipeline parallelism the samples form one cohort per stage, so that all stages work at the same time.
+All ranks of a replica run all cohorts.
+
+Under expert parallelism the ranks of an ep group pass through the experts together: ranks without tokens take
+part in the passes of the others with an empty batch.
+
+Prompts that do not begin at once wait in a queue, from which all cohorts of all replicas take.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from realhf.calls import Generate
+from realhf.dist.activity import Report, no_report
+from realhf.errors import UserError
+from realhf.inference.cache_limit import CacheLimit
+from realhf.inference.cohort import Cohort
+from realhf.inference.kept_cache import KeptCache
+from realhf.inference.kv_budget import GenerationLimits, agreed_sizes
+from realhf.inference.prompt_queue import PromptQueue
+from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer, join_equal, output_columns
+from realhf.inference.sampling import stream_seed
+from realhf.layout import even_split
+from realhf.nn.transformer import Transformer
+
+_GIB = 1 << 30
+
+
+class Generation:
+    """The samples of one replica. All of its ranks call its methods alike.
+
+    Weights may change between two calls of `advance`. With `keeps`, the keys and values of unfinished samples
+    stay cached, and the object continues these samples by itself, on the cohort on which they began. Without
+    it, `take` hands unfinished samples over; `resume` brings samples back, whose tokens are all computed
+    again.
+    """
+
+    def __init__(
+        self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit, keeps: bool = False
+    ) -> None:
+        """Each `stream` (the call's name) has its own random numbers. If `work` does not limit the KV cache,
+        `limit` does. Raises UserError if the model cannot keep its cache."""
+        if keeps and model.rope_boundary is not None:
+            raise UserError(
+                f"{stream}: cache_on_update is 'keep', but a longrope model must compute its cache again at "
+                f"{model.rope_boundary} tokens: set it to 'recompute'")
+        self._model = model
+        self._work = work
+        self._stream = stream
+        self._limit = limit
+        self._new: list[PromptGroup] = []
+        self._resumed: list[PromptGroup] = []
+        self._kept: list[KeptCache] | None = [] if keeps else None
+        """One cache for each cohort, once there are any."""
+        self._block_size: int | None = None
+        self._made: list[RolloutBuffer] = []
+
+    def submit(self, prompts: Sequence[PromptGroup]) -> None:
+        """Add new samples, one in each group."""
+        self._new += prompts
+
+    def resume(self, rows: Sequence[PromptGroup]) -> None:
+        """Add samples of earlier rounds, one in each group; their tokens are computed again."""
+        self._resumed += rows
+
+    def advance(self, queue: PromptQueue, *, budget: int | None = None, report: Report = no_report) -> None:
+        """Run one round, in which every sample gets at most `budget` tokens (None: as many as `work` allows).
+
+        Raises UserError when a prompt is empty, when a sample cannot fit in the model's positions or in the
+        budget of the KV cache, or when not all samples fit in a cache that is kept: on all replicas among
+        which prompts move, or on all replicas.
+        """
+        limits = self._agree_on_limits(queue, budget)
+        parts = self._split(limits.num_cohorts)
+        kept: Sequence[KeptCache | None] = [None] * limits.num_cohorts
+        if self._kept is not None:
+            self._check_kept(parts, limits)
+            kept = self._kept
+        num_own = sum(len(cache.rows) for cache in kept if cache is not None)
+        num_own += len(self._new) + len(self._resumed)
+        seed = stream_seed(self._work.seed, self._stream)
+        with torch.inference_mode():  # It has less overhead per operation than torch.no_grad.
+            cohorts = [
+                Cohort(self._model, limits, groups, queue=queue, seed=seed, kept=cache)
+                for groups, cache in zip(parts, kept, strict=True)]
+            if self._work.kv_cache_gib is None and self._kept is None:
+                self._limit.warn_once(
+                    self._stream,
+                    taken=limits.block_bytes * sum(cohort.sizes.num_blocks for cohort in cohorts),
+                    needed=limits.block_bytes * sum(cohort.sizes.num_wanted for cohort in cohorts))
+            waiting = queue.put([group for cohort in cohorts for group in cohort.rest])
+            for cohort in cohorts:
+                cohort.start(waiting)
+            while any([cohort.advance() for cohort in cohorts]):
+                report(_progress([cohort.samples for cohort in cohorts], num_own, budget))
+        self._made = [cohort.samples for cohort in cohorts]
+        self._new = []
+        self._resumed = []
+
+    def take(self) -> tuple[list[int], list]:
+        """Return the ids of the samples that this replica continued in the last round, and on one of its
+        ranks (last stage, first of tp) the first columns of `Generate`, in which only tokens of that round
+        count as the response."""
+        made = self._made
+        self._made = []
+        ids = [i for samples in made for i in samples.ids[: len(samples.prompts)].tolist()]
+        has_columns = self._model.groups.is_last_stage and self._model.groups.at.tp == 0
+        return ids, output_columns(made, wide=self._model.wide) if has_columns else []
+
+    def release(self) -> None:
+        """Free the caches. The samples that they held are computed again in the next round."""
+        self._resumed += [row.group for cache in self._kept or [] for row in cache.rows]
+        self._kept = None if self._kept is None else []
+        self._block_size = None
+
+    def _agree_on_limits(self, queue: PromptQueue, budget: int | None) -> GenerationLimits:
+        """Return limits that are equal on all replicas among which prompts move.
+
+        Raises UserError on all of them when a prompt is empty or can never run.
+        """
+        model = self._model
+        work = self._work
+        cache_bytes = self._limit.num_bytes if work.kv_cache_gib is None else None
+        groups = [row.group for cache in self._kept or [] for row in cache.rows]
+        groups += [*join_equal(self._resumed), *join_equal(self._new)]
+        sizes = agreed_sizes(groups, queue.gather)
+        most = max(queue.gather(sum(len(group.ids) for group in groups)))
+        pp = model.groups.layout.pp
+        num_cohorts = pp if model.groups.ep.size > 1 else max(1, min(pp, most, work.max_rows))
+        if self._kept is not None:
+            num_cohorts = min(pp, work.max_rows) if model.groups.ep.size == 1 else pp
+        limits = GenerationLimits(
+            sizes, work, token_bytes=model.cache_token_bytes, num_cohorts=num_cohorts,
+            cache_bytes=cache_bytes, budget=budget, fixed_block_size=self._block_size)
+        if sizes:
+            limits.check(model.config.num_positions)
+        return limits
+
+    def _split(self, num_parts: int) -> list[list[PromptGroup]]:
+        """Split new and resumed samples among the cohorts: equally, or so that their rows become equally
+        many."""
+        if self._kept is not None:
+            self._kept = self._kept or [KeptCache() for _ in range(num_parts)]
+            rows = [*self._resumed, *self._new]
+            counts = _level([len(cache.rows) for cache in self._kept], len(rows))
+            starts = [sum(counts[:i]) for i in range(num_parts)]
+            return [
+                join_equal(rows[start : start + count]) for start, count in zip(starts, counts, strict=True)]
+        parts = []
+        for i in range(num_parts):
+            old, new = (
+                rows[slice(*even_split(len(rows), num_parts, i))] for rows in (self._resumed, self._new))
+            parts.append([*join_equal(old), *join_equal(new)])
+        return parts
+
+    def _check_kept(self, parts: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
+        """Raise UserError on all replicas if the rows of one of them do not fit in its cache."""
+        assert self._kept is not None
+        needed = [cache.num_needed(part, limits) for cache, part in zip(self._kept, parts, strict=True)]
+        most = max(needed)
+        num_rows = sum(len(cache.rows) for cache in self._kept)
+        num_rows += len(self._new) + len(self._resumed)
+        gib = most * limits.num_cohorts * limits.block_bytes / _GIB if limits.affordable(most) < most else 0.0
+        gib, num_rows = max(self._model.groups.replicas_control.all_gather_json((gib, num_rows)))
+        if gib > 0:
+            limit = "half of what is free is less (see kv_cache_gib)"
+            if self._work.kv_cache_gib is not None:
+                limit = f"kv_cache_gib is {self._work.kv_cache_gib:g}"
+            raise UserError(
+                f"{self._stream}: cache_on_update is 'keep', and the {num_rows} unfinished samples of a rank "
+                f"need {1.01 * gib:.3g} GiB for their keys and values; {limit}")
+        self._block_size = limits.block_size if any(needed) else self._block_size
+
+
+def generate(
+    model: Transformer, work: Generate, queue: PromptQueue, prompts: Sequence[PromptGroup],
+    *, stream: str, limit: CacheLimit, report: Report = no_report, unfinished: Sequence[PromptGroup] = (),
+    budget: int | None = None,
+) -> tuple[list[int], list]:
+    """Run one round with new samples and with those that are `unfinished` (see Generation)."""
+    generation = Generation(model, work, stream=stream, limit=limit)
+    generation.submit(prompts)
+    generation.resume(unfinished)
+    generation.advance(queue, budget=budget, report=report)
+    return generation.take()
+
+
+def _level(counts: Sequence[int], number: int) -> list[int]:
+    """Return how many of `number` items to add to each count, so that the sums are as equal as possible."""
+    sums = list(counts)
+    for _ in range(number):
+        sums[sums.index(min(sums))] += 1
+    return [total - count for total, count in zip(sums, counts, strict=True)]
+
+
+def _progress(parts: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:
+    """Return how many samples of this replica have ended; it may have taken more than its own."""
+    ended = sum(samples.num_ended for samples in parts)
+    tokens = sum(samples.num_tokens for samples in parts)
+    begun = sum(len(samples.prompts) for samples in parts)
+    done = "have ended" if budget is None else f"have ended or have {budget} new tokens"
+    return f"{ended} of {max(begun, num_own)} samples of this rank {done}, {tokens} tokens"

@@ -1,0 +1,67 @@
+"""KeptCache: the keys and values of unfinished samples between the rounds of a generation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from realhf.inference.block_manager import BlockManager
+from realhf.inference.kv_budget import GenerationLimits
+from realhf.inference.kv_cache import KVCache
+from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
+from realhf.inference.scheduler import ParkedRow
+from realhf.kv_blocks import num_blocks
+from realhf.nn.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """An unfinished sample with all of its tokens, and its blocks."""
+
+    group: PromptGroup
+    parked: ParkedRow
+
+    def as_parked(self, sample: int) -> ParkedRow:
+        """Return the blocks under the sample's number in the next round."""
+        return replace(self.parked, sample=sample)
+
+
+class KeptCache:
+    """The cache of one cohort, and the rows whose blocks it holds between rounds.
+
+    A row begins only if there are blocks for all of its tokens, so that no row ever loses its blocks.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[KeptRow] = []
+        self.blocks = BlockManager(0)
+        self.cache: KVCache | None = None
+
+    def num_needed(self, groups: Sequence[PromptGroup], limits: GenerationLimits) -> int:
+        """Return how many blocks the kept rows and new groups need until all of them have ended."""
+        max_new = limits.work.sampling.max_new_tokens
+        size = limits.block_size
+        shared = {block for row in self.rows for block in row.parked.blocks[: row.parked.num_shared]}
+        needed = len(shared)
+        for row in self.rows:
+            longest = row.group.size.num_undrawn + max_new
+            needed += num_blocks(longest, size) - row.parked.num_shared
+        for tokens, count, drawn in (group.size for group in groups):
+            num_shared = tokens // size if count > 1 else 0
+            needed += num_shared + count * (num_blocks(tokens - drawn + max_new, size) - num_shared)
+        # The scheduler admits a prompt with one more block than its samples need in the end.
+        return needed + any(len(group.ids) > 1 for group in groups)
+
+    def make_room(
+        self, model: Transformer, groups: Sequence[PromptGroup], limits: GenerationLimits, *, num_spare: int
+    ) -> None:
+        """Allocate blocks for new groups; `num_spare` further ones are not in `blocks`."""
+        needed = self.num_needed(groups, limits)
+        assert needed <= limits.affordable(needed), "the rows do not fit (see Generation)"
+        if self.cache is None:
+            self.cache = KVCache.of(model, needed + num_spare, limits.block_size)
+        elif needed > self.blocks.num_blocks:
+            self.cache.grow(needed + num_spare)
+        self.blocks.grow(max(needed, self.blocks.num_blocks))
+
+    def keep(self, parked: Sequence[ParkedRow], samples: RolloutBuffer) -> None:
+        """Replace the rows by those that a round leaves unfinished."""
+        self.rows = [KeptRow(samples.as_group(row.sample), row) for row in parked]

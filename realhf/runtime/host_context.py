@@ -1,0 +1,26 @@
+"""HostContext: what host functions are told besides their samples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from realhf.data.loader import load_tokenizer
+
+
+@dataclass
+class HostContext:
+    """The context of host functions: the tokenizer, and the number of the step."""
+
+    tokenizer_dir: str
+    step: int = 0
+    updates: Mapping[str, int] = field(default_factory=dict)
+    """Train steps of each role so far."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """JSON values that host functions keep from step to step; checkpoints hold those of every rank."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """The rows of the last evaluation, on rank 0."""
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.tokenizer_dir)
