@@ -25,17 +25,7 @@ from pathlib import Path
 
 import tyro
 from harness import Goal, machine, progress, report
-from lag_task import (
-    COLOCATED,
-    DISJOINT,
-    NUM_RANKS,
-    Setting,
-    SteadyState,
-    realhf,
-    steady_state,
-    write_experiment,
-    write_plan,
-)
+from lag_task import NUM_RANKS, Setting, SteadyState, measure, write_task
 from rich.table import Table
 
 RIVALS = {
@@ -62,24 +52,16 @@ class Options:
 
 def run_all(directory: Path, options: Options) -> dict[str, list[SteadyState]]:
     """Run all rivals in turns; each repetition starts with another one."""
-    experiment = directory / "lag.py"
-    if not experiment.exists():
-        write_experiment(directory, Setting())
-    for name, layouts in (("disjoint", DISJOINT), ("colocated", COLOCATED)):
-        write_plan(directory / f"{name}.yaml", layouts)
+    write_task(directory, Setting())
     found: dict[str, list[SteadyState]] = {name: [] for name in RIVALS}
     names = list(RIVALS)
     for repeat in range(options.repeats):
         shift = repeat % len(names)
         for name in names[shift:] + names[:shift]:
             max_lag, plan = RIVALS[name]
-            out = directory / f"{plan}-lag-{max_lag}-run-{repeat}"
-            if not (out / "summary.json").exists():
-                realhf(
-                    "run", experiment, "--nproc", NUM_RANKS, "--plan", directory / f"{plan}.yaml",
-                    "--out", out, "--steps", options.steps, "--max-lag", max_lag)  # fmt: skip
-            found[name].append(steady_state(out, steps=options.steps, max_lag=max_lag))
-            progress(f"run {repeat + 1}, {name}: {found[name][-1].tokens_per_second:.0f} tokens/s")
+            state = measure(directory, plan=plan, max_lag=max_lag, repeat=repeat, steps=options.steps)
+            found[name].append(state)
+            progress(f"run {repeat + 1}, {name}: {state.tokens_per_second:.0f} tokens/s")
     return found
 
 

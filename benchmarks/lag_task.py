@@ -15,13 +15,14 @@ from workloads import END, PAD, texts, write_random_model
 
 NUM_RANKS = 2
 WARM_UP = 3  # The first steps of each run do not count.
-DISJOINT = {
-    "actor_generate": "d1@0", "reward_forward": "d1@1", "group_advantages": "d1@1", "actor_forward": "d1@1",
-    "actor_train": "d1@1",
-}  # fmt: skip
-"""Call -> layout: rank 0 generates, rank 1 scores and trains."""
-COLOCATED = dict.fromkeys(DISJOINT, "d2@0-1")
-_GENERATING = "actor_generate"
+_CALLS = ("actor_generate", "reward_forward", "group_advantages", "actor_forward", "actor_train")
+PLANS = {
+    "disjoint": dict.fromkeys(_CALLS, "d1@1") | {"actor_generate": "d1@0"},
+    "colocated": dict.fromkeys(_CALLS, "d2@0-1") | {"group_advantages": "d1@0"},
+}
+"""Name -> call -> layout: rank 0 generates and rank 1 does the rest; or both do a half of everything, except
+that a call which takes no time needs all samples on one rank."""
+_FILE = "lag.py"
 _TRAINING = "actor_train"
 _BESIDE_CALLS = ("move", "realloc", "offload")
 """Kinds of events that are no calls."""
@@ -29,13 +30,17 @@ _BESIDE_CALLS = ("move", "realloc", "offload")
 
 @dataclass(frozen=True)
 class Setting:
-    """The sizes of a model and of a step. Answers have geometric lengths, cut off at `new_tokens`."""
+    """The sizes of a model and of a step. Answers have geometric lengths, cut off at `new_tokens`.
 
-    hidden: int = 256
+    With the defaults, generation takes about as long as scoring and training: with more prompt tokens,
+    training would take longer, and with fewer rows, generation would, as it is less efficient then.
+    """
+
+    hidden: int = 128
     layers: int = 4
     prompts: int = 16
     group: int = 4
-    prompt_tokens: int = 32
+    prompt_tokens: int = 8
     mean_tokens: int = 32
     new_tokens: int = 96
     epochs: int = 1
@@ -48,22 +53,21 @@ class Setting:
         )  # fmt: skip
 
 
-def write_experiment(directory: Path, setting: Setting) -> Path:
-    """Write model, tokenizer, prompts and the experiment, and return the experiment's path."""
+def write_task(directory: Path, setting: Setting) -> Path:
+    """Write model, tokenizer, prompts, PLANS and the experiment, and return the experiment's path."""
     directory.mkdir(parents=True, exist_ok=True)
+    for name, layouts in PLANS.items():
+        calls = {call: {"layout": layout} for call, layout in layouts.items()}
+        (directory / f"{name}.yaml").write_text(yaml.safe_dump({"calls": calls}))
     write_random_model(directory, setting.model_config(), end_probability=1 / setting.mean_tokens)
     rng = random.Random(0)
     shortest, longest = setting.prompt_tokens * 3 // 4, setting.prompt_tokens * 5 // 4
     lengths = [rng.randint(shortest, longest) for _ in range(setting.prompts * 16)]
     rows = [json.dumps({"prompt": text}) + "\n" for text in texts(lengths)]
     (directory / "prompts.jsonl").write_text("".join(rows))
-    path = directory / "lag.py"
+    path = directory / _FILE
     path.write_text(_EXPERIMENT.format(task=str(directory), setting=setting))
     return path
-
-
-def write_plan(path: Path, layouts: dict[str, str]) -> None:
-    path.write_text(yaml.safe_dump({"calls": {call: {"layout": layout} for call, layout in layouts.items()}}))
 
 
 def realhf(*words: Any) -> None:
@@ -92,6 +96,16 @@ class SteadyState:
     def least_idle(self) -> float:
         """Return the idle share of the busier side."""
         return min(self.idle.values())
+
+
+def measure(directory: Path, *, plan: str, max_lag: int, repeat: int, steps: int) -> SteadyState:
+    """Run the experiment in `directory`, unless this run exists already, and return its steady state."""
+    out = directory / f"{plan}-lag-{max_lag}-run-{repeat}"
+    if not (out / "summary.json").exists():
+        realhf(
+            "run", directory / _FILE, "--nproc", NUM_RANKS, "--plan", directory / f"{plan}.yaml",
+            "--out", out, "--steps", steps, "--max-lag", max_lag)  # fmt: skip
+    return steady_state(out, steps=steps, max_lag=max_lag)
 
 
 def steady_state(run: Path, *, steps: int, max_lag: int) -> SteadyState:

@@ -40,13 +40,13 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
-    """Draw the timeline of a step, and of its neighbours if steps overlap.
+def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:
+    """Return the step of median length among those with the most kinds of events.
 
-    It is the step of median length among those with the most kinds of events.
+    Its neighbours are added if it generates on one rank while it trains on another, as only a lag allows.
     """
     by_step: dict[int, list[dict[str, Any]]] = {}
-    for event in _without_waits(events):
+    for event in events:
         by_step.setdefault(event["step"], []).append(event)
     kinds = {step: len({_label(e) for e in chosen}) for step, chosen in by_step.items()}
     spans = {
@@ -55,10 +55,16 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
         if kinds[step] == max(kinds.values())
     }
     step = sorted(spans, key=spans.__getitem__)[len(spans) // 2]
-    steps = [step]
-    if _overlap(by_step[step]):
-        steps = [number for number in range(step - 1, step + 2) if number in by_step]
-    chosen = sorted((e for number in steps for e in by_step[number]), key=lambda e: e["start"])
+    generating = [e for e in by_step[step] if e["kind"] == "generate"]
+    training = [e for e in by_step[step] if e["kind"] == "train_step"]
+    overlaps = any(g["start"] < t["end"] and t["start"] < g["end"] for g in generating for t in training)
+    return [s for s in range(step - 1, step + 2) if s in by_step] if overlaps else [step]
+
+
+def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
+    events = without_waits(events)
+    steps = steps_to_draw(events)
+    chosen = sorted((e for e in events if e["step"] in steps), key=lambda e: e["start"])
     palette = iter(matplotlib.color_sequences["tab20"])
     labels = dict.fromkeys(_label(event) for event in chosen)
     colors = {label: "0.85" if label == _MOVE else next(palette, "0.3") for label in labels}
@@ -67,7 +73,7 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
     _draw_bars(axes, chosen, colors, is_numbered=len(steps) > 1)
     handles = [Patch(color=color) for color in colors.values()]
     axes.legend(handles, list(colors), loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
-    title = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {step}"
+    title = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     axes.set(title=title, xlabel="seconds", ylabel="rank", yticks=sorted({e["rank"] for e in chosen}))
     axes.invert_yaxis()
     figure.tight_layout()
@@ -96,7 +102,7 @@ def _draw_bars(
             axes.text(start + width / 2, event["rank"], event["step"], ha="center", va="center", zorder=4)
 
 
-def _without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events, where a reallocation begins only when all ranks that send to this one have begun."""
     begins: dict[tuple[Any, ...], float] = {}
     for event in events:
@@ -114,18 +120,6 @@ def _without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _transfer(event: dict[str, Any], rank: int) -> tuple[Any, ...]:
     return event["step"], event["name"], event["transfer"], rank
-
-
-def _overlap(events: list[dict[str, Any]]) -> bool:
-    """Return whether the step trains on one rank while it generates on another, as only a lag allows."""
-    spans: dict[str, list[dict[str, Any]]] = {"generate": [], "train_step": []}
-    for event in events:
-        if event["kind"] in spans:
-            spans[event["kind"]].append(event)
-    return any(
-        one["start"] < other["end"] and other["start"] < one["end"]
-        for one in spans["generate"] for other in spans["train_step"]
-    )  # fmt: skip
 
 
 def _label(event: dict[str, Any]) -> str:
