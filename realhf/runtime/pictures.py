@@ -103,23 +103,28 @@ def _draw_bars(
 
 
 def without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events, where a reallocation begins only when all ranks that send to this one have begun."""
-    begins: dict[tuple[Any, ...], float] = {}
+    """Return the events, where reallocations begin only when the other ranks have begun, too.
+
+    A rank waits for all ranks that send to it, and for the first of those that it sends to.
+    """
+    transfers: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for event in events:
         if event["kind"] == "realloc":
-            begins[_transfer(event, event["rank"])] = event["start"]
+            transfers.setdefault(_transfer(event), {})[event["rank"]] = event
     cut = []
     for event in events:
         if event["kind"] == "realloc":
-            senders = [begins.get(_transfer(event, rank), 0.0) for rank in event["senders"]]
-            start = min(max([event["start"], *senders]), event["end"])
-            event = {**event, "start": start}
+            by_rank = transfers[_transfer(event)]
+            senders = [by_rank[rank]["start"] for rank in event["senders"] if rank in by_rank]
+            receivers = [e["start"] for e in by_rank.values() if event["rank"] in e["senders"]]
+            start = max(event["start"], *senders, min(receivers, default=event["start"]))
+            event = {**event, "start": min(start, event["end"])}
         cut.append(event)
     return cut
 
 
-def _transfer(event: dict[str, Any], rank: int) -> tuple[Any, ...]:
-    return event["step"], event["name"], event["transfer"], rank
+def _transfer(event: dict[str, Any]) -> tuple[Any, ...]:
+    return event["step"], event["name"], event["transfer"]
 
 
 def _label(event: dict[str, Any]) -> str:

@@ -22,14 +22,14 @@ def test_a_synchronous_run_shows_one_step_and_a_lagged_run_its_neighbours_too():
     assert steps_to_draw(lagged) == [2, 3, 4]
 
 
-def test_a_reallocation_is_drawn_from_when_its_senders_have_begun():
+def test_a_reallocation_is_drawn_from_when_the_others_have_begun():
     about = {"transfer": "d1@1->d1@0"}
     receiver = event(2, 0, "realloc", 1.0, 6.0, senders=[1], **about)
     sender = event(2, 1, "realloc", 5.0, 6.0, senders=[], **about)
-    of_another_step = event(3, 1, "realloc", 5.5, 5.8, senders=[], **about)
-    late = event(4, 0, "realloc", 1.0, 2.0, senders=[1], **about)
-    late_sender = event(4, 1, "realloc", 3.0, 4.0, senders=[], **about)
+    late_receiver = event(4, 0, "realloc", 3.0, 4.0, senders=[1], **about)
+    early_sender = event(4, 1, "realloc", 1.0, 3.5, senders=[], **about)
+    sender_to_none = event(5, 1, "realloc", 1.0, 2.0, senders=[], **about)
     call = event(2, 0, "generate", 6.0, 9.0)
-    events = [receiver, sender, of_another_step, late, late_sender, call]
-    assert [e["start"] for e in without_waits(events)] == [5.0, 5.0, 5.5, 2.0, 3.0, 6.0]
+    events = [receiver, sender, late_receiver, early_sender, sender_to_none, call]
+    assert [e["start"] for e in without_waits(events)] == [5.0, 5.0, 3.0, 3.0, 1.0, 6.0]
     assert receiver["start"] == 1.0  # The given events stay as they are.
