@@ -3,12 +3,13 @@
     python benchmarks/faults.py                  # 200 kills
     python benchmarks/faults.py --kills 40 --seed 1 --cases grpo-2
 
-Runs of six steps (GRPO and PPO of tiny float64 models, on two ranks with mixed layouts and in one process)
-save a checkpoint after every step. One rank or all are killed by SIGKILL: after a random time, or shortly
-after something has appeared on the disk (a part of a checkpoint, its manifest, its final name, the removal of
-an old one, an export). Then the run is resumed, killed again, and so on. When it has ended, everything that
-does not depend on the clock is compared with an uninterrupted run, byte by byte: metrics, the files of the
-last checkpoint, its manifest, exported weights, evaluation, events of the timeline.
+Runs of six steps (GRPO, PPO and asynchronous GRPO with max_lag 2, of tiny float64 models, on two ranks with
+mixed layouts and in one process) save a checkpoint after every step. One rank or all are killed by SIGKILL:
+after a random time, or shortly after something has appeared on the disk (a part of a checkpoint, its
+manifest, its final name, the removal of an old one, an export). Then the run is resumed, killed again, and so
+on. When it has ended, everything that does not depend on the clock is compared with an uninterrupted run,
+byte by byte: metrics, the files of the last checkpoint, its manifest, exported weights, evaluation, events of
+the timeline.
 
 The phases are those of the killed ranks' threads in the moment of the kill, so one kill may hit several. A
 step is repeated if metrics.jsonl had it and no checkpoint did: at most one, or two where a checkpoint is
@@ -30,7 +31,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.kills import Tally, make_case, torture, uninterrupted  # noqa: E402
 
-CASES = ("grpo-2", "ppo-2", "grpo-1", "ppo-1")
+CASES = ("grpo-2", "ppo-2", "grpo-1", "ppo-1", "async-2", "async-1")
 _MIN_HITS = 1
 _MUST_HIT = (
     "generation", "reallocation", "update", "checkpoint write", "manifest and rename", "evaluation", "export",

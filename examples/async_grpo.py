@@ -1,6 +1,6 @@
 """Asynchronous GRPO: one process generates the next answers while the other trains on the last ones.
 
-    realhf run examples/async_grpo.py --plan generate-train-2
+    realhf run examples/async_grpo.py --plan async-2
 
 The log-probs of the answers are computed again before each update (decoupled PPO, arXiv:2505.24298), as the
 weights that sampled them are up to `max_lag` updates old. Two runs give the same numbers.

@@ -27,9 +27,11 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.layout import DeviceMesh, Layout, ParallelStrategy
     from realhf.lora import LoraConfig
     from realhf.model_config import ModelConfig
+    from realhf.part_executor import Samples
     from realhf.plan import CallPlan, ExecutionPlan
     from realhf.prepare import prepare_once
     from realhf.rewards.limits import RewardLimits
+    from realhf.step_program import Pool, StepRunner
 
 _PUBLIC = {
     "algorithms.grpo": ("GRPO",),
@@ -48,8 +50,10 @@ _PUBLIC = {
     "layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "lora": ("LoraConfig",),
     "model_config": ("ModelConfig",),
+    "part_executor": ("Samples",),
     "plan": ("CallPlan", "ExecutionPlan"),
     "prepare": ("prepare_once",),
+    "step_program": ("Pool", "StepRunner"),
 }
 """Public names by the module that defines them."""
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -58,9 +62,9 @@ __all__ = [
     "AdvantageConfig", "CallPlan", "Cluster", "DataflowGraph", "DatasetConfig", "DeviceMesh",
     "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "Generate", "HostFunction",
     "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
-    "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "RewardLimits", "RewardModel", "Role",
-    "SEQUENCE", "SFT", "SamplingConfig", "Scores", "TrainStep", "ValueLoss", "Values", "graph_of",
-    "prepare_once",
+    "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "Pool", "RewardLimits", "RewardModel", "Role",
+    "SEQUENCE", "SFT", "Samples", "SamplingConfig", "Scores", "StepRunner", "TrainStep", "ValueLoss",
+    "Values", "graph_of", "prepare_once",
 ]
 __version__ = "0.1.0"
 

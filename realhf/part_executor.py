@@ -1,4 +1,7 @@
-"""PartExecutor: what a step program needs of the runtime. Free of torch."""
+"""PartExecutor: what a StepRunner needs of the rank on which it runs; and Samples, which it hands out.
+
+Free of torch.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -320,7 +320,7 @@ def _named(prompts: Sequence[int]) -> str:
     """Return prompts in words, such as "prompts 0 to 31"."""
     if len(prompts) > 2 and list(prompts) == list(range(prompts[0], prompts[-1] + 1)):
         return f"prompts {prompts[0]} to {prompts[-1]}"
-    return f"prompts {', '.join(map(str, prompts)) or 'of earlier rounds'}"
+    return f"prompts {', '.join(map(str, prompts))}" if prompts else "no new prompts"
 
 
 class Pool:

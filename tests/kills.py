@@ -31,6 +31,7 @@ PRELOAD = [
 STEPS = 6
 LAYOUTS = {
     "grpo": {"actor_generate": "d2@0-1", "ref_forward": "d1@1", "actor_train": "t2@0-1"},
+    "async": {"actor_generate": "d1@0", "ref_forward": "d1@1", "actor_train": "d1@1"},
     "ppo": {
         "actor_generate": "d2@0-1", "reward_forward": "d1@0", "ref_forward": "d1@1",
         "critic_forward": "d2@0-1", "actor_train": "t2@0-1", "critic_train": "p2@0-1",
@@ -191,7 +192,10 @@ class Case:
 def make_case(kind: str, num_ranks: int, directory: Path, **settings: Any) -> Case:
     """Write the experiment and the plan of a case; `settings` are fields of the experiment."""
     directory.mkdir(parents=True)
-    experiment = write_experiment(directory, kind, **{"steps": STEPS, **_SETTINGS, **settings})
+    if kind == "async":
+        settings = {"max_lag": 2, "work_stealing": False, **settings}
+    algorithm = "grpo" if kind == "async" else kind
+    experiment = write_experiment(directory, algorithm, **{"steps": STEPS, **_SETTINGS, **settings})
     words: list[Any] = ["run", experiment]
     if num_ranks > 1:
         words += ["--plan", write_plan(directory, LAYOUTS[kind])]
@@ -204,10 +208,10 @@ def result(out: Path) -> dict[str, Any]:
     names = [[json.loads(event).get(key) for key in ("step", "rank", "kind", "name")] for event in events]
     last = max((out / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
     manifest = json.loads((last / "manifest.json").read_text())
-    found = {key: manifest[key] for key in ("step", "sets", "versions", "ranks")}
+    found = {key: manifest[key] for key in ("step", "sets", "versions", "run", "ranks")}
     found |= {"metrics": untimed(out / "metrics.jsonl"), "eval": read_jsonl(out / "eval.jsonl")}
     found["events"] = sorted(map(str, names))
-    for path in [*last.glob("rank_*"), *out.glob("hf/step_*/**/*.safetensors")]:
+    for path in [*last.glob("rank_*"), *last.glob("samples_*"), *out.glob("hf/step_*/**/*.safetensors")]:
         found[str(path.relative_to(out))] = hashlib.sha256(path.read_bytes()).hexdigest()
     summary = json.loads((out / "summary.json").read_text())
     return found | {key: summary[key] for key in ("eval_first", "eval_last", "steps")}

@@ -1,18 +1,20 @@
 """README and docs: generated pages are up to date, and every command and every snippet works."""
 
 import ast
+import inspect
 import re
 import runpy
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from realhf import families
+from realhf import Experiment, families
 from realhf.cli.main import main
 from tests.cli.test_plan import write_profile
 from tests.cli_tools import REALHF, REPO, Command
@@ -20,7 +22,7 @@ from tests.families import CASES
 
 DOCS = REPO / "docs"
 PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
-GUIDES = [DOCS / f"{name}.md" for name in ("experiments", "lora", "plans", "reallocation")]
+GUIDES = [DOCS / f"{name}.md" for name in ("experiments", "lora", "plans", "reallocation", "step-programs")]
 PLACEHOLDER = re.compile(r'"path/to/[\w-]+"')
 MODEL = "runs/sft/hf/step_700"
 DOWNLOAD = "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-Instruct"
@@ -176,6 +178,8 @@ PREPARES = "from realhf import prepare_once"
 FAMILY = '"olmo2": Family('
 SIGNATURE = "def reward("
 LIMITS = "from realhf import RewardLimits"
+DYNAMIC = "def parts(self, graph)"
+LAGGED = "due = run.batch"
 
 
 @pytest.mark.parametrize("beginning", ACTORS)
@@ -190,7 +194,7 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 
 def test_every_snippet_of_python_is_tried():
-    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS)
+    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
     compile(snippet(beginning=SIGNATURE), "docs", "exec")
@@ -201,6 +205,14 @@ def test_the_limits_of_rewards_are_a_field_of_the_first_experiment(workplace, ca
     path = workplace / "limited.py"
     path.write_text(text + "\nexperiment.reward_limits = reward_limits\n")
     assert main(["check", str(path)]) == 0, capsys.readouterr().err
+
+
+def test_the_step_programs_shown_are_those_that_run():
+    assert textwrap.indent(snippet(beginning=DYNAMIC), "    ") in (REPO / "examples/dapo.py").read_text()
+    lines = [line for line in snippet(beginning=LAGGED).splitlines() if line]
+    source = inspect.getsource(Experiment.step)
+    places = [source.index(line) for line in lines]
+    assert places == sorted(places)
 
 
 def test_the_plan_by_hand_is_sound(workplace, capsys):

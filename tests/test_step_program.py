@@ -12,8 +12,9 @@ from realhf.calls import HostFunction
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.part_executor import Samples
 from realhf.runtime.dry_trace import checked_parts, step_runner, try_step_program
-from realhf.step_program import Samples, StepRunner
+from realhf.step_program import StepRunner
 
 GRAPH = DataflowGraph(
     (
@@ -123,7 +124,7 @@ def test_every_prompt_is_trained_once_at_the_ages_of_the_lag(lag, rounds):
         assert runner.number == steps + lag
         forgotten = [prompt for event in recorder.events if event[0] == "forget" for prompt in event[1]]
         assert sorted(forgotten) == list(range(steps * size))
-        handed_out = [text for _, text, _ in recorder.notes if text.startswith("prompts")]
+        handed_out = [text for _, text, _ in recorder.notes if text.startswith("take ")]
         assert len(handed_out) == steps
 
 
@@ -260,14 +261,16 @@ MISUSE = {
     "send without run": (
         lambda run: run.send("rollout", run.prompts(1)), r"run.send\('rollout'\) and then not run"),
     "send twice": (
-        lambda run: [run.send("rollout", run.prompts(1)) for _ in "ab"], "what was sent before has to be run"),
+        lambda run: [run.send("rollout", run.prompts(1)) for _ in "ab"],
+        "what was sent before has to be run"),
     "run on others": (
         lambda run: [run.send("rollout", run.prompts(1)), run("rollout", run.prompts(1))],
         "'rollout' on other samples than"),
     "run on none": (
         lambda run: [run.send("rollout", run.prompts(1)), run("rollout", None)],
         "'rollout' on other samples than"),
-    "inputs made anew after send": (_score_anew_after_send, "run.send.'train'.*'score'"),
+    "inputs made anew after send": (
+        _score_anew_after_send, r"runs part 'score' after run.send\('train'\) has sent what it made"),
     "state of objects": (lambda run: run.state.update(x=object()), "run.state must hold JSON values only"),
     "circular state": (_circle, "run.state must hold JSON values only"),
     "state that is no dict": (lambda run: setattr(run, "state", [1]), "run.state must be a dict"),
@@ -340,6 +343,22 @@ def test_unfinished_rows_cannot_be_begun_again():
 
     with pytest.raises(UserError, match="needs the key 'ids' of part 'rollout', which has not run on prompt"):
         run_all(anew, steps=3, max_lag=2)
+
+
+def test_rows_that_begin_late_are_kept_until_they_have_been_used():
+    """The samples of a batch are kept for two steps, and those of unfinished rows for as long as it takes."""
+
+    def program(run):
+        if run.number == 0:
+            run.prompts(2)
+        done = run("rollout", run.batch(0) if run.number == 2 else None)
+        assert (done is not None) == (run.number == 4)
+        run("score", done)
+        run("train", done)
+
+    recorder, _ = run_all(program, steps=4, max_lag=2, rounds=3)
+    assert [event[0] + str(event[1]) for event in recorder.events if event[1]] == [
+        *["runrollout"] * 3, "runscore", "runtrain", "forget(0, 1)"]
 
 
 def test_state_is_the_same_with_and_without_a_restart():
@@ -473,11 +492,7 @@ def random_step(seed: int):
     def step(run):
         rng = random.Random(f"{seed}/{run.number}/{run.state.get('sum')}")
         waiting, replay = run.pool("waiting"), run.pool("replay", keeps=True)
-        if rng.random() < 0.8:
-            new = run.prompts(rng.randint(1, 4))
-        else:
-            new = None
-        done = run("rollout", new)
+        done = run("rollout", run.prompts(rng.randint(1, 4)) if rng.random() < 0.8 else None)
         if done:
             if rng.random() < 0.5:
                 run.send("score", done)
@@ -531,13 +546,14 @@ def test_the_digest_tells_runs_apart():
     def program(run):
         batch = run_scored(run)
         if run.number == 1:
-            run.state["rank"] = rank
+            run.state["rank"] = next(ranks)
         else:
             run.state.pop("rank", None)
         run("train", batch)
 
+    ranks = iter((0, 1))
     digests = []
-    for rank in (0, 1):
+    for _ in range(2):
         recorder, _ = run_all(program, steps=4)
         digests.append([digest for *_, digest in recorder.notes])
     same = [a == b for a, b in zip(*digests, strict=True)]
@@ -572,7 +588,7 @@ def test_the_trial_returns_the_operations_of_a_run(lag):
 def _until_full(run):
     pool = run.pool("p")
     while len(pool) < 4:
-        pool.add(run("rollout", run.prompts(1)) and run_scored(run), where="judge")
+        pool.add(run_scored(run), where="judge")
 
 
 def _until_complete(run):
@@ -587,10 +603,10 @@ def _until_agreed(run):
         pass
 
 
-@pytest.mark.parametrize("program", [_until_full, _until_complete, _until_agreed])
-def test_the_trial_finds_endless_loops(program):
+@pytest.mark.parametrize(("program", "lag"), [(_until_full, 0), (_until_complete, 2), (_until_agreed, 0)])
+def test_the_trial_finds_endless_loops(program, lag):
     with pytest.raises(UserError, match=r"step\(\) has not ended after 10000 operations, the last: "):
-        try_step_program(Toy(program=program, max_lag=2, steps=3), GRAPH)
+        try_step_program(Toy(program=program, max_lag=lag, steps=3), GRAPH)
 
 
 def test_the_trial_finds_what_fails_when_everything_is_filtered():
@@ -609,7 +625,8 @@ PARTS_REFUSED = {
     "duplicate in one part": (PARTS | {"train": ("prepare", "train", "train")}, "'train' 2 times"),
     "unknown": (PARTS | {"more": ("critic",)}, "lists the call 'critic': there are generate, judge, "),
     "cyclic": (
-        {"a": ("generate", "train"), "b": ("judge", "logprobs", "prepare")}, "need one another: (a -> b -> a|b -> a -> b)"),
+        {"a": ("generate", "train"), "b": ("judge", "logprobs", "prepare")},
+        "need one another: (a -> b -> a|b -> a -> b)"),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from realhf import GRPO
 
 @dataclass
 class Dynamic(GRPO):
-    max_rounds: int = 3
+    max_rounds: int = 2
 
     def parts(self, graph):
         sample = ("actor_generate", "reward_forward", "group_advantages")

@@ -153,6 +153,7 @@ class Engine(ABC):
         gets at most `budget` tokens (None: as many as the call allows), which are of this `version`. If the
         call keeps its cache in rounds, the engine holds the unfinished samples itself; others may be passed.
         """
+        assert call.kind == "generate" or budget is None, f"{call.name}: only generation has rounds"
         work = call.work
         minibatches = [batch.to(self.groups.world.device) for batch in minibatches]
         if call.kind == "train_step":
@@ -162,7 +163,8 @@ class Engine(ABC):
             return CallResult(Batch([]), metrics)
         (batch,) = minibatches
         if call.kind == "generate":
-            round_ = Round(Batch([]) if unfinished is None else unfinished, budget, version)
+            rows = Batch([]) if unfinished is None or not unfinished.ids else unfinished.pick(call.outputs)
+            round_ = Round(rows, budget, version)
             ended, goes_on = self._generate(call, work, batch, round_, report)
             return CallResult(ended, {}, goes_on)
         columns = self._forward(call, work, batch, micro_batch_tokens, report)
@@ -170,8 +172,11 @@ class Engine(ABC):
 
     @abstractmethod
     def flush_cache(self, call: str) -> None:
-        """Free the cache that a call keeps between rounds, if there is one; the next round computes its
-        samples again. All ranks of the layout call this between the same rounds."""
+        """Free the cache that a call keeps between rounds, if there is one, with the samples in it.
+
+        The next round must be given these samples again. All ranks of the layout call this between the same
+        rounds.
+        """
 
     def _forward(
         self, call: FunctionCall, work: Any, batch: Batch, max_tokens: int, report: Report

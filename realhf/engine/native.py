@@ -94,8 +94,7 @@ class NativeEngine(Engine):
         return rows[slice(*even_split(len(rows), self.groups.cp.size, self.groups.cp.index))]
 
     def flush_cache(self, call: str) -> None:
-        if call in self._kept:
-            self._kept[call][0].release()
+        self._kept.pop(call, None)
 
     def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Return micro-batches, equally many on all ranks of an ep group, which pass through the experts

@@ -18,7 +18,7 @@ from realhf.inference.kv_cache import KVCache
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
 from realhf.inference.sampling import for_vocabulary, sample
-from realhf.inference.scheduler import Chunk, Prompt, Scheduler, Step
+from realhf.inference.scheduler import Chunk, ParkedRow, Prompt, Scheduler, Step
 from realhf.nn.packed import Segment
 from realhf.nn.transformer import Transformer
 
@@ -64,7 +64,7 @@ class Cohort:
 
         Any of the groups that are `waiting` may come out of the queue.
         """
-        rows = [] if self._kept is None else self._kept.rows
+        rows = [] if self._kept is None else [row for row in self._kept.rows if not row.waits]
         possible = [*(row.group for row in rows), *self._begun, *waiting]
         if not possible:
             return
@@ -81,10 +81,13 @@ class Cohort:
             self._cache = self._kept.cache
         assert self._cache is not None
         self._tables = sizes.tables(blocks.num_blocks)
-        parked = [row.as_parked(self.samples.add(row.group).samples[0]) for row in rows]
+        continued = [row.continue_in(self.samples) for row in rows]
+        parked = [row for row in continued if isinstance(row, ParkedRow)]
         self.samples.set_last_tokens([row.sample for row in parked])
+        prompts = [row for row in continued if isinstance(row, Prompt)]
+        prompts += [self.samples.add(group) for group in self._begun]
         self._scheduler = Scheduler(
-            [self.samples.add(group) for group in self._begun], tables=self._tables,
+            prompts, tables=self._tables,
             history=self.samples.history, prefill_tokens=work.prefill_tokens,
             restart_at=self._model.rope_boundary, more=self._take_prompt, blocks=blocks, parked=parked)
         if record is not None:
@@ -157,7 +160,7 @@ class Cohort:
 
     def _prefill_segments(self, step: Step) -> Iterator[Segment]:
         size = self._tables.block_size
-        if (chunk := step.continued) is not None:
+        for chunk in step.continued:
             yield ChunkedPrefill(
                 self._integers(chunk.cache_positions(size)), num_tokens=len(chunk.tokens),
                 longest=len(chunk.prompt.tokens))
@@ -176,7 +179,8 @@ class Cohort:
             self._scheduler.update(ended)
             return
         stopped = (sample for sample, end in zip(step.samples, ended, strict=True) if end)
-        parks = {sample for sample in stopped if self.samples.goes_on(sample)}
+        in_turns = self._kept.in_turns
+        parks = {sample for sample in stopped if self.samples.may_go_on(sample, in_turns=in_turns)}
         self._copy(self._scheduler.update(ended, parks=parks))
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -9,7 +9,8 @@ part in the passes of the others with an empty batch.
 Prompts that do not begin at once wait in a queue, from which all cohorts of all replicas take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -36,13 +37,18 @@ class Generation:
     stay cached, and the object continues these samples by itself, on the cohort on which they began. Without
     it, `take` hands unfinished samples over; `resume` brings samples back, whose tokens are all computed
     again.
+
+    With `in_turns` (which needs `keeps`), an end-of-sequence token ends a turn of its sample. The sample is
+    then parked: its tokens stay cached until an environment adds more by `append`, or ends it by `drop`.
     """
 
     def __init__(
-        self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit, keeps: bool = False
-    ) -> None:
+        self, model: Transformer, work: Generate, *, stream: str, limit: CacheLimit, keeps: bool = False,
+        in_turns: bool = False,
+    ) -> None:  # fmt: skip
         """Each `stream` (the call's name) has its own random numbers. If `work` does not limit the KV cache,
         `limit` does. Raises UserError if the model cannot keep its cache."""
+        assert keeps or not in_turns, "samples in turns need a cache that is kept"
         if keeps and model.rope_boundary is not None:
             raise UserError(
                 f"{stream}: cache_on_update is 'keep', but a longrope model must compute its cache again at "
@@ -55,6 +61,7 @@ class Generation:
         self._resumed: list[PromptGroup] = []
         self._kept: list[KeptCache] | None = [] if keeps else None
         """One cache for each cohort, once there are any."""
+        self._in_turns = in_turns
         self._block_size: int | None = None
         self._made: list[RolloutBuffer] = []
 
@@ -66,6 +73,16 @@ class Generation:
         """Add samples of earlier rounds, one in each group; their tokens are computed again."""
         self._resumed += rows
 
+    def append(self, sample: int, tokens: Sequence[int]) -> None:
+        """Add an environment's tokens to an unfinished sample; they are computed before its next token."""
+        is_here = any(cache.append(sample, tokens) for cache in self._kept or [])
+        assert is_here, f"sample {sample} is not kept here"
+
+    def drop(self, samples: Collection[int]) -> None:
+        """End samples, whose cached tokens are not needed any more."""
+        for cache in self._kept or []:
+            cache.drop(samples)
+
     def advance(self, queue: PromptQueue, *, budget: int | None = None, report: Report = no_report) -> None:
         """Run one round, in which every sample gets at most `budget` tokens (None: as many as `work` allows).
 
@@ -74,9 +91,12 @@ class Generation:
         which prompts move, or on all replicas.
         """
         limits = self._agree_on_limits(queue, budget)
-        parts = self._split(limits.num_cohorts)
         kept: Sequence[KeptCache | None] = [None] * limits.num_cohorts
-        if self._kept is not None:
+        if self._kept is None:
+            parts = _split(self._resumed, self._new, num_parts=limits.num_cohorts)
+        else:
+            self._kept = self._kept or [KeptCache(in_turns=self._in_turns) for _ in kept]
+            parts = _deal([*self._resumed, *self._new], [len(cache.rows) for cache in self._kept])
             self._check_kept(parts, limits)
             kept = self._kept
         num_own = sum(len(cache.rows) for cache in kept if cache is not None)
@@ -112,6 +132,7 @@ class Generation:
 
     def release(self) -> None:
         """Free the caches. The samples that they held are computed again in the next round."""
+        assert not self._in_turns, "parked samples would go on"
         self._resumed += [row.group for cache in self._kept or [] for row in cache.rows]
         self._kept = None if self._kept is None else []
         self._block_size = None
@@ -139,23 +160,6 @@ class Generation:
             limits.check(model.config.num_positions)
         return limits
 
-    def _split(self, num_parts: int) -> list[list[PromptGroup]]:
-        """Split new and resumed samples among the cohorts: equally, or so that their rows become equally
-        many."""
-        if self._kept is not None:
-            self._kept = self._kept or [KeptCache() for _ in range(num_parts)]
-            rows = [*self._resumed, *self._new]
-            counts = _level([len(cache.rows) for cache in self._kept], len(rows))
-            starts = [sum(counts[:i]) for i in range(num_parts)]
-            return [
-                join_equal(rows[start : start + count]) for start, count in zip(starts, counts, strict=True)]
-        parts = []
-        for i in range(num_parts):
-            old, new = (
-                rows[slice(*even_split(len(rows), num_parts, i))] for rows in (self._resumed, self._new))
-            parts.append([*join_equal(old), *join_equal(new)])
-        return parts
-
     def _check_kept(self, parts: Sequence[Sequence[PromptGroup]], limits: GenerationLimits) -> None:
         """Raise UserError on all replicas if the rows of one of them do not fit in its cache."""
         assert self._kept is not None
@@ -175,25 +179,24 @@ class Generation:
         self._block_size = limits.block_size if any(needed) else self._block_size
 
 
-def generate(
-    model: Transformer, work: Generate, queue: PromptQueue, prompts: Sequence[PromptGroup],
-    *, stream: str, limit: CacheLimit, report: Report = no_report, unfinished: Sequence[PromptGroup] = (),
-    budget: int | None = None,
-) -> tuple[list[int], list]:
-    """Run one round with new samples and with those that are `unfinished` (see Generation)."""
-    generation = Generation(model, work, stream=stream, limit=limit)
-    generation.submit(prompts)
-    generation.resume(unfinished)
-    generation.advance(queue, budget=budget, report=report)
-    return generation.take()
+def _split(
+    unfinished: Sequence[PromptGroup], new: Sequence[PromptGroup], *, num_parts: int
+) -> list[list[PromptGroup]]:
+    """Split unfinished samples, and new ones, into equal parts."""
+    parts = []
+    for i in range(num_parts):
+        old, fresh = (rows[slice(*even_split(len(rows), num_parts, i))] for rows in (unfinished, new))
+        parts.append([*join_equal(old), *join_equal(fresh)])
+    return parts
 
 
-def _level(counts: Sequence[int], number: int) -> list[int]:
-    """Return how many of `number` items to add to each count, so that the sums are as equal as possible."""
+def _deal(rows: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[PromptGroup]]:
+    """Deal samples to cohorts that have `counts` rows, so that these become as equal as possible."""
     sums = list(counts)
-    for _ in range(number):
+    for _ in rows:
         sums[sums.index(min(sums))] += 1
-    return [total - count for total, count in zip(sums, counts, strict=True)]
+    stops = list(accumulate(total - count for total, count in zip(sums, counts, strict=True)))
+    return [join_equal(rows[start:stop]) for start, stop in pairwise([0, *stops])]
 
 
 def _progress(parts: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:

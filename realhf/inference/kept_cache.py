@@ -1,36 +1,48 @@
 """KeptCache: the keys and values of unfinished samples between the rounds of a generation."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from realhf.inference.block_manager import BlockManager
 from realhf.inference.kv_budget import GenerationLimits
 from realhf.inference.kv_cache import KVCache
 from realhf.inference.rollout_buffer import PromptGroup, RolloutBuffer
-from realhf.inference.scheduler import ParkedRow
+from realhf.inference.scheduler import ParkedRow, Prompt
 from realhf.kv_blocks import num_blocks
 from realhf.nn.transformer import Transformer
 
 
 @dataclass(frozen=True)
 class KeptRow:
-    """An unfinished sample with all of its tokens, and its blocks."""
+    """An unfinished sample with all of its tokens, and its blocks; `waits` says that its turn has ended, and
+    that an environment must add tokens before it goes on."""
 
     group: PromptGroup
     parked: ParkedRow
+    waits: bool = False
 
-    def as_parked(self, sample: int) -> ParkedRow:
-        """Return the blocks under the sample's number in the next round."""
-        return replace(self.parked, sample=sample)
+    def continue_in(self, samples: RolloutBuffer) -> ParkedRow | Prompt:
+        """Add the sample to a round; return it as a row, or as a prompt if several tokens are not cached."""
+        prompt = samples.add(self.group)
+        parked = self.parked
+        if parked.num_cached == len(prompt.tokens) - 1:
+            return replace(parked, sample=prompt.samples[0])
+        prompt.blocks = list(parked.blocks)
+        prompt.num_cached = parked.num_cached
+        prompt.num_shared = parked.num_shared
+        prompt.num_started = parked.ordinal
+        return prompt
 
 
 class KeptCache:
     """The cache of one cohort, and the rows whose blocks it holds between rounds.
 
-    A row begins only if there are blocks for all of its tokens, so that no row ever loses its blocks.
+    A row begins only if there are blocks for all of its tokens, so that no row ever loses its blocks. With
+    `in_turns`, rows whose turns have ended stay, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_turns: bool) -> None:
+        self.in_turns = in_turns
         self.rows: list[KeptRow] = []
         self.blocks = BlockManager(0)
         self.cache: KVCache | None = None
@@ -63,5 +75,23 @@ class KeptCache:
         self.blocks.grow(max(needed, self.blocks.num_blocks))
 
     def keep(self, parked: Sequence[ParkedRow], samples: RolloutBuffer) -> None:
-        """Replace the rows by those that a round leaves unfinished."""
-        self.rows = [KeptRow(samples.as_group(row.sample), row) for row in parked]
+        """Replace the rows of a round by those that it leaves unfinished."""
+        left = [
+            KeptRow(samples.as_group(row.sample), row, bool(samples.finished[row.sample])) for row in parked]
+        self.rows = [*(row for row in self.rows if row.waits), *left]
+
+    def append(self, sample: int, tokens: Sequence[int]) -> bool:
+        """Add an environment's tokens to a row; return whether it is here."""
+        for i, row in enumerate(self.rows):
+            if row.group.ids == [sample]:
+                group = row.group._replace(tokens=[*row.group.tokens, *tokens])
+                self.rows[i] = replace(row, group=group, waits=False)
+                return True
+        return False
+
+    def drop(self, samples: Collection[int]) -> None:
+        """Free the blocks of rows that end without further tokens."""
+        for row in self.rows:
+            if row.group.ids[0] in samples:
+                self.blocks.release(row.parked.blocks)
+        self.rows = [row for row in self.rows if row.group.ids[0] not in samples]

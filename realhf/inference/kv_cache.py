@@ -44,10 +44,6 @@ class KVCache:
             len(model.blocks), (num_blocks, block_size, heads, dim), value_dim=value_dim,
             dtype=model.flat.dtype, device=model.flat.device)
 
-    @property
-    def num_blocks(self) -> int:
-        return self.layers[0].shape[1] if self.layers else 0
-
     def grow(self, num_blocks: int) -> None:
         """Add empty blocks, so that there are `num_blocks` in all. Each layer is copied in turn."""
         for i, old in enumerate(self.layers):

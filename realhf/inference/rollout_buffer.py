@@ -105,10 +105,11 @@ class RolloutBuffer:
         num_drawn = int(self.num_drawn[number] + self.lengths[number])
         return PromptGroup(self.history(number), [int(self.ids[number])], num_drawn)
 
-    def goes_on(self, number: int) -> bool:
-        """Return whether a sample may get tokens in later rounds."""
+    def may_go_on(self, number: int, *, in_turns: bool) -> bool:
+        """Return whether a sample may get tokens in later rounds; `in_turns`, an end-of-sequence token ends
+        only its turn."""
         drawn = self.num_drawn[number] + self.lengths[number]
-        return not self.finished[number] and drawn < self._max_new_tokens
+        return (in_turns or not self.finished[number]) and drawn < self._max_new_tokens
 
     def set_last_tokens(self, numbers: Sequence[int]) -> None:
         """Write the last token before the round of these samples, which continue from a cache."""

@@ -19,7 +19,11 @@ from realhf.kv_blocks import num_blocks
 
 @dataclass(eq=False)
 class Prompt:
-    """Tokens that are prefilled once, and the samples that continue them."""
+    """Tokens that are prefilled once, and the samples that continue them.
+
+    The tokens of a parked row, to which an environment has added some, are a prompt, too: the first
+    `num_cached` of them are in its blocks, of which it shares the first `num_shared` with other rows.
+    """
 
     tokens: list[int]
     samples: list[int]
@@ -27,6 +31,7 @@ class Prompt:
     num_cached: int = 0
     waiting: list[int] = field(default_factory=list)  # Samples that have their first token, but no slot.
     num_started: int = 0
+    num_shared: int = 0
 
     def __post_init__(self) -> None:
         # An empty prompt has no hidden state: its samples would continue the token of another prompt.
@@ -59,7 +64,7 @@ class Chunk:
 class Step:
     """Copies of blocks, and then one pass in which all rows decode and chunks of prompts are prefilled.
 
-    A chunk that continues a prompt comes before those that begin one.
+    Chunks that continue a prompt come before those that begin one.
     """
 
     copies: list[tuple[int, int]]  # Block to copy from, block to copy to.
@@ -67,14 +72,14 @@ class Step:
     chunks: list[Chunk]
 
     @property
-    def continued(self) -> Chunk | None:
-        """The chunk that continues a prompt, if there is one."""
-        return self.chunks[0] if self.chunks and self.chunks[0].start > 0 else None
+    def continued(self) -> list[Chunk]:
+        """The chunks that continue a prompt."""
+        return [chunk for chunk in self.chunks if chunk.start > 0]
 
     @property
     def fresh(self) -> list[Chunk]:
         """The chunks that begin their prompts."""
-        return self.chunks if self.continued is None else self.chunks[1:]
+        return [chunk for chunk in self.chunks if chunk.start == 0]
 
     @property
     def last_tokens(self) -> list[int]:
@@ -97,7 +102,7 @@ class Step:
 class ParkedRow:
     """The blocks of a sample that has no slot, and how it shares them (see BlockTables.start).
 
-    All of its tokens but the last are cached.
+    Its first `num_cached` tokens are cached: all but the last, unless an environment adds some.
     """
 
     sample: int
@@ -121,7 +126,8 @@ class Scheduler:
         is called for another prompt, until it returns None.
 
         `blocks` are those of a cache that is kept, in which the rows that were `parked` have their blocks;
-        None: all blocks are free. These rows go on first."""
+        None: all blocks are free. These rows go on first. There must then be enough blocks for all rows, as
+        those of parked rows are not taken away."""
         self._queue = deque(prompts)
         self._more = more
         self._history = history
@@ -204,7 +210,8 @@ class Scheduler:
 
     def _num_shared(self, prompt: Prompt) -> int:
         """Return how many blocks the rows of a prompt share."""
-        return len(prompt.tokens) // self._tables.block_size if len(prompt.samples) > 1 else 0
+        is_shared = len(prompt.samples) > 1
+        return len(prompt.tokens) // self._tables.block_size if is_shared else prompt.num_shared
 
     def _stop(self, slot: int) -> int:
         """Remove the row from the slot and return its sample."""
@@ -308,7 +315,8 @@ class Scheduler:
             left = len(prompt.tokens) - prompt.num_cached
             if chunks and left > budget:  # A prompt is split only if it is too long for any pass.
                 break
-            if not prompt.blocks and not self._admit(prompt, num_rows):
+            needs = num_blocks(len(prompt.tokens), self._tables.block_size) - len(prompt.blocks)
+            if needs > 0 and not self._admit(prompt, num_rows, needs=needs):
                 break
             take = min(left, budget)
             chunks.append(Chunk(prompt, prompt.num_cached, prompt.num_cached + take))
@@ -317,7 +325,7 @@ class Scheduler:
             num_rows += len(prompt.samples)
             if prompt.num_cached == len(prompt.tokens):
                 self._queue.popleft()
-        # Attention batches neighbours of equal length; a chunk that continues a prompt stays first.
+        # Attention batches neighbours of equal length; chunks that continue a prompt stay first.
         return sorted(chunks, key=lambda chunk: (chunk.start == 0, chunk.stop))
 
     def _fetch(self, num_rows: int) -> bool:
@@ -330,17 +338,16 @@ class Scheduler:
             self._queue.append(prompt)
         return bool(self._queue)
 
-    def _admit(self, prompt: Prompt, num_rows: int) -> bool:
-        """Allocate blocks for the prompt and return True, if a slot is free and enough blocks remain to give
-        one more to each of its samples that gets a slot."""
+    def _admit(self, prompt: Prompt, num_rows: int, *, needs: int) -> bool:
+        """Allocate blocks that the prompt still needs and return True, if a slot is free and enough blocks
+        remain to give one more to each of its samples that gets a slot."""
         free_slots = self._tables.num_slots - num_rows
         size = self._tables.block_size
         is_shared = len(prompt.samples) > 1
-        needs = num_blocks(len(prompt.tokens), size)
         wants = needs + (min(len(prompt.samples), free_slots) if is_shared else 0)
         if num_rows > 0 and (free_slots <= 0 or self.blocks.num_free < wants):
             return False
         num_shared = len(prompt.tokens) // size if is_shared else 0
-        prompt.blocks = self.blocks.allocate(num_shared, to_share=True)
+        prompt.blocks += self.blocks.allocate(num_shared, to_share=True)
         prompt.blocks += self.blocks.allocate(needs - num_shared)
         return True

@@ -20,7 +20,7 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
         work = problem.workloads[call.name]
         for producer in filter(None, map(problem.graph.producer, call.inputs)):
             j = index[producer.name]
-            is_late = i < j or (producer.name in problem.ahead and call.name not in problem.ahead)
+            is_late = producer.name in problem.ahead and call.name not in problem.ahead
             num_tokens = work.num_samples * work.tokens
             (late_data if is_late else data)[i, j] = rates.samples(num_tokens * SAMPLE_BYTES)
         if call.kind == "generate" and work.rounds > 1:

@@ -8,7 +8,7 @@ over the control group.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Outbox
@@ -39,7 +39,10 @@ class Source:
 
 @dataclass(frozen=True)
 class _Arrived:
-    """The samples of one Source after they have come to the ranks `holders`; `batch` is this rank's part."""
+    """The samples of one Source after they have come to the ranks `holders`; `batch` is this rank's part.
+
+    It may have no columns, if a head has none since a restart; those of the first holder are known.
+    """
 
     holders: tuple[int, ...]
     batch: Batch | None
@@ -96,7 +99,7 @@ class Exchange:
     ) -> list[Batch]:
         """Return this rank's samples, one Batch per mini-batch. Every rank of the target calls this."""
         inputs = [self._collect(source, target) for source in sources]
-        costs, located = self._locate(inputs, target, tag, routing)
+        costs, located, inputs = self._locate(inputs, target, tag, routing)
         assignment = assign(costs, dp=target.dp, routing=routing)
         shards = [[s for minibatch in assignment for s in minibatch[dp]] for dp in range(target.dp)]
         wanted = {rank: shards[target.coordinate(rank).dp] for rank in target.ranks}
@@ -123,18 +126,25 @@ class Exchange:
 
     def _locate(
         self, inputs: Sequence[_Arrived], target: Layout, tag: int, routing: Routing
-    ) -> tuple[dict[int, float], list[Locations]]:
-        """Return costs of samples (tokens of their longest column, at least 1) and locations by input."""
+    ) -> tuple[dict[int, float], list[Locations], list[_Arrived]]:
+        """Return costs of samples (tokens of their longest column, at least 1) and locations by input.
+
+        Return the inputs, too, with a holder that has columns as the first of each, if there is one.
+        """
         holders = sorted({holder for arrived in inputs for holder in arrived.holders})
-        mine = [None if arrived.batch is None else _costs(arrived.batch) for arrived in inputs]
+        mine = [_costs(batch) if batch is not None and batch.fields else None
+                for batch in (arrived.batch for arrived in inputs)]  # fmt: skip
         if self._rank in holders:
             others = [rank for rank in target.ranks if rank != self._rank]
             self._outbox.add(self._control.send_json(mine, others, tag=tag))
         costs: dict[int, float] = {}
         located: list[Locations] = [{} for _ in inputs]
+        with_columns: list[set[int]] = [set() for _ in inputs]
         for holder in holders:
             theirs = mine if holder == self._rank else self._control.recv_json(holder, tag=tag)
-            for where, part in zip(located, theirs, strict=True):
+            for where, known, part in zip(located, with_columns, theirs, strict=True):
+                if part is not None:
+                    known.add(holder)
                 for index, (sample_id, cost) in enumerate(part or ()):
                     where[sample_id] = (holder, index)
                     costs[sample_id] = max(costs.get(sample_id, 1.0), cost)
@@ -143,7 +153,11 @@ class Exchange:
                 costs = {sample_id: cost for sample_id, cost in costs.items() if sample_id in where}
             else:
                 assert where.keys() == costs.keys(), "two inputs have different samples"
-        return dict.fromkeys(costs, 1.0) if routing.by_rows else costs, located
+        ordered = [
+            replace(arrived, holders=tuple(sorted(arrived.holders, key=lambda holder: holder not in known)))
+            for arrived, known in zip(inputs, with_columns, strict=True)
+        ]  # fmt: skip
+        return dict.fromkeys(costs, 1.0) if routing.by_rows else costs, located, ordered
 
     def _send_wanted(
         self, arrived: _Arrived, where: Locations, wanted: dict[int, list[int]], tag: int

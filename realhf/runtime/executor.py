@@ -69,12 +69,15 @@ class Executor:
         self._record = StepRecord()
         self._is_last = False
         self._last_read: tuple[tuple[int, ...], Batch] | None = None
-        self._updates: Mapping[str, int] = {}
+        self._updates: dict[str, int] = {}
+        """Train steps of each role before the call that runs."""
         self._operation = 0
         self._waited = 0.0
         """Seconds that this rank has waited for inputs and weights since its last call."""
         actions = [action for part in parts.values() for action in part]
         self._trains = any(isinstance(action, Reallocate) and action.ahead for action in actions)
+        self._without_rows = {action.call.name for action in actions if isinstance(action, Redistribute)}
+        """The calls whose unfinished rows the engine does not hold, and is to be given."""
         self._calls = {action.call.name: action for action in actions if isinstance(action, Run)}
 
     def begin_step(self, *, is_last: bool = False) -> None:
@@ -95,7 +98,7 @@ class Executor:
     ) -> None:  # fmt: skip
         """Run a part on the samples of some prompts, see `part_executor.PartExecutor`."""
         self._operation = operation
-        self._updates = self._context.updates = updates or {}
+        self._updates = self._context.updates = dict(updates or {})
         actions = self._parts[part]
         samples = self._samples_of(prompts)
         calls = [action.call.name for action in actions if isinstance(action, Run)]
@@ -136,6 +139,14 @@ class Executor:
         """Free the memory of these samples."""
         self.samples.forget(self._samples_of(prompts).ids)
 
+    def flush_caches(self) -> None:
+        """Free caches that are kept between rounds, as a run that continues from a checkpoint has none."""
+        for name in {action.call.name for action in self._calls.values() if self._is_in_rounds(action.call)}:
+            run = self._calls[name]
+            if run.call.role is not None and self._world.rank in run.layout:
+                self._models.engines[run.call.role, run.layout].flush_cache(name)
+            self._without_rows.add(name)
+
     def note(self, number: int, text: str, digest: str) -> None:
         """Tell the watcher what operation follows, and the digest of all operations so far."""
         if self._note is not None:
@@ -163,6 +174,7 @@ class Executor:
                 self.samples.put(call.name, made)
         if call.kind == "train_step" and call.role is not None:
             self._models.updated(call.role)
+            self._updates[call.role] = self._updates.get(call.role, 0) + 1
 
     def _send(self, action: Send, samples: "_Chosen") -> None:
         rank = self._world.rank
@@ -182,9 +194,12 @@ class Executor:
                 sources, action.target, routing, tag=action.tag)
 
     def _redistribute(self, action: Redistribute) -> None:
-        """Deal the unfinished rows of a generating call anew, as many to each replica."""
+        """Deal the unfinished rows of a generating call anew, as many to each replica.
+
+        The engine of a call that keeps its cache holds them already, except after `flush_caches`.
+        """
         name = action.call.name
-        if self._world.rank not in action.layout:
+        if self._world.rank not in action.layout or name not in self._without_rows:
             return
         mine = None
         if self._world.rank in action.layout.heads:
@@ -282,6 +297,8 @@ class Executor:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
         if self._is_in_rounds(call):
             self.samples.unfinished[call.name] = result.unfinished
+            if call.work.cache_on_update == "keep":
+                self._without_rows.discard(call.name)
         if result.metrics.get("skipped_updates") and rank in layout.heads:
             self._save_samples(call.name, minibatches)
         if rank == layout.heads[0]:
@@ -300,7 +317,8 @@ class Executor:
         if not self._is_in_rounds(call):
             return options
         budget = -(-call.work.sampling.max_new_tokens // self._num_rounds)
-        return options | {"budget": budget, "unfinished": self.samples.unfinished.pop(call.name)}
+        rows = self.samples.unfinished[call.name] if call.name in self._without_rows else None
+        return options | {"budget": budget, "unfinished": rows}
 
     def _take_waited(self) -> float:
         waited = self._waited

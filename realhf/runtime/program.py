@@ -97,6 +97,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     graph = _with_max_rows(graph, plan)
     eval_actions: tuple[Action, ...] = ()
     specs = parameter_specs(roles)
+    _check_kept_caches(experiment, graph)
     part_names = checked_parts(experiment, graph)
     try_step_program(experiment, graph)
     parts = compile_parts(
@@ -151,6 +152,15 @@ def _check_numbers(experiment: Experiment) -> None:
     if experiment.num_rounds not in legal:
         raise ValueError(
             f"rounds is {experiment.rounds}: with max_lag {lag} it must be {' or '.join(map(str, legal))}")
+
+
+def _check_kept_caches(experiment: Experiment, graph: DataflowGraph) -> None:
+    """Raise ValueError if caches that are kept between rounds would be dropped at times of the clock."""
+    keeps = any(call.work.cache_on_update == "keep" for call in graph.of_kind("generate"))
+    if keeps and experiment.num_rounds > 1 and experiment.checkpoint_period()[1]:
+        every = experiment.checkpoint_every
+        why = "a checkpoint drops the caches that cache_on_update 'keep' keeps, which changes last bits"
+        raise ValueError(f"checkpoint_every is {every!r}: {why}, so it must be a number of steps, or 0")
 
 
 def _check_inputs(graph: DataflowGraph) -> None:

@@ -48,7 +48,7 @@ class SampleStore:
         self.complete[producer] = [*kept, batch] if batch.ids or not kept else kept
 
     def select(self, producer: str, keys: Sequence[str], ids: Collection[int]) -> Batch:
-        """Return these columns of those of the samples that are here, in rising order of their ids.
+        """Return these columns of those of the samples that are here, in any order.
 
         If none is here, the columns are empty; if the producer never had any, there are no columns.
         """

@@ -196,6 +196,7 @@ class Trainer:
         decision = self._decisions.after(step, wants_stop=wants_stop)
         ends = decision.stops or step == self._program.experiment.steps
         if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
+            self._executor.flush_caches()
             with self._activity.doing("saves a checkpoint"):
                 self._checkpointer.save(step, self._journal.last)
         return decision.stops

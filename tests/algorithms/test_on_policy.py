@@ -16,11 +16,11 @@ from realhf.experiment import Role
 
 CHANGED = {
     "sampling": SamplingConfig(max_new_tokens=7), "seed": 3, "max_rows": 5, "kv_cache_gib": 0.25,
-    "prefill_tokens": 9, "work_stealing": False, "cuda_graphs": False,
+    "prefill_tokens": 9, "work_stealing": False, "cuda_graphs": False, "cache_on_update": "keep",
 }  # fmt: skip
 
 
-OPTIONS = ("max_rows", "kv_cache_gib", "prefill_tokens", "work_stealing", "cuda_graphs")
+OPTIONS = ("max_rows", "kv_cache_gib", "prefill_tokens", "work_stealing", "cuda_graphs", "cache_on_update")
 
 
 @pytest.mark.parametrize("name", OPTIONS)

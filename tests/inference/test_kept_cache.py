@@ -12,6 +12,7 @@ from realhf.errors import UserError
 from realhf.inference import cohort
 from realhf.inference.scheduler import Scheduler
 from realhf.layout import Layout
+from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.families import CASES
@@ -56,17 +57,22 @@ def _kept(engine, case, world, *, flushed=(), disturb=None):
     layout = engine.groups.layout
     dp = engine.groups.at.dp
     control = world.group(layout.ranks, purpose="control")
-    rows, number, left = {}, 0, None
+    rows, number, left, held = {}, 0, None, Batch([])
     while number < len(case.batches) or any(left):
         if case.changes:
             engine.load(case.model.format(number), seed=0)
+        unfinished = None
         if number in flushed:
             engine.flush_cache("gen")
+            rows_of_ranks = control.all_gather_bytes(held.pack())
+            unfinished = Batch.unpack(rows_of_ranks[layout.ranks.index(layout.heads[dp])])
         ids = case.ids(number)
         batch = case.batch(number, ids[dp :: layout.dp])
         result = engine.run(
-            case.call, [batch], micro_batch_tokens=1000, budget=case.budget(number), version=number)
+            case.call, [batch], micro_batch_tokens=1000, budget=case.budget(number), version=number,
+            unfinished=unfinished)
         rows |= rows_of(result.batch)
+        held = result.unfinished
         left = control.all_gather_json(len(result.unfinished))
         if disturb is not None:
             disturb(engine)
@@ -194,6 +200,35 @@ def test_evaluations_and_a_new_engine_do_not_disturb_the_rows(versions):
     for i, row in whole.items():
         assert row[0].tolist() == flushed[i][0][: len(row[0])]
         assert row[4].tolist()[-1] <= 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_merged_adapters_change_with_the_rounds(versions, keep):
+    """Merged or not, adapters give the same tokens; they change before each round."""
+    case = replace(_case(versions), options=KEEP if keep else {}, changes=False)
+    results = []
+    for merge, changes in ((False, True), (True, True), (True, False)):
+        engine = NativeEngine(
+            model_spec(ModelConfig.load(versions[1].format(0))), Layout.parse("d1@0"), World(),
+            dtype="float64", lora=LoraConfig(rank=2, merge=merge))
+        engine.load(versions[1].format(0), seed=0)
+        rows, unfinished, number = {}, None, 0
+        while number < 3 or unfinished.ids:
+            generator = torch.Generator().manual_seed(number if changes else 0)
+            engine.adapter_flat.normal_(0.0, 0.1, generator=generator)
+            made = engine.run(
+                case.call, [case.batch(number, case.ids(number))], micro_batch_tokens=1000, budget=5,
+                unfinished=None if keep else unfinished, version=number)
+            rows |= rows_of(made.batch)
+            unfinished = made.unfinished
+            number += 1
+        results.append(rows)
+    plain, merged, constant = results
+    assert plain.keys() == merged.keys() == set(range(16))
+    for i, row in plain.items():
+        assert torch.equal(row[0], merged[i][0])
+        torch.testing.assert_close(row[2], merged[i][2], rtol=1e-8, atol=1e-9)
+    assert sum(not torch.equal(constant[i][0], row[0]) for i, row in plain.items()) > 5
 
 
 def test_what_cannot_be_kept_is_refused(versions):

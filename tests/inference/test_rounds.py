@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from realhf.engine import native
+from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.scheduler import Scheduler
 from tests.inference.rounds import (
     BLOCK_GIB,
@@ -80,6 +82,44 @@ def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
 
 
 LAYOUTS = ["d2@0-1", "t2@0-1", "p2@0-1", "c2@0-1", "d2p2@0-3", "c2t2@0-3"]
+
+
+class _CountingQueue(PromptQueue):
+    """A queue that counts the samples of earlier rounds that this replica took from others."""
+
+    num_taken = 0
+    unfinished = frozenset[int]()
+
+    def collect_results(self, made, ids):
+        _CountingQueue.num_taken += len(self._stolen.keys() & self.unfinished)
+        _CountingQueue.unfinished = frozenset(range(1000))  # After the first round.
+        return super().collect_results(made, ids)
+
+
+def _generate_counting(world, text, case):
+    """Generate; return rows, and how many unfinished samples other replicas took before this one."""
+    queue = native.PromptQueue
+    native.PromptQueue = _CountingQueue
+    _CountingQueue.num_taken = 0
+    _CountingQueue.unfinished = frozenset()
+    try:
+        return generate_in_rounds(world, text, case)[0], _CountingQueue.num_taken
+    finally:
+        native.PromptQueue = queue
+
+
+@pytest.mark.parametrize("layout", ["d2@0-1", "d2p2@0-3"])
+def test_unfinished_samples_that_others_take_keep_their_columns(pool, versions, layout):
+    """No samples come after the first round; the first shard has most, and few slots."""
+    batches = [[prompt for batch in _batches() for prompt in batch]]
+    case = Case(batches, [5], MAX_NEW, {"max_rows": 2}, versions[1], changes=True)
+    expected = expected_rows(case, versions[0], keep=False)
+    results = pool.run(_generate_counting, layout, case)
+    assert sum(num_taken for _, num_taken in results) > 4
+    rows = {}
+    for part, _ in results:
+        rows |= part
+    check_rows(rows, expected, case)
 
 
 def _gathered(pool, layout, case):

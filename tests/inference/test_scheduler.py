@@ -68,7 +68,7 @@ class _Replay:
         self.limits = [len(made) + budget for made in self.made.values()]
         self.tables = BlockTables(
             num_slots=self.num_slots, num_blocks=blocks.num_blocks, block_size=BLOCK_SIZE,
-            blocks_per_row=num_blocks(250 + MAX_NEW, BLOCK_SIZE))
+            blocks_per_row=num_blocks(1000, BLOCK_SIZE))
         self.scheduler = Scheduler(
             prompts, tables=self.tables, prefill_tokens=self.prefill_tokens, history=self.history,
             blocks=blocks, parked=parked)
@@ -187,6 +187,46 @@ def test_parked_rows_go_on_in_their_blocks(seed):
         number += 1
     assert [len(replay.made[sample]) for sample in samples] == replay.wanted
     assert blocks.num_free == blocks.num_blocks > 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parked_rows_get_tokens_of_an_environment(seed):
+    """Each round parks all rows. They go on in the next one, most of them with tokens that were added."""
+    rng = random.Random(seed)
+    prompts = _prompts(rng, rng.randint(2, 8))
+    samples = [sample for prompt in prompts for sample in prompt.samples]
+    replay = _Replay(
+        prompts, num_slots=rng.choice([1, 3, 64]), num_blocks_=0, prefill_tokens=rng.choice([7, 10_000]),
+        restart_at=None, wanted=[10**6 for _ in samples])
+    blocks = BlockManager(0)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    plenty = (len(samples) + len(prompts)) * num_blocks(longest + 500, BLOCK_SIZE)
+    replay.begin_round(prompts, [], blocks, num_more=plenty, budget=5)
+    lens = dict.fromkeys(samples, 0)
+    for budget in (5, 3, 1, 40):
+        while replay.step():
+            assert replay.steps < 10_000
+        assert {sample: len(made) for sample, made in replay.made.items()} == {
+            sample: count + budget for sample, count in lens.items()}
+        continued, rows = [], []
+        for row in replay.scheduler.parked:
+            added = rng.choice([[], [-7], list(range(-90, 0))])
+            replay.made[row.sample] += added
+            tokens = replay.history(row.sample)
+            assert row.num_cached == len(tokens) - len(added) - 1
+            continued += [Prompt(
+                tokens, [row.sample], list(row.blocks), row.num_cached, num_started=row.ordinal,
+                num_shared=row.num_shared)] if added else []
+            rows += [] if added else [row]
+        assert len(continued) + len(rows) == len(samples)
+        lens = {sample: len(made) for sample, made in replay.made.items()}
+        assert replay.scheduler.num_restarts == 0
+        next_budget = {5: 3, 3: 1, 1: 40, 40: 2}[budget]
+        replay.begin_round(continued, rows, blocks, num_more=0, budget=next_budget)
+    while replay.step():
+        pass
+    blocks.release([block for row in replay.scheduler.parked for block in row.blocks])
+    assert blocks.num_free == blocks.num_blocks
 
 
 @pytest.mark.parametrize("seed", range(20))

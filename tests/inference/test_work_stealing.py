@@ -18,7 +18,7 @@ from realhf.engine.native import NativeEngine
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimit
-from realhf.inference.generation import generate
+from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import Lines, PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.rounds import prompt_rows
@@ -87,9 +87,10 @@ def _generate_counting(engine, call, batch):
     """Generate; return the results, and how many samples the engine stole."""
     cp, queue = engine.groups.cp, PromptQueue(engine.groups, stealing=call.work.work_stealing)
     part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
-    ids, columns = generate(
-        engine.model, call.work, queue, prompt_rows(part, "prompts"), stream=call.name,
-        limit=CacheLimit(engine.groups))
+    generation = Generation(engine.model, call.work, stream=call.name, limit=CacheLimit(engine.groups))
+    generation.submit(prompt_rows(part, "prompts"))
+    generation.advance(queue)
+    ids, columns = generation.take()
     made = queue.collect_results(output_batch(call, ids, columns), batch.ids)
     return made, len(set(ids) - set(part.ids))
 

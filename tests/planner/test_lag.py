@@ -8,13 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from realhf.cluster import Cluster, Link
 from realhf.experiment import lagged_parts
+from realhf.graph import FunctionCall
 from realhf.kv_blocks import block_size, blocks_for
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
+from realhf.plan import CallPlan
 from realhf.planner.call_memory import peak_memory
+from realhf.planner.cost import call_cost
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.rates import Rates
+from realhf.planner.rates import Assumptions, Rates
 from realhf.planner.rounds import survival
 from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
@@ -210,3 +214,35 @@ def test_one_round_is_no_round():
         assert (work.round.survival == work.survival).all() and not work.round.history.any()
         assert work.round.num_rows == 1 and work.num_ages == 1
         assert work.round == replace(work, rounds=1).round
+
+
+def test_a_round_prefills_new_prompts_and_the_histories_of_old_rows():
+    """On a device with nothing but FLOPs, where all responses reach the limit."""
+    cluster = Cluster(1, 1, 80e9, 1e12, 1e30, {"bfloat16": 1e15}, Link(1e-30, 1e30), Link(1e-30, 1e30))
+    perfect = Assumptions(1.0, 1.0, 1.0, 1.0, block_seconds=0.0, pass_seconds=0.0, call_seconds=0.0)
+    config = ModelConfig.load("llama-7b")
+    role = ModelRole(config)
+    call = FunctionCall("call", "generate", ("x",), ("y",), role="actor")
+    layers = config.num_layers * (4 * 4096**2 + 3 * 4096 * config.intermediate_size)
+    costs = {}
+    for rounds in (1, 2, 4):
+        work = Workload(64, 100, 800, 800, rounds=rounds, max_rows=16)
+        plan = CallPlan(Layout.parse("d1@0"))
+        costs[rounds] = call_cost(Rates(cluster, perfect), call, role, work, plan, per_host=1).parts
+        lengths = [100 + age * 800 // rounds for age in range(rounds)]
+        flops = 64 * sum(2 * length * layers + 2 * length**2 * 4096 * config.num_layers for length in lengths)
+        assert costs[rounds]["prefill"] == pytest.approx(flops / 1e15, rel=1e-6)
+        # Every sample gets its tokens once in its life, whatever the rounds.
+        assert costs[rounds]["decode"] == pytest.approx(costs[1]["decode"], rel=1e-6)
+
+
+def test_rounds_leave_out_the_long_tail_of_a_batch():
+    """Few rows decode slowly; with rounds, rows of other batches run beside the longest ones."""
+    rates, role = Rates(Cluster.load("h100-1x8")), ModelRole(ModelConfig.load("llama-7b"))
+    call = FunctionCall("call", "generate", ("x",), ("y",), role="actor")
+    seconds = [
+        call_cost(rates, call, role, Workload(64, 100, 500, 8000, rounds=rounds),
+                  CallPlan(Layout.parse("d1@0")), per_host=8).seconds
+        for rounds in (1, 16)
+    ]  # fmt: skip
+    assert seconds[1] < 0.6 * seconds[0]

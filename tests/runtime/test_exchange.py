@@ -126,6 +126,29 @@ def test_every_layout_receives_everything_once(pool):
     assert num_empty_shards > 5
 
 
+def _move_one(world):
+    """Send a sample that the second of two heads has; the first has no columns, as after a restart."""
+    source = Layout.parse("d2@0-1")
+    target = Layout.parse("d2@2-3")
+    outbox = Outbox()
+    exchange = Exchange(world, outbox)
+    batch = {0: Batch([]), 1: _whole(random.Random(0), [7])}.get(world.rank)
+    given = Source(source, batch, 10)
+    if batch is not None:
+        exchange.send(given, target)
+    received = exchange.receive([given], target, Routing(), tag=9) if world.rank in target else None
+    outbox.wait()
+    return received
+
+
+def test_an_empty_shard_gets_the_columns_of_a_head_that_has_some(pool):
+    whole = _whole(random.Random(0), [7])
+    *_, (first,), (second,) = pool.run(_move_one)
+    assert sorted([first.ids, second.ids]) == [[], [7]]
+    for batch in (first, second):
+        _assert_equal(batch, whole.select([0] if batch.ids else []))
+
+
 def _minibatches_by_hand(ids, routing):
     """Return each sample's mini-batch: consecutive groups in parts as even as possible."""
     groups = sorted({i // routing.group_size for i in ids})

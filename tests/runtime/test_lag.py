@@ -17,8 +17,11 @@ from tests.cli_tools import untimed
 from tests.runtime.tiny import make_experiment, write_task
 
 STEPS = 4
-LAGS = {"1": (1, None), "2": (2, None), "4": (4, None), "1 on one mesh": (1, 2), "3 on one mesh": (3, 4)}
-"""max_lag and rounds."""
+LAGS = {
+    "1": (1, None), "2": (2, None), "4": (4, None), "1 on one mesh": (1, 2), "3 on one mesh": (3, 4),
+    "3 with kept caches": (3, None, "keep"),
+}  # fmt: skip
+"""max_lag, rounds and cache_on_update."""
 PLANS = {
     "shared": ("d2@0-1", "d2@0-1", "d2@0-1"),
     "disjoint": ("d1@0", "d1@1", "d1@1"),
@@ -53,11 +56,11 @@ def lagged(directory: Path, kept: Kept, *, max_lag: int, rounds: int | None = No
 
 def run_lagged(
     world, layouts: tuple[str, ...] | None, directory: Path, max_lag: int, rounds: int | None,
-    out: Path | None = None, start: Path | None = None,
+    cache: str = "recompute", *, out: Path | None = None, start: Path | None = None,
 ) -> tuple[list, list[dict], float] | None:
     kept = Kept()
-    saving = {} if out is None else {"checkpoint_every": 1, "keep_checkpoints": STEPS, "eval_every": 2}
-    experiment = lagged(directory, kept, max_lag=max_lag, rounds=rounds, **saving)
+    settings = {"cache_on_update": cache, "checkpoint_every": 1, "keep_checkpoints": STEPS, "eval_every": 2}
+    experiment = lagged(directory, kept, max_lag=max_lag, rounds=rounds, **settings)
     checkpoint = None if start is None else newest_checkpoint(world, [start])
     layouts = layouts or ("d1@0",) * 3
     calls = {call: {"layout": layout} for call, layout in zip(CALLS, layouts, strict=True)}
@@ -98,7 +101,7 @@ def test_a_plan_does_not_change_a_lagged_run(pool, task, reference, plan, lag):
 
 @pytest.mark.parametrize("lag", LAGS)
 def test_every_prompt_is_trained_once_at_the_ages_of_the_lag(reference, lag):
-    max_lag, rounds = LAGS[lag]
+    max_lag, rounds, *_ = LAGS[lag]
     least = max_lag - (rounds or max_lag) + 1
     batches, metrics, _ = reference[lag]
     assert [ids for ids, *_ in batches] == [list(range(16 * n, 16 * n + 16)) for n in range(STEPS)]
@@ -120,20 +123,24 @@ def test_every_prompt_is_trained_once_at_the_ages_of_the_lag(reference, lag):
     assert oldest == [min(number, max_lag) for number in range(STEPS)]
 
 
-@pytest.mark.parametrize("lag", ["1", "4", "3 on one mesh"])
+def run_from(world, layouts, directory: Path, given: tuple, out: Path, start: Path | None = None) -> None:
+    run_lagged(world, layouts, directory, *given, out=out, start=start)
+
+
+@pytest.mark.parametrize("lag", ["1", "4", "3 on one mesh", "3 with kept caches"])
 def test_a_lagged_run_continues_from_any_step(pool, task, tmp_path, lag):
     """The same plan gives the same bits, and another plan the same numbers to summation order."""
     plan = PLANS["disjoint"]
-    pool.run(run_lagged, plan, task, *LAGS[lag], tmp_path / "whole")
+    pool.run(run_from, plan, task, LAGS[lag], tmp_path / "whole")
     expected = untimed(tmp_path / "whole/metrics.jsonl")
     for step in range(1, STEPS):
         start = tmp_path / f"whole/checkpoints/step_{step}"
         assert any(name.startswith("samples_") for name in Manifest.load(start).files)
         again = tmp_path / f"again_{step}"
-        pool.run(run_lagged, plan, task, *LAGS[lag], again, start)
+        pool.run(run_from, plan, task, LAGS[lag], again, start)
         assert untimed(again / "metrics.jsonl") == expected, step
     start = tmp_path / "whole/checkpoints/step_2"
-    pool.run(run_lagged, PLANS["disjoint replicas"], task, *LAGS[lag], tmp_path / "other", start)
+    pool.run(run_from, PLANS["disjoint replicas"], task, LAGS[lag], tmp_path / "other", start)
     other = untimed(tmp_path / "other/metrics.jsonl")
     for ours, theirs in zip(other, expected, strict=True):
         for name, value in numbers(theirs).items():
