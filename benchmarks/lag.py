@@ -8,7 +8,9 @@ rivals are synchronous steps on the same meshes, and synchronous steps of which 
 (colocated). The runs take turns.
 
 Figures are those of the steady state: the warm-up and the last `max_lag` steps, which begin no answers, do
-not count. Idle is the share of the time in which a rank runs no call.
+not count. Idle is the share of the time in which a rank runs no call. "quartile" is the lower quartile of the
+seconds of all steps. On a machine that is not idle it is a better guide, as other work can only make a step
+longer.
 
 Two cores may share caches, memory and, as hyper-threads, arithmetic units, so that each is slower when both
 work. The table shows by how much: "calls" is the sum of the seconds of all calls, divided by that of the
@@ -25,7 +27,7 @@ from pathlib import Path
 
 import tyro
 from harness import Goal, machine, progress, report
-from lag_task import NUM_RANKS, Setting, SteadyState, measure, write_task
+from lag_task import NUM_RANKS, Setting, SteadyState, lower_quartile, measure, write_task
 from rich.table import Table
 
 RIVALS = {
@@ -85,6 +87,7 @@ def summary(found: dict[str, list[SteadyState]]) -> dict[str, dict[str, float]]:
         rows[name] = {
             "tokens_per_second": statistics.median(state.tokens_per_second for state in states),
             "step_seconds": statistics.median(state.step_seconds for state in states),
+            "quartile_seconds": lower_quartile(states),
             "ratio": median_ratio(found, name, BASE),
             "ratio_to_colocated": median_ratio(found, name, "synchronous, colocated"),
             "generation_seconds": statistics.median(generation for generation, _ in sides),
@@ -101,7 +104,8 @@ def summary(found: dict[str, list[SteadyState]]) -> dict[str, dict[str, float]]:
 def table_of(rows: dict[str, dict[str, float]]) -> Table:
     columns = {
         "tokens/s": ("tokens_per_second", ".0f"), "s/step": ("step_seconds", ".3f"),
-        "to disjoint": ("ratio", ".2f"), "to colocated": ("ratio_to_colocated", ".2f"),
+        "quartile": ("quartile_seconds", ".3f"), "to disjoint": ("ratio", ".2f"),
+        "to colocated": ("ratio_to_colocated", ".2f"),
         "generate s": ("generation_seconds", ".3f"), "score, train s": ("training_seconds", ".3f"),
         "calls": ("call_ratio", ".2f"), "idle rank 0": ("idle_0", ".0%"), "idle rank 1": ("idle_1", ".0%"),
     }  # fmt: skip

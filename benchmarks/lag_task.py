@@ -5,7 +5,9 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,10 @@ class SteadyState:
     """What a run did between its warm-up and the first step that no longer generates."""
 
     step_seconds: float
+    """The mean over the steps."""
     tokens_per_second: float
+    steps: list[float]
+    """Seconds from the end of one training to that of the next."""
     response_tokens: float
     idle: dict[int, float]
     """Rank -> share of the time in which it ran no call."""
@@ -115,8 +120,8 @@ def steady_state(run: Path, *, steps: int, max_lag: int) -> SteadyState:
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = steps - max_lag
     training = [event for event in events if event["name"] == _TRAINING]
-    ends = {step: max(e["end"] for e in training if e["step"] == step) for step in (WARM_UP, last)}
-    start, end = ends[WARM_UP], ends[last]
+    ends = [max(e["end"] for e in training if e["step"] == step) for step in range(WARM_UP, last + 1)]
+    start, end = ends[0], ends[-1]
     tokens = sum(e.get("num_tokens", 0) for e in training if WARM_UP < e["step"] <= last)
     steady = [m for m in metrics if WARM_UP < m["step"] <= last]
     seconds: dict[str, dict[tuple[int, int], float]] = {}
@@ -127,6 +132,7 @@ def steady_state(run: Path, *, steps: int, max_lag: int) -> SteadyState:
             spent[key] = spent.get(key, 0.0) + event["end"] - event["start"]
     return SteadyState(
         step_seconds=(end - start) / (last - WARM_UP), tokens_per_second=tokens / (end - start),
+        steps=[after - before for before, after in pairwise(ends)],
         response_tokens=statistics.fmean(m["response_length/mean"] for m in steady),
         idle={
             rank: 1 - _busy_seconds([e for e in events if e["rank"] == rank], start, end) / (end - start)
@@ -136,6 +142,12 @@ def steady_state(run: Path, *, steps: int, max_lag: int) -> SteadyState:
             name.removeprefix("bubble/"): statistics.median(m.get(name, 0.0) for m in steady)
             for name in steady[-1] if name.startswith("bubble/")},
     )  # fmt: skip
+
+
+def lower_quartile(states: Sequence[SteadyState]) -> float:
+    """Return the lower quartile of the seconds of all steps: other work only makes steps longer."""
+    steps = [seconds for state in states for seconds in state.steps]
+    return statistics.quantiles(steps, n=4, method="inclusive")[0]
 
 
 def _busy_seconds(events: list[dict[str, Any]], start: float, end: float) -> float:
