@@ -9,8 +9,9 @@ rivals are synchronous steps on the same meshes, and synchronous steps of which 
 
 Figures are those of the steady state: the warm-up and the last `max_lag` steps, which begin no answers, do
 not count. Idle is the share of the time in which a rank runs no call. "quartile" is the lower quartile of the
-seconds of all steps. On a machine that is not idle it is a better guide, as other work can only make a step
-longer.
+seconds of all steps, as other work on the machine can only make a step longer. Runs in which other work had
+the cores for more than a tenth of the time of generation and forward passes do not count; the column "runs"
+shows how many are left.
 
 Two cores may share caches, memory and, as hyper-threads, arithmetic units, so that each is slower when both
 work. The table shows by how much: "calls" is the sum of the seconds of all calls, divided by that of the
@@ -39,6 +40,7 @@ RIVALS = {
 }
 """Name -> max_lag and plan."""
 BASE = "synchronous, disjoint"
+_MOST_PREEMPTED = 0.1
 
 
 @dataclass
@@ -67,10 +69,12 @@ def run_all(directory: Path, options: Options) -> dict[str, list[SteadyState]]:
     return found
 
 
-def median_ratio(found: dict[str, list[SteadyState]], name: str, base: str) -> float:
-    """Return the median over repetitions of one rival's throughput to another's."""
-    pairs = zip(found[name], found[base], strict=True)
-    return statistics.median(one.tokens_per_second / other.tokens_per_second for one, other in pairs)
+def undisturbed(found: dict[str, list[SteadyState]]) -> dict[str, list[SteadyState]]:
+    """Return the runs that count."""
+    left = {name: [s for s in states if s.preempted <= _MOST_PREEMPTED] for name, states in found.items()}
+    if missing := [name for name, states in left.items() if not states]:
+        sys.exit(f"other work disturbed all runs of {', '.join(missing)}: repeat them on a quieter machine")
+    return left
 
 
 def side_seconds(state: SteadyState) -> tuple[float, float]:
@@ -80,24 +84,26 @@ def side_seconds(state: SteadyState) -> tuple[float, float]:
 
 
 def summary(found: dict[str, list[SteadyState]]) -> dict[str, dict[str, float]]:
-    """Return the medians over repetitions of what the table shows, by rival."""
-    rows = {}
-    for name, states in found.items():
+    """Return the medians over the runs that count of what the table shows, by rival."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, states in undisturbed(found).items():
         sides = [side_seconds(state) for state in states]
         rows[name] = {
             "tokens_per_second": statistics.median(state.tokens_per_second for state in states),
             "step_seconds": statistics.median(state.step_seconds for state in states),
             "quartile_seconds": lower_quartile(states),
-            "ratio": median_ratio(found, name, BASE),
-            "ratio_to_colocated": median_ratio(found, name, "synchronous, colocated"),
             "generation_seconds": statistics.median(generation for generation, _ in sides),
             "training_seconds": statistics.median(training for _, training in sides),
-            "call_ratio": statistics.median(
-                sum(one.calls.values()) / sum(base.calls.values())
-                for one, base in zip(states, found[BASE], strict=True)),
             "least_idle": statistics.median(state.least_idle for state in states),
             **{f"idle_{rank}": statistics.median(s.idle[rank] for s in states) for rank in range(NUM_RANKS)},
+            "runs": len(states),
         }  # fmt: skip
+    for row in rows.values():
+        for key, base in (("ratio", BASE), ("ratio_to_colocated", "synchronous, colocated")):
+            row[key] = row["tokens_per_second"] / rows[base]["tokens_per_second"]
+        row["quartile_ratio"] = rows[BASE]["quartile_seconds"] / row["quartile_seconds"]
+        sides = ("generation_seconds", "training_seconds")
+        row["call_ratio"] = sum(row[side] for side in sides) / sum(rows[BASE][side] for side in sides)
     return rows
 
 
@@ -105,11 +111,12 @@ def table_of(rows: dict[str, dict[str, float]]) -> Table:
     columns = {
         "tokens/s": ("tokens_per_second", ".0f"), "s/step": ("step_seconds", ".3f"),
         "quartile": ("quartile_seconds", ".3f"), "to disjoint": ("ratio", ".2f"),
-        "to colocated": ("ratio_to_colocated", ".2f"),
+        "by quartile": ("quartile_ratio", ".2f"), "to colocated": ("ratio_to_colocated", ".2f"),
         "generate s": ("generation_seconds", ".3f"), "score, train s": ("training_seconds", ".3f"),
         "calls": ("call_ratio", ".2f"), "idle rank 0": ("idle_0", ".0%"), "idle rank 1": ("idle_1", ".0%"),
+        "runs": ("runs", "d"),
     }  # fmt: skip
-    table = Table(title="Steady state, medians over repetitions")
+    table = Table(title="Steady state, medians over runs")
     table.add_column("steps")
     for column in columns:
         table.add_column(column, justify="right")

@@ -30,7 +30,7 @@ from rich.table import Table
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.planning_problem import problem_of
 from realhf.plan import ExecutionPlan
-from realhf.planner.predict import predict
+from realhf.planner.predict import predict, step_seconds
 from realhf.planner.profile import Profile, ProfiledRates
 
 CONFIGURATIONS = {
@@ -55,6 +55,9 @@ class Options:
     steps: int = 16
     keep: Path | None = None
     """Directory for the profiles and the runs; those that exist in it are evaluated and not repeated."""
+    cpu_clock: bool = False
+    """For a machine that others use: take the CPU seconds of calls, and combine them to steps as the planner
+    does. This leaves out waits, and cannot show whether steps overlap as they should."""
     json: bool = False
     """Print one JSON document."""
 
@@ -94,7 +97,7 @@ def run_all(directory: Path, options: Options) -> dict[str, dict[str, list[Stead
 
 
 def row_of(
-    name: str, states: dict[str, list[SteadyState]], rates: ProfiledRates, directory: Path
+    name: str, states: dict[str, list[SteadyState]], rates: ProfiledRates, directory: Path, *, cpu_clock: bool
 ) -> dict[str, Any]:
     """Return predicted and measured seconds of a configuration's two plans."""
     experiment = load_experiment(str(directory / "lag.py"))
@@ -108,15 +111,20 @@ def row_of(
     predicted, calls = {}, {}
     for rival, (plan, max_lag) in RIVALS.items():
         varied = dataclasses.replace(experiment, max_lag=max_lag, expected=expected)
-        prediction = predict(
-            problem_of(varied, rates.cluster), rates, ExecutionPlan.load(str(directory / f"{plan}.yaml")))
+        problem = problem_of(varied, rates.cluster)
+        layouts = ExecutionPlan.load(str(directory / f"{plan}.yaml"))
+        prediction = predict(problem, rates, layouts)
         predicted[rival] = prediction.step_seconds
+        seconds = {
+            call: min(state.cpu_seconds[call] if cpu_clock else state.calls[call] for state in states[rival])
+            for call in prediction.calls
+        }
+        if cpu_clock:
+            measured[rival] = step_seconds(problem, rates, layouts, seconds)
         calls[rival] = {
-            call: {
-                "predicted_seconds": cost.seconds,
-                "measured_seconds": statistics.median(s.calls[call] for s in states[rival]),
-            } for call, cost in prediction.calls.items()
-        }  # fmt: skip
+            call: {"predicted_seconds": cost.seconds, "measured_seconds": seconds[call]}
+            for call, cost in prediction.calls.items()
+        }
     return {
         "configuration": name, "setting": dataclasses.asdict(CONFIGURATIONS[name]), "predicted": predicted,
         "measured": measured, "medians": medians, "calls": calls, "response_tokens": expected.response_tokens,
@@ -162,7 +170,9 @@ def main(options: Options) -> int:
         rates = profiles(directory)
         found = run_all(directory, options)
         rows = [
-            row_of(name, found[name], rates[setting.hidden], directory / name.replace(" ", "-"))
+            row_of(
+                name, found[name], rates[setting.hidden], directory / name.replace(" ", "-"),
+                cpu_clock=options.cpu_clock)
             for name, setting in CONFIGURATIONS.items()
         ]
     document = {"benchmark": "lag_plans", "machine": before, "plans": PLANS, "rows": rows}

@@ -5,7 +5,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -94,8 +94,12 @@ class SteadyState:
     """Rank -> share of the time in which it ran no call."""
     calls: dict[str, float]
     """Call -> median seconds of its slowest rank."""
+    cpu_seconds: dict[str, float]
+    """Call -> lower quartile of its CPU seconds on the slowest rank."""
     bubbles: dict[str, float]
     """Call -> share of the step for which a rank waited before it, as a median."""
+    preempted: float
+    """Share of the time of generation and forward passes in which other work had the core."""
 
     @property
     def least_idle(self) -> float:
@@ -124,12 +128,8 @@ def steady_state(run: Path, *, steps: int, max_lag: int) -> SteadyState:
     start, end = ends[0], ends[-1]
     tokens = sum(e.get("num_tokens", 0) for e in training if WARM_UP < e["step"] <= last)
     steady = [m for m in metrics if WARM_UP < m["step"] <= last]
-    seconds: dict[str, dict[tuple[int, int], float]] = {}
-    for event in events:
-        if WARM_UP < event["step"] <= last:
-            spent = seconds.setdefault(event["name"], {})
-            key = event["step"], event["rank"]
-            spent[key] = spent.get(key, 0.0) + event["end"] - event["start"]
+    within = [event for event in events if WARM_UP < event["step"] <= last]
+    walls = _slowest(within, lambda event: event["end"] - event["start"])
     return SteadyState(
         step_seconds=(end - start) / (last - WARM_UP), tokens_per_second=tokens / (end - start),
         steps=[after - before for before, after in pairwise(ends)],
@@ -137,11 +137,22 @@ def steady_state(run: Path, *, steps: int, max_lag: int) -> SteadyState:
         idle={
             rank: 1 - _busy_seconds([e for e in events if e["rank"] == rank], start, end) / (end - start)
             for rank in range(NUM_RANKS)},
-        calls={name: _median_of_slowest(spent) for name, spent in seconds.items()},
+        calls={name: statistics.median(seconds) for name, seconds in walls.items()},
+        cpu_seconds={
+            name: statistics.quantiles(seconds, n=4, method="inclusive")[0]
+            for name, seconds in _slowest(within, lambda event: event["cpu_seconds"]).items()},
         bubbles={
             name.removeprefix("bubble/"): statistics.median(m.get(name, 0.0) for m in steady)
             for name in steady[-1] if name.startswith("bubble/")},
+        preempted=_preempted(within),
     )  # fmt: skip
+
+
+def _preempted(events: list[dict[str, Any]]) -> float:
+    """Return the share of the time of calls without communication in which the process did not run."""
+    local = [event for event in events if event["kind"] in ("generate", "forward")]
+    wall = sum(event["end"] - event["start"] for event in local)
+    return max(0.0, 1 - sum(event["cpu_seconds"] for event in local) / wall)
 
 
 def lower_quartile(states: Sequence[SteadyState]) -> float:
@@ -160,12 +171,19 @@ def _busy_seconds(events: list[dict[str, Any]], start: float, end: float) -> flo
     return busy
 
 
-def _median_of_slowest(seconds: dict[tuple[int, int], float]) -> float:
-    """Return the median over steps of the slowest rank's seconds; keys are (step, rank)."""
-    slowest: dict[int, float] = {}
-    for (step, _), spent in seconds.items():
-        slowest[step] = max(slowest.get(step, 0.0), spent)
-    return statistics.median(slowest.values())
+def _slowest(
+    events: list[dict[str, Any]], measure: Callable[[dict[str, Any]], float]
+) -> dict[str, list[float]]:
+    """Return, by call, the sum of an event's measure on the rank where it is largest, for each step."""
+    sums: dict[tuple[str, int, int], float] = {}
+    for event in events:
+        key = event["name"], event["step"], event["rank"]
+        sums[key] = sums.get(key, 0.0) + measure(event)
+    slowest: dict[str, dict[int, float]] = {}
+    for (name, step, _), seconds in sums.items():
+        by_step = slowest.setdefault(name, {})
+        by_step[step] = max(by_step.get(step, 0.0), seconds)
+    return {name: list(by_step.values()) for name, by_step in slowest.items()}
 
 
 _EXPERIMENT = """
