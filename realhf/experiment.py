@@ -66,7 +66,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the planner expects, lengths as means in tokens; nothing else depends on it."""
+    """Expectations of the planner, lengths as means in tokens; nothing else depends on them."""
 
     prompt_tokens: int | None = None  # None: measured on the dataset.
     response_tokens: int | None = None  # None: as many as sampling allows, or measured on the dataset.
@@ -142,6 +142,12 @@ class Experiment:
         run("train", due)
 
     @property
+    def has_own_program(self) -> bool:
+        """Whether the experiment replaces the parts of a step, or the order in which they run."""
+        own = (getattr(self.parts, "__func__", None), getattr(self.step, "__func__", None))
+        return own != (Experiment.parts, Experiment.step)
+
+    @property
     def num_rounds(self) -> int:
         """Rounds in which an answer is generated."""
         return max(1, self.max_lag) if self.rounds is None else self.rounds
@@ -150,6 +156,14 @@ class Experiment:
     def overlaps(self) -> bool:
         """Whether a batch waits one step after its last round, so that its training may overlap a round."""
         return self.num_rounds == self.max_lag
+
+    def check_lag(self) -> None:
+        """Raise ValueError if `max_lag` or `rounds` is illegal."""
+        lag = self.max_lag
+        require(lag >= 0, "max_lag", lag, "not be negative")
+        legal = sorted({max(1, lag), lag + 1})
+        rule = f"be {' or '.join(map(str, legal))} with max_lag {lag}"
+        require(self.num_rounds in legal, "rounds", self.rounds, rule)
 
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
         """Return the graph with the experiment's seed in every generating call."""

@@ -77,9 +77,9 @@ def test_dynamic_sampling_fills_the_batch_or_says_how_much_is_missing(tmp_path):
     assert len(steps) == 4
     for step in steps:
         assert step["pool/informative/missing"] == max(0, 4 - step["pool/size"])
-        assert step["reward/zero_std_groups"] > 0
         assert step["actor/grad_norm"] > 0
     assert {step["pool/informative/missing"] > 0 for step in steps} == {True, False}
+    assert any(step["reward/zero_std_groups"] > 0 for step in steps)
     layouts = {"actor_generate": "d2@0-1", "reward_forward": "d2@0-1", "group_advantages": "d1@1",
                "ref_forward": "d1@0", "actor_train": "t2@0-1"}  # fmt: skip
     plan = write_plan(tmp_path, layouts)

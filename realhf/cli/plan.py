@@ -16,7 +16,7 @@ from rich.status import Status
 from rich.text import Text
 
 from realhf.cli.job import is_worker
-from realhf.cli.planning_problem import has_own_program, problem_of, without_lag
+from realhf.cli.planning_problem import problem_of, without_lag
 from realhf.cluster import Cluster, host_memory_bytes
 from realhf.errors import UserError, naming, require_output
 from realhf.experiment import Experiment
@@ -75,7 +75,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
     comparison = None
     with _reporting(options.experiment), _watched() as progress:
-        if experiment.max_lag and not has_own_program(experiment):
+        if experiment.max_lag and not experiment.has_own_program:
             seconds = options.time_limit / 2
             planned = _search(experiment, options, rates, time_limit=seconds, progress=progress)
             other = _search(without_lag(experiment), options, rates, time_limit=seconds, progress=progress)

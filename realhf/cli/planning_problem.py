@@ -31,7 +31,7 @@ def problem_of(
 
     It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
     """
-    _check_lag(experiment)
+    experiment.check_lag()
     roles = {name: _to_model_role(name, role) for name, role in experiment.roles().items()}
     graph = experiment.graph()
     if not any(call.role for call in graph.calls):
@@ -62,15 +62,6 @@ def problem_of(
     )
 
 
-def has_own_program(experiment: Experiment) -> bool:
-    """Return whether the experiment replaces the parts of a step, or the order in which they run.
-
-    The planner takes such a step as one pass over the parts.
-    """
-    own = (getattr(experiment.parts, "__func__", None), getattr(experiment.step, "__func__", None))
-    return own != (Experiment.parts, Experiment.step)
-
-
 def without_lag(experiment: Experiment) -> Experiment:
     """Return a copy of the experiment with synchronous steps."""
     synchronous = copy.copy(experiment)
@@ -79,17 +70,9 @@ def without_lag(experiment: Experiment) -> Experiment:
     return synchronous
 
 
-def _check_lag(experiment: Experiment) -> None:
-    lag = experiment.max_lag
-    require(lag >= 0, "max_lag", lag, "not be negative")
-    legal = sorted({max(1, lag), lag + 1})
-    rule = f"be {' or '.join(map(str, legal))} with max_lag {lag}"
-    require(experiment.num_rounds in legal, "rounds", experiment.rounds, rule)
-
-
 def runs_ahead(experiment: Experiment) -> bool:
     """Return whether generation works on samples that the next step trains on, while training runs."""
-    return experiment.max_lag > 0 and experiment.overlaps and not has_own_program(experiment)
+    return experiment.max_lag > 0 and experiment.overlaps and not experiment.has_own_program
 
 
 def _in_order(parts: Mapping[str, Sequence[str]], graph: DataflowGraph) -> list[str]:

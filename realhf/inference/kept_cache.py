@@ -14,8 +14,10 @@ from realhf.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class KeptRow:
-    """An unfinished sample with all of its tokens, and its blocks; `waits` says that its turn has ended, and
-    that an environment must add tokens before it goes on."""
+    """An unfinished sample with all of its tokens, and its blocks.
+
+    If it `waits`, its turn has ended, and an environment must add tokens before it goes on.
+    """
 
     group: PromptGroup
     parked: ParkedRow
@@ -76,9 +78,10 @@ class KeptCache:
 
     def keep(self, parked: Sequence[ParkedRow], samples: RolloutBuffer) -> None:
         """Replace the rows of a round by those that it leaves unfinished."""
-        left = [
-            KeptRow(samples.as_group(row.sample), row, bool(samples.finished[row.sample])) for row in parked]
-        self.rows = [*(row for row in self.rows if row.waits), *left]
+        self.rows = [row for row in self.rows if row.waits]
+        groups = samples.as_groups([row.sample for row in parked])
+        for row, group in zip(parked, groups, strict=True):
+            self.rows.append(KeptRow(group, row, waits=bool(samples.finished[row.sample])))
 
     def append(self, sample: int, tokens: Sequence[int]) -> bool:
         """Add an environment's tokens to a row; return whether it is here."""

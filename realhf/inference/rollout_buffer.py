@@ -100,10 +100,16 @@ class RolloutBuffer:
         """Return the prompt of a sample and all of its drawn tokens."""
         return self.prompts[number] + self.tokens[number, 1 : 1 + self.lengths[number]].tolist()
 
-    def as_group(self, number: int) -> PromptGroup:
-        """Return a sample with all of its tokens as the prompt of a later round."""
-        num_drawn = int(self.num_drawn[number] + self.lengths[number])
-        return PromptGroup(self.history(number), [int(self.ids[number])], num_drawn)
+    def as_groups(self, numbers: Sequence[int]) -> list[PromptGroup]:
+        """Return samples with all of their tokens as prompts of a later round."""
+        tokens = self.tokens.cpu()  # One copy from a GPU is faster than one for each sample.
+        groups = []
+        for number in numbers:
+            length = self.lengths[number]
+            history = self.prompts[number] + tokens[number, 1 : 1 + length].tolist()
+            num_drawn = int(self.num_drawn[number] + length)
+            groups.append(PromptGroup(history, [int(self.ids[number])], num_drawn))
+        return groups
 
     def may_go_on(self, number: int, *, in_turns: bool) -> bool:
         """Return whether a sample may get tokens in later rounds; `in_turns`, an end-of-sequence token ends

@@ -1,4 +1,4 @@
-"""What calls wait for: samples from other calls, reallocated weights, and where plain Python calls run."""
+"""The dependencies of calls: samples of other calls, reallocated weights, ranks of plain Python calls."""
 
 import numpy as np
 

@@ -144,14 +144,10 @@ def _check_numbers(experiment: Experiment) -> None:
     for name in ("steps", "batch_size", "group_size", "log_every", "keep_checkpoints"):
         if getattr(experiment, name) < 1:
             raise ValueError(f"{name} is {getattr(experiment, name)}: it must be at least 1")
-    for name in ("eval_every", "export_every", "keep_checkpoint_every", "max_lag", "seed"):
+    for name in ("eval_every", "export_every", "keep_checkpoint_every", "seed"):
         if getattr(experiment, name) < 0:
             raise ValueError(f"{name} is {getattr(experiment, name)}: it must not be negative")
-    lag = experiment.max_lag
-    legal = sorted({max(1, lag), lag + 1})
-    if experiment.num_rounds not in legal:
-        raise ValueError(
-            f"rounds is {experiment.rounds}: with max_lag {lag} it must be {' or '.join(map(str, legal))}")
+    experiment.check_lag()
 
 
 def _check_kept_caches(experiment: Experiment, graph: DataflowGraph) -> None:

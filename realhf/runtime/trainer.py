@@ -15,7 +15,6 @@ from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
-from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
@@ -84,19 +83,15 @@ class Trainer:
         )  # fmt: skip
         if checkpoint is not None:  # Before anything in the run directory is changed.
             check_models(checkpoint, self._store)
-            check_step_program(checkpoint, program)
         self._outbox = Outbox()
         self._activity = world.activity
-        common = (program.plan, self._store, self._context)
-        self._executor = Executor(
-            world, program.parts, *common, read=None if loader is None else loader.batch,
-            group_size=experiment.group_size, num_rounds=experiment.num_rounds, outbox=self._outbox,
-            failures=None if out is None else out / "failures",
-            note=self._activity.operations.add if world.size > 1 and _has_own_program(experiment) else None)
+        self._executor = self._make_executor(loader)
         self._evaluator = Executor(
-            world, {_EVALUATION: program.eval_actions}, *common,
-            read=None if eval_loader is None else eval_loader.batch, outbox=self._outbox)
+            world, {_EVALUATION: program.eval_actions}, program.plan, self._store, self._context,
+            read=None if eval_loader is None else eval_loader.batch, is_evaluation=True, outbox=self._outbox)
         self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
+        if checkpoint is not None:
+            check_step_program(checkpoint, program, self._runner)
         self._recorder = None
         if self._is_main and out is not None:
             self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
@@ -107,12 +102,7 @@ class Trainer:
             self._recorder.start(_to_json(experiment), dataclasses.replace(program.plan, calls=calls))
         self._stop = stop
         self._first_step = 1
-        self._checkpointer = None
-        if out is not None:
-            self._checkpointer = Checkpointer(
-                program, world, self._store, self._context, self._runner, self._executor.samples,
-                directory=out / "checkpoints", experiment=_to_json(experiment),
-            )  # fmt: skip
+        self._checkpointer = None if out is None else self._make_checkpointer(out / "checkpoints")
         is_due = self._checkpointer.is_due if self._checkpointer is not None else lambda step: False
         self._decisions = StepDecisions(world, self._outbox, last_step=experiment.steps, is_due=is_due)
         if checkpoint is not None:
@@ -120,6 +110,23 @@ class Trainer:
                 checkpoint, program, world, self._store, self._context, self._runner,
                 self._executor.samples)
             self._first_step = checkpoint.manifest.step + 1
+
+    def _make_executor(self, loader: Loader | None) -> Executor:
+        """Return the executor of training, which tells the watcher what a rank might do otherwise."""
+        experiment = self._program.experiment
+        may_differ = experiment.has_own_program or experiment.max_lag > 0
+        note = self._activity.operations.add if self._world.size > 1 and may_differ else None
+        return Executor(
+            self._world, self._program.parts, self._program.plan, self._store, self._context,
+            read=None if loader is None else loader.batch, group_size=experiment.group_size,
+            num_rounds=experiment.num_rounds, outbox=self._outbox,
+            failures=None if self._out is None else self._out / "failures", note=note)
+
+    def _make_checkpointer(self, directory: Path) -> Checkpointer:
+        return Checkpointer(
+            self._program, self._world, self._store, self._context, self._runner, self._executor.samples,
+            directory=directory, experiment=_to_json(self._program.experiment),
+        )  # fmt: skip
 
     def _warn(self, loader: Loader | None, eval_loader: Loader | None, checkpoint: Checkpoint | None) -> None:
         """Print what is probably not as the user wants it."""
@@ -195,8 +202,14 @@ class Trainer:
         wants_stop = self._stop is not None and self._stop.requested is not None
         decision = self._decisions.after(step, wants_stop=wants_stop)
         ends = decision.stops or step == self._program.experiment.steps
-        if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
+        experiment = self._program.experiment
+        is_multiple = _is_multiple(step, experiment.checkpoint_period()[0])
+        if is_multiple or decision.stops:  # A run without checkpoints drops its caches at the same steps.
             self._executor.flush_caches()
+        if decision.stops and not is_multiple and self._is_main and _keeps_caches(self._program):
+            what = "cache_on_update is 'keep' and the run was told to stop between two checkpoints"
+            print(f"realhf: warning: {what}: what follows may differ in last bits", file=sys.stderr)
+        if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
                 self._checkpointer.save(step, self._journal.last)
         return decision.stops
@@ -215,7 +228,7 @@ class Trainer:
         """Answer the held-out prompts greedily; rank 0 keeps the answers."""
         self._activity.step = f"evaluation after step {self._context.step}"
         self._evaluator.begin_step()
-        self._evaluator.run(_EVALUATION, range(self._num_held_out))
+        self._evaluator.run(_EVALUATION, range(self._num_held_out), updates=self._context.updates)
         self._evaluator.forget(range(self._num_held_out))
         return self._evaluator.take_record()
 
@@ -283,9 +296,10 @@ class Trainer:
         return loader
 
 
-def _has_own_program(experiment: Experiment) -> bool:
-    """Return whether the ranks could take different ways through a step."""
-    return type(experiment).step is not Experiment.step or experiment.max_lag > 0
+def _keeps_caches(program: Program) -> bool:
+    """Return whether caches live from one round of generation to the next."""
+    keeps = any(call.work.cache_on_update == "keep" for call in program.graph.of_kind("generate"))
+    return keeps and program.experiment.num_rounds > 1
 
 
 def _is_multiple(step: int, period: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from realhf import GRPO, PPO, Expected, OptimizerConfig, Role, SamplingConfig
 from realhf.cli.main import main
-from realhf.cli.planning_problem import has_own_program, problem_of
+from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.layout import Layout
 from realhf.planner.lag import LagComparison
@@ -117,7 +117,7 @@ def test_a_step_program_of_ones_own_is_one_pass_over_its_parts():
             run("rollout", run.prompts(self.batch_size))
 
     own = TwoPasses(**vars(ppo(max_lag=1)))
-    assert has_own_program(own) and not has_own_program(ppo(max_lag=1))
+    assert own.has_own_program and not ppo(max_lag=1).has_own_program
     problem = problem_of(own, Cluster.load("h100-2x8"))
     assert not problem.ahead and problem.run_order[0] == "actor_generate"
     named = copy.copy(ppo())
@@ -125,7 +125,7 @@ def test_a_step_program_of_ones_own_is_one_pass_over_its_parts():
         "train": [call.name for call in graph.of_kind("train_step")],
         "make": [call.name for call in graph.order if call.kind != "train_step"],
     }
-    assert has_own_program(named)
+    assert named.has_own_program
     calls = [call.name for call in problem_of(named, Cluster.load("h100-2x8")).calls]
     assert calls == [call.name for call in ppo().graph().order]
 

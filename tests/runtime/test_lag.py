@@ -145,3 +145,29 @@ def test_a_lagged_run_continues_from_any_step(pool, task, tmp_path, lag):
     for ours, theirs in zip(other, expected, strict=True):
         for name, value in numbers(theirs).items():
             assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
+
+
+def generate_after_training(world, directory: Path) -> list | None:
+    """Return the versions of tokens that are drawn after the train step of the same part, by step."""
+    experiment = make_experiment("grpo", directory, steps=3, batch_size=2, eval_dataset=None)
+    graph = experiment.graph()
+    first = graph["actor_generate"]
+    outputs = ("new_ids", "new_mask", "new_logprobs", "new_ended", "new_versions")
+    again = FunctionCall("again", "generate", first.inputs, outputs, "actor", first.work)
+    seen = []
+
+    def keep(batch: Any, context: Any) -> dict:
+        drawn = batch["new_versions"].values[batch["new_mask"].values.bool()]
+        seen.append((drawn.unique().tolist(), context.updates["actor"]))
+        return {}
+
+    record = FunctionCall("record", "host", ("new_versions", "new_mask"), work=HostFunction(keep))
+    experiment.graph = lambda: graph.add(again, record)
+    calls = {call: {"layout": "d1@0"} for call in (*CALLS, "again")}
+    program = compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=4)
+    Trainer(program, world, quiet=True).run()
+    return seen if world.rank == 0 else None
+
+
+def test_versions_count_the_train_steps_of_the_same_part(pool, task):
+    assert pool.run(generate_after_training, task)[0] == [([1], 1), ([2], 2), ([3], 3)]

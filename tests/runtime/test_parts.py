@@ -594,7 +594,7 @@ def test_tags_tell_all_actions_of_all_parts_apart():
 
 
 def _instructions(simulator, kind):
-    """Yield (rank, index, instruction) of a kind that involves several ranks, in random order."""
+    """Return (rank, index, instruction) for each instruction of a kind, in random order."""
     found = [
         (rank, i, instruction) for rank, program in enumerate(simulator.main)
         for i, instruction in enumerate(program) if instruction[0] == kind
