@@ -82,7 +82,7 @@ class Executor:
 
     def begin_step(self, *, is_last: bool = False) -> None:
         """Begin a step; `is_last`: none follows. It waits for messages of steps that are long past."""
-        self._outbox.next_round()
+        self._outbox.next_step()
         self._agreements.next_step()
         self._is_last = is_last
 
