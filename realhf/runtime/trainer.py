@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
+from realhf.errors import warn
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
@@ -134,8 +134,8 @@ class Trainer:
         if checkpoint is not None:
             changed = changed_fields(checkpoint.manifest.experiment, _to_json(program.experiment))
         slow = slow_dtypes(program.roles, self._world.device)
-        for what in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
-            print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
+        for sentence in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
+            warn(sentence)
 
     def run(self) -> RunResult:
         """Run all steps, evaluations and exports."""
