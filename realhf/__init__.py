@@ -31,7 +31,8 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.plan import CallPlan, ExecutionPlan
     from realhf.prepare import prepare_once
     from realhf.rewards.limits import RewardLimits
-    from realhf.step_program import Pool, StepRunner
+    from realhf.sample_pool import Pool
+    from realhf.step_program import StepRunner
 
 _PUBLIC = {
     "algorithms.grpo": ("GRPO",),
@@ -53,7 +54,8 @@ _PUBLIC = {
     "part_executor": ("Samples",),
     "plan": ("CallPlan", "ExecutionPlan"),
     "prepare": ("prepare_once",),
-    "step_program": ("Pool", "StepRunner"),
+    "sample_pool": ("Pool",),
+    "step_program": ("StepRunner",),
 }
 """Public names by the module that defines them."""
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

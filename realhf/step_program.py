@@ -6,13 +6,38 @@ ranks take the same way. Free of torch.
 
 import hashlib
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import NamedTuple
 
+import networkx as nx
+
+from realhf.calls import longest_response
 from realhf.errors import UserError, described, user_line
 from realhf.graph import DataflowGraph
 from realhf.part_executor import Json, PartExecutor, Samples
+from realhf.sample_ledger import SampleLedger
+from realhf.sample_pool import Pool, named
+
+
+class _UnfinishedBatch(NamedTuple):
+    """A batch whose answers are unfinished, and the rounds that it has had."""
+
+    prompts: tuple[int, ...]
+    rounds: int
+
+
+class _PartRun(NamedTuple):
+    """The operation in which a part has run, and the prompts on which it ran."""
+
+    operation: int
+    prompts: tuple[int, ...]
+
+
+class _SentInputs(NamedTuple):
+    """Inputs of a part that are under way: what these calls made (None: the dataset) of these prompts."""
+
+    prompts: tuple[int, ...] = ()
+    producers: frozenset[str | None] = frozenset()
 
 
 class StepRunner:
@@ -34,6 +59,7 @@ class StepRunner:
         self._graph = graph
         self._parts = parts
         self._part_of = {call: part for part, calls in parts.items() for call in calls}
+        self._later_parts = {part: self._parts_after(part) for part in parts}
         self._executor = executor
         self._num_rounds = num_rounds
         self._max_lag = max_lag
@@ -45,18 +71,14 @@ class StepRunner:
         self._num_batches = 0
         self._batches: dict[int, tuple[int, ...]] = {}
         """What `prompts` has returned, by the number of its call, while it is kept."""
-        self._live: list[tuple[tuple[int, ...], int]] = []
-        """Batches whose answers are unfinished, each with the rounds that it has had."""
-        self._done: dict[str, set[int]] = {part: set() for part in parts}
-        """The prompts on which each part has run to its end."""
-        self._last_run: dict[str, tuple[int, tuple[int, ...]]] = {}
-        """Part -> its last operation in this step, and the prompts on which it ran."""
-        self._sent: dict[str, tuple[tuple[int, ...], frozenset[str | None]]] = {}
-        self._expires: dict[int, int] = {}
-        """Prompt -> the last step that may use its samples, unless a pool has them."""
-        self._started: dict[int, int] = {}
-        """Prompt -> updates of the (first) generating role before its generation."""
+        self._unfinished: list[_UnfinishedBatch] = []
+        self._last_runs: dict[str, _PartRun] = {}
+        """Part -> its last run in this step."""
+        self._sent: dict[str, _SentInputs] = {}
+        """Part -> its inputs that have been sent ahead."""
+        self._ledger = SampleLedger(parts)
         self._generator = next(iter(graph.of_kind("generate")), None)
+        """The (first) generating call."""
         self._updates = {call.role: 0 for call in graph.calls if call.role is not None}
         self._pools: dict[str, Pool] = {}
 
@@ -74,8 +96,8 @@ class StepRunner:
         prompts = tuple(range(first, first + n))
         self._batches[self._num_batches] = prompts
         self._num_batches += 1
-        self._expires |= dict.fromkeys(prompts, self.number + self._max_lag)
-        self._next(f"take {_named(prompts)}")
+        self._ledger.begin(prompts, until=self.number + self._max_lag)
+        self.count_operation(f"take {named(prompts)}")
         return Samples(prompts)
 
     def batch(self, i: int) -> Samples | None:
@@ -100,17 +122,17 @@ class StepRunner:
         self._require_part(part)
         if not samples:
             return
-        self._require_kept(samples.prompts)
+        self._ledger.require(samples.prompts, step=self.number)
         if part in self._sent:
             raise UserError(f"run.send({part!r}): what was sent before has to be run first")
         inputs = {key for name in self._parts[part] for key in self._graph[name].inputs}
         outside = {self._producer(key) for key in inputs}.difference(self._parts[part])
         ready = frozenset(
             name for name in outside
-            if name is None or self._done[self._part_of[name]].issuperset(samples.prompts)
+            if name is None or not self._ledger.lacking(self._part_of[name], samples.prompts)
         )
-        self._sent[part] = (samples.prompts, ready)
-        self._next(f"send part {part} of {_named(samples.prompts)}")
+        self._sent[part] = _SentInputs(samples.prompts, ready)
+        self.count_operation(f"send part {part} of {named(samples.prompts)}")
         self._executor.send(part, samples.prompts, ready)
 
     def __call__(self, part: str, samples: Samples | None) -> Samples | None:
@@ -123,25 +145,27 @@ class StepRunner:
         self._require_part(part)
         prompts = samples.prompts if samples else ()
         sent = self._take_sent(part, prompts)
-        self._require_kept(prompts)
+        self._ledger.require(prompts, step=self.number)
         self._require_inputs(part, prompts)
         in_rounds = self._num_rounds > 1 and self._generates(part)
         if in_rounds and prompts:
             self._begin_rounds(part, prompts)
-        self._next(f"run part {part} on {_named(prompts)}")
-        if not prompts and not (in_rounds and self._live):
+        self.count_operation(f"run part {part} on {named(prompts)}")
+        if not prompts and not (in_rounds and self._unfinished):
             return None
         if self._generates(part):
-            self._started |= dict.fromkeys(prompts, self._generator_updates)
-        self._last_run[part] = self._operation, prompts
+            self._ledger.start(prompts, updates=self.generator_updates)
+        self._last_runs[part] = _PartRun(self._operation, prompts)
         self._executor.run(
             part, prompts, operation=self._operation, sent=sent, updates=self._updates.copy())
         for name in self._parts[part]:
             call = self._graph[name]
             if call.kind == "train_step" and call.role is not None:
                 self._updates[call.role] += 1
+        for later in self._later_parts[part]:  # Their outputs are of what this part has replaced.
+            self._ledger.repeat(later, prompts)
         completed = self._finish_round() if in_rounds else prompts
-        self._done[part].update(completed)
+        self._ledger.complete(part, completed)
         return Samples(completed) if completed else None
 
     def agree(self, call: str) -> Json:
@@ -149,9 +173,8 @@ class StepRunner:
 
         It is the same on all ranks, which wait for it here. The last run of the part counts.
         """
-        operation, _ = self._last_run_of(call, "decides")
-        answer = self._executor.decision(call, operation)
-        self._next(f"agree {call} {json.dumps(answer, sort_keys=True)}")
+        answer = self._executor.decision(call, self._last_run_of(call, "decides").operation)
+        self.count_operation(f"agree {call} {json.dumps(answer, sort_keys=True)}")
         return answer
 
     def updates(self, role: str) -> int:
@@ -188,19 +211,13 @@ class StepRunner:
         if self._sent:
             part = next(iter(self._sent))
             raise UserError(f"step() has called run.send({part!r}) and then not run({part!r})")
-        kept = {prompt for pool in self._pools.values() for prompt in pool.prompts}
-        kept.update(*(prompts for prompts, _ in self._live))
-        gone = [p for p, last in self._expires.items() if last <= self.number and p not in kept]
-        for prompt in gone:
-            del self._expires[prompt]
-            self._started.pop(prompt, None)
-            for done in self._done.values():
-                done.discard(prompt)
-        self._batches = {i: b for i, b in self._batches.items() if self._expires.keys() >= set(b)}
-        self._last_run.clear()
-        self._executor.forget(gone)
+        in_use = {prompt for pool in self._pools.values() for prompt in pool.prompts}
+        in_use.update(*(batch.prompts for batch in self._unfinished))
+        self._executor.forget(self._ledger.forget(step=self.number, in_use=in_use))
+        self._batches = {i: b for i, b in self._batches.items() if self._ledger.has_all(b)}
+        self._last_runs.clear()
         state = self._state_as_json()
-        self._next(f"end of step {self.number} {state}")
+        self.count_operation(f"end of step {self.number} {state}")
         self.state = json.loads(state)
         self.number += 1
 
@@ -220,12 +237,32 @@ class StepRunner:
             "digest": self._digest, "num_prompts": self._num_prompts,
             "num_batches": self._num_batches,
             "batches": [[i, list(batch)] for i, batch in self._batches.items()],
-            "live": [[list(prompts), rounds] for prompts, rounds in self._live],
-            "done": {part: sorted(done) for part, done in self._done.items()},
-            "expires": list(self._expires.items()), "started": list(self._started.items()),
-            "updates": self._updates,
+            "unfinished": [[list(batch.prompts), batch.rounds] for batch in self._unfinished],
+            "ledger": self._ledger.to_json(), "updates": self._updates, "program": self._program,
+            "steps": self._steps,
             "pools": {name: [pool.keeps, list(pool.prompts)] for name, pool in self._pools.items()},
         }  # fmt: skip
+
+    @property
+    def _program(self) -> dict[str, Json]:
+        """What the samples that are kept depend on, as JSON."""
+        return {
+            "max_lag": self._max_lag, "rounds": self._num_rounds,
+            "sampling.max_new_tokens": longest_response(self._graph),
+            "parts": {part: sorted(calls) for part, calls in self._parts.items()},
+        }  # fmt: skip
+
+    def require_continuable(self, saved: Mapping[str, Json]) -> None:
+        """Raise UserError if the samples of a checkpoint are of no use for this program."""
+        for name, now in self._program.items():
+            before = saved["program"][name]
+            if before != now and (name != "sampling.max_new_tokens" or saved["unfinished"]):
+                raise UserError(f"{name} is {before} in the checkpoint and {now} now: use {before}")
+        if self._steps > saved["steps"] and saved["number"] > saved["steps"]:
+            why = f"with max_lag {self._max_lag} its last steps began no new answers"
+            raise UserError(
+                f"steps is {self._steps} now, and the checkpoint is of the end of a run of {saved['steps']}: "
+                f"{why}, so it cannot go on further; resume from an earlier checkpoint")
 
     def restore(self, saved: Mapping[str, Json]) -> None:
         """Continue after the step of a checkpoint."""
@@ -236,41 +273,64 @@ class StepRunner:
         self._num_prompts = saved["num_prompts"]
         self._num_batches = saved["num_batches"]
         self._batches = {i: tuple(batch) for i, batch in saved["batches"]}
-        self._live = [(tuple(prompts), rounds) for prompts, rounds in saved["live"]]
-        self._done = {part: set(saved["done"].get(part, ())) for part in self._parts}
-        self._expires = {prompt: last for prompt, last in saved["expires"]}
-        self._started = {prompt: updates for prompt, updates in saved["started"]}
+        self._unfinished = [_UnfinishedBatch(tuple(prompts), n) for prompts, n in saved["unfinished"]]
+        self._ledger.restore(saved["ledger"])
         self._updates |= saved["updates"]
         for name, (keeps, prompts) in saved["pools"].items():
             self.pool(name, keeps=keeps).prompts[:] = prompts
 
-    def _next(self, text: str) -> None:
-        """Count an operation, and extend the digest by it."""
+    def count_operation(self, text: str) -> None:
+        """Count an operation, and extend the digest by it. Only pools and this class call this."""
         self._operation += 1
         self._digest = hashlib.sha256(f"{self._digest} {text}".encode()).hexdigest()
         self._executor.note(self._operation, text, self._digest)
 
     def _begin_rounds(self, part: str, prompts: tuple[int, ...]) -> None:
         """Add a batch to the unfinished ones; it has no complete answers from now on."""
-        if again := {prompt for batch, _ in self._live for prompt in batch}.intersection(prompts):
+        if again := {prompt for batch in self._unfinished for prompt in batch.prompts}.intersection(prompts):
             raise UserError(f"step() runs part {part!r} on prompt {min(again)}, which is unfinished")
-        self._done[part].difference_update(prompts)
-        self._live.append((prompts, 0))
+        self._ledger.repeat(part, prompts)
+        self._unfinished.append(_UnfinishedBatch(prompts, 0))
 
     def _finish_round(self) -> tuple[int, ...]:
         """Count a round of all unfinished batches; return the one that is complete."""
-        self._live = [(prompts, rounds + 1) for prompts, rounds in self._live]
-        if self._live[0][1] < self._num_rounds:
+        self._unfinished = [_UnfinishedBatch(prompts, rounds + 1) for prompts, rounds in self._unfinished]
+        if self._unfinished[0].rounds < self._num_rounds:
             return ()
-        return self._live.pop(0)[0]
+        return self._unfinished.pop(0).prompts
+
+    def _parts_after(self, part: str) -> set[str]:
+        """Return the parts that need outputs of a part, directly or through others."""
+        later = set().union(*(nx.descendants(self._graph.nx_graph, name) for name in self._parts[part]))
+        return {self._part_of[name] for name in later} - {part}
 
     def _generates(self, part: str) -> bool:
         """Return whether a part has the (first) generating call."""
         return self._generator is not None and self._part_of[self._generator.name] == part
 
     @property
-    def _generator_updates(self) -> int:
+    def generator_updates(self) -> int:
+        """Updates so far of the role that generates; with several, of the first."""
         return 0 if self._generator is None else self.updates(self._generator.role or "")
+
+    @property
+    def ledger(self) -> SampleLedger:
+        """The samples that exist."""
+        return self._ledger
+
+    @property
+    def operation_seed(self) -> str:
+        """A text that differs between operations and experiments' seeds, equal on all ranks."""
+        return f"{self._seed}/{self._operation}"
+
+    def kept_by(self, call: str, prompts: Sequence[int], pool: str) -> list[int]:
+        """Return those of the prompts all of whose samples a filtering host call has kept."""
+        run = self._last_run_of(call, "filters")
+        if others := set(prompts).difference(run.prompts):
+            what = f"call {call!r} has not run on prompt {min(others)} when it last ran"
+            raise UserError(f"run.pool({pool!r}).add: {what}")
+        kept = set(self._executor.kept(call, run.operation))
+        return [prompt for prompt in prompts if prompt in kept]
 
     def _producer(self, key: str) -> str | None:
         producer = self._graph.producer(key)
@@ -280,111 +340,32 @@ class StepRunner:
         if part not in self._parts:
             raise UserError(f"step() runs the part {part!r}: there are {', '.join(self._parts)}")
 
-    def _require_kept(self, prompts: Sequence[int]) -> None:
-        if gone := [prompt for prompt in prompts if prompt not in self._expires]:
-            why = "was not handed out, or its samples were forgotten"
-            raise UserError(f"step() uses prompt {gone[0]} in step {self.number}, which {why}")
-
     def _require_inputs(self, part: str, prompts: Sequence[int]) -> None:
         """Raise UserError unless every part on whose outputs this one depends has run on the samples."""
         for call in (self._graph[name] for name in self._parts[part]):
             for key in call.inputs:
                 producer = self._producer(key)
                 needed = part if producer is None else self._part_of[producer]
-                if needed != part and (lacking := set(prompts) - self._done[needed]):
+                if needed != part and (lacking := self._ledger.lacking(needed, prompts)):
                     what = f"call {call.name!r} needs the key {key!r} of part {needed!r}"
                     why = f"which has not run on prompt {min(lacking)} or whose samples are forgotten"
                     raise UserError(f"step() runs part {part!r} in step {self.number}: {what}, {why}")
 
     def _take_sent(self, part: str, prompts: tuple[int, ...]) -> frozenset[str | None]:
         """Return the calls whose outputs for this part have been sent ahead."""
-        sent_prompts, producers = self._sent.pop(part, (prompts, frozenset[str | None]()))
-        if sent_prompts != prompts:
+        sent = self._sent.pop(part, _SentInputs(prompts))
+        if sent.prompts != prompts:
             raise UserError(f"step() runs part {part!r} on other samples than run.send({part!r}) was given")
-        for other, (others, made) in self._sent.items():
-            if not made.isdisjoint(self._parts[part]) and not set(others).isdisjoint(prompts):
+        for other, under_way in self._sent.items():
+            is_made_again = not under_way.producers.isdisjoint(self._parts[part])
+            if is_made_again and not set(under_way.prompts).isdisjoint(prompts):
                 raise UserError(f"step() runs part {part!r} after run.send({other!r}) has sent what it made")
-        return producers
+        return sent.producers
 
-    def _last_run_of(self, call: str, field: str) -> tuple[int, tuple[int, ...]]:
-        """Return the step's last operation that has run a call, whose work must have set `field`, and the
-        prompts on which it ran."""
+    def _last_run_of(self, call: str, field: str) -> _PartRun:
+        """Return the step's last run of the part of a call, whose work must have set `field`."""
         if call not in self._part_of or not getattr(self._graph[call].work, field, False):
             raise UserError(f"{call!r} is not the name of a HostFunction with {field}=True")
-        if self._part_of[call] not in self._last_run:
+        if self._part_of[call] not in self._last_runs:
             raise UserError(f"the part {self._part_of[call]!r} of call {call!r} has not run in this step yet")
-        return self._last_run[self._part_of[call]]
-
-
-def _named(prompts: Sequence[int]) -> str:
-    """Return prompts in words, such as "prompts 0 to 31"."""
-    if len(prompts) > 2 and list(prompts) == list(range(prompts[0], prompts[-1] + 1)):
-        return f"prompts {prompts[0]} to {prompts[-1]}"
-    return f"prompts {', '.join(map(str, prompts))}" if prompts else "no new prompts"
-
-
-class Pool:
-    """Samples that wait for use, across steps, in the order in which they came; `len` counts prompts."""
-
-    def __init__(self, run: StepRunner, name: str, *, keeps: bool) -> None:
-        self.keeps = keeps
-        self.prompts: list[int] = []
-        self._run = run
-        self._name = name
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def add(self, samples: Samples | None, *, where: str | None = None) -> None:
-        """Add samples; with `where`, those prompts of which a filtering host call has kept every sample.
-
-        `where` names a call with `HostFunction(..., filters=True)`; all ranks wait for its answer.
-        """
-        added = list(samples.prompts if samples else ())
-        self._run._require_kept(added)
-        if where is not None and added:
-            operation, prompts = self._run._last_run_of(where, "filters")
-            if others := set(added).difference(prompts):
-                what = f"call {where!r} has not run on prompt {min(others)} when it last ran"
-                raise UserError(f"run.pool({self._name!r}).add: {what}")
-            kept = set(self._run._executor.kept(where, operation))
-            added = [prompt for prompt in added if prompt in kept]
-        known = set(self.prompts)
-        self.prompts += [prompt for prompt in added if prompt not in known]
-        self._run._next(f"pool {self._name} adds {_named(added)}")
-
-    def take(self, n: int, *, order: Literal["oldest", "random"] = "oldest") -> Samples | None:
-        """Return `n` prompts with their samples, or all if there are fewer; None if there are none.
-
-        A batch that is short is counted in the metric `pool/<name>/missing`. Random choices depend on the
-        experiment's seed and on the operation only.
-        """
-        if n < 1:
-            raise UserError(f"run.pool({self._name!r}).take({n}): the number must be at least 1")
-        if order not in ("oldest", "random"):
-            raise UserError(f"run.pool({self._name!r}).take: order {order!r} is none of oldest, random")
-        chosen = self.prompts[:n]
-        if order == "random":
-            rng = random.Random(f"{self._run._seed}/{self._run._operation}/{self._name}")
-            chosen = rng.sample(self.prompts, min(n, len(self.prompts)))
-        self._run._next(f"pool {self._name} gives {_named(chosen)}")
-        self._run.log(f"pool/{self._name}/missing", n - len(chosen))
-        if not self.keeps:
-            self._remove(set(chosen))
-        return Samples(tuple(sorted(chosen))) if chosen else None
-
-    def drop(self, *, max_age: int) -> int:
-        """Remove samples whose generation began more than `max_age` updates ago; return how many prompts."""
-        old = {prompt for prompt in self.prompts if self._age(prompt) > max_age}
-        self._remove(old)
-        self._run._next(f"pool {self._name} drops {_named(sorted(old))}")
-        return len(old)
-
-    def _age(self, prompt: int) -> int:
-        now = self._run._generator_updates
-        return now - self._run._started.get(prompt, now)
-
-    def _remove(self, prompts: set[int]) -> None:
-        self.prompts = [prompt for prompt in self.prompts if prompt not in prompts]
-        for prompt in prompts:
-            self._run._expires[prompt] = max(self._run._expires.get(prompt, 0), self._run.number)
+        return self._last_runs[self._part_of[call]]

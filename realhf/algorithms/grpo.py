@@ -36,6 +36,8 @@ class GroupAdvantages:
     """Whether groups whose scores are all equal, or have failed, are dropped."""
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        if not len(batch):  # Filters have dropped all samples.
+            return {"advantages": batch["response_mask"], KEEP: []}, {}
         score_GK = batch["score"].view(-1, self.group_size)
         advantage_GK = score_GK - score_GK.mean(-1, keepdim=True)
         std_GK = score_GK.std(-1, keepdim=True, correction=0)
@@ -78,4 +80,4 @@ class GRPO(OnPolicy):
         advantages = FunctionCall("group_advantages", "host", inputs, ("advantages",), work=work)
         ref = [self.ref_forward()] if self.loss.kl_coef > 0 else []
         before = (self.actor_generate(), self.reward_forward(), *ref, *self.actor_forward())
-        return graph_of(*before, advantages, self.actor_train())
+        return self.with_checked_ages(graph_of(*before, advantages, self.actor_train()), "group_advantages")

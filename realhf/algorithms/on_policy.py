@@ -109,6 +109,19 @@ class OnPolicy(Experiment):
             raise ValueError(f"loss.max_age is 0: {why}; raise it, or set rounds to {self.max_lag + 1}")
         return AgeLimit(limit, self.loss.aged)
 
+    def with_checked_ages(self, graph: DataflowGraph, advantages: str) -> DataflowGraph:
+        """Return the graph. Raises ValueError if `loss.max_age` would not limit the ages at training.
+
+        The call that computes the advantages finds the ages, so it must be in the part that trains.
+        """
+        if self.loss.max_age is not None and self.has_own_program:
+            for part, calls in self.parts(graph).items():
+                if (advantages in calls) != ("actor_train" in calls):
+                    rule = f"{advantages!r} and 'actor_train' must be in one part"
+                    only = f"the part {part!r} has only one of them"
+                    raise ValueError(f"loss.max_age is {self.loss.max_age}: {rule}, and {only}")
+        return graph
+
     def actor_forward(self) -> tuple[FunctionCall, ...]:
         """Return the call that recomputes the actor's log-probs before its update, if the loss needs them."""
         if self.loss.proximal != "recomputed":

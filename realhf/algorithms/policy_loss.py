@@ -190,6 +190,8 @@ def _sample_of_tokens(mask: Packed) -> Tensor:
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
     """Return reward and length statistics of a batch with `score`, `response_mask` and `finished`."""
+    if not len(batch):
+        return {}
     score = batch["score"].double()
     lengths = response_counts(batch["response_mask"])
     failed = score.isnan()

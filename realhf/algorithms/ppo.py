@@ -110,6 +110,9 @@ class TokenAdvantages:
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         c = self.config
         mask = batch["response_mask"]
+        if not len(batch):  # Filters have dropped all samples.
+            empty = mask.like(batch["values"].values)
+            return {"advantages": empty, "returns": empty}, {}
         chosen_T = mask.values.bool()
         counts_S = response_counts(mask).long()
         valid_ST = counts_S[:, None] > counts_S.new_tensor(range(int(counts_S.max())))
@@ -166,7 +169,7 @@ class PPO(OnPolicy):
         learned = (*SEQUENCE, "values", "returns")
         host = HostFunction(TokenAdvantages(self.advantage, self.age_limit()))
         train = TrainStep(self.value_loss, self.minibatches, self.epochs)
-        return graph_of(
+        graph = graph_of(
             self.actor_generate(),
             self.reward_forward(),
             self.ref_forward(),
@@ -176,3 +179,4 @@ class PPO(OnPolicy):
             self.actor_train(),
             FunctionCall("critic_train", "train_step", learned, role="critic", work=train),
         )
+        return self.with_checked_ages(graph, "token_advantages")

@@ -192,7 +192,8 @@ def _serve(task: Callable[[Job, World], int], job: Job) -> int:
         if activity is not None:
             activity.leave_record(place.rank, str(error), traceback.format_exc())
         text = f"{traceback.format_exc()}realhf: {error}" if job.traceback else None
-        report(str(error), code=2, text=text)
+        if _differs_elsewhere(activity, board) is None:
+            report(str(error), code=2, text=text)
         code = 2
     except PeerError as error:
         if activity is not None:
@@ -206,9 +207,7 @@ def _serve(task: Callable[[Job, World], int], job: Job) -> int:
         sentence = f"rank {place.rank} failed with {type(error).__name__}: {error}"
         if activity is not None:
             activity.leave_record(place.rank, sentence, traceback.format_exc())
-        repeated = None
-        if activity is not None and activity.operations.is_used:  # Perhaps another rank went another way.
-            repeated = _repeat_later(board)
+        repeated = _differs_elsewhere(activity, board)
         if repeated is None:
             report(sentence, code=1, text=traceback.format_exc(), names_rank=True)
         code = repeated or 1
@@ -247,6 +246,16 @@ def _follow(error: PeerError, place: Place, board: FailureBoard | None) -> int:
         return code
     report(f"rank {place.rank} stops: {error}", code=1, names_rank=True)
     return 1
+
+
+def _differs_elsewhere(activity: Activity | None, board: FailureBoard | None) -> int | None:
+    """Repeat the sentence about ranks that take different ways through a step, if there is one.
+
+    Return its exit code, or None. The error of this rank is then a consequence.
+    """
+    if activity is None or not activity.operations.is_used:
+        return None
+    return _repeat_later(board)
 
 
 def _repeat_later(board: FailureBoard | None) -> int | None:

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from realhf.data.json_form import json_form
 
@@ -202,5 +204,11 @@ def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool
         return [i % num_rows for i in range(start, start + count)]
     offset = start % num_rows
     epochs = range(start // num_rows, (start + count) // num_rows + 1)
-    orders = [np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in epochs]
+    orders = [_epoch_order(num_rows, seed, epoch) for epoch in epochs]
     return np.concatenate(orders)[offset : offset + count].tolist()
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the row indices of an epoch in their random order."""
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)

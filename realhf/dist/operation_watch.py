@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-_MAX_TEXT = 120
+_MAX_TEXT = 400
 """Most characters of an operation's text that are kept."""
 
 

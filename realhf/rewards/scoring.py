@@ -27,7 +27,7 @@ _STANDARD = ("prompts", "completions", "completion_ids")
 _NOT_EXTRA = ("prompt", "completion")
 """Columns that **columns do not receive, as in TRL: they would repeat the standard ones."""
 _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "finished", "advantages",
-          "values", "returns")  # fmt: skip
+          "values", "returns", "versions", "prox_logprobs")  # fmt: skip
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
 _FORM = "its form is f(prompts, completions, completion_ids, **columns)"
 

@@ -308,17 +308,16 @@ def _restore_samples(
         samples.deal(layouts, world.rank, group_size=program.experiment.group_size)
 
 
-def check_step_program(checkpoint: Checkpoint, program: Program) -> None:
+def check_step_program(checkpoint: Checkpoint, program: Program, run: StepRunner) -> None:
     """Raise UserError if the checkpoint is of another step program, whose samples mean something else."""
-    before = checkpoint.manifest.experiment
-    now = program.experiment
-    for name in ("max_lag", "rounds", "group_size"):
-        old, new = before.get(name), getattr(now, name)
-        if old != new and (name != "group_size" or checkpoint.manifest.run["expires"]):
-            raise UserError(f"{name} is {old} in the checkpoint {checkpoint.path} and {new} now: use {old}")
-    if (parts := list(checkpoint.manifest.run["done"])) != list(program.parts):
-        what = f"has the parts {', '.join(parts)}; the experiment has {', '.join(program.parts)}"
-        raise UserError(f"checkpoint {checkpoint.path} {what}")
+    saved = checkpoint.manifest.run
+    old, new = checkpoint.manifest.experiment.get("group_size"), program.experiment.group_size
+    try:
+        if old != new and saved["ledger"]["kept_until"]:
+            raise UserError(f"group_size is {old} in the checkpoint and {new} now: use {old}")
+        run.require_continuable(saved)
+    except UserError as error:
+        raise UserError(f"checkpoint {checkpoint.path}: {error}") from error
 
 
 def check_models(checkpoint: Checkpoint, store: ModelStore) -> None:

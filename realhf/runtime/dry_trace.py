@@ -60,6 +60,7 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
     It is run twice: filters keep everything the first time, and nothing the second time; `agree` gives the
     examples of HostFunctions. Raises ValueError if the program fails, or never ends.
     """
+    fields = vars(experiment).copy()
     operations: list[str] = []
     steps = min(experiment.steps, experiment.max_lag + 3)
     for keeps in (True, False):
@@ -69,6 +70,10 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
             executor.num_left = _MAX_OPERATIONS
             runner.execute(experiment.step)
         operations = operations or executor.operations
+    for name, value in vars(experiment).items():
+        if value is not fields.get(name):
+            where = f"step() changes {name} of the experiment"
+            raise UserError(f"{where}, which no checkpoint holds: keep it in run.state[{name!r}]")
     return operations
 
 

@@ -34,6 +34,7 @@ from realhf.runtime.host_context import HostContext
 from realhf.runtime.models import ModelStore
 from realhf.runtime.sample_store import SampleStore
 from realhf.runtime.step_record import StepRecord
+from realhf.runtime.unfinished_rows import UnfinishedRows
 
 _MAX_SAVED = 16
 """Most files of samples that a run directory gets."""
@@ -49,8 +50,8 @@ class Executor:
     def __init__(
         self, world: World, parts: Mapping[str, Sequence[Action]], plan: ExecutionPlan, models: ModelStore,
         context: HostContext, *, read: Callable[[Sequence[int]], Batch] | None, group_size: int = 1,
-        num_rounds: int = 1, outbox: Outbox | None = None, failures: Path | None = None,
-        note: Callable[[int, str, str], None] | None = None,
+        num_rounds: int = 1, is_evaluation: bool = False, outbox: Outbox | None = None,
+        failures: Path | None = None, note: Callable[[int, str, str], None] | None = None,
     ) -> None:  # fmt: skip
         """Samples of updates that were skipped are saved in the directory `failures`."""
         self.samples = SampleStore()
@@ -61,7 +62,8 @@ class Executor:
         self._context = context
         self._read = read
         self._group_size = group_size
-        self._num_rounds = num_rounds
+        self._unfinished = UnfinishedRows(self.samples, num_rounds)
+        self._is_evaluation = is_evaluation
         self._outbox = outbox or Outbox()
         self._failures = failures
         self._note = note
@@ -69,15 +71,10 @@ class Executor:
         self._record = StepRecord()
         self._is_last = False
         self._last_read: tuple[tuple[int, ...], Batch] | None = None
-        self._updates: dict[str, int] = {}
-        """Train steps of each role before the call that runs."""
         self._operation = 0
         self._waited = 0.0
         """Seconds that this rank has waited for inputs and weights since its last call."""
         actions = [action for part in parts.values() for action in part]
-        self._trains = any(isinstance(action, Reallocate) and action.ahead for action in actions)
-        self._without_rows = {action.call.name for action in actions if isinstance(action, Redistribute)}
-        """The calls whose unfinished rows the engine does not hold, and is to be given."""
         self._calls = {action.call.name: action for action in actions if isinstance(action, Run)}
 
     def begin_step(self, *, is_last: bool = False) -> None:
@@ -98,7 +95,7 @@ class Executor:
     ) -> None:  # fmt: skip
         """Run a part on the samples of some prompts, see `part_executor.PartExecutor`."""
         self._operation = operation
-        self._updates = self._context.updates = dict(updates or {})
+        self._context.updates = dict(updates or {})
         actions = self._parts[part]
         samples = self._samples_of(prompts)
         calls = [action.call.name for action in actions if isinstance(action, Run)]
@@ -126,14 +123,19 @@ class Executor:
 
     def kept(self, call: str, operation: int) -> list[int]:
         """Return the prompts all of whose samples a call has kept in this operation."""
-        answers = self._agreements.read(call, operation, self._calls[call].layout.heads)
+        answers = self._read_answers(call, operation)
         counts = Counter(sample // self._group_size for answer in answers for sample in answer["kept"])
         return sorted(prompt for prompt, count in counts.items() if count == self._group_size)
 
     def decision(self, call: str, operation: int) -> Any:
         """Return the decision of a call in this operation."""
-        (answer,) = self._agreements.read(call, operation, self._calls[call].layout.heads)
+        (answer,) = self._read_answers(call, operation)
         return answer["decision"]
+
+    def _read_answers(self, call: str, operation: int) -> list[Any]:
+        """Return the answers of a host call; the wait counts for this rank's next call."""
+        with self._waiting(call, f"waits for the answer of {call}"):
+            return self._agreements.read(call, operation, self._calls[call].layout.heads)
 
     def forget(self, prompts: Sequence[int]) -> None:
         """Free the memory of these samples."""
@@ -141,11 +143,12 @@ class Executor:
 
     def flush_caches(self) -> None:
         """Free caches that are kept between rounds, as a run that continues from a checkpoint has none."""
-        for name in {action.call.name for action in self._calls.values() if self._is_in_rounds(action.call)}:
-            run = self._calls[name]
-            if run.call.role is not None and self._world.rank in run.layout:
-                self._models.engines[run.call.role, run.layout].flush_cache(name)
-            self._without_rows.add(name)
+        for action in self._calls.values():
+            call = action.call
+            if call.role is not None and self._unfinished.has(call):
+                if self._world.rank in action.layout:
+                    self._models.engines[call.role, action.layout].flush_cache(call.name)
+                self._unfinished.engine_has_forgotten(call)
 
     def note(self, number: int, text: str, digest: str) -> None:
         """Tell the watcher what operation follows, and the digest of all operations so far."""
@@ -174,7 +177,7 @@ class Executor:
                 self.samples.put(call.name, made)
         if call.kind == "train_step" and call.role is not None:
             self._models.updated(call.role)
-            self._updates[call.role] = self._updates.get(call.role, 0) + 1
+            self._context.updates[call.role] = self._context.updates.get(call.role, 0) + 1
 
     def _send(self, action: Send, samples: "_Chosen") -> None:
         rank = self._world.rank
@@ -194,26 +197,20 @@ class Executor:
                 sources, action.target, routing, tag=action.tag)
 
     def _redistribute(self, action: Redistribute) -> None:
-        """Deal the unfinished rows of a generating call anew, as many to each replica.
-
-        The engine of a call that keeps its cache holds them already, except after `flush_caches`.
-        """
-        name = action.call.name
-        if self._world.rank not in action.layout or name not in self._without_rows:
+        """Deal the unfinished rows of a generating call anew, as many to each replica."""
+        call = action.call
+        if self._world.rank not in action.layout or self._unfinished.engine_holds(call):
             return
-        mine = None
-        if self._world.rank in action.layout.heads:
-            mine = self.samples.unfinished.get(name, Batch([]))
-        source = Source(action.layout, mine, action.tag)
+        mine = self._unfinished.of(call) if self._world.rank in action.layout.heads else None
         routing = Routing(self._group_size, keep_groups=True, by_rows=True)
-        with self._waiting(name, "waits for unfinished rows"):
+        with self._waiting(call.name, "waits for unfinished rows"):
             (rows,) = Exchange(self._world, self._outbox).receive(
-                [source], action.layout, routing, tag=action.tag)
-        self.samples.unfinished[name] = rows
+                [Source(action.layout, mine, action.tag)], action.layout, routing, tag=action.tag)
+        self._unfinished.replace(call, rows)
 
     @contextmanager
     def _waiting(self, call: str, doing: str) -> Iterator[None]:
-        """Record that this rank waits for inputs of a call."""
+        """Record that this rank waits for inputs, or for an answer, of a call."""
         start = time.monotonic()
         with self._world.activity.doing(doing), self._record.timed(
             rank=self._world.rank, name=call, kind="move"
@@ -257,7 +254,7 @@ class Executor:
         is_new = self._models.start(action)
         if action.ahead:
             return
-        if is_new or not self._trains:
+        if is_new or self._is_evaluation:
             self._wait(action.target_set, action.target)
 
     def _wait(self, role: str, layout: Layout | None = None) -> None:
@@ -291,14 +288,12 @@ class Executor:
             engine = self._models.engines[call.role, layout]
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
-                gather=False, report=self._world.activity.note, **self._rounds(call),
+                gather=False, report=self._world.activity.note, **self._generation_options(call),
             )  # fmt: skip
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
-        if self._is_in_rounds(call):
-            self.samples.unfinished[call.name] = result.unfinished
-            if call.work.cache_on_update == "keep":
-                self._without_rows.discard(call.name)
+        if self._unfinished.has(call):
+            self._unfinished.put(call, result.unfinished)
         if result.metrics.get("skipped_updates") and rank in layout.heads:
             self._save_samples(call.name, minibatches)
         if rank == layout.heads[0]:
@@ -306,19 +301,11 @@ class Executor:
             record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.heads else None
 
-    def _is_in_rounds(self, call: FunctionCall) -> bool:
-        return call.kind == "generate" and self._num_rounds > 1
-
-    def _rounds(self, call: FunctionCall) -> dict[str, Any]:
+    def _generation_options(self, call: FunctionCall) -> dict[str, Any]:
         """Return the options of a generating call that depend on the step program."""
         if call.kind != "generate":
             return {}
-        options: dict[str, Any] = {"version": self._updates.get(call.role or "", 0)}
-        if not self._is_in_rounds(call):
-            return options
-        budget = -(-call.work.sampling.max_new_tokens // self._num_rounds)
-        rows = self.samples.unfinished[call.name] if call.name in self._without_rows else None
-        return options | {"budget": budget, "unfinished": rows}
+        return {"version": self._context.updates.get(call.role or "", 0), **self._unfinished.options(call)}
 
     def _take_waited(self) -> float:
         waited = self._waited

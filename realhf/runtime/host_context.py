@@ -1,6 +1,5 @@
 """HostContext: what host functions are told besides their samples."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,11 +9,11 @@ from realhf.data.loader import load_tokenizer
 
 @dataclass
 class HostContext:
-    """The context of host functions: the tokenizer, and the number of the step."""
+    """The context of a host function: tokenizer, number of the step, updates so far, and its own state."""
 
     tokenizer_dir: str
     step: int = 0
-    updates: Mapping[str, int] = field(default_factory=dict)
+    updates: dict[str, int] = field(default_factory=dict)
     """Train steps of each role so far."""
     state: dict[str, Any] = field(default_factory=dict)
     """JSON values that host functions keep from step to step; checkpoints hold those of every rank."""

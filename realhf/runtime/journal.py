@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -116,11 +117,13 @@ class Journal:
     def _step(self, step: int, records: Sequence[StepRecord]) -> dict[str, float]:
         metrics = merge_metrics(records)
         events = [event for record in records for event in record.events]
-        end = max(event["end"] for event in events)
+        now = time.time()  # A step program may run nothing in a step.
+        end = max((event["end"] for event in events), default=now)
         start = self._previous_end
         if start is None:  # Reallocations that ran ahead of this step started before it.
-            start = min(event["start"] for event in events if event["kind"] != "realloc")
-        metrics["timing_s/step"] = end - start
+            starts = [event["start"] for event in events if event["kind"] != "realloc"]
+            start = min(starts, default=end)
+        metrics["timing_s/step"] = max(end - start, 1e-9)
         metrics["perf/tokens_per_s"] = metrics.pop("perf/trained_tokens", 0.0) / metrics["timing_s/step"]
         for name in [name for name in metrics if name.startswith("bubble/")]:
             metrics[name] /= metrics["timing_s/step"]

@@ -24,7 +24,7 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
     parts: dict[str, list[tuple[float, float]]] = {}
     for name, value, weight in (metric for record in records for metric in record.metrics):
         parts.setdefault(name, []).append((value, weight))
-    merged = {n: sum(v * w for v, w in part) / sum(w for _, w in part) for n, part in parts.items()}
+    merged = {name: _merged(name, part) for name, part in parts.items()}
     tokens: dict[str, int] = {}
     seconds: dict[tuple[str, int], float] = {}
     for event in (e for record in records for e in record.events if e["kind"] != "move"):
@@ -47,6 +47,16 @@ def merge_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
     if tokens:
         merged["perf/trained_tokens"] = float(next(iter(tokens.values())))
     return merged | _bandwidths(records) | _waits(records)
+
+
+def _merged(name: str, part: Sequence[tuple[float, float]]) -> float:
+    """Return the value of a metric that several ranks, or several runs of a call, have given with weights.
+
+    It is their weighted mean, and for names that end with "/max" the largest.
+    """
+    if name.endswith("/max"):
+        return max(value for value, _ in part)
+    return sum(value * weight for value, weight in part) / sum(weight for _, weight in part)
 
 
 def _waits(records: Sequence[StepRecord]) -> dict[str, float]:

@@ -16,11 +16,16 @@ class SampleStore:
         self.unfinished: dict[str, Batch] = {}
 
     def pack(self) -> bytes:
-        """Return all samples in the form of a safetensors file; it is empty without samples."""
+        """Return all samples in the form of a safetensors file; it is empty without samples.
+
+        Batches without samples are in it, too, as they tell the types of columns.
+        """
         packed = {f"unfinished/{name}": rows.pack() for name, rows in self.unfinished.items() if rows.ids}
+        if not packed and not any(batch.ids for made in self.complete.values() for batch in made):
+            return b""
         for name, batches in self.complete.items():
-            packed |= {f"complete/{name}/{i}": batch.pack() for i, batch in enumerate(batches) if batch.ids}
-        return save(packed) if packed else b""
+            packed |= {f"complete/{name}/{i}": batch.pack() for i, batch in enumerate(batches)}
+        return save(packed)
 
     def unpack(self, data: bytes) -> None:
         """Add the samples of `pack`."""

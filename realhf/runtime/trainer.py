@@ -83,14 +83,15 @@ class Trainer:
         )  # fmt: skip
         if checkpoint is not None:  # Before anything in the run directory is changed.
             check_models(checkpoint, self._store)
-            check_step_program(checkpoint, program)
         self._outbox = Outbox()
         self._activity = world.activity
         self._executor = self._make_executor(loader)
         self._evaluator = Executor(
             world, {_EVALUATION: program.eval_actions}, program.plan, self._store, self._context,
-            read=None if eval_loader is None else eval_loader.batch, outbox=self._outbox)
+            read=None if eval_loader is None else eval_loader.batch, is_evaluation=True, outbox=self._outbox)
         self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
+        if checkpoint is not None:
+            check_step_program(checkpoint, program, self._runner)
         self._recorder = None
         if self._is_main and out is not None:
             self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
@@ -201,8 +202,14 @@ class Trainer:
         wants_stop = self._stop is not None and self._stop.requested is not None
         decision = self._decisions.after(step, wants_stop=wants_stop)
         ends = decision.stops or step == self._program.experiment.steps
-        if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
+        experiment = self._program.experiment
+        is_multiple = _is_multiple(step, experiment.checkpoint_period()[0])
+        if is_multiple or decision.stops:  # A run without checkpoints drops its caches at the same steps.
             self._executor.flush_caches()
+        if decision.stops and not is_multiple and self._is_main and _keeps_caches(self._program):
+            what = "cache_on_update is 'keep' and the run was told to stop between two checkpoints"
+            print(f"realhf: warning: {what}: what follows may differ in last bits", file=sys.stderr)
+        if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
                 self._checkpointer.save(step, self._journal.last)
         return decision.stops
@@ -221,7 +228,7 @@ class Trainer:
         """Answer the held-out prompts greedily; rank 0 keeps the answers."""
         self._activity.step = f"evaluation after step {self._context.step}"
         self._evaluator.begin_step()
-        self._evaluator.run(_EVALUATION, range(self._num_held_out))
+        self._evaluator.run(_EVALUATION, range(self._num_held_out), updates=self._context.updates)
         self._evaluator.forget(range(self._num_held_out))
         return self._evaluator.take_record()
 
@@ -287,6 +294,12 @@ class Trainer:
         )  # fmt: skip
         check_lengths(self._program.roles, graph, loader)
         return loader
+
+
+def _keeps_caches(program: Program) -> bool:
+    """Return whether caches live from one round of generation to the next."""
+    keeps = any(call.work.cache_on_update == "keep" for call in program.graph.of_kind("generate"))
+    return keeps and program.experiment.num_rounds > 1
 
 
 def _is_multiple(step: int, period: int) -> bool:
