@@ -208,7 +208,7 @@ class Trainer:
             self._executor.flush_caches()
         if decision.stops and not is_multiple and self._is_main and _keeps_caches(self._program):
             what = "cache_on_update is 'keep' and the run was told to stop between two checkpoints"
-            print(f"realhf: warning: {what}: what follows may differ in last bits", file=sys.stderr)
+            warn(f"{what}: what follows may differ in last bits")
         if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
                 self._checkpointer.save(step, self._journal.last)
