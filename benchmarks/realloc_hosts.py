@@ -78,7 +78,7 @@ def work(rank: int, address: str, args: argparse.Namespace) -> list[dict[str, An
         spec, source, target = parse(pair, args.mib)
         move = Move.between(source, target, spec=spec, world=world, wires=world, scratch="")
         row = measure(move, repeats=args.repeats)
-        rows.append({"pair": pair, "num_rounds": move.reallocator.schedule.num_rounds, **row})
+        rows.append({"pair": pair, "num_waves": move.reallocator.schedule.num_waves, **row})
         if rank == 0:
             progress(f"{pair}: {statistics.median(row['seconds']):.3f} s")
     world.control.barrier()  # Rank 0 keeps the store alive until all have their results.
@@ -135,7 +135,7 @@ def judge(row: dict[str, Any], needed: list[int], *, mbit: int) -> dict[str, Any
 
 def table(rows: list[dict[str, Any]]) -> Table:
     found = Table(title="Between two hosts")
-    columns = ("rounds", "MB to 0", "MB to 1", "counted / needed", "seconds", "least", "seconds / least")
+    columns = ("waves", "MB to 0", "MB to 1", "counted / needed", "seconds", "least", "seconds / least")
     for column in ("move", *columns):
         found.add_column(column, justify="left" if column == "move" else "right")
     for row in rows:
@@ -143,7 +143,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         values = (
             row["over_bytes"], statistics.median(row["seconds"]), row["least_seconds"], row["over_seconds"]
         )  # fmt: skip
-        found.add_row(row["pair"], str(row["num_rounds"]), *megabytes, *(f"{value:.3f}" for value in values))
+        found.add_row(row["pair"], str(row["num_waves"]), *megabytes, *(f"{value:.3f}" for value in values))
     return found
 
 

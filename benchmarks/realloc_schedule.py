@@ -130,7 +130,7 @@ def run(case: Case, config: ModelConfig) -> dict[str, Any]:
         **case._asdict(), "cluster": name, "devices": len({*source.ranks, *target.ranks}),
         "needed_bytes": schedule.needed_bytes, "bound_seconds": schedule.bound_seconds,
         "scheduled_seconds": schedule.seconds, "over_bound": schedule.over_bound,
-        "rounds": schedule.num_rounds, "max_hops": schedule.max_hops, "hops": len(schedule.hops),
+        "waves": schedule.num_waves, "max_hops": schedule.max_hops, "hops": len(schedule.hops),
         "compute_seconds": statistics.median(seconds), "limit": schedule.limit,
     }  # fmt: skip
 
@@ -157,7 +157,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return a table of all rows."""
     moves = Table(title="Schedules", padding=(0, 1, 0, 0))
     left = ("model", "movement", "src -> dst", "limit")
-    for column in (*left[:3], "devices", "GB needed", "bound ms", "scheduled ms", "ratio", "rounds", "hops",
+    for column in (*left[:3], "devices", "GB needed", "bound ms", "scheduled ms", "ratio", "waves", "hops",
                    "compute s", "limit"):  # fmt: skip
         moves.add_column(column, justify="left" if column in left else "right")
     for row in rows:
@@ -165,7 +165,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         moves.add_row(
             row["model"], row["movement"], f"{row['source']} -> {row['target']}", str(row["devices"]),
             f"{row['needed_bytes'] / 1e9:.1f}", *milliseconds, f"{row['over_bound']:.3f}",
-            str(row["rounds"]), str(row["hops"]), f"{row['compute_seconds']:.2f}", row["limit"],
+            str(row["waves"]), str(row["hops"]), f"{row['compute_seconds']:.2f}", row["limit"],
         )  # fmt: skip
     return moves
 

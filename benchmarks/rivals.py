@@ -61,7 +61,7 @@ class Broadcast(Rival):
         pieces = [_collected(move, root, names=[name for name, _ in bucket]) for bucket in buckets]
         lacking = [Counter({holder: _total(some) for holder, some in p.items()}) for p in pieces]
         self.staging = torch.zeros(max(c.total() if move.rank == root else c[move.rank] for c in lacking))
-        self.rounds = [self._plan(move, *both) for both in zip(buckets, pieces, strict=True)]
+        self.waves = [self._plan(move, *both) for both in zip(buckets, pieces, strict=True)]
 
     def _plan(self, move: Move, bucket: list[tuple[str, int]], pieces: "dict[int, list[_Box]]") -> tuple:
         """Return copies before sending, messages, copies on arrival, the bucket, copies into the target."""
@@ -94,7 +94,7 @@ class Broadcast(Rival):
         return pack, ops, collect, flat, wanted
 
     def run(self) -> None:
-        for pack, ops, collect, flat, wanted in self.rounds:
+        for pack, ops, collect, flat, wanted in self.waves:
             _copy(pack)
             _exchange(ops)
             _copy(collect)
@@ -115,12 +115,12 @@ class AllGather(Rival):
         self.group = _group(members)
         self.taking_part = move.rank in members
         chunk = GATHER_BYTES // DTYPE.itemsize // len(members)
-        streams = {rank: _rounds(boxes, chunk) for rank, boxes in _shares(move, chunk).items()}
-        num_rounds = max(map(len, streams.values()))
-        lengths = [max(_total(s[i]) for s in streams.values() if i < len(s)) for i in range(num_rounds)]
+        streams = {rank: _waves(boxes, chunk) for rank, boxes in _shares(move, chunk).items()}
+        num_waves = max(map(len, streams.values()))
+        lengths = [max(_total(s[i]) for s in streams.values() if i < len(s)) for i in range(num_waves)]
         self.mine = torch.zeros(max(lengths))
         self.all = torch.zeros(max(lengths) * len(members))
-        self.rounds: list[tuple[Copies, torch.Tensor, list[torch.Tensor], Copies]] = []
+        self.waves: list[tuple[Copies, torch.Tensor, list[torch.Tensor], Copies]] = []
         for number, length in enumerate(lengths if self.taking_part else []):
             mine = self.mine[:length]
             everyones = list(self.all[: length * len(members)].split(length))
@@ -133,10 +133,10 @@ class AllGather(Rival):
                     unpack += move.into_target(name, box, part[at])
                     if rank == move.rank:
                         pack.append((mine[at].view(shape_of(box)), move.held.view(name, box)))
-            self.rounds.append((pack, mine, everyones, unpack))
+            self.waves.append((pack, mine, everyones, unpack))
 
     def run(self) -> None:
-        for pack, mine, everyones, unpack in self.rounds:
+        for pack, mine, everyones, unpack in self.waves:
             _copy(pack)
             dist.all_gather(everyones, mine, group=self.group)
             _copy(unpack)
@@ -149,11 +149,11 @@ class Unpacked(Rival):
     through separate memory.
     """
 
-    OPS_AT_ONCE = 4096  # Of all ranks together, which split alike, so that none waits for a later round.
+    OPS_AT_ONCE = 4096  # Of all ranks together, which split alike, so that none waits for a later wave.
 
     def __init__(self, move: Move) -> None:
         self.local: Copies = []
-        self.rounds: list[tuple[Copies, list[dist.P2POp], Copies]] = []
+        self.waves: list[tuple[Copies, list[dist.P2POp], Copies]] = []
         transfers = []
         turn = 0
         for target in move.target.ranks:
@@ -165,9 +165,9 @@ class Unpacked(Rival):
                         turn += 1
                     elif common and target == move.rank:
                         self.local.append((move.wanted.view(name, common), move.held.view(name, common)))
-        transfers.sort(key=lambda transfer: transfer[2])  # By name: all ranks take part in each round.
+        transfers.sort(key=lambda transfer: transfer[2])  # By name: all ranks take part in each wave.
         for start in range(0, len(transfers), self.OPS_AT_ONCE):
-            self.rounds.append(self._plan(move, transfers[start : start + self.OPS_AT_ONCE]))
+            self.waves.append(self._plan(move, transfers[start : start + self.OPS_AT_ONCE]))
 
     def _plan(self, move: Move, transfers: Sequence[tuple[int, int, str, Region]]) -> tuple:
         pack, ops, unpack = [], [], []
@@ -187,7 +187,7 @@ class Unpacked(Rival):
 
     def run(self) -> None:
         _copy(self.local)
-        for pack, ops, unpack in self.rounds:
+        for pack, ops, unpack in self.waves:
             _copy(pack)
             _exchange(ops)
             _copy(unpack)
@@ -333,14 +333,14 @@ def _rows(region: Region, max_elements: int) -> Iterator[Region]:
         yield ((start, min(start + step, high)), *rest)
 
 
-def _rounds(boxes: Sequence[_Box], max_elements: int) -> list[list[_Box]]:
-    """Group boxes into rounds of up to `max_elements`, in their order."""
-    rounds: list[list[_Box]] = [[]]
+def _waves(boxes: Sequence[_Box], max_elements: int) -> list[list[_Box]]:
+    """Group boxes into waves of up to `max_elements`, in their order."""
+    waves: list[list[_Box]] = [[]]
     size = 0
     for box in boxes:
         size += region_size(box[1])
-        if rounds[-1] and size > max_elements:
-            rounds.append([])
+        if waves[-1] and size > max_elements:
+            waves.append([])
             size = region_size(box[1])
-        rounds[-1].append(box)
-    return rounds
+        waves[-1].append(box)
+    return waves

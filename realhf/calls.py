@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from realhf.field_types import check_types, require
-from realhf.graph import DataflowGraph
+from realhf.graph import DataflowGraph, FunctionCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,13 +83,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Generate(Work):
-    """Continues prompts.
-
-    Outputs, by position: sequences (prompt and response), response mask, log-probs (at the sampling
-    temperature, before top-k and top-p), and 1.0 for samples that ended with an end-of-sequence token. A
-    fifth output, if the call names one, is each token's version: the updates of the role's weights before it
-    was sampled (int64, 0 on prompts).
-    """
+    """Continues prompts; see GenerateOutputs for the columns that it returns."""
 
     kind = "generate"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -118,6 +112,23 @@ class Generate(Work):
         gib = self.kv_cache_gib
         require(gib is None or 0 < gib < inf, "kv_cache_gib", gib, "be a number of GiB above 0")
         require(self.prefill_tokens >= 1, "prefill_tokens", self.prefill_tokens, "be at least 1")
+
+
+class GenerateOutputs(NamedTuple):
+    """The keys of a generating call's outputs, which the call names by position."""
+
+    sequences: str  # Prompt and response.
+    mask: str  # The response mask.
+    logprobs: str  # At the sampling temperature, before top-k and top-p.
+    finished: str  # 1.0 for samples that ended with an end-of-sequence token.
+    versions: str | None = None
+    """Each token's version, if wanted: the updates of the role's weights before it was sampled (int64, 0 on
+    prompts)."""
+
+    @classmethod
+    def of(cls, call: FunctionCall) -> GenerateOutputs:
+        """Return the keys of the outputs of a call."""
+        return cls(*call.outputs)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""UserError: an error that a user caused and can mend, printed without traceback, with exit code 2."""
+"""Messages to users: UserError, which is printed without traceback, with exit code 2; and warnings."""
 
 import contextlib
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -43,6 +44,11 @@ def described(error: BaseException) -> str:
     """Return an error's type and message on one line, and where in the user's own code it arose, if there."""
     where = user_line(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}" + (f" ({where})" if where else "")
+
+
+def warn(sentence: str) -> None:
+    """Print a warning on standard error."""
+    print(f"realhf: warning: {sentence}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,8 @@ def require(legal: bool, name: str, value: Any, rule: str) -> None:
     """Raise ValueError unless the value of the field `name` is legal; `rule` follows "it must"."""
     if not legal:
         raise ValueError(f"{name} is {value}: it must {rule}")
+
+
 def check_fields(
     document: Any, legal: Sequence[str], *, optional: Collection[str] = (), where: str = "", whole: str = ""
 ) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from realhf.model_config import ModelConfig
 
 SMALL = 64
+"""Tokens in a small block, which shares more and wastes less."""
 _LARGE = 128
+"""Tokens in a large block, which is faster to attend to; a shorter one is a multiple of `_STEP`."""
 _STEP = 16
-"""Tokens in a block. Small blocks share more and waste less, large blocks are faster to attend to."""
-
 SHARE_OF_FREE = 0.5
 """Share of the free memory that a cache may take, unless the user sets a limit."""
 

@@ -1,7 +1,6 @@
 """`realhf check`: finds faults of an experiment and a plan without running it. Free of torch."""
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
@@ -9,7 +8,7 @@ from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
 from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
-from realhf.errors import naming
+from realhf.errors import naming, warn
 from realhf.experiment import Experiment
 from realhf.planner import report
 from realhf.planner.memory_check import require_fit
@@ -37,8 +36,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     num_devices = cluster.num_devices if cluster is not None and options.nproc is None else None
     program, num_ranks = compile_experiment(experiment, options, num_devices)
     with naming(options.experiment):
-        for what in try_out(program):
-            print(f"realhf: warning: {what}", file=sys.stderr)
+        for sentence in try_out(program):
+            warn(sentence)
     proof = None
     if cluster is not None:
         with naming(f"plan {options.plan}" if options.plan else options.experiment):

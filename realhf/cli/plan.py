@@ -39,8 +39,8 @@ _GAP = 0.01
 """The search ends when the plan is within this share of the lower bound."""
 _TIME_LIMIT = 60.0
 """Seconds after which the search ends at the latest."""
-_AUTO_ROUNDS = 100
-"""Limit of the search of --plan auto, in rounds rather than seconds: every rank must find the same plan."""
+_AUTO_ITERATIONS = 100
+"""Limit of the search of --plan auto, in iterations, not seconds: every rank must find the same plan."""
 _REPORT_SECONDS = 5.0
 """Seconds between two lines about the search if standard error is not a terminal."""
 
@@ -115,7 +115,8 @@ def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: s
         problem = problem_of(experiment, cluster)
         with nullcontext() if is_worker() else _watched() as progress:
             planned = make_plan(
-                problem, rates, time_limit=float("inf"), gap=_GAP, max_rounds=_AUTO_ROUNDS, progress=progress
+                problem, rates, time_limit=float("inf"), gap=_GAP, max_iterations=_AUTO_ITERATIONS,
+                progress=progress,
             )
     if not is_worker():
         step = f"{format_seconds(planned.found.step_seconds)} per step predicted"

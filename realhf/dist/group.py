@@ -20,7 +20,7 @@ from realhf.dist.message_size import checked_length
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Peers, and the contiguous tensors to send to them or to receive from them."""
-_OPEN_ROUNDS = 4  # It bounds what an Outbox keeps; a pipeline of calls needs fewer.
+_OPEN_STEPS = 4  # It bounds what an Outbox keeps; a pipeline of calls needs fewer.
 _SMALL_BYTES = 1 << 16
 """Largest tensor that an all-reduce sends whole to every peer; of larger ones each peer sums a chunk."""
 
@@ -67,29 +67,29 @@ class Pending:
 class Outbox:
     """A container of posted messages, so that a sender continues while the receivers are busy.
 
-    It waits for the messages of all but the last rounds, as gloo reports a message only to one who waits for
-    it. A round is a pass over all actions of a step.
+    It waits for the messages of all but the last steps, as gloo reports a message only to one who waits for
+    it.
     """
 
     def __init__(self) -> None:
-        self._rounds: deque[list[Pending]] = deque([[]])
+        self._steps: deque[list[Pending]] = deque([[]])
 
     def add(self, message: Pending) -> None:
-        self._rounds[-1].append(message)
+        self._steps[-1].append(message)
 
-    def next_round(self) -> None:
-        self._rounds.append([])
-        if len(self._rounds) > _OPEN_ROUNDS:
+    def next_step(self) -> None:
+        self._steps.append([])
+        if len(self._steps) > _OPEN_STEPS:
             self._wait_for_oldest()
 
     def wait(self) -> None:
         """Wait until all messages have been received."""
-        while self._rounds:
+        while self._steps:
             self._wait_for_oldest()
-        self._rounds.append([])
+        self._steps.append([])
 
     def _wait_for_oldest(self) -> None:
-        for message in self._rounds.popleft():
+        for message in self._steps.popleft():
             message.wait()
 
 
@@ -203,10 +203,10 @@ class Group:
         return data
 
     def send_json(self, document: Any, peers: Sequence[int], *, tag: int = 0) -> Pending:
-        return self.send_bytes(_from_json(document), peers, tag=tag)
+        return self.send_bytes(_encode_json(document), peers, tag=tag)
 
     def recv_json(self, peer: int, *, tag: int = 0) -> Any:
-        return _to_json(self.recv_bytes(peer, tag=tag))
+        return _decode_json(self.recv_bytes(peer, tag=tag))
 
     def all_gather_bytes(self, data: torch.Tensor) -> list[torch.Tensor]:
         """Return the bytes of every member, in member order."""
@@ -217,7 +217,7 @@ class Group:
 
     def all_gather_json(self, document: Any) -> list[Any]:
         """Return the JSON document of every member, in member order."""
-        return [_to_json(data) for data in self.all_gather_bytes(_from_json(document))]
+        return [_decode_json(data) for data in self.all_gather_bytes(_encode_json(document))]
 
     def barrier(self) -> None:
         """Wait until every member has called this; on NCCL, too, the host waits."""
@@ -228,9 +228,9 @@ class Group:
         return [(self.index + i) % self.size for i in range(1, self.size)]
 
 
-def _from_json(document: Any) -> torch.Tensor:
+def _encode_json(document: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
 
 
-def _to_json(data: torch.Tensor) -> Any:
+def _decode_json(data: torch.Tensor) -> Any:
     return json.loads(data.numpy().tobytes())

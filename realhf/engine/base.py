@@ -163,10 +163,10 @@ class Engine(ABC):
             return CallResult(Batch([]), metrics)
         (batch,) = minibatches
         if call.kind == "generate":
-            rows = Batch([]) if unfinished is None or not unfinished.ids else unfinished.pick(call.outputs)
-            round_ = Round(rows, budget, version)
-            ended, goes_on = self._generate(call, work, batch, round_, report)
-            return CallResult(ended, {}, goes_on)
+            begun = Batch([]) if unfinished is None or not unfinished.ids else unfinished.pick(call.outputs)
+            round_ = Round(begun, budget, version)
+            ended, unfinished = self._generate(call, work, batch, round_, report)
+            return CallResult(ended, {}, unfinished)
         columns = self._forward(call, work, batch, micro_batch_tokens, report)
         return CallResult(output_batch(call, batch.ids, columns), {})
 

@@ -22,7 +22,7 @@ from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
-from realhf.inference.rounds import Round, prompt_rows
+from realhf.inference.rounds import Round, prompt_groups
 from realhf.layout import Layout, even_split
 from realhf.lora import LoraConfig
 from realhf.nn.lora import Adapters
@@ -75,8 +75,8 @@ class NativeEngine(Engine):
         held = Batch([])
         if keeps:
             generation, held = self._kept.setdefault(call.name, (generation, held))
-        generation.submit(self._share(prompt_rows(batch, call.inputs[0])))
-        generation.resume(self._share(round_.rows(call)))
+        generation.submit(self._share(prompt_groups(batch, call.inputs[0])))
+        generation.resume(self._share(round_.groups(call)))
         queue = PromptQueue(self.groups, stealing=work.work_stealing and not keeps)
         merges = self.adapters is not None and self.adapters.lora.merge
         with self.model.merged() if merges else nullcontext():
@@ -84,14 +84,14 @@ class NativeEngine(Engine):
         round_ = round_.after(held)
         made = output_batch(call, *generation.take())
         made = queue.collect_results(made, [*round_.unfinished.ids, *batch.ids])
-        ended, goes_on = round_.join(call, made)
+        ended, unfinished = round_.join(call, made)
         if keeps:
-            self._kept[call.name] = (generation, goes_on)
-        return ended, goes_on
+            self._kept[call.name] = (generation, unfinished)
+        return ended, unfinished
 
-    def _share(self, rows: list[PromptGroup]) -> list[PromptGroup]:
-        """Return this rank's share of the samples of its cp group."""
-        return rows[slice(*even_split(len(rows), self.groups.cp.size, self.groups.cp.index))]
+    def _share(self, prompts: list[PromptGroup]) -> list[PromptGroup]:
+        """Return this rank's share of the prompts of its cp group."""
+        return prompts[slice(*even_split(len(prompts), self.groups.cp.size, self.groups.cp.index))]
 
     def flush_cache(self, call: str) -> None:
         self._kept.pop(call, None)

@@ -25,7 +25,7 @@ from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.kv_budget import agreed_sizes, check_positions
 from realhf.inference.rollout_buffer import RolloutBuffer, output_columns
-from realhf.inference.rounds import Round, prompt_rows
+from realhf.inference.rounds import Round, prompt_groups
 from realhf.inference.sampling import for_vocabulary, sample, stream_seed
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
@@ -65,7 +65,7 @@ class TransformersEngine(Engine):
                 "to 'recompute'")
         config = self.model.config
         sampling = for_vocabulary(work.sampling, config.vocab_size)
-        groups = [*round_.rows(call), *prompt_rows(batch, call.inputs[0])]
+        groups = [*round_.groups(call), *prompt_groups(batch, call.inputs[0])]
         for size in agreed_sizes(groups, self.groups.dp_control.all_gather_json):
             check_positions(size.num_undrawn, sampling.max_new_tokens, config.num_positions)
         samples = RolloutBuffer(

@@ -42,7 +42,7 @@ class Cohort:
         self._model = model
         self._limits = limits
         self._kept = kept
-        self._groups = model.groups
+        self._parallel = model.groups
         self._device = model.flat.device
         self._queue = queue
         self._sampling = for_vocabulary(limits.work.sampling, model.config.vocab_size)
@@ -52,7 +52,7 @@ class Cohort:
             seed=seed, device=self._device, budget=limits.budget)
         self._step: Step | None = None
         self._drawn = torch.zeros(0, dtype=torch.long)
-        self._in_lockstep = self._groups.ep.size > 1
+        self._in_lockstep = self._parallel.ep.size > 1
         """Whether some other rank of the ep group may still have samples."""
         self._sent: list[Pending] = []
         self._scheduler: Scheduler | None = None
@@ -112,15 +112,15 @@ class Cohort:
             if self._kept is not None and self._scheduler is not None:
                 self._kept.keep(self._scheduler.parked, self.samples)
             self._scheduler = self._cache = self._graphs = None  # This frees memory for other cohorts.
-        goes_on = self._step is not None
+        is_running = self._step is not None
         if self._in_lockstep:
-            goes_on = any(self._groups.ep_control.all_gather_json(goes_on))
-            self._in_lockstep = goes_on
+            is_running = any(self._parallel.ep_control.all_gather_json(is_running))
+            self._in_lockstep = is_running
         if self._step is not None:
             self._compute(self._step)
-        elif goes_on:  # Another rank of the ep group has a step.
+        elif is_running:  # Another rank of the ep group has a step.
             self._model(self._input([], []), [])
-        return goes_on
+        return is_running
 
     def _compute(self, step: Step) -> None:
         """Compute this stage's part of a step; on the last stage also sample."""
@@ -129,14 +129,14 @@ class Cohort:
         at = self.samples.at(step.samples)
         hidden = self._pass(step)
         self._drawn = self._integers([])
-        if not self._groups.is_last_stage or not step.samples:
+        if not self._parallel.is_last_stage or not step.samples:
             return
         self._drawn, logprobs_B = sample(
             self._model.logits(hidden), draws_B, config=self._sampling,
-            vocab_start=self._model.vocab_range[0], group=self._groups.tp)
+            vocab_start=self._model.vocab_range[0], group=self._parallel.tp)
         self.samples.logprobs[at] = logprobs_B
-        messages = [(stage, self._drawn) for stage in range(self._groups.at.pp)]
-        self._sent.append(self._groups.pp_back.post(messages, []))
+        messages = [(stage, self._drawn) for stage in range(self._parallel.at.pp)]
+        self._sent.append(self._parallel.pp_back.post(messages, []))
 
     def _pass(self, step: Step) -> torch.Tensor:
         """Run the pass of a step; the last stage returns the hidden states from which its samples' tokens are
@@ -153,8 +153,8 @@ class Cohort:
         if segments:
             parts.append(self._model.advance(self._input(rows, step.chunks), self._cache, segments))
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not self._groups.is_last_stage:
-            self._sent.append(self._groups.pp.post([(self._groups.at.pp + 1, hidden.contiguous())], []))
+        if not self._parallel.is_last_stage:
+            self._sent.append(self._parallel.pp.post([(self._parallel.at.pp + 1, hidden.contiguous())], []))
             return hidden
         return hidden[self._integers(step.last_tokens)] if step.chunks else hidden
 
@@ -170,9 +170,9 @@ class Cohort:
             yield Prefill([chunk.stop for chunk in fresh], positions_T, whole_lens=whole_lens)
 
     def _receive_tokens(self, step: Step) -> None:
-        if not self._groups.is_last_stage:
+        if not self._parallel.is_last_stage:
             self._drawn = torch.empty(len(step.samples), dtype=torch.long, device=self._device)
-            self._groups.pp_back.exchange([], [(self._groups.layout.pp - 1, self._drawn)])
+            self._parallel.pp_back.exchange([], [(self._parallel.layout.pp - 1, self._drawn)])
         assert self._scheduler is not None
         ended = self.samples.append(step.samples, self._drawn)
         if self._kept is None:
@@ -197,10 +197,10 @@ class Cohort:
 
     def _input(self, rows: Sequence[int], chunks: Sequence[Chunk]) -> torch.Tensor:
         """Return the tokens of a pass on the first stage, the previous stage's hidden states on others."""
-        if self._groups.is_first_stage:
+        if self._parallel.is_first_stage:
             prompt_tokens = [token for chunk in chunks for token in chunk.tokens]
             return torch.cat([self._last_tokens(rows), self._integers(prompt_tokens)])
         num_tokens = len(rows) + sum(len(chunk.tokens) for chunk in chunks)
         hidden = self._model.flat.new_empty(num_tokens, self._model.config.hidden_size)
-        self._groups.pp.exchange([], [(self._groups.at.pp - 1, hidden)])
+        self._parallel.pp.exchange([], [(self._parallel.at.pp - 1, hidden)])
         return hidden

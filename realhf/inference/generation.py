@@ -69,9 +69,9 @@ class Generation:
         """Add new samples, one in each group."""
         self._new += prompts
 
-    def resume(self, rows: Sequence[PromptGroup]) -> None:
+    def resume(self, begun: Sequence[PromptGroup]) -> None:
         """Add samples of earlier rounds, one in each group; their tokens are computed again."""
-        self._resumed += rows
+        self._resumed += begun
 
     def append(self, sample: int, tokens: Sequence[int]) -> None:
         """Add an environment's tokens to an unfinished sample; they are computed before its next token."""
@@ -130,13 +130,6 @@ class Generation:
         has_columns = self._model.groups.is_last_stage and self._model.groups.at.tp == 0
         return ids, output_columns(made, wide=self._model.wide) if has_columns else []
 
-    def release(self) -> None:
-        """Free the caches. The samples that they held are computed again in the next round."""
-        assert not self._in_turns, "parked samples would go on"
-        self._resumed += [row.group for cache in self._kept or [] for row in cache.rows]
-        self._kept = None if self._kept is None else []
-        self._block_size = None
-
     def _agree_on_limits(self, queue: PromptQueue, budget: int | None) -> GenerationLimits:
         """Return limits that are equal on all replicas among which prompts move.
 
@@ -185,18 +178,19 @@ def _split(
     """Split unfinished samples, and new ones, into equal parts."""
     parts = []
     for i in range(num_parts):
-        old, fresh = (rows[slice(*even_split(len(rows), num_parts, i))] for rows in (unfinished, new))
+        old = unfinished[slice(*even_split(len(unfinished), num_parts, i))]
+        fresh = new[slice(*even_split(len(new), num_parts, i))]
         parts.append([*join_equal(old), *join_equal(fresh)])
     return parts
 
 
-def _deal(rows: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[PromptGroup]]:
+def _deal(groups: Sequence[PromptGroup], counts: Sequence[int]) -> list[list[PromptGroup]]:
     """Deal samples to cohorts that have `counts` rows, so that these become as equal as possible."""
     sums = list(counts)
-    for _ in rows:
+    for _ in groups:
         sums[sums.index(min(sums))] += 1
     stops = list(accumulate(total - count for total, count in zip(sums, counts, strict=True)))
-    return [join_equal(rows[start:stop]) for start, stop in pairwise([0, *stops])]
+    return [join_equal(groups[start:stop]) for start, stop in pairwise([0, *stops])]
 
 
 def _progress(parts: Sequence[RolloutBuffer], num_own: int, budget: int | None) -> str:

@@ -80,7 +80,7 @@ class PromptQueue:
 
     def __init__(self, groups: ParallelGroups, *, stealing: bool) -> None:
         at = groups.at
-        self._groups = groups
+        self._parallel = groups
         self._replicas = groups.replicas_control
         self._is_shared = stealing and self._replicas.size > 1
         self._line = self._replicas.index if self._is_shared else 0
@@ -105,9 +105,9 @@ class PromptQueue:
         """
         self._waiting = [[PromptGroup(*group) for group in line] for line in self.gather(groups)]
         self._is_over = not any(self._waiting)
-        if self._leader == self._groups.rank and not self._is_over:
+        if self._leader == self._parallel.rank and not self._is_over:
             name = f"waiting/{self._replicas.ranks}"
-            store = self._groups.world.unused_store(name) if self._is_shared else dist.HashStore()
+            store = self._parallel.world.unused_store(name) if self._is_shared else dist.HashStore()
             self._lines = Lines([len(line) for line in self._waiting], self._line, store)
         return [group for line in self._waiting for group in line]
 
@@ -115,7 +115,7 @@ class PromptQueue:
         """Take a prompt for a free slot, or None when there are no more. All ranks of a replica call this."""
         if self._is_over:
             return None
-        control = self._groups.world.control
+        control = self._parallel.world.control
         if self._lines is None:
             message = torch.empty(2, dtype=torch.long)
             control.exchange([], [(self._leader, message)], tag=tags.PROMPT)
@@ -142,7 +142,7 @@ class PromptQueue:
             self._lines.forget()
         if not made.fields:
             return made
-        home = self._groups.at.dp
+        home = self._parallel.at.dp
         index = self._replicas.index
         head = home * self._cp
         rows: dict[int, list[int]] = {home: []}
@@ -168,4 +168,4 @@ class PromptQueue:
         """Return for each replica the other data shards whose samples it has; nothing is taken after this."""
         if not self._is_shared or not any(self._waiting):
             return [[]] * self._replicas.size
-        return self._replicas.all_gather_json(sorted(set(self._stolen.values()) - {self._groups.at.dp}))
+        return self._replicas.all_gather_json(sorted(set(self._stolen.values()) - {self._parallel.at.dp}))

@@ -43,10 +43,10 @@ class PromptGroup(NamedTuple):
         return Size(len(self.tokens), len(self.ids), self.num_drawn)
 
 
-def join_equal(rows: Sequence[PromptGroup]) -> list[PromptGroup]:
+def join_equal(groups: Sequence[PromptGroup]) -> list[PromptGroup]:
     """Join adjacent groups that have equal tokens."""
-    runs = groupby(rows, key=lambda row: (row.tokens, row.num_drawn))
-    return [PromptGroup(tokens, [i for row in run for i in row.ids], drawn) for (tokens, drawn), run in runs]
+    runs = groupby(groups, key=lambda group: (group.tokens, group.num_drawn))
+    return [PromptGroup(tokens, [i for group in run for i in group.ids], n) for (tokens, n), run in runs]
 
 
 class RolloutBuffer:

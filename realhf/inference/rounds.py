@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from realhf.calls import GenerateOutputs
 from realhf.data.batch import Batch, Packed
 from realhf.graph import FunctionCall
 from realhf.inference.rollout_buffer import PromptGroup
 
 
-def prompt_rows(prompts: Batch, key: str) -> list[PromptGroup]:
+def prompt_groups(prompts: Batch, key: str) -> list[PromptGroup]:
     """Return new samples, one in each group."""
     samples = zip(prompts.ids, prompts[key].split(), strict=True)
     return [PromptGroup(prompt.tolist(), [i]) for i, prompt in samples]
@@ -35,12 +36,13 @@ class Round:
     def __post_init__(self) -> None:
         assert self.budget is None or self.budget >= 1, f"a round of {self.budget} tokens"
 
-    def rows(self, call: FunctionCall) -> list[PromptGroup]:
+    def groups(self, call: FunctionCall) -> list[PromptGroup]:
         """Return the unfinished samples, one in each group."""
         if not self.unfinished.ids:
             return []
-        sequences, masks = (self.unfinished[key] for key in call.outputs[:2])
-        samples = zip(sequences.split(), self.unfinished.ids, _sums(masks), strict=True)
+        outputs = GenerateOutputs.of(call)
+        sequences = self.unfinished[outputs.sequences].split()
+        samples = zip(sequences, self.unfinished.ids, _sums(self.unfinished[outputs.mask]), strict=True)
         return [PromptGroup(tokens.tolist(), [i], num_drawn) for tokens, i, num_drawn in samples]
 
     def after(self, held: Batch) -> "Round":
@@ -57,21 +59,21 @@ class Round:
         if not made.fields:
             return made, Batch([])
         fields = dict(made.fields)
-        mask_key, logprobs_key = call.outputs[1:3]
-        old_keys = [mask_key, logprobs_key]
-        if len(call.outputs) > 4:
-            mask = made[mask_key]
-            fields[call.outputs[4]] = mask.like(mask.values.long() * self.version)
-            old_keys.append(call.outputs[4])
+        outputs = GenerateOutputs.of(call)
+        old_keys = [outputs.mask, outputs.logprobs]
+        if outputs.versions is not None:
+            mask = made[outputs.mask]
+            fields[outputs.versions] = mask.like(mask.values.long() * self.version)
+            old_keys.append(outputs.versions)
         if self.unfinished.ids:
             for key in old_keys:
                 self._copy_old(fields[key], made.ids, key)
         whole = Batch(made.ids, fields)
         if self.budget is None:
             return whole, Batch([])
-        num_drawn = _sums(whole[mask_key])
+        num_drawn = _sums(whole[outputs.mask])
         most = call.work.sampling.max_new_tokens
-        flags = zip(whole[call.outputs[3]].tolist(), num_drawn, strict=True)
+        flags = zip(whole[outputs.finished].tolist(), num_drawn, strict=True)
         has_ended = [bool(finished) or drawn == most for finished, drawn in flags]
         ended = whole.select([i for i, end in enumerate(has_ended) if end])
         return ended, whole.select([i for i, end in enumerate(has_ended) if not end])

@@ -46,7 +46,7 @@ class Planned:
 
 
 def make_plan(
-    problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_rounds: int | None = None,
+    problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_iterations: int | None = None,
     progress: Progress | None = None,
 ) -> Planned:  # fmt: skip
     """Return the best plan found within `time_limit` seconds, or sooner when it is within `gap` of the lower
@@ -62,7 +62,7 @@ def make_plan(
     left = _SEARCHING * time_limit - (time.monotonic() - began)
     found = search(
         space, time_limit=max(0.1, left), gap=gap, starts=[] if rule is None else [rule.chosen],
-        max_rounds=max_rounds, progress=progress,
+        max_iterations=max_iterations, progress=progress,
     )  # fmt: skip
     if found is None:
         raise ValueError(_nothing_fits(space))

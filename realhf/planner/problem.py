@@ -14,7 +14,7 @@ from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
-from realhf.planner.rounds import Round, steady_round, survival
+from realhf.planner.rounds import RoundStatistics, steady_round, survival
 from realhf.transformers_config import TransformersConfig
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -71,7 +71,7 @@ class Workload:
         return survival(self.response_tokens, self._longest_response)
 
     @property
-    def round(self) -> Round:
+    def round(self) -> RoundStatistics:
         """The rows of a round of generation in the steady state."""
         return steady_round(self.response_tokens, self._longest_response, self.rounds)
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Round(NamedTuple):
-    """The rows of a round. `ages` has the rows of each age at the start, per sample of a batch.
+class RoundStatistics(NamedTuple):
+    """The mean rows of a round. `ages` has the rows of each age at the start, per sample of a batch.
 
     The other arrays have an entry for each token that a row can get in the round: the fraction of rows that
     get it, and the mean number of tokens that these had before the round.
@@ -44,15 +44,15 @@ def survival(mean: float, limit: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def steady_round(mean: float, limit: int, num_rounds: int) -> Round:
-    """Return the round of the steady state, for responses with this mean and limit."""
+def steady_round(mean: float, limit: int, num_rounds: int) -> RoundStatistics:
+    """Return the statistics of a round in the steady state, for responses with this mean and limit."""
     alive = survival(mean, limit)
     if num_rounds == 1:
-        return Round(np.ones(1), alive, np.zeros(len(alive)))
+        return RoundStatistics(np.ones(1), alive, np.zeros(len(alive)))
     num_tokens = -(-limit // num_rounds)
     by_age = np.pad(alive, (0, num_rounds * num_tokens - len(alive))).reshape(num_rounds, num_tokens)
     ages = by_age[:, 0]
     running = by_age.sum(axis=0)
     had = num_tokens * np.arange(num_rounds)
-    return Round(ages, running / ages.sum(), had @ by_age / np.maximum(running, 1e-30))
+    return RoundStatistics(ages, running / ages.sum(), had @ by_age / np.maximum(running, 1e-30))
 

@@ -17,7 +17,7 @@ from realhf.planner.call_group import OPEN
 from realhf.planner.search_space import SearchSpace
 
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
-_DIVE_EVERY = 2  # The number of rounds of expansion from one beam search to the next.
+_DIVE_EVERY = 2  # The number of iterations from one beam search to the next.
 _BEAM = 24  # The width of a beam search.
 _MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
 _EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
@@ -43,7 +43,7 @@ class SearchResult:
 
 def search(
     space: SearchSpace, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
-    max_rounds: int | None = None, progress: Progress | None = None,
+    max_iterations: int | None = None, progress: Progress | None = None,
 ) -> SearchResult | None:  # fmt: skip
     """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`.
 
@@ -61,10 +61,10 @@ def search(
     while not tree.is_finished(gap) and (spent := time.monotonic() - began) < time_limit:
         if progress is not None:
             progress(local.best_score, tree.bound, spent)
-        if max_rounds is not None and tree.num_rounds >= max_rounds:
+        if max_iterations is not None and tree.num_iterations >= max_iterations:
             break
         tree.expand()
-        if tree.num_rounds % _DIVE_EVERY == 1:
+        if tree.num_iterations % _DIVE_EVERY == 1:
             tree.dive()
     if local.best is None:
         return None
@@ -178,7 +178,7 @@ class _Tree:
         self._choices = np.full((1, len(self._groups)), OPEN)
         self._bounds = self._bound(self._choices, np.zeros(1))
         self._given_up = np.inf
-        self.num_expanded = self.num_rounds = 0
+        self.num_expanded = self.num_iterations = 0
 
     @property
     def bound(self) -> float:
@@ -198,7 +198,7 @@ class _Tree:
         children, bounds = self._children(self._choices[taken], self._bounds[taken], depth)
         self._keep(np.setdiff1d(np.arange(len(depths)), taken))
         self.num_expanded += len(taken)
-        self.num_rounds += 1
+        self.num_iterations += 1
         if depth + 1 == self._leaf_depth:
             self._offer(children, bounds)
         else:

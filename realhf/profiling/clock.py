@@ -11,9 +11,9 @@ from realhf.dist.world import World
 
 Key = TypeVar("Key", bound=Hashable)
 
-_ROUNDS = (3, 12)  # The smallest and the largest number of rounds.
-_SHORT_SECONDS = 0.02  # Shorter work is repeated within a round, up to `_MOST_PER_ROUND` times.
-_MOST_PER_ROUND = 3
+_REPETITIONS = (3, 12)  # The smallest and the largest number of repetitions of all work.
+_SHORT_SECONDS = 0.02  # Shorter work is repeated within a repetition, up to `_MOST_PER_REPETITION` times.
+_MOST_PER_REPETITION = 3
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Clock:
         self, work: Mapping[Key, Callable[[], object]], *, budget: float = 1.0, waits: bool = True,
         busy: Collection[int] = (),
     ) -> dict[Key, float]:  # fmt: skip
-        """Time the work, in rounds over all of it, for about `budget` seconds. Every rank must call this.
+        """Time all of the work, again and again, for about `budget` seconds. Every rank must call this.
 
         The result is the mean over the ranks in `busy`, which take part in the work; if it is empty, over all
         ranks. `waits` tells whether the work communicates.
@@ -41,13 +41,13 @@ class Clock:
         (each,) = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}, busy).values()
         first = self._agreed(once, busy)
         counts = {
-            key: max(1, min(_MOST_PER_ROUND, round(_SHORT_SECONDS / max(seconds, 1e-9))))
+            key: max(1, min(_MOST_PER_REPETITION, round(_SHORT_SECONDS / max(seconds, 1e-9))))
             for key, seconds in first.items()
         }
-        least, most = _ROUNDS
-        rounds = round(budget / (each * sum(counts.values())))
+        least, most = _REPETITIONS
+        repetitions = round(budget / (each * sum(counts.values())))
         taken: dict[Key, list[float]] = {key: [] for key in work}
-        for _ in range(min(most, max(least, rounds))):
+        for _ in range(min(most, max(least, repetitions))):
             for key, function in work.items():
                 taken[key] += [self.once(function, waits=waits) for _ in range(counts[key])]
         return self._agreed(taken, busy)

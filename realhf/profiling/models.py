@@ -30,7 +30,7 @@ from realhf.profiling.decoding import Rows, most_rows, prompts
 
 _FEW, _MANY = 1, 3  # Blocks of the two models whose difference is measured.
 _LONG_ENOUGH = 0.4  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.
-_BUDGET = 15.0  # Seconds for all timings of a bench, unless the least number of rounds takes longer.
+_BUDGET = 15.0  # Seconds for all timings of a bench, unless the least number of repetitions takes longer.
 _LARGEST_PASS = 1 << 14  # Tokens of the largest pass.
 _NUM_SIZES = 4
 _SHORT_PROMPT = 16  # The most tokens of prompts that are read.

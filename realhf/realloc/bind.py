@@ -1,4 +1,4 @@
-"""Binds one rank's part of a Schedule to tensors: the memory that is sent, received and copied by round."""
+"""Binds one rank's part of a Schedule to tensors: the memory that is sent, received and copied by wave."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class Staging:
 
 
 @dataclass
-class Round:
+class Wave:
     """The messages that one rank exchanges at the same time.
 
     Boxes that are not contiguous in memory are packed before they are sent and unpacked on arrival.
@@ -52,12 +52,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Binding:
-    """The rounds of one rank on given tensors, and the local copies, which wait for no message."""
+    """The waves of one rank on given tensors, and the local copies, which wait for no message."""
 
     source: Shards | None
     target: Shards | None
     staging: Tensor
-    rounds: list[Round]
+    waves: list[Wave]
     local: Copies
 
 
@@ -90,29 +90,29 @@ class Binder:
         self._shards: Mapping[Side, Shards] = {}
 
     def bind(self, source: Shards | None, target: Shards | None, staging: Staging) -> Binding:
-        """Return the rounds and local copies on the tensors; grow `staging` to what they need."""
+        """Return the waves and local copies on the tensors; grow `staging` to what they need."""
         self._shards = {"source": _detached(source), "target": _detached(target)}
         for name, tensor in self._shards["target"].items():
             assert tensor.dtype == self._dtype, f"target {name} is {tensor.dtype}, not {self._dtype}"
         local = self._local_copies()
-        rounds = [Round() for _ in self._messages]
-        sent: list[list[tuple[Message, list[Tensor]]]] = [[] for _ in rounds]
-        for step, sent_in_round, messages in zip(rounds, sent, self._messages, strict=True):
+        waves = [Wave() for _ in self._messages]
+        sent: list[list[tuple[Message, list[Tensor]]]] = [[] for _ in waves]
+        for wave, sent_in_wave, messages in zip(waves, sent, self._messages, strict=True):
             for message in messages:
                 if self._host_memory.replaces(message):
-                    self._share(message, step, local)
+                    self._share(message, wave, local)
                 else:
-                    sent_in_round.append((message, self._tensors(message)))
-        # Rounds alternate between two halves of the memory: one is packed while the other is in flight.
+                    sent_in_wave.append((message, self._tensors(message)))
+        # Waves alternate between two halves of the memory: one is packed while the other is in flight.
         sizes = [
-            sum(_numel(tensors) for message, tensors in sent_in_round if self._is_staged(message, tensors))
-            for sent_in_round in sent
+            sum(_numel(tensors) for message, tensors in sent_in_wave if self._is_staged(message, tensors))
+            for sent_in_wave in sent
         ]
         halves = [max(sizes[parity::2], default=0) for parity in (0, 1)]
         memory = staging.reserve(sum(halves), self._dtype)
-        for index, (step, sent_in_round) in enumerate(zip(rounds, sent, strict=True)):
-            self._exchange(sent_in_round, step, memory[halves[0] * (index % 2) :])
-        return Binding(source, target, staging.bytes, rounds, local)
+        for index, (wave, sent_in_wave) in enumerate(zip(waves, sent, strict=True)):
+            self._exchange(sent_in_wave, wave, memory[halves[0] * (index % 2) :])
+        return Binding(source, target, staging.bytes, waves, local)
 
     def _local_copies(self) -> Copies:
         """Return the copies within this rank, except those of a tensor onto itself."""
@@ -124,17 +124,17 @@ class Binder:
                 copies.append((new, old))
         return _join(copies)
 
-    def _share(self, message: Message, step: Round, local: Copies) -> None:
-        """Add the copies from the peer's memory to `local`, or to `step` if the boxes are forwarded."""
+    def _share(self, message: Message, wave: Wave, local: Copies) -> None:
+        """Add the copies from the peer's memory to `local`, or to `wave` if the boxes are forwarded."""
         if not message.sending:
-            (step.unpack if message.forwarded else local).extend(self._reading(message))
+            (wave.unpack if message.forwarded else local).extend(self._reading(message))
         if message.forwarded:
-            self._post(message, torch.zeros(1, dtype=torch.uint8), step)
+            self._post(message, torch.zeros(1, dtype=torch.uint8), wave)
 
     def _exchange(
-        self, messages: Sequence[tuple[Message, list[Tensor]]], step: Round, memory: Tensor
+        self, messages: Sequence[tuple[Message, list[Tensor]]], wave: Wave, memory: Tensor
     ) -> None:
-        """Add the messages that are sent or received to `step`, staged in `memory` where necessary."""
+        """Add the messages that are sent or received to `wave`, staged in `memory` where necessary."""
         for message, tensors in messages:
             flat = tensors[0]
             if self._is_staged(message, tensors):
@@ -142,14 +142,14 @@ class Binder:
                 slots = flat.split([tensor.numel() for tensor in tensors])
                 staged = [slot.view_as(tensor) for slot, tensor in zip(slots, tensors, strict=True)]
                 if message.sending:
-                    step.pack.extend(zip(staged, tensors, strict=True))
+                    wave.pack.extend(zip(staged, tensors, strict=True))
                 else:
-                    step.unpack.extend(zip(tensors, staged, strict=True))
-            self._post(message, flat, step)
+                    wave.unpack.extend(zip(tensors, staged, strict=True))
+            self._post(message, flat, wave)
 
-    def _post(self, message: Message, tensor: Tensor, step: Round) -> None:
+    def _post(self, message: Message, tensor: Tensor, wave: Wave) -> None:
         peer = self._group.ranks.index(message.peer)
-        (step.sends if message.sending else step.recvs).append((peer, tensor))
+        (wave.sends if message.sending else wave.recvs).append((peer, tensor))
 
     def _own(self, side: Side, name: str, region: Region) -> Tensor:
         """Return a region of this rank's shard on one side."""

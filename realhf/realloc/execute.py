@@ -81,7 +81,7 @@ class Reallocator:
         self._group = world.group(tuple(ranks) if self._rank in ranks else (self._rank,), purpose="realloc")
         self._host_memory = HostMemoryReads(self.messages, self._group, world)
         # Ranks must forward the source's values, not the average, so these first arrive in separate memory.
-        arrives_apart = eta != 1 and self.schedule.num_rounds > self.schedule.num_slices
+        arrives_apart = eta != 1 and self.schedule.num_waves > self.schedule.num_slices
         self._in_place = eta == 1 or arrives_apart
         self._binder = Binder(
             self.schedule, self.messages, group=self._group, host_memory=self._host_memory, dtype=dtype,
@@ -117,11 +117,11 @@ class Reallocator:
         write = self._copy if self._in_place else self._mix
         pending = self._post(binding, 0)
         write(binding.local)
-        for number, step in enumerate(binding.rounds):
+        for number, wave in enumerate(binding.waves):
             following = self._post(binding, number + 1)
-            with self._explained(f"round {number + 1} of {len(binding.rounds)}"):
+            with self._explained(f"wave {number + 1} of {len(binding.waves)}"):
                 pending.wait()
-            write(step.unpack)
+            write(wave.unpack)
             pending = following
         with self._explained("end"):
             self._host_memory.finish()
@@ -137,13 +137,13 @@ class Reallocator:
         return binding
 
     def _post(self, binding: Binding, number: int) -> Pending:
-        """Pack round `number` and post its messages; do nothing if there is no such round."""
-        if number >= len(binding.rounds):
+        """Pack wave `number` and post its messages; do nothing if there is no such wave."""
+        if number >= len(binding.waves):
             return Pending()
-        step = binding.rounds[number]
-        self._copy(step.pack)
-        with self._explained(f"round {number + 1} of {len(binding.rounds)}"):
-            return self._group.post(step.sends, step.recvs)
+        wave = binding.waves[number]
+        self._copy(wave.pack)
+        with self._explained(f"wave {number + 1} of {len(binding.waves)}"):
+            return self._group.post(wave.sends, wave.recvs)
 
     def _copy(self, copies: Copies) -> None:
         if copies:

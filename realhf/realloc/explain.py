@@ -30,7 +30,7 @@ def document(schedule: Schedule, *, transfers: bool) -> dict[str, Any]:
         "ratio": schedule.over_bound,
         "limit": schedule.limit,
         "busiest": schedule.busiest,
-        "rounds": schedule.num_rounds,
+        "rounds": schedule.num_waves,
         "peak_staging_bytes": schedule.staging_bytes,
         "schedule_seconds": schedule.compute_seconds,
         "sent_bytes": {str(rank): sent[rank] for rank in ranks},
@@ -55,8 +55,8 @@ def table(schedule: Schedule, *, title: str) -> Group:
     """Return the reallocation as a table for the terminal."""
     source = schedule.source
     target = schedule.target
-    rounds = schedule.num_rounds
-    busy = f"{format_seconds(schedule.seconds)} in {rounds} round{'s' * (rounds != 1)}"
+    waves = schedule.num_waves
+    busy = f"{format_seconds(schedule.seconds)} in {waves} wave{'s' * (waves != 1)}"
     if schedule.bundles:
         busy += f", {schedule.over_bound:.3f} x the bound of {format_seconds(schedule.bound_seconds)}"
     lines = {

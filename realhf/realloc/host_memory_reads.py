@@ -29,7 +29,7 @@ class HostMemoryReads:
         self._group = group
         self._memory = world.memory
         near = set(world.ranks_on_host(world.rank)) if world.memory is not None else set()
-        peers = {(m.sending, m.peer) for in_round in messages for m in in_round if m.peer in near}
+        peers = {(m.sending, m.peer) for in_wave in messages for m in in_wave if m.peer in near}
         self._readers = sorted(peer for sending, peer in peers if sending)
         self._owners = sorted(peer for sending, peer in peers if not sending)
         self._published: Any = None

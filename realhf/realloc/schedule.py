@@ -1,9 +1,9 @@
-"""Schedule: what each rank sends to which rank in which round, to move a model from one Layout to another.
+"""Schedule: what each rank sends to which rank in which wave, to move a model from one Layout to another.
 
 All ranks compute the same Schedule from the same arguments, without torch. Every bundle is split into the
-same number of slices. Slice i makes its first hop in round i and its next hops in later rounds, so that every
-round loads the ports alike and none is idle. A rank forwards a slice two rounds after it was sent, so that
-the next round can be packed while one is in flight.
+same number of slices. Slice i makes its first hop in wave i and its next hops in later waves, so that every
+wave loads the ports alike and none is idle. A rank forwards a slice two waves after it was sent, so that
+the next wave can be packed while one is in flight.
 """
 
 import math
@@ -25,17 +25,17 @@ from realhf.realloc.links import Links
 from realhf.realloc.routes import Router
 from realhf.region import Region, overlap, region_size
 
-HOP_ROUNDS = 2
-"""A rank forwards in round r + HOP_ROUNDS what was sent to it in round r."""
+HOP_WAVES = 2
+"""A rank forwards in wave r + HOP_WAVES what was sent to it in wave r."""
 STAGING_BYTES = 256 << 20
 """Default cap on a rank's memory for messages in flight."""
 LARGE_BYTES = 1 << 20
 """A box of at least this size has a message of its own, so that it needs no packing if it is contiguous in
-memory. Smaller boxes to one peer share a message per round."""
-_ROUND = 0.48
-"""Share of the staging memory for one round: two are in flight, and rounding to whole rows enlarges some."""
+memory. Smaller boxes to one peer share a message per wave."""
+_WAVE_SHARE = 0.48
+"""Share of the staging memory for one wave: two are in flight, and rounding to whole rows enlarges some."""
 _MIN_LATENCY = 1e-5
-"""Assumed least latency of a round, as a share of the whole reallocation; it limits the number of slices."""
+"""Assumed least latency of a wave, as a share of the whole reallocation; it limits the number of slices."""
 _ROUTES = ((False, False), (True, False), (True, True))
 """Settings of (forward, relay) in the order tried, from few hops to many."""
 _GOOD_ENOUGH = 1.04
@@ -49,7 +49,7 @@ _HOST_PORTS = ("host {} sends", "host {} receives")
 class Transfer(NamedTuple):
     """One box of parameter `name`, in global indices, that rank `source` sends to rank `target`.
 
-    `forwarded` means that the source received the box in an earlier round.
+    `forwarded` means that the source received the box in an earlier wave.
     """
 
     source: int
@@ -107,24 +107,24 @@ class Schedule:
     def num_slices(self) -> int:
         """Number of slices: enough for the cap on staging, and more where bundles are forwarded.
 
-        With s slices and h extra hops, the s + 2h rounds take (s + 2h) * (load / s + latency) seconds, which
+        With s slices and h extra hops, the s + 2h waves take (s + 2h) * (load / s + latency) seconds, which
         is smallest at s = sqrt(2h * load / latency).
         """
         if not len(self.hops):
             return 0
         load_seconds = float(self._port_seconds.sum(axis=0).max())
         latency = max(self.links.latency_seconds, load_seconds * _MIN_LATENCY)
-        for_hops = math.sqrt(HOP_ROUNDS * (self.max_hops - 1) * load_seconds / latency)
+        for_hops = math.sqrt(HOP_WAVES * (self.max_hops - 1) * load_seconds / latency)
         sent = np.bincount(self.hops.source, self._hop_bytes, self._num_ranks)
         received = np.bincount(self.hops.target, self._hop_bytes, self._num_ranks)
-        for_staging = math.ceil(np.max(sent + received) / (_ROUND * self.max_staging_bytes))
+        for_staging = math.ceil(np.max(sent + received) / (_WAVE_SHARE * self.max_staging_bytes))
         largest = max(bundle.size for bundle in self.bundles)
         return max(1, min(largest, max(for_staging, round(for_hops))))
 
     @property
-    def num_rounds(self) -> int:
-        """Number of rounds: one per slice, and HOP_ROUNDS more for every further hop."""
-        return self.num_slices + HOP_ROUNDS * max(0, self.max_hops - 1)
+    def num_waves(self) -> int:
+        """Number of waves: one per slice, and HOP_WAVES more for every further hop."""
+        return self.num_slices + HOP_WAVES * max(0, self.max_hops - 1)
 
     @property
     def over_bound(self) -> float:
@@ -133,8 +133,8 @@ class Schedule:
 
     @cached_property
     def seconds(self) -> float:
-        """Sum over rounds of the time that the busiest port of the round needs; latencies overlap."""
-        starts = HOP_ROUNDS * np.arange(self.max_hops)
+        """Sum over waves of the time that the busiest port of the wave needs; latencies overlap."""
+        starts = HOP_WAVES * np.arange(self.max_hops)
         stops = starts + self.num_slices
         total = 0.0
         for first, last in pairwise(np.unique([starts, stops]).tolist()):
@@ -204,7 +204,7 @@ class Schedule:
         return offsets
 
     def transfers(self, rank: int | None = None) -> Iterator[tuple[int, Transfer]]:
-        """Yield (round, transfer) of one rank or of all, slice by slice, in the same order on every rank."""
+        """Yield (wave, transfer) of one rank or of all, slice by slice, in the same order on every rank."""
         hops = self.hops
         if rank is not None:
             hops = hops.select((hops.source == rank) | (hops.target == rank))
@@ -218,22 +218,22 @@ class Schedule:
                 for param, region in boxes:
                     name = self.spec.params[param].name
                     transfer = Transfer(source, target, name, region, forwarded)
-                    yield slice_index + HOP_ROUNDS * depth, transfer
+                    yield slice_index + HOP_WAVES * depth, transfer
 
     def messages(self, rank: int) -> list[list[Message]]:
-        """Return the messages of a rank, by round; sender and receiver list them in the same order.
+        """Return the messages of a rank, by wave; sender and receiver list them in the same order.
 
         Each rank starts with the peers that follow it, so that not all ranks send to one port first.
         """
-        rounds: list[dict[Any, Message]] = [{} for _ in range(self.num_rounds)]
-        for round_index, (source, target, name, region, forwarded) in self.transfers(rank):
+        waves: list[dict[Any, Message]] = [{} for _ in range(self.num_waves)]
+        for wave_index, (source, target, name, region, forwarded) in self.transfers(rank):
             sending = source == rank
             peer = target if sending else source
             is_large = region_size(region) * self.itemsize >= LARGE_BYTES
             key = (peer, sending, forwarded, (name, region) if is_large else None)
-            message = rounds[round_index].setdefault(key, Message(peer, sending, forwarded, []))
+            message = waves[wave_index].setdefault(key, Message(peer, sending, forwarded, []))
             message.boxes.append((name, region))
-        return [sorted(by_key.values(), key=lambda m: (m.peer <= rank, m.peer)) for by_key in rounds]
+        return [sorted(by_key.values(), key=lambda m: (m.peer <= rank, m.peer)) for by_key in waves]
 
     def local_copies(self, rank: int) -> Iterator[tuple[str, Region]]:
         """Yield the regions that a rank wants and holds already, with their parameters' names."""
@@ -256,7 +256,7 @@ class Schedule:
 
     @property
     def staging_bytes(self) -> int:
-        """Largest staging memory that a rank needs for two rounds in flight."""
+        """Largest staging memory that a rank needs for two waves in flight."""
         sent, received = self.port_bytes
         busiest = max((sent + received).values(), default=0)
         return -(-2 * busiest // self.num_slices) if busiest else 0
@@ -293,7 +293,7 @@ def _best_schedule(empty: Schedule, *, forward: bool) -> Schedule:
         if tried[-1].seconds <= _GOOD_ENOUGH * bound[0]:
             break
     latency = empty.links.latency_seconds
-    best = min(tried, key=lambda s: s.seconds + s.num_rounds * latency)
+    best = min(tried, key=lambda s: s.seconds + s.num_waves * latency)
     return replace(best, bound_seconds=bound[0], limit=bound[1])
 
 

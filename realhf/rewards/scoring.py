@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
-from realhf.errors import UserError, described
+from realhf.errors import UserError, described, warn
 from realhf.rewards.limits import LimitedCall, RewardLimits
 
 if TYPE_CHECKING:
@@ -189,8 +188,7 @@ class RewardCall:
             first = usable.index(False)
             cause = self._first_failure or f"it returned {list(scores)[first]!r}"
             failure = f"failed on {usable.count(False)} of {len(ids)} samples (sample {ids[first]} first)"
-            print(f"realhf: warning: reward function {self.name} {failure}: {cause}; "
-                  "they are dropped with their groups", file=sys.stderr, flush=True)
+            warn(f"reward function {self.name} {failure}: {cause}; they are dropped with their groups")
         return [score if is_usable else math.nan for score, is_usable in zip(scores, usable, strict=True)]
 
     def _warn_of_none(self, ids: Sequence[int], num_samples: int) -> None:
@@ -198,8 +196,7 @@ class RewardCall:
         if ids and not self._has_warned_of_none:
             self._has_warned_of_none = True
             samples = f"{len(ids)} of {num_samples} samples (sample {ids[0]} first)"
-            print(f"realhf: warning: reward function {self.name} returned None for {samples}: "
-                  "None counts as 0", file=sys.stderr, flush=True)
+            warn(f"reward function {self.name} returned None for {samples}: None counts as 0")
 
     def _explain(
         self, error: BaseException, arguments: dict[str, list[Any]], ids: Sequence[int], prompts: list[Any]

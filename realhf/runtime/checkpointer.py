@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,7 +22,7 @@ from realhf.checkpoint.run_state import (
 )
 from realhf.dist import tags
 from realhf.dist.world import World
-from realhf.errors import UserError, one_line
+from realhf.errors import UserError, one_line, warn
 from realhf.runtime.actions import role_of
 from realhf.runtime.home_state import HomeState
 from realhf.runtime.host_context import HostContext
@@ -72,7 +71,7 @@ def newest_checkpoint(world: World, candidates: Sequence[Path]) -> Checkpoint | 
             return Checkpoint(directory, manifest)
         if world.rank == 0:
             why = one_line(faults[0])
-            print(f"realhf: warning: checkpoint {path} is not used: {why}", file=sys.stderr, flush=True)
+            warn(f"checkpoint {path} is not used: {why}")
     if paths:
         what = f"{Path(paths[0]).parent} has no undamaged checkpoint"
         raise UserError(f"{what}: restore the files, or remove its checkpoints to begin anew")
@@ -135,7 +134,7 @@ class Checkpointer:
             trial.rmdir()
             if blind:
                 what = f"rank {blind[0]} does not see {self._directory}, so there are no checkpoints"
-                print(f"realhf: warning: {what}: put --out on a disk that all hosts share", file=sys.stderr)
+                warn(f"{what}: put --out on a disk that all hosts share")
         return not blind
 
     def is_due(self, step: int) -> bool:
@@ -212,8 +211,7 @@ class Checkpointer:
             fault = f"{error.filename or directory} cannot be written: {error.strerror}"
         if fault:
             shutil.rmtree(directory, ignore_errors=True)
-            what = f"there is no checkpoint of step {step}: {fault}; the run goes on"
-            print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
+            warn(f"there is no checkpoint of step {step}: {fault}; the run goes on")
         else:
             self._remove_old(step)
 
@@ -251,8 +249,7 @@ class Checkpointer:
                 try:
                     remove(path)
                 except OSError as error:
-                    what = f"the old checkpoint {path} cannot be removed: {error.strerror}"
-                    print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
+                    warn(f"the old checkpoint {path} cannot be removed: {error.strerror}")
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written. Raises what its thread has raised."""

@@ -17,10 +17,11 @@ from realhf.errors import UserError
 from realhf.layout import Layout
 from realhf.region import region_size
 from realhf.runtime.actions import Action, Run, adapters_of
-from realhf.runtime.copy_versions import Copy
 from realhf.runtime.offload import OffloadedWeights
 from realhf.runtime.parameter_catalog import ParameterCatalog
 
+EngineKey = tuple[str, Layout]
+"""The role and the layout of an engine."""
 ENGINES: Mapping[str, Callable[..., Engine]] = {"native": NativeEngine, "transformers": TransformersEngine}
 """Engines by the value of `Role.engine`."""
 
@@ -31,8 +32,8 @@ class EngineStore:
     def __init__(self, world: World, catalog: ParameterCatalog) -> None:
         self._world = world
         self._catalog = catalog
-        self._engines: dict[Copy, Engine] = {}
-        self._offloaded: dict[Copy, OffloadedWeights] = {}
+        self._engines: dict[EngineKey, Engine] = {}
+        self._offloaded: dict[EngineKey, OffloadedWeights] = {}
 
     def create_homes(self, *, seed: int) -> None:
         """Construct and load the engines at home. If a rank cannot read its weights, every rank raises."""
@@ -51,8 +52,8 @@ class EngineStore:
                 self._create(action.call.role, action.layout, optimizer=None)
 
     def _create(self, role: str, layout: Layout, *, optimizer: OptimizerConfig | None) -> None:
-        copy = (role, layout)
-        if self._world.rank not in layout or copy in self._engines:
+        key = (role, layout)
+        if self._world.rank not in layout or key in self._engines:
             return
         catalog = self._catalog
         settings = catalog.roles[role]
@@ -61,13 +62,13 @@ class EngineStore:
         if equal is not None:
             memory = self._engines[equal].flat
             if equal in self._offloaded:
-                self._offloaded[copy] = self._offloaded[equal]
+                self._offloaded[key] = self._offloaded[equal]
         elif role in catalog.offloaded:
             memory = self._unshared_memory(role, layout)
-            self._offloaded[copy] = OffloadedWeights(memory)
+            self._offloaded[key] = OffloadedWeights(memory)
         adapters = self._equal_home(adapters_of(role), layout)
-        with self.in_use(copy):
-            self._engines[copy] = ENGINES[settings.engine](
+        with self.in_use(key):
+            self._engines[key] = ENGINES[settings.engine](
                 catalog.specs[role], layout, self._world, dtype=settings.dtype, optimizer=optimizer,
                 memory=memory, lora=catalog.loras[role],
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
@@ -79,7 +80,7 @@ class EngineStore:
         dtype = DTYPES[self._catalog.roles[role].dtype]
         return torch.zeros(sum(map(region_size, regions.values())), dtype=dtype, device=self._world.device)
 
-    def _equal_home(self, name: str, layout: Layout) -> Copy | None:
+    def _equal_home(self, name: str, layout: Layout) -> EngineKey | None:
         """Return a home on this rank that holds the same part of equal parameters; the set's own comes first.
 
         The copy can then share its memory: within a step no call uses a copy while its role trains, and the
@@ -126,29 +127,29 @@ class EngineStore:
                 raise UserError(fault)
             raise PeerError(f"rank {first} cannot read its weights")
 
-    def __getitem__(self, copy: Copy) -> Engine:
+    def __getitem__(self, key: EngineKey) -> Engine:
         """Return the engine that holds this rank's shards of a role in a layout."""
-        return self._engines[copy]
+        return self._engines[key]
 
-    def get(self, copy: Copy) -> Engine | None:
+    def get(self, key: EngineKey) -> Engine | None:
         """Return the engine, or None if this rank is not in the layout."""
-        return self._engines.get(copy)
+        return self._engines.get(key)
 
-    def offloaded(self, copy: Copy) -> OffloadedWeights | None:
+    def offloaded(self, key: EngineKey) -> OffloadedWeights | None:
         """Return the weights to load before an engine is used and to release after; None if not offloaded."""
-        return self._offloaded.get(copy)
+        return self._offloaded.get(key)
 
     @contextmanager
-    def in_use(self, *copies: Copy, written: Copy | None = None) -> Iterator[None]:
-        """Keep the offloaded ones of these copies on the device for as long as the context lasts."""
-        weights_of = {copy: self._offloaded[copy] for copy in copies if copy in self._offloaded}
+    def in_use(self, *keys: EngineKey, written: EngineKey | None = None) -> Iterator[None]:
+        """Keep the offloaded weights of these engines on the device for as long as the context lasts."""
+        weights_of = {key: self._offloaded[key] for key in keys if key in self._offloaded}
         for weights in weights_of.values():
             weights.load()
         try:
             yield
         finally:
-            for copy, weights in weights_of.items():
-                weights.release(written=copy == written)
+            for key, weights in weights_of.items():
+                weights.release(written=key == written)
 
     def shards(self, name: str, layout: Layout, *, sharded: bool = False) -> Shards | None:
         """Return this rank's part of a parameter set in a layout, or of the optimizer's copy if `sharded`."""

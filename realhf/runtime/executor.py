@@ -1,6 +1,5 @@
 """Executor: executes and times the parts of a step on this rank."""
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from realhf.checkpoint.write import memory_of
 from realhf.data.batch import Batch
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
+from realhf.errors import warn
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
@@ -79,7 +79,7 @@ class Executor:
 
     def begin_step(self, *, is_last: bool = False) -> None:
         """Begin a step; `is_last`: none follows. It waits for messages of steps that are long past."""
-        self._outbox.next_round()
+        self._outbox.next_step()
         self._agreements.next_step()
         self._is_last = is_last
 
@@ -321,7 +321,7 @@ class Executor:
         data = Batch.concat(minibatches).pack()
         path.write_bytes(memory_of(data))
         what = f"{call} skipped an update in step {self._context.step}, as its gradient is not finite"
-        print(f"realhf: warning: {what}; its samples: {path}", file=sys.stderr, flush=True)
+        warn(f"{what}; its samples: {path}")
 
     @contextmanager
     def _weights(self, action: Run) -> Iterator[None]:

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
+from realhf.errors import warn
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
@@ -135,8 +135,8 @@ class Trainer:
         if checkpoint is not None:
             changed = changed_fields(checkpoint.manifest.experiment, _to_json(program.experiment))
         slow = slow_dtypes(program.roles, self._world.device)
-        for what in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
-            print(f"realhf: warning: {what}", file=sys.stderr, flush=True)
+        for sentence in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
+            warn(sentence)
 
     def run(self) -> RunResult:
         """Run all steps, evaluations and exports."""
@@ -208,7 +208,7 @@ class Trainer:
             self._executor.flush_caches()
         if decision.stops and not is_multiple and self._is_main and _keeps_caches(self._program):
             what = "cache_on_update is 'keep' and the run was told to stop between two checkpoints"
-            print(f"realhf: warning: {what}: what follows may differ in last bits", file=sys.stderr)
+            warn(f"{what}: what follows may differ in last bits")
         if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
                 self._checkpointer.save(step, self._journal.last)

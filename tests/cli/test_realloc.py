@@ -142,13 +142,13 @@ def replay(document: dict[str, Any], ids: dict[str, np.ndarray]) -> tuple[Counte
     """Execute all transfers, check each of them, and return the elements that each rank sent and received."""
     before, now = (Ranks(ids, document["held"]["src"]) for _ in range(2))
     wanted, sent, received = Ranks(ids, document["held"]["dst"]), Counter[str](), Counter[str]()
-    rounds: dict[int, list[dict[str, Any]]] = {}
+    waves: dict[int, list[dict[str, Any]]] = {}
     for transfer in document["transfers"]:
-        rounds.setdefault(transfer["round"], []).append(transfer)
-    assert min(rounds) == 0 and max(rounds) + 1 == document["rounds"]
-    for number in sorted(rounds):
+        waves.setdefault(transfer["round"], []).append(transfer)
+    assert min(waves) == 0 and max(waves) + 1 == document["rounds"]
+    for number in sorted(waves):
         arriving = []
-        for t in rounds[number]:
+        for t in waves[number]:
             source, target, index = str(t["src"]), str(t["dst"]), at(t["region"])
             data = now.of(source, t["param"])[index].copy()
             assert source != target and data.size and (data >= 0).all(), "a rank sends what it has not"

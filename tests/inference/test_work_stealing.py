@@ -21,7 +21,7 @@ from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import Lines, PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
-from realhf.inference.rounds import prompt_rows
+from realhf.inference.rounds import prompt_groups
 from realhf.layout import Layout, even_split
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
@@ -88,7 +88,7 @@ def _generate_counting(engine, call, batch):
     cp, queue = engine.groups.cp, PromptQueue(engine.groups, stealing=call.work.work_stealing)
     part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
     generation = Generation(engine.model, call.work, stream=call.name, limit=CacheLimit(engine.groups))
-    generation.submit(prompt_rows(part, "prompts"))
+    generation.submit(prompt_groups(part, "prompts"))
     generation.advance(queue)
     ids, columns = generation.take()
     made = queue.collect_results(output_batch(call, ids, columns), batch.ids)

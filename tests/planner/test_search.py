@@ -76,9 +76,9 @@ def test_bounds_hold_however_early_the_search_stops(seed):
     problem = random_problem(rng, num_calls=5)
     space = SearchSpace(problem, Rates(problem.cluster))
     whole = search(space, time_limit=30.0)
-    for max_rounds in (0, 1, 3):
-        early = search(space, time_limit=30.0, max_rounds=max_rounds)
-        again = search(space, time_limit=30.0, max_rounds=max_rounds)
+    for max_iterations in (0, 1, 3):
+        early = search(space, time_limit=30.0, max_iterations=max_iterations)
+        again = search(space, time_limit=30.0, max_iterations=max_iterations)
         assert early.chosen == again.chosen and early.step_seconds == again.step_seconds
         assert early.lower_bound_seconds <= whole.step_seconds * (1 + 1e-9) <= early.step_seconds * (1 + 2e-9)
 

@@ -88,9 +88,9 @@ CASES = {
     "moving average": Case("d2t2@0-3", "d4@0-3", eta=0.25),
     "moving average with cast": Case("t4@0-3", "t2p2@0-3", dtypes=(F64, F32), eta=0.75),
     "moving average from one": Case("d1@0", "d4@0-3", eta=0.5),
-    "several rounds": Case("d2t2@0-3", "d4@0-3", staging_bytes=2000),
-    "moving average in several rounds": Case("t4@0-3", "p3@1-3", eta=0.25, staging_bytes=1000),
-    "rounds of a few elements": Case("t2@0-1", "p2@1-2", staging_bytes=200),
+    "several waves": Case("d2t2@0-3", "d4@0-3", staging_bytes=2000),
+    "moving average in several waves": Case("t4@0-3", "p3@1-3", eta=0.25, staging_bytes=1000),
+    "waves of a few elements": Case("t2@0-1", "p2@1-2", staging_bytes=200),
 }
 
 
@@ -127,7 +127,7 @@ def _two_hosts(world):
 
 
 def _move(world, case: Case, transport: str):
-    """Move two models with one Reallocator; return stats, rounds, messages sent and staging bytes."""
+    """Move two models with one Reallocator; return stats, waves, messages sent and staging bytes."""
     world = _two_hosts(world) if transport == "two hosts" else world
     realloc = _reallocator(world, case)
     held = case.spec.held_by(Layout.parse(case.source), world.rank)
@@ -144,7 +144,7 @@ def _move(world, case: Case, transport: str):
             expected = cast if case.eta == 1 else case.eta * cast + (1 - case.eta) * old[name]
             assert torch.equal(target[name], expected[_at(region)]), name
         assert all(torch.equal(source[name], new[name][_at(region)]) for name, region in held.items())
-    num_messages = sum(len(step.sends) for step in realloc._binding.rounds)
+    num_messages = sum(len(wave.sends) for wave in realloc._binding.waves)
     return stats, len(realloc.messages), num_messages, len(realloc.staging.bytes)
 
 
@@ -152,7 +152,7 @@ def _move(world, case: Case, transport: str):
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_gets_its_regions(pool, name, transport):
     case = CASES[name]
-    stats, num_rounds, num_messages, staging_bytes = zip(*pool.run(_move, case, transport), strict=True)
+    stats, num_waves, num_messages, staging_bytes = zip(*pool.run(_move, case, transport), strict=True)
     source, target = Layout.parse(case.source), Layout.parse(case.target)
     lacking = [_lacking(case.spec, source, target, rank) * case.dtypes[1].itemsize for rank in range(4)]
     assert [s.bytes_received for s in stats] == lacking
@@ -163,9 +163,9 @@ def test_every_rank_gets_its_regions(pool, name, transport):
     elif transport == "memory":
         assert sum(num_messages) == sum(staging_bytes) == 0, "ranks on one host read without messages"
     elif case.staging_bytes == 1 << 28:
-        assert max(num_rounds) == (1 if sum(lacking) else 0) and max(num_messages) <= 3
+        assert max(num_waves) == (1 if sum(lacking) else 0) and max(num_messages) <= 3
     else:
-        assert max(num_rounds) > 2 and max(staging_bytes) <= case.staging_bytes
+        assert max(num_waves) > 2 and max(staging_bytes) <= case.staging_bytes
     if not sum(lacking):
         assert stats[0].over_bound == 1 and sum(num_messages) == sum(staging_bytes) == 0
 

@@ -13,7 +13,7 @@ from tests.pool import PRELOAD
 NUM_RANKS, LOST, TIMEOUT_SECONDS = 3, 2, 4.0
 
 
-def _rank(rank, port, fault, at_round, results):
+def _rank(rank, port, fault, at_wave, results):
     import torch
 
     from realhf.dist.group import PeerError
@@ -35,7 +35,7 @@ def _rank(rank, port, fault, at_round, results):
     post = reallocator._post
 
     def post_or_fail(binding, number):
-        if number == at_round:
+        if number == at_wave:
             if fault == "dies":
                 os._exit(9)
             time.sleep(10 * TIMEOUT_SECONDS)
@@ -52,13 +52,13 @@ def _rank(rank, port, fault, at_round, results):
     os._exit(0)
 
 
-@pytest.mark.parametrize("fault, at_round", [("dies", 0), ("dies", 3), ("falls silent", 3)])
-def test_the_others_name_role_peer_and_round(fault, at_round):
+@pytest.mark.parametrize("fault, at_wave", [("dies", 0), ("dies", 3), ("falls silent", 3)])
+def test_the_others_name_role_peer_and_wave(fault, at_wave):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
-    options = (store.port, fault, at_round, results)
+    options = (store.port, fault, at_wave, results)
     ranks = [context.Process(target=_rank, args=(rank, *options)) for rank in range(NUM_RANKS)]
     for process in ranks:
         process.start()
@@ -71,6 +71,6 @@ def test_the_others_name_role_peer_and_round(fault, at_round):
     assert sorted(rank for rank, _, _ in stopped) == [0, 1]
     for _, sentence, seconds in stopped:
         assert seconds < 3 * TIMEOUT_SECONDS
-        what = r"reallocation of critic from p3@2,0-1 to t3@1-2,0, round \d+ of \d+: "
+        what = r"reallocation of critic from p3@2,0-1 to t3@1-2,0, wave \d+ of \d+: "
         assert re.match(what, sentence), sentence
     assert any(f"communication with rank {LOST} broke off" in sentence for _, sentence, _ in stopped), stopped

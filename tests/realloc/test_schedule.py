@@ -78,7 +78,7 @@ def _masks(spec: ModelSpec, layout: Layout) -> dict[str, np.ndarray]:
 
 
 def _check(spec: ModelSpec, schedule: Schedule, source: Layout, target: Layout) -> None:
-    """Execute the transfers, round by round, on arrays that hold element ids."""
+    """Execute the transfers, wave by wave, on arrays that hold element ids."""
     held, wanted = _masks(spec, source), _masks(spec, target)
     ids = {p.name: np.arange(p.numel).reshape(p.shape) for p in spec.params}
     written = {name: np.zeros(mask.shape, dtype=int) for name, mask in wanted.items()}
@@ -88,13 +88,13 @@ def _check(spec: ModelSpec, schedule: Schedule, source: Layout, target: Layout) 
             assert held[name][rank][_at(region)].all(), "a local copy of what the rank does not hold"
             written[name][rank][_at(region)] += 1
     load = np.zeros((2, MAX_RANKS), dtype=int)
-    by_round: dict[int, list] = {}
+    by_wave: dict[int, list] = {}
     for number, transfer in schedule.transfers():
-        by_round.setdefault(number, []).append(transfer)
-    assert sorted(by_round) == sorted(set(by_round)) and max(by_round, default=-1) < schedule.num_rounds
-    for number in sorted(by_round):
+        by_wave.setdefault(number, []).append(transfer)
+    assert sorted(by_wave) == sorted(set(by_wave)) and max(by_wave, default=-1) < schedule.num_waves
+    for number in sorted(by_wave):
         arriving = []
-        for t in by_round[number]:
+        for t in by_wave[number]:
             at = _at(t.region)
             assert t.source != t.target and region_size(t.region) > 0
             assert (result[t.name][t.source][at] >= 0).all(), "a rank sends what it does not hold yet"
@@ -137,12 +137,12 @@ def _check_bound(spec: ModelSpec, schedule: Schedule, source: Layout, target: La
     assert schedule.bound_seconds > 0 or not schedule.bundles
 
 
-def _rounds_by_port(schedule: Schedule) -> list[dict[tuple, float]]:
-    """Return the seconds of every port, by round."""
+def _waves_by_port(schedule: Schedule) -> list[dict[tuple, float]]:
+    """Return the seconds of every port, by wave."""
     links = schedule.links
-    rounds: dict[int, dict[tuple, float]] = {}
+    waves: dict[int, dict[tuple, float]] = {}
     for number, t in schedule.transfers():
-        size, ports = region_size(t.region) * schedule.itemsize, rounds.setdefault(number, {})
+        size, ports = region_size(t.region) * schedule.itemsize, waves.setdefault(number, {})
         hosts = [rank // links.devices_per_host for rank in (t.source, t.target)]
         used = [(("out", t.source), links.device), (("in", t.target), links.device)]
         if hosts[0] != hosts[1]:
@@ -150,7 +150,7 @@ def _rounds_by_port(schedule: Schedule) -> list[dict[tuple, float]]:
             used += [(("host out", hosts[0]), links.host), (("host in", hosts[1]), links.host)]
         for port, bandwidth in used:
             ports[port] = ports.get(port, 0.0) + size / bandwidth
-    return list(rounds.values())
+    return list(waves.values())
 
 
 def _random_links(rng: np.random.Generator) -> Links | None:
@@ -225,14 +225,14 @@ SMALL_PORT_CASES = [case for case in PORT_CASES if max(Layout.parse(case[1]).ran
 
 
 @pytest.mark.parametrize("source, target, cluster", SMALL_PORT_CASES)
-def test_rounds_use_ports_and_memory_as_stated(source, target, cluster):
-    """`seconds` is the sum of the busiest ports' times; two rounds fit into the staging memory."""
+def test_waves_use_ports_and_memory_as_stated(source, target, cluster):
+    """`seconds` is the sum of the busiest ports' times; two waves fit into the staging memory."""
     links = cluster and Links.of_cluster(Cluster.load(cluster))
     ends = {"source": Layout.parse(source), "target": Layout.parse(target)}
     staging = 256 << 20
     schedule = make_schedule(_llama(8), **ends, itemsize=2, links=links, staging_bytes=staging)
-    rounds = _rounds_by_port(schedule)
-    assert sum(max(ports.values()) for ports in rounds) == pytest.approx(schedule.seconds, rel=0.02)
+    waves = _waves_by_port(schedule)
+    assert sum(max(ports.values()) for ports in waves) == pytest.approx(schedule.seconds, rel=0.02)
     in_flight: dict[int, dict[int, int]] = {}
     for number, t in schedule.transfers():
         for rank in (t.source, t.target):
@@ -240,8 +240,8 @@ def test_rounds_use_ports_and_memory_as_stated(source, target, cluster):
             load[number] = load.get(number, 0) + 2 * region_size(t.region)
     for load in in_flight.values():
         assert max(load.get(n, 0) + load.get(n + 1, 0) for n in load) <= staging
-    steady = [max(ports.values()) for ports in rounds[8:-8]]
-    assert max(steady) <= 1.1 * min(steady), "every round of the middle carries the same"
+    steady = [max(ports.values()) for ports in waves[8:-8]]
+    assert max(steady) <= 1.1 * min(steady), "every wave of the middle carries the same"
 
 
 def test_hand_counted_example():

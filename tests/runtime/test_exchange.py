@@ -79,7 +79,7 @@ def _move(world, seed):
             if source.batch is not None:
                 exchange.send(source, target)
         results.append(exchange.receive(given, target, routing, tag=9) if world.rank in target else None)
-        outbox.next_round()
+        outbox.next_step()
     outbox.wait()
     return results
 
