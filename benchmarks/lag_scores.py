@@ -46,7 +46,8 @@ def main(options: Options) -> None:
     with ThreadPoolExecutor(options.jobs) as jobs:
         list(jobs.map(lambda seed: warmed_up(options, seed), options.seeds))
         cases = [(seed, lag) for seed in options.seeds for lag in options.lags]
-        for (seed, lag), curve in zip(cases, jobs.map(lambda case: train(options, *case), cases), strict=True):
+        made = jobs.map(lambda case: train(options, *case), cases)
+        for (seed, lag), curve in zip(cases, made, strict=True):
             curves[lag].append(curve)
             progress(f"seed {seed}, lag {lag}: {curve[-1][1]:.3f}")
     results = {lag: [curve[-1][1] for curve in of_lag] for lag, of_lag in curves.items()}
