@@ -43,8 +43,9 @@ class Options:
 
 def main(options: Options) -> None:
     curves: dict[int, list[list[tuple[int, float]]]] = {lag: [] for lag in options.lags}
+    make_data(options)
     with ThreadPoolExecutor(options.jobs) as jobs:
-        list(jobs.map(lambda seed: warmed_up(options, seed), options.seeds))
+        list(jobs.map(lambda seed: warm_up(options, seed), options.seeds))
         cases = [(seed, lag) for seed in options.seeds for lag in options.lags]
         made = jobs.map(lambda case: train(options, *case), cases)
         for (seed, lag), curve in zip(cases, made, strict=True):
@@ -77,13 +78,19 @@ def train(options: Options, seed: int, lag: int) -> list[tuple[int, float]]:
     return scores(directory / f"lag{lag}")
 
 
-def warmed_up(options: Options, seed: int) -> None:
-    """Make a seed's data, and train the model that imitates the careless teacher."""
+def make_data(options: Options) -> None:
+    """Make the data of all seeds."""
     sys.path.insert(0, str(REPO / "examples"))
     from arithmetic import prepare
 
+    for seed in options.seeds:
+        prepare(options.out / f"seed{seed}" / "task", seed=seed)
+
+
+def warm_up(options: Options, seed: int) -> None:
+    """Train the model of a seed, which imitates the careless teacher."""
     directory = options.out / f"seed{seed}"
-    task = prepare(directory / "task", seed=seed)
+    task = directory / "task"
     files = {"actor.model": task / "model", "dataset.path": task / "sft.jsonl"}
     run("sft", directory / "sft", seed, task, files)
 
