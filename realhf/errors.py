@@ -4,7 +4,7 @@ import contextlib
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _LIBRARIES = (Path(__file__).parent, *{Path(sysconfig.get_path(name)) for name in (
@@ -34,10 +34,26 @@ def user_line(error: BaseException) -> str | None:
     Code of this package, of Python's library and of site-packages is not the user's own.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if not frame.filename.startswith("<") and not any(path.is_relative_to(part) for part in _LIBRARIES):
+        if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return None
+
+
+def is_users_own(error: BaseException, *, calls: Collection[str] = ()) -> bool:
+    """Return whether an exception arose in the user's own code, or in a file that this has called.
+
+    Files of this package do not count as called, apart from those with the names `calls`.
+    """
+    paths = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [i for i, path in enumerate(paths) if _is_users(str(path))]
+    if not own:
+        return False
+    package = Path(__file__).parent
+    return not any(p.is_relative_to(package) and p.name not in calls for p in paths[own[-1] + 1 :])
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith("<") and not any(Path(filename).is_relative_to(p) for p in _LIBRARIES)
 
 
 def described(error: BaseException) -> str:

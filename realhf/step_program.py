@@ -12,7 +12,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from realhf.calls import longest_response
-from realhf.errors import UserError, described, user_line
+from realhf.errors import UserError, described, is_users_own
 from realhf.graph import DataflowGraph
 from realhf.part_executor import Json, PartExecutor, Samples
 from realhf.sample_ledger import SampleLedger
@@ -87,8 +87,8 @@ class StepRunner:
 
         In the last `max_lag` calls of `step` it is None: nothing would train on what begins there.
         """
-        if n < 1:
-            raise UserError(f"run.prompts({n}): the number must be at least 1")
+        if not isinstance(n, int) or n < 1:
+            raise UserError(f"run.prompts({n!r}): it must be a whole number of at least 1")
         if self._max_lag and self.number >= self._steps:
             return None
         first = self._num_prompts
@@ -202,7 +202,7 @@ class StepRunner:
         except UserError:
             raise
         except Exception as error:
-            if user_line(error) is None:
+            if not is_users_own(error, calls=("step_program.py", "sample_pool.py")):
                 raise
             raise UserError(f"step() raised {described(error)}") from error
         self._end_step()
@@ -263,6 +263,11 @@ class StepRunner:
             raise UserError(
                 f"steps is {self._steps} now, and the checkpoint is of the end of a run of {saved['steps']}: "
                 f"{why}, so it cannot go on further; resume from an earlier checkpoint")
+
+    @property
+    def digest(self) -> str:
+        """The digest of all operations so far, which is equal on all ranks between two steps."""
+        return self._digest
 
     def restore(self, saved: Mapping[str, Json]) -> None:
         """Continue after the step of a checkpoint."""
@@ -365,7 +370,9 @@ class StepRunner:
     def _last_run_of(self, call: str, field: str) -> _PartRun:
         """Return the step's last run of the part of a call, whose work must have set `field`."""
         if call not in self._part_of or not getattr(self._graph[call].work, field, False):
-            raise UserError(f"{call!r} is not the name of a HostFunction with {field}=True")
+            have = [c.name for c in self._graph.of_kind("host") if getattr(c.work, field, False)]
+            legal = f"there are {', '.join(have)}" if have else "there is none"
+            raise UserError(f"{call!r} is not the name of a HostFunction with {field}=True: {legal}")
         if self._part_of[call] not in self._last_runs:
             raise UserError(f"the part {self._part_of[call]!r} of call {call!r} has not run in this step yet")
         return self._last_runs[self._part_of[call]]

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from realhf import Experiment, families
+from realhf import Experiment, FunctionCall, HostFunction, families
 from realhf.cli.main import main
+from realhf.data.batch import Batch, Packed
+from realhf.runtime.host_call import call_host_function
 from tests.cli.test_plan import write_profile
 from tests.cli_tools import REALHF, REPO, Command
 from tests.families import CASES
@@ -180,6 +183,7 @@ SIGNATURE = "def reward("
 LIMITS = "from realhf import RewardLimits"
 DYNAMIC = "def parts(self, graph)"
 LAGGED = "due = run.batch"
+FILTER = "def drop_long"
 
 
 @pytest.mark.parametrize("beginning", ACTORS)
@@ -194,7 +198,7 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 
 def test_every_snippet_of_python_is_tried():
-    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED)
+    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED, FILTER)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
     compile(snippet(beginning=SIGNATURE), "docs", "exec")
@@ -213,6 +217,14 @@ def test_the_step_programs_shown_are_those_that_run():
     source = inspect.getsource(Experiment.step)
     places = [source.index(line) for line in lines]
     assert places == sorted(places)
+
+
+def test_the_filter_drops_long_answers():
+    names = {"FunctionCall": FunctionCall, "HostFunction": HostFunction}
+    exec(compile(snippet(beginning=FILTER), "docs", "exec"), names)
+    mask = Packed(torch.tensor([0.0] + [1.0] * 199 + [1.0] * 200), [200, 200])
+    result = call_host_function(names["drop"], Batch([4, 5], {"response_mask": mask}), None)
+    assert result.batch.ids == [4] and result.batch["lengths"] == [199]
 
 
 def test_the_plan_by_hand_is_sound(workplace, capsys):

@@ -5,6 +5,8 @@ Suffixes of tensors name their dims: G groups, K samples per group.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from realhf.algorithms.on_policy import OnPolicy, graph_of
 from realhf.algorithms.policy_loss import per_token, rollout_metrics
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import KEEP, HostFunction
+from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph, FunctionCall
 
@@ -38,6 +41,7 @@ class GroupAdvantages:
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         if not len(batch):  # Filters have dropped all samples.
             return {"advantages": batch["response_mask"], KEEP: []}, {}
+        self._require_whole_groups(batch.ids)
         score_GK = batch["score"].view(-1, self.group_size)
         advantage_GK = score_GK - score_GK.mean(-1, keepdim=True)
         std_GK = score_GK.std(-1, keepdim=True, correction=0)
@@ -55,6 +59,15 @@ class GroupAdvantages:
         if self.filters:
             columns[KEEP] = (std_GK > 0).expand_as(score_GK).reshape(-1)
         return columns, metrics
+
+    def _require_whole_groups(self, ids: Sequence[int]) -> None:
+        """Raise UserError if a filter has dropped some samples of a prompt, and not all."""
+        for prompt, count in Counter(i // self.group_size for i in ids).items():
+            if count != self.group_size:
+                has = f"{count} of the {self.group_size} samples of prompt {prompt} are left"
+                raise UserError(
+                    f"group advantages compare all samples of a prompt, and {has}: let the filter keep or "
+                    "drop whole groups, or filter after the advantages")
 
 
 @dataclass

@@ -185,7 +185,7 @@ class Checkpointer:
         directory = self._directory / (checkpoint_name(step) + _UNFINISHED)
         assert self._snapshot is not None
         control = self._world.control
-        about: dict[str, Any] = {"fault": "", "entries": {}, "mine": mine}
+        about: dict[str, Any] = {"fault": "", "entries": {}, "mine": mine, "digest": shared["run"]["digest"]}
         try:
             directory.mkdir(parents=True, exist_ok=True)
             name = self._files[self._world.rank]
@@ -202,6 +202,8 @@ class Checkpointer:
         peers = range(1, self._world.size)
         ranks = [about, *(control.recv_json(rank, tag=tags.CHECKPOINT) for rank in peers)]
         fault = next((rank["fault"] for rank in ranks if rank["fault"]), "")
+        if any(rank["digest"] != about["digest"] for rank in ranks):
+            fault = "step() differs between ranks"
         assert journal is not None
         history = journal.result()
         try:

@@ -1,6 +1,10 @@
 """Tries a step program without data or models, as `realhf check` and every run do first. Free of torch."""
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import networkx as nx
@@ -13,6 +17,8 @@ from realhf.step_program import StepRunner
 
 _MAX_OPERATIONS = 10_000
 """Most operations of a step; a program with more is taken to loop for ever."""
+_MAX_SECONDS = 20.0
+"""Longest trial of a step, which only counts."""
 
 
 def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, Sequence[str]]:
@@ -21,12 +27,16 @@ def checked_parts(experiment: Experiment, graph: DataflowGraph) -> Mapping[str, 
     Raises ValueError unless each call is in exactly one, and the parts can run one after the other.
     """
     parts = experiment.parts(graph)
+    if not isinstance(parts, Mapping) or any(isinstance(names, str) for names in parts.values()):
+        raise ValueError("parts() must return a dict: part name -> a list of the names of its calls")
     listed = [name for names in parts.values() for name in names]
     names = [call.name for call in graph.calls]
     if unknown := [name for name in listed if name not in names]:
         raise ValueError(f"parts() lists the call {unknown[0]!r}: there are {', '.join(names)}")
     for name in names:
-        if (count := listed.count(name)) != 1:
+        if name not in listed:
+            raise ValueError(f"parts() leaves out the call {name!r}: each belongs to one part")
+        if (count := listed.count(name)) > 1:
             raise ValueError(f"parts() lists the call {name!r} {count} times: each belongs to one part")
     part_of = {name: part for part, members in parts.items() for name in members}
     edges = {(part_of[a], part_of[b]) for a, b in graph.nx_graph.edges}
@@ -60,6 +70,7 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
     It is run twice: filters keep everything the first time, and nothing the second time; `agree` gives the
     examples of HostFunctions. Raises ValueError if the program fails, or never ends.
     """
+    _check_signature(experiment)
     fields = vars(experiment).copy()
     operations: list[str] = []
     steps = min(experiment.steps, experiment.max_lag + 3)
@@ -68,13 +79,40 @@ def try_step_program(experiment: Experiment, graph: DataflowGraph) -> list[str]:
         runner = step_runner(experiment, graph, executor, steps=steps)
         for _ in range(steps + experiment.max_lag):
             executor.num_left = _MAX_OPERATIONS
-            runner.execute(experiment.step)
+            with _time_limit():
+                runner.execute(experiment.step)
         operations = operations or executor.operations
     for name, value in vars(experiment).items():
         if value is not fields.get(name):
             where = f"step() changes {name} of the experiment"
             raise UserError(f"{where}, which no checkpoint holds: keep it in run.state[{name!r}]")
     return operations
+
+
+def _check_signature(experiment: Experiment) -> None:
+    try:
+        inspect.signature(experiment.step).bind(None)
+    except TypeError as error:
+        raise ValueError(f"step() must take one argument, the step runner ({error})") from error
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise UserError if a trial takes long; only the main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise UserError(f"step() has not ended after {_MAX_SECONDS:g} s in a trial: does it loop for ever?")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, _MAX_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class _DryExecutor:

@@ -47,10 +47,17 @@ def call_host_function(call: FunctionCall, batch: Batch, context: Any) -> HostRe
         made = Batch(batch.ids, {key: _column(columns[key], key) for key in call.outputs})
         if call.work.filters:
             made = made.select(_kept(columns[KEEP], len(batch)))
-        decision = json.loads(json.dumps(columns[DECISION])) if call.work.decides else None
+        decision = _decision(columns[DECISION]) if call.work.decides else None
         return HostResult(made, {name: _metric(name, value) for name, value in metrics.items()}, decision)
     except (TypeError, ValueError) as error:
         raise UserError(f"host call {call.name!r}: {error}") from error
+
+
+def _decision(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{DECISION!r} must be a JSON value: {error}") from error
 
 
 def _kept(column: Any, num_samples: int) -> list[int]:

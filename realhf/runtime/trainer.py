@@ -14,7 +14,7 @@ from realhf.data.dataset import DatasetConfig
 from realhf.data.loader import Loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
-from realhf.errors import warn
+from realhf.errors import UserError, warn
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
@@ -174,11 +174,18 @@ class Trainer:
             if self._checkpointer is not None:
                 self._checkpointer.finish()
             self._outbox.wait()
-            self._world.control.barrier()  # Every rank's part of the export is written.
+            self._require_equal_steps()  # This also waits until every rank's part of the export is written.
         if not self._is_main:
             return RunResult([], {}, stopped_after)
         summary = {} if stopped_after is not None else self._finish(seconds=time.time() - started)
         return RunResult(self._journal.history, summary, stopped_after)
+
+    def _require_equal_steps(self) -> None:
+        """Raise UserError if step() has not taken the same way on all ranks."""
+        digests = self._world.control.all_gather_json(self._runner.digest)
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            rule = "it may depend on agreed values only"
+            raise UserError(f"step() differs between ranks 0 and {others[0]}; {rule}")
 
     @property
     def _evaluates(self) -> bool:
