@@ -13,6 +13,7 @@ from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.part_executor import Samples
+from realhf.runtime import dry_trace
 from realhf.runtime.dry_trace import checked_parts, step_runner, try_step_program
 from realhf.step_program import StepRunner
 
@@ -282,7 +283,7 @@ MISUSE = {
     "agree before run": (lambda run: run.agree("judge"), "'score' of call 'judge' has not run in this step"),
     "agree in a later step": (_agree_late, "'score' of call 'judge' has not run in this step"),
     "add others than were filtered": (_add_others, "'judge' has not run on prompt 0"),
-    "no prompts": (lambda run: run.prompts(0), r"run.prompts\(0\): the number must be at least 1"),
+    "no prompts": (lambda run: run.prompts(0), r"run.prompts\(0\): it must be a whole number of at least 1"),
     "batch of the future": (lambda run: run.batch(3), r"run.batch\(3\): run.prompts\(\) has been called 0"),
     "batch too old": (
         lambda run: (run.prompts(1), run.batch(run.number - 1)),
@@ -298,7 +299,8 @@ MISUSE = {
     "take of fewer than none": (lambda run: run.pool("p").take(-1), "take.-1.*at least 1"),
     "take in unknown order": (
         lambda run: run.pool("p").take(1, order="newest"), "'newest'; legal are 'oldest' and 'random'"),
-    "error": (lambda run: run.prompts("many"), r"step\(\) raised TypeError.*test_step_program.py"),
+    "no number": (lambda run: run.prompts("many"), r"run.prompts\('many'\): it must be a whole number"),
+    "error": (lambda run: run.pool("p").take("many"), r"step\(\) raised TypeError.*test_step_program.py"),
 }  # fmt: skip
 
 
@@ -610,6 +612,25 @@ def test_the_trial_finds_endless_loops(program, lag):
         try_step_program(Toy(program=program, max_lag=lag, steps=3), GRAPH)
 
 
+def test_the_trial_finds_loops_in_which_nothing_runs(monkeypatch):
+    def program(run):
+        while True:
+            pass
+
+    monkeypatch.setattr(dry_trace, "_MAX_SECONDS", 0.2)
+    with pytest.raises(UserError, match=r"step\(\) has not ended after 0.2 s in a trial"):
+        try_step_program(Toy(program=program), GRAPH)
+
+
+def test_the_trial_refuses_state_that_no_checkpoint_holds():
+    class Counts(Toy):
+        def step(self, run):
+            self.count = getattr(self, "count", 0) + 1
+
+    with pytest.raises(UserError, match=r"changes count of the experiment.*run.state\['count'\]"):
+        try_step_program(Counts(), GRAPH)
+
+
 def test_the_trial_finds_what_fails_when_everything_is_filtered():
     def program(run):
         pool = run.pool("p")
@@ -621,7 +642,8 @@ def test_the_trial_finds_what_fails_when_everything_is_filtered():
 
 
 PARTS_REFUSED = {
-    "incomplete": ({"rollout": ("generate",)}, "lists the call 'judge' 0 times: each belongs to one part"),
+    "incomplete": ({"rollout": ("generate",)}, "leaves out the call 'judge': each belongs to one part"),
+    "text": ({"rollout": "generate"}, "must return a dict: part name -> a list"),
     "duplicate": (PARTS | {"more": ("train",)}, "lists the call 'train' 2 times"),
     "duplicate in one part": (PARTS | {"train": ("prepare", "train", "train")}, "'train' 2 times"),
     "unknown": (PARTS | {"more": ("critic",)}, "lists the call 'critic': there are generate, judge, "),
@@ -650,6 +672,30 @@ def test_rounds_need_one_generating_call_whose_answers_go_to_other_parts():
     checked_parts(Toy(given_parts=parts, max_lag=1), GRAPH)
     with pytest.raises(ValueError, match="rounds is 2: call 'judge' .*unfinished answers of 'generate'"):
         checked_parts(Toy(given_parts=parts, max_lag=2), GRAPH)
+
+
+def test_a_part_that_runs_again_makes_later_ones_incomplete():
+    def program(run):
+        samples = run_scored(run)
+        run("rollout", samples)
+        run("train", samples)
+
+    with pytest.raises(UserError, match="of part 'score', which has not run on prompt 0"):
+        run_all(program, steps=1)
+
+
+def test_a_drained_run_goes_on_from_an_earlier_step_only():
+    """With lag, the last steps begin no answers that further steps could train on."""
+    settings = {"max_lag": 1, "given_parts": PARTS, "batch_size": 2}
+    experiment, _, runner = make(steps=4, **settings)
+    for number in range(1, 6):
+        runner.execute(experiment.step)
+        longer = make(steps=6, **settings)[2]
+        if number <= 4:
+            longer.require_continuable(runner.to_json())
+            continue
+        with pytest.raises(UserError, match="steps is 6 now, and the checkpoint is of the end of a run of 4"):
+            longer.require_continuable(runner.to_json())
 
 
 def test_a_decision_needs_all_samples():

@@ -92,6 +92,32 @@ def test_dynamic_sampling_fills_the_batch_or_says_how_much_is_missing(tmp_path):
             assert ours[name] == pytest.approx(expected[name], rel=1e-9)
 
 
+RANDOM = """
+import random
+from dataclasses import dataclass
+from realhf import GRPO
+
+
+@dataclass
+class Random(GRPO):
+    def step(self, run):
+        run.state["x"] = random.random()
+        run("step", run.prompts(self.batch_size))
+
+
+experiment = Random(**vars(experiment))
+"""
+
+
+def test_a_short_run_whose_ranks_differ_fails_and_leaves_no_checkpoint(tmp_path):
+    path = write_experiment(tmp_path, steps=2, eval_dataset=None, body=RANDOM)
+    out = tmp_path / "run"
+    with Command(*REALHF, "run", path, "--out", out, "--nproc", 2) as command:
+        code, _, said = command.finish()
+    assert code == 2 and "step() differs between ranks" in said, said
+    assert not list((out / "checkpoints").glob("step_?"))
+
+
 @pytest.mark.slow
 def test_ranks_that_take_different_ways_end_with_a_sentence(tmp_path):
     path = write_experiment(tmp_path, steps=5, eval_dataset=None, body=DIFFERENT)
