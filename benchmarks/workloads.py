@@ -63,9 +63,17 @@ def write_model(
     directory: Path, size: str, *, end_probability: float, seed: int = 0, dtype: str = "float32",
     device: str = "cpu",
 ) -> None:  # fmt: skip
+    """Write a model of a size, see `write_random_model`."""
+    write_random_model(
+        directory, config_of(size), end_probability=end_probability, seed=seed, dtype=dtype, device=device)
+
+
+def write_random_model(
+    directory: Path, config: Qwen2Config, *, end_probability: float, seed: int = 0, dtype: str = "float32",
+    device: str = "cpu",
+) -> None:  # fmt: skip
     """Write config, weights (drawn on `device`), and a tokenizer that turns every letter into a token."""
     torch.manual_seed(seed)
-    config = config_of(size)
     with torch.device(device):
         model = Qwen2ForCausalLM(config)
     _set_end(model, end_probability)

@@ -211,7 +211,8 @@ class HostFunction(Work):
 
 def longest_response(graph: DataflowGraph) -> int:
     """Return the most tokens that a response of the graph's generate calls may have; 0 without such calls."""
-    return max((call.work.sampling.max_new_tokens for call in graph.of_kind("generate")), default=0)
+    works = [call.work for call in graph.of_kind("generate") if call.work is not None]
+    return max((work.sampling.max_new_tokens for work in works), default=0)
 
 
 class Loss(Protocol):

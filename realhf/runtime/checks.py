@@ -273,17 +273,25 @@ def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
             )
 
 
-def check_step(experiment: Experiment, graph: DataflowGraph) -> None:
+def check_step(experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]) -> None:
     """Raise ValueError unless the experiment's parts and its step program suit the graph."""
-    _check_kept_caches(experiment, graph)
+    _check_kept_caches(experiment, graph, roles)
     checked_parts(experiment, graph)
     try_step_program(experiment, graph)
 
 
-def _check_kept_caches(experiment: Experiment, graph: DataflowGraph) -> None:
-    """Raise ValueError if caches that are kept between rounds would be dropped at times of the clock."""
-    keeps = any(call.work.cache_on_update == "keep" for call in graph.of_kind("generate"))
-    if keeps and experiment.num_rounds > 1 and experiment.checkpoint_period()[1]:
+def _check_kept_caches(
+    experiment: Experiment, graph: DataflowGraph, roles: Mapping[str, Role]
+) -> None:
+    """Raise ValueError if caches cannot be kept between rounds, or would be dropped at times of the clock."""
+    keeping = [call for call in graph.of_kind("generate") if call.work.cache_on_update == "keep"]
+    if not keeping or experiment.num_rounds == 1:
+        return
+    for role in (call.role for call in keeping if call.role is not None):
+        if roles[role].engine != "native":
+            why = "the transformers engine keeps no cache"
+            raise ValueError(f"cache_on_update is 'keep', and {why}: set it to 'recompute'")
+    if experiment.checkpoint_period()[1]:
         every = experiment.checkpoint_every
         why = "a checkpoint drops the caches that cache_on_update 'keep' keeps, which changes last bits"
         raise ValueError(f"checkpoint_every is {every!r}: {why}, so it must be a number of steps, or 0")

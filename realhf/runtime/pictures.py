@@ -1,10 +1,11 @@
-"""Draws pictures of a run from its files: the reward curve, and the timeline of one step by rank."""
+"""Draws pictures of a run from its files: the reward curve, and the timeline of a step by rank."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -39,8 +40,11 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
-    """Draw the timeline of the step of median length among those with the most kinds of events."""
+def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:
+    """Return the step of median length among those with the most kinds of events.
+
+    Its neighbours are added if it generates on one rank while it trains on another, as only a lag allows.
+    """
     by_step: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         by_step.setdefault(event["step"], []).append(event)
@@ -51,24 +55,76 @@ def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
         if kinds[step] == max(kinds.values())
     }
     step = sorted(spans, key=spans.__getitem__)[len(spans) // 2]
-    chosen = sorted(by_step[step], key=lambda e: e["start"])
+    generating = [e for e in by_step[step] if e["kind"] == "generate"]
+    training = [e for e in by_step[step] if e["kind"] == "train_step"]
+    overlaps = any(g["start"] < t["end"] and t["start"] < g["end"] for g in generating for t in training)
+    return [s for s in range(step - 1, step + 2) if s in by_step] if overlaps else [step]
+
+
+def _draw_timeline(events: list[dict[str, Any]], path: Path) -> None:
+    events = without_waits(events)
+    steps = steps_to_draw(events)
+    chosen = sorted((e for e in events if e["step"] in steps), key=lambda e: e["start"])
     palette = iter(matplotlib.color_sequences["tab20"])
     labels = dict.fromkeys(_label(event) for event in chosen)
     colors = {label: "0.85" if label == _MOVE else next(palette, "0.3") for label in labels}
-    ranks = sorted({event["rank"] for event in chosen})
-    figure = Figure(figsize=(10, 1.6 + 0.5 * len(ranks)), dpi=120)
+    figure = Figure(figsize=(10, 1.6 + 0.5 * len({event["rank"] for event in chosen})), dpi=120)
     axes = figure.subplots()
-    for event in chosen:
-        start = event["start"] - chosen[0]["start"]
-        width = event["end"] - event["start"]
-        height = 0.35 if event["kind"] == "move" else 0.8
-        axes.barh(event["rank"], width, height, left=start, color=colors[_label(event)])
+    _draw_bars(axes, chosen, colors, is_numbered=len(steps) > 1)
     handles = [Patch(color=color) for color in colors.values()]
     axes.legend(handles, list(colors), loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
-    axes.set(title=f"step {step}", xlabel="seconds", ylabel="rank", yticks=ranks)
+    title = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    axes.set(title=title, xlabel="seconds", ylabel="rank", yticks=sorted({e["rank"] for e in chosen}))
     axes.invert_yaxis()
     figure.tight_layout()
     figure.savefig(path)
+
+
+def _draw_bars(
+    axes: Axes, events: list[dict[str, Any]], colors: dict[str, Any], *, is_numbered: bool
+) -> None:
+    """Draw a bar for each event, by rank; transfers are narrow, as they may run beside a call.
+
+    With `is_numbered`, several steps are drawn: bars have numbers, and what moves before them is left out.
+    """
+    begin = min(event["start"] for event in events if event["kind"] != "move" or not is_numbered)
+    whole = max(event["end"] for event in events) - begin
+    for event in events:
+        start = max(0.0, event["start"] - begin)
+        width = event["end"] - begin - start
+        is_transfer = event["kind"] in ("move", "realloc")
+        if width <= 0:
+            continue
+        axes.barh(
+            event["rank"], width, 0.35 if is_transfer else 0.8, left=start, color=colors[_label(event)],
+            zorder=3 if event["kind"] == "realloc" else 2)  # fmt: skip
+        if is_numbered and not is_transfer and width > 0.03 * whole:
+            axes.text(start + width / 2, event["rank"], event["step"], ha="center", va="center", zorder=4)
+
+
+def without_waits(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events, where reallocations begin only when the other ranks have begun, too.
+
+    A rank waits for all ranks that send to it, and for the first of those that it sends to.
+    """
+    transfers: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for event in events:
+        if event["kind"] == "realloc":
+            transfers.setdefault(_transfer(event), {})[event["rank"]] = event
+    cut = []
+    for event in events:
+        if event["kind"] == "realloc":
+            by_rank = transfers[_transfer(event)]
+            senders = [by_rank[rank]["start"] for rank in event["senders"] if rank in by_rank]
+            receivers = [e["start"] for e in by_rank.values() if event["rank"] in e["senders"]]
+            start = max(event["start"], *senders, min(receivers, default=event["start"]))
+            event = {**event, "start": min(start, event["end"])}
+        cut.append(event)
+    return cut
+
+
+def _transfer(event: dict[str, Any]) -> tuple[Any, ...]:
+    return event["step"], event["name"], event["transfer"]
 
 
 def _label(event: dict[str, Any]) -> str:

@@ -74,7 +74,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     checks.check_roles(roles)
     checks.check_plan(graph, plan, roles, offloaded)
     checks.check_data(experiment, roles, graph, eval_graph)
-    checks.check_step(experiment, graph)
+    checks.check_step(experiment, graph, roles)
     graph = _with_max_rows(graph, plan)
     parts = compile_parts(
         graph, plan, roles, homes, parameter_specs(roles), experiment.parts(graph),
