@@ -30,12 +30,6 @@ def check_numbers(experiment: Experiment) -> None:
     experiment.check_lag()
 
 
-def check_role_names(roles: Mapping[str, Role]) -> None:
-    """Raise ValueError if a role's name has a dot, as the names of adapter sets have."""
-    if dotted := [name for name in roles if "." in name]:
-        raise ValueError(f"role {dotted[0]!r}: the name of a role must not contain a dot")
-
-
 def check_graph(experiment: Experiment, graph: Any, roles: Mapping[str, Role]) -> None:
     """Raise ValueError unless what `Experiment.graph` returned is a graph whose calls suit the roles."""
     if not isinstance(graph, DataflowGraph):
@@ -94,6 +88,8 @@ def _check_host_function(call: FunctionCall) -> None:
 
 def check_roles(roles: Mapping[str, Role]) -> None:
     """Raise ValueError unless every role's files can be read and used with its settings."""
+    if dotted := [name for name in roles if "." in name]:  # Names of adapter sets have one.
+        raise ValueError(f"role {dotted[0]!r}: the name of a role must not contain a dot")
     for name, role in roles.items():
         _check_model(name, role)
         _check_adapters(name, role)
@@ -211,7 +207,17 @@ def _check_is_frozen(call: FunctionCall, roles: Mapping[str, Role]) -> None:
         raise ValueError(f"{where}: role {call.role!r} follows another; only frozen roles can offload")
 
 
-def check_positions(
+def check_data(
+    experiment: Experiment, roles: Mapping[str, Role], graph: DataflowGraph, eval_graph: DataflowGraph | None
+) -> None:
+    """Raise ValueError unless the models have enough positions for the dataset and fit the tokenizer, and the
+    graph can read the rows."""
+    _check_positions(experiment, roles, graph, eval_graph)
+    check_rows(experiment, "dataset", graph)
+    _check_tokenizer(experiment, roles)
+
+
+def _check_positions(
     experiment: Experiment, roles: Mapping[str, Role], graph: DataflowGraph, eval_graph: DataflowGraph | None
 ) -> None:
     """Raise ValueError if a sequence can become longer than a model has positions."""
@@ -249,7 +255,7 @@ def check_rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[
     return rows
 
 
-def check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
+def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
     """Raise ValueError if there is no tokenizer, or if a model was made for another one."""
     directory = Path(experiment.tokenizer_dir())
     if not (directory / "tokenizer_config.json").is_file() and not (directory / "tokenizer.json").is_file():

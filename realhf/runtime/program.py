@@ -62,7 +62,6 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     checks.check_numbers(experiment)
     roles = experiment.roles()
     eval_graph = _eval_graph(experiment)
-    checks.check_role_names(roles)
     graph = experiment.graph()
     checks.check_graph(experiment, graph, roles)
     graph = experiment.seeded(graph)
@@ -74,9 +73,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     offloaded = _offloaded_roles(graph, plan)
     checks.check_roles(roles)
     checks.check_plan(graph, plan, roles, offloaded)
-    checks.check_positions(experiment, roles, graph, eval_graph)
-    checks.check_rows(experiment, "dataset", graph)
-    checks.check_tokenizer(experiment, roles)
+    checks.check_data(experiment, roles, graph, eval_graph)
     checks.check_step(experiment, graph, roles)
     graph = _with_max_rows(graph, plan)
     parts = compile_parts(
