@@ -484,10 +484,17 @@ class RandomProgram:
             return None
         return Samples(tuple(sorted(self.rng.sample(ready, self.rng.randint(1, len(ready))))))
 
+    def _outdate(self, part, prompts):
+        """Forget that parts which need this one, directly or not, have run on the prompts."""
+        for later in (other for other, needed in self.needs.items() if part in needed):
+            self.done[later] -= prompts
+            self._outdate(later, prompts)
+
     def _run(self, run, part, samples):
         if any(self.graph[name].kind == "generate" for name in self.parts[part]):
             self.begun |= set(samples.prompts if samples else ())
         done = run(part, samples)
+        self._outdate(part, set(samples.prompts if samples else ()))
         self.done[part] |= set(done.prompts if done else ())
         for name in self.parts[part]:
             work = self.graph[name].work
