@@ -30,6 +30,12 @@ def check_numbers(experiment: Experiment) -> None:
     experiment.check_lag()
 
 
+def check_role_names(roles: Mapping[str, Role]) -> None:
+    """Raise ValueError if a role's name has a dot, as the names of adapter sets have."""
+    if dotted := [name for name in roles if "." in name]:
+        raise ValueError(f"role {dotted[0]!r}: the name of a role must not contain a dot")
+
+
 def check_graph(experiment: Experiment, graph: Any, roles: Mapping[str, Role]) -> None:
     """Raise ValueError unless what `Experiment.graph` returned is a graph whose calls suit the roles."""
     if not isinstance(graph, DataflowGraph):
@@ -88,8 +94,6 @@ def _check_host_function(call: FunctionCall) -> None:
 
 def check_roles(roles: Mapping[str, Role]) -> None:
     """Raise ValueError unless every role's files can be read and used with its settings."""
-    if dotted := [name for name in roles if "." in name]:  # Names of adapter sets have one.
-        raise ValueError(f"role {dotted[0]!r}: the name of a role must not contain a dot")
     for name, role in roles.items():
         _check_model(name, role)
         _check_adapters(name, role)

@@ -62,6 +62,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     checks.check_numbers(experiment)
     roles = experiment.roles()
     eval_graph = _eval_graph(experiment)
+    checks.check_role_names(roles)
     graph = experiment.graph()
     checks.check_graph(experiment, graph, roles)
     graph = experiment.seeded(graph)
