@@ -1,5 +1,6 @@
 """Lagged steps: every plan gives the numbers of one process; ages, versions and use of each prompt."""
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import untimed
-from tests.runtime.tiny import make_experiment, write_task
+from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 
 STEPS = 4
 LAGS = {
@@ -86,6 +87,13 @@ def numbers(metrics: dict) -> dict:
     return {name: value for name, value in metrics.items() if not name.startswith(timed)}
 
 
+def assert_close(metrics: list[dict], expected_metrics: list[dict]) -> None:
+    for ours, expected in zip(metrics, expected_metrics, strict=True):
+        assert numbers(ours).keys() == numbers(expected).keys()
+        for name, value in numbers(expected).items():
+            assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("lag", LAGS)
 def test_a_plan_does_not_change_a_lagged_run(pool, task, reference, plan, lag):
@@ -93,10 +101,22 @@ def test_a_plan_does_not_change_a_lagged_run(pool, task, reference, plan, lag):
     expected_batches, expected_metrics, expected_score = reference[lag]
     assert batches == expected_batches
     assert score == pytest.approx(expected_score, rel=1e-9)
-    for ours, expected in zip(metrics, expected_metrics, strict=True):
-        assert numbers(ours).keys() == numbers(expected).keys()
-        for name, value in numbers(expected).items():
-            assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
+    assert_close(metrics, expected_metrics)
+
+
+@pytest.mark.parametrize("lag", ["2", "3 with kept caches"])
+def test_experts_change_nothing(pool, tmp_path, lag):
+    task = write_task(tmp_path)
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 8,
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True,
+    }  # fmt: skip
+    (task / "config.json").write_text(json.dumps(HF_CONFIG | experts))
+    expected_batches, expected_metrics, _ = pool.run(run_lagged, None, task, *LAGS[lag])[0]
+    layouts = ("e2@0-1", "d1@2", "e2@2-3")
+    batches, metrics, _ = pool.run(run_lagged, layouts, task, *LAGS[lag])[0]
+    assert batches == expected_batches
+    assert_close(metrics, expected_metrics)
 
 
 @pytest.mark.parametrize("lag", LAGS)
@@ -127,24 +147,25 @@ def run_from(world, layouts, directory: Path, given: tuple, out: Path, start: Pa
     run_lagged(world, layouts, directory, *given, out=out, start=start)
 
 
-@pytest.mark.parametrize("lag", ["1", "4", "3 on one mesh", "3 with kept caches"])
+EIGHT = pytest.param("8", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("lag", ["1", "4", EIGHT, "3 on one mesh", "3 with kept caches"])
 def test_a_lagged_run_continues_from_any_step(pool, task, tmp_path, lag):
     """The same plan gives the same bits, and another plan the same numbers to summation order."""
     plan = PLANS["disjoint"]
-    pool.run(run_from, plan, task, LAGS[lag], tmp_path / "whole")
+    given = LAGS.get(lag, (8, None))
+    pool.run(run_from, plan, task, given, tmp_path / "whole")
     expected = untimed(tmp_path / "whole/metrics.jsonl")
     for step in range(1, STEPS):
         start = tmp_path / f"whole/checkpoints/step_{step}"
         assert any(name.startswith("samples_") for name in Manifest.load(start).files)
         again = tmp_path / f"again_{step}"
-        pool.run(run_from, plan, task, LAGS[lag], again, start)
+        pool.run(run_from, plan, task, given, again, start)
         assert untimed(again / "metrics.jsonl") == expected, step
     start = tmp_path / "whole/checkpoints/step_2"
-    pool.run(run_from, PLANS["disjoint replicas"], task, LAGS[lag], tmp_path / "other", start)
-    other = untimed(tmp_path / "other/metrics.jsonl")
-    for ours, theirs in zip(other, expected, strict=True):
-        for name, value in numbers(theirs).items():
-            assert math.isclose(ours[name], value, rel_tol=1e-9, abs_tol=1e-12), (name, ours[name], value)
+    pool.run(run_from, PLANS["disjoint replicas"], task, given, tmp_path / "other", start)
+    assert_close(untimed(tmp_path / "other/metrics.jsonl"), expected)
 
 
 def generate_after_training(world, directory: Path) -> list | None:
