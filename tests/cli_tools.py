@@ -130,7 +130,7 @@ class Command:
         self._process.kill()
         self._process.communicate()
 
-    def finish(self, timeout: float = 90) -> tuple[int, str, str]:
+    def finish(self, timeout: float = 180) -> tuple[int, str, str]:
         """Exit code, standard output and standard error."""
         out, err = self._process.communicate(timeout=timeout)
         return self._process.returncode, out, err
