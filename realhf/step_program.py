@@ -245,7 +245,7 @@ class StepRunner:
 
     @property
     def _program(self) -> dict[str, Json]:
-        """What the samples that are kept depend on, as JSON."""
+        """Settings on which the samples that are kept depend, as JSON."""
         return {
             "max_lag": self._max_lag, "rounds": self._num_rounds,
             "sampling.max_new_tokens": longest_response(self._graph),
