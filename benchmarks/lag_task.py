@@ -82,7 +82,7 @@ def realhf(*words: Any) -> None:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """What a run did between its warm-up and the first step that no longer generates."""
+    """The steps of a run between its warm-up and the first step that no longer generates."""
 
     step_seconds: float
     """The mean over the steps."""

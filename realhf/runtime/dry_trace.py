@@ -132,7 +132,7 @@ class _DryExecutor:
         self._prompts[operation] = prompts
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
-        pass
+        """Send nothing, as there are no samples."""
 
     def kept(self, call: str, operation: int) -> list[int]:
         return list(self._prompts[operation]) if self._keeps else []
@@ -141,7 +141,7 @@ class _DryExecutor:
         return self._graph[call].work.example
 
     def forget(self, prompts: Sequence[int]) -> None:
-        pass
+        """Free nothing, as there are no samples."""
 
     def note(self, number: int, text: str, digest: str) -> None:
         self.operations.append(text)
@@ -150,4 +150,4 @@ class _DryExecutor:
             raise UserError(f"step() has not ended after {_MAX_OPERATIONS} operations, the last: {text}")
 
     def log(self, metric: str, value: float) -> None:
-        pass
+        """Drop the metric, as a trial has no record."""

@@ -35,7 +35,7 @@ def _batches():
     return [[a, a, a, b, b, c, d, d], [e, e, c, a]]
 
 
-def _same(found, expected):
+def assert_same(found, expected):
     """Check that rows are equal except for their versions."""
     assert found.keys() == expected.keys()
     for i, row in expected.items():
@@ -52,13 +52,13 @@ def test_rounds_give_the_tokens_of_one_call(versions, budget):
     lengths = {int(row[1].sum()) for row in expected.values()}
     assert MAX_NEW in lengths and len(lengths) > 3
     found, history = alone(replace(case, budgets=[budget]))
-    _same(found, expected)
+    assert_same(found, expected)
     assert len(history) == -(-MAX_NEW // budget) + (lengths != {MAX_NEW} and len(history[-2]) > 0)
     for i, (_, mask, _, _, numbers) in found.items():
         first, drawn = int(i >= 8), int(mask.sum())
         assert numbers[len(mask) - drawn :].tolist() == [first + at // budget for at in range(drawn)]
     mixed, _ = alone(replace(case, budgets=[budget, 3, None]))
-    _same(mixed, expected)
+    assert_same(mixed, expected)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
     assert not restarted
     for budget in (16, 33):
         found, _ = alone(replace(case, budgets=[budget], options=options))
-        _same(found, expected)
+        assert_same(found, expected)
     assert bool(restarted) == ("kv_cache_gib" in options)
 
 
@@ -143,7 +143,7 @@ def test_rounds_are_the_same_on_every_layout(pool, versions, layout):
     case = Case(_batches(), [None], MAX_NEW, model=versions[1])
     expected, _ = alone(case)
     for budget, options in ((1, {}), (7, {"max_rows": 2}), (10, {"work_stealing": False}), (16, {})):
-        _same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
+        assert_same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
 
 
 @pytest.mark.parametrize("layout", ["e2@0-1", "e2p2@0-3"])
@@ -153,7 +153,7 @@ def test_experts_take_part_in_the_rounds_of_others(pool, layout):
     expected, _ = alone(case)
     assert len({int(row[1].sum()) for row in expected.values()}) > 2
     for budget, options in ((1, {"max_rows": 2}), (7, {}), (5, {"work_stealing": False})):
-        _same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
+        assert_same(_gathered(pool, layout, replace(case, budgets=[budget], options=options)), expected)
 
 
 def _changing(versions, budget=5):
