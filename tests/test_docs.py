@@ -259,7 +259,7 @@ def test_the_commands_of_the_readme_as_a_reader_runs_them(tmp_path):
     write_files(tmp_path)
     for name in ("plans", "models", "realhf"):  # (The package is found from the current directory.)
         (tmp_path / name).symlink_to(REPO / name)
-    found = [c for page in (*GUIDES, PAGES[0]) for c in commands(page) if c.startswith("realhf ")]
+    found = [c for page in (PAGES[0], *GUIDES) for c in commands(page) if c.startswith("realhf ")]
     examples_first = sorted(dict.fromkeys(found), key=lambda c: not c.startswith("realhf run examples/"))
     for command in examples_first:
         words = shlex.split(command)[1:]
