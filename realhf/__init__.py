@@ -31,6 +31,13 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.plan import CallPlan, ExecutionPlan
     from realhf.prepare import prepare_once
     from realhf.rewards.limits import RewardLimits
+    from realhf.rewards.shaping import (
+        CosineReward,
+        RepetitionPenalty,
+        ScoreShaping,
+        SoftOverlongPenalty,
+        TokenReward,
+    )
     from realhf.sample_pool import Pool
     from realhf.step_program import StepRunner
 
@@ -54,6 +61,8 @@ _PUBLIC = {
     "part_executor": ("Samples",),
     "plan": ("CallPlan", "ExecutionPlan"),
     "prepare": ("prepare_once",),
+    "rewards.shaping": ("CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty",
+                        "TokenReward"),
     "sample_pool": ("Pool",),
     "step_program": ("StepRunner",),
 }
@@ -61,12 +70,13 @@ _PUBLIC = {
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "AdvantageConfig", "CallPlan", "Cluster", "DataflowGraph", "DatasetConfig", "DeviceMesh",
-    "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "Generate", "HostFunction",
-    "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
-    "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "Pool", "RewardLimits", "RewardModel", "Role",
-    "SEQUENCE", "SFT", "Samples", "SamplingConfig", "Scores", "StepRunner", "TrainStep", "ValueLoss",
-    "Values", "graph_of", "prepare_once",
+    "AdvantageConfig", "CallPlan", "Cluster", "CosineReward", "DataflowGraph", "DatasetConfig",
+    "DeviceMesh", "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "Generate",
+    "HostFunction", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig",
+    "PPO", "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "Pool", "RepetitionPenalty",
+    "RewardLimits", "RewardModel", "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig",
+    "ScoreShaping", "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward", "TrainStep",
+    "ValueLoss", "Values", "graph_of", "prepare_once",
 ]
 __version__ = "0.1.0"
 
