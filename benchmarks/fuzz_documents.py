@@ -67,13 +67,13 @@ PLANS: list[Any] = [
         "actor_generate": {"layout": "d4@0-3", "max_rows": 8},
         "reward_forward": {"layout": "d2@0-1"},
         "ref_forward": {"layout": "t2@2-3", "offload": False, "micro_batch_tokens": 512},
-        "group_advantages": {"layout": "d1@0"},
+        "advantages": {"layout": "d1@0"},
         "actor_train": {"layout": "d2t2@0-3", "micro_batch_tokens": 4096, "recompute": True,
                         "predicted": {"seconds": 0.5}},
         "eval_record": {"layout": "d1@0"},
     }, "predicted": {"step_seconds": 1.0}},
     {"calls": {name: {"layout": "d1@0"} for name in (
-        "actor_generate", "reward_forward", "ref_forward", "group_advantages", "actor_train")}},
+        "actor_generate", "reward_forward", "ref_forward", "advantages", "actor_train")}},
 ]  # fmt: skip
 LAYOUTS = ["d2t4p1@0-7", "t2@0,3", "d2@0-1", "p2d2c2t2e2@0-15", "d1@0", "t2@4-5"]
 PROFILE: dict[str, Any] = yaml.safe_load((_REPO / "tests/planner/sample_profile.yaml").read_text())

@@ -17,10 +17,10 @@ from workloads import END, PAD, texts, write_random_model
 
 NUM_RANKS = 2
 WARM_UP = 3  # The first steps of each run do not count.
-_CALLS = ("actor_generate", "reward_forward", "group_advantages", "actor_forward", "actor_train")
+_CALLS = ("actor_generate", "reward_forward", "advantages", "actor_forward", "actor_train")
 PLANS = {
     "disjoint": dict.fromkeys(_CALLS, "d1@1") | {"actor_generate": "d1@0"},
-    "colocated": dict.fromkeys(_CALLS, "d2@0-1") | {"group_advantages": "d1@0"},
+    "colocated": dict.fromkeys(_CALLS, "d2@0-1") | {"advantages": "d1@0"},
 }
 """Name -> call -> layout: rank 0 generates and rank 1 does the rest; or both do a half of everything, except
 that a call which takes no time needs all samples on one rank."""

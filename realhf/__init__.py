@@ -4,11 +4,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # For editors and type checkers: the names below are imported on first use.
+    from realhf.algorithms.cispo import CISPO
+    from realhf.algorithms.critic_free import CriticFree
+    from realhf.algorithms.dapo import DAPO
     from realhf.algorithms.grpo import GRPO
+    from realhf.algorithms.gspo import GSPO
+    from realhf.algorithms.kl import RewardKL
     from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
     from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
     from realhf.algorithms.ppo import PPO, AdvantageConfig, ValueLoss
+    from realhf.algorithms.reinforce import ReinforcePlusPlus
+    from realhf.algorithms.remax import ReMax
     from realhf.algorithms.reward_model import RewardModel
+    from realhf.algorithms.rloo import RLOO
     from realhf.algorithms.sft import SFT
     from realhf.calls import (
         Generate,
@@ -42,12 +50,20 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.step_program import StepRunner
 
 _PUBLIC = {
+    "algorithms.cispo": ("CISPO",),
+    "algorithms.critic_free": ("CriticFree",),
+    "algorithms.dapo": ("DAPO",),
     "algorithms.grpo": ("GRPO",),
+    "algorithms.gspo": ("GSPO",),
+    "algorithms.kl": ("RewardKL",),
     "algorithms.on_policy": ("SEQUENCE", "OnPolicy", "graph_of"),
     "algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
+    "algorithms.reinforce": ("ReinforcePlusPlus",),
+    "algorithms.remax": ("ReMax",),
     "algorithms.reward_model": ("RewardModel",),
     "rewards.limits": ("RewardLimits",),
+    "algorithms.rloo": ("RLOO",),
     "algorithms.sft": ("SFT",),
     "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
               "TrainStep", "Values"),
@@ -70,10 +86,11 @@ _PUBLIC = {
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "AdvantageConfig", "CallPlan", "Cluster", "CosineReward", "DataflowGraph", "DatasetConfig",
-    "DeviceMesh", "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "Generate",
-    "HostFunction", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig",
-    "PPO", "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "Pool", "RepetitionPenalty",
+    "AdvantageConfig", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree", "DAPO",
+    "DataflowGraph", "DatasetConfig", "DeviceMesh", "ExecutionPlan", "Expected", "Experiment",
+    "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction", "Layout", "LogProbs", "LoraConfig",
+    "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO", "ParallelStrategy", "PolicyLoss",
+    "PolicyLossConfig", "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL",
     "RewardLimits", "RewardModel", "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig",
     "ScoreShaping", "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward", "TrainStep",
     "ValueLoss", "Values", "graph_of", "prepare_once",

@@ -25,7 +25,7 @@ SOUND = GRPO(actor=Role(model="m", optimizer=OptimizerConfig()), dataset=Dataset
         ({"eval_dataset": 3}, "eval_dataset is 3: it must be a DatasetConfig or None"),
         ({"loss": {"kl_coef": 0.1}}, "loss is {'kl_coef': 0.1}: it must be a PolicyLossConfig"),
         ({"kv_cache_gib": "8"}, "kv_cache_gib is '8': it must be a number or None"),
-        ({"scale_by_std": 1}, "scale_by_std is 1: it must be true or false"),
+        ({"filter_groups": 1}, "filter_groups is 1: it must be true or false"),
     ],
 )
 def test_wrong_types_are_named(changes, sentence):

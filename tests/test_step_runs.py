@@ -18,7 +18,7 @@ class Dynamic(GRPO):
     max_rounds: int = 2
 
     def parts(self, graph):
-        sample = ("actor_generate", "reward_forward", "group_advantages")
+        sample = ("actor_generate", "reward_forward", "advantages")
         return {"sample": sample, "train": [call.name for call in graph.order if call.name not in sample]}
 
     def step(self, run):
@@ -29,7 +29,7 @@ class Dynamic(GRPO):
                 break
             samples = run.prompts(self.batch_size)
             run("sample", samples)
-            pool.add(samples, where="group_advantages")
+            pool.add(samples, where="advantages")
         run.log("pool/size", len(pool))
         run("train", pool.take(self.batch_size))
 
@@ -80,7 +80,7 @@ def test_dynamic_sampling_fills_the_batch_or_says_how_much_is_missing(tmp_path):
         assert step["actor/grad_norm"] > 0
     assert {step["pool/informative/missing"] > 0 for step in steps} == {True, False}
     assert any(step["reward/zero_std_groups"] > 0 for step in steps)
-    layouts = {"actor_generate": "d2@0-1", "reward_forward": "d2@0-1", "group_advantages": "d1@1",
+    layouts = {"actor_generate": "d2@0-1", "reward_forward": "d2@0-1", "advantages": "d1@1",
                "ref_forward": "d1@0", "actor_train": "t2@0-1"}  # fmt: skip
     plan = write_plan(tmp_path, layouts)
     words = ("run", path, "--out", tmp_path / "two", "--plan", plan, "--nproc", 2)

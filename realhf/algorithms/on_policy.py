@@ -13,6 +13,7 @@ from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.limits import RewardLimits
 from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, decode_responses, reward_columns
+from realhf.rewards.shaping import ScoreShaping, TokenReward, token_returns
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -38,6 +39,11 @@ class OnPolicy(Experiment):
     reward_function: RewardFunction | None = None  # Scores the answers, when there is no reward model.
     reward_limits: RewardLimits = field(default_factory=RewardLimits)
     """What happens when a reward function fails, or takes too long."""
+    score_shaping: ScoreShaping | None = None
+    """Changes the scores of training by the lengths of answers, such as `CosineReward`."""
+    token_rewards: tuple[TokenReward, ...] = ()
+    """Rewards of single tokens, each with its own discount, such as `RepetitionPenalty`; their returns are
+    added to the advantages."""
     eval_function: RewardFunction | None = None
     """Scores the answers to `eval_dataset`; None: the training reward scores them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -109,15 +115,15 @@ class OnPolicy(Experiment):
             raise ValueError(f"loss.max_age is 0: {why}; raise it, or set rounds to {self.max_lag + 1}")
         return AgeLimit(limit, self.loss.aged)
 
-    def with_checked_ages(self, graph: DataflowGraph, advantages: str) -> DataflowGraph:
+    def with_checked_ages(self, graph: DataflowGraph) -> DataflowGraph:
         """Return the graph. Raises ValueError if `loss.max_age` would not limit the ages at training.
 
-        The call that computes the advantages finds the ages, so it must be in the part that trains.
+        The call `advantages` finds the ages, so it must be in the part that trains.
         """
         if self.loss.max_age is not None and self.has_own_program:
             for part, calls in self.parts(graph).items():
-                if (advantages in calls) != ("actor_train" in calls):
-                    rule = f"{advantages!r} and 'actor_train' must be in one part"
+                if ("advantages" in calls) != ("actor_train" in calls):
+                    rule = "'advantages' and 'actor_train' must be in one part"
                     only = f"the part {part!r} has only one of them"
                     raise ValueError(f"loss.max_age is {self.loss.max_age}: {rule}, and {only}")
         return graph
@@ -148,14 +154,27 @@ class OnPolicy(Experiment):
         inputs = ("prompt", *SEQUENCE, *(column_key(column) for column in columns))
         return FunctionCall("reward_forward", "host", inputs, ("score", "completion"), work=work)
 
+    def token_rewards_call(self) -> tuple[FunctionCall, ...]:
+        """Return the call that computes the returns of single tokens' rewards, if there are any."""
+        if not self.token_rewards:
+            return ()
+        work = HostFunction(TokenReturns(self.token_rewards), splittable=True)
+        return (FunctionCall("token_rewards", "host", SEQUENCE, ("token_returns",), work=work),)
+
+    def shaping(self) -> ScoreShaping | None:
+        """Return what changes the scores of training."""
+        return self.score_shaping
+
     def actor_train(self) -> FunctionCall:
         """Return the call that trains the actor on `advantages`."""
+        loss = replace(self.loss, constant_length=self.loss.constant_length or self.sampling.max_new_tokens)
         work = TrainStep(
-            PolicyLoss(self.loss), self.minibatches, self.epochs, self.temperature,
+            PolicyLoss(loss), self.minibatches, self.epochs, self.temperature,
             self.router_aux_loss_coef, self.router_z_loss_coef)
         recomputed = ("prox_logprobs",) if self.loss.proximal == "recomputed" else ()
         reference = ("ref_logprobs",) if self.loss.kl_coef else ()
-        inputs = (*SEQUENCE, "gen_logprobs", "advantages", *recomputed, *reference)
+        by_prompt = ("prompt_tokens",) if self.loss.average == "prompt" else ()
+        inputs = (*SEQUENCE, "gen_logprobs", "advantages", *recomputed, *reference, *by_prompt)
         return FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)
 
     @property
@@ -163,9 +182,14 @@ class OnPolicy(Experiment):
         """Temperature of the log-probs; 1 with greedy sampling, which does not change the distribution."""
         return self.sampling.temperature or 1.0
 
+    @property
+    def greedy_sampling(self) -> SamplingConfig:
+        """The settings of sampling, but always with the most probable token."""
+        return replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0)
+
     def eval_graph(self) -> DataflowGraph:
         function = self.eval_function or self.reward_function
-        greedy = replace(self, sampling=replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0))
+        greedy = replace(self, sampling=self.greedy_sampling)
         generate = replace(greedy.actor_generate(), outputs=ANSWER)
         if function is not None:
             reward = self._reward_call(function, self.eval_dataset or self.dataset)
@@ -173,6 +197,25 @@ class OnPolicy(Experiment):
         work = HostFunction(_decode, splittable=True)
         decode = FunctionCall("eval_decode", "host", SEQUENCE, ("completion",), work=work)
         return graph_of(generate, greedy.reward_forward(), decode)
+
+
+@dataclass(frozen=True)
+class TokenReturns:
+    """A host function that computes the discounted sums of the rewards of response tokens."""
+
+    token_rewards: tuple[TokenReward, ...]
+
+    def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        mask = batch["response_mask"]
+        chosen_T = mask.values.bool()
+        pairs = zip(batch["sequence_ids"].split(), mask.split(), strict=True)
+        responses = [tokens[chosen.bool()].tolist() for tokens, chosen in pairs]
+        returns = token_returns(self.token_rewards, responses)
+        returns_T = mask.values.new_zeros(mask.values.shape)
+        returns_T[chosen_T] = mask.values.new_tensor([value for values in returns for value in values])
+        firsts = [values[0] for values in returns if values]  # The discounted sums of whole responses.
+        metrics = {"reward/token_return": sum(firsts) / len(firsts)} if firsts else {}
+        return {"token_returns": mask.like(returns_T)}, metrics
 
 
 def graph_of(*calls: FunctionCall) -> DataflowGraph:

@@ -11,17 +11,14 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from realhf.algorithms.advantages import AdvantageInputs
+from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
-from realhf.algorithms.policy_loss import (
-    PolicyLossConfig,
-    clamped_log_ratio,
-    response_counts,
-    rollout_metrics,
-    without_dropped,
-)
-from realhf.algorithms.staleness import AgeLimit
+from realhf.algorithms.policy_loss import PolicyLossConfig
+from realhf.algorithms.responses import normalized, response_counts, rollout_metrics, without_dropped
 from realhf.calls import HostFunction, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
+from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 
 if TYPE_CHECKING:
@@ -63,17 +60,16 @@ class ValueLoss:
 
 
 @dataclass(frozen=True)
-class AdvantageConfig:
+class AdvantageConfig(RewardKL):
     """Settings of GAE(gamma, lam) over the rewards of tokens.
 
-    A token's reward is -kl_coef (log p - log p_ref), with the difference clamped to [-20, 20]; the score is
-    added at the last token.
+    A token's reward is its KL penalty, see RewardKL; the score is added at the last token.
     """
 
+    kl_coef: float = 0.05  # Weight of the KL to the reference in the rewards of tokens.
     gamma: float = 1.0  # Discount of the reward of each following token.
     lam: float = 0.95
     """Weight of each following token's error; 1 relies on rewards only, 0 on the next value."""
-    kl_coef: float = 0.05  # Weight of the KL to the reference in the rewards of tokens.
     whiten: bool = True  # Normalise advantages to mean 0 and variance 1 over the batch's response tokens.
 
 
@@ -100,12 +96,13 @@ def generalized_advantages(
 class TokenAdvantages:
     """Computes advantages and returns of the response tokens from score, KL to the reference and values.
 
-    Both are NaN for samples whose reward has failed and for tokens that `age_limit` leaves out; the rewards
-    and values of the latter still count for the tokens before them.
+    Rewards of single tokens have discounts of their own: their returns are added to both (Yeo et al. 2025,
+    arXiv:2502.03373, who do so with lam = 1). Both are NaN for samples whose reward has failed and for tokens
+    that are too old; the rewards and values of the latter still count for the tokens before them.
     """
 
     config: AdvantageConfig
-    age_limit: AgeLimit | None = None
+    inputs: AdvantageInputs = field(default_factory=AdvantageInputs)
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         c = self.config
@@ -113,32 +110,31 @@ class TokenAdvantages:
         if not len(batch):  # Filters have dropped all samples.
             empty = mask.like(batch["values"].values)
             return {"advantages": empty, "returns": empty}, {}
+        metrics = rollout_metrics(batch)
+        scores, shaping = self.inputs.shaped_scores(batch)
+        penalties_T, kl = c.penalties(batch, context)
+        left_out_T, ages = self.inputs.left_out(batch, context)
         chosen_T = mask.values.bool()
         counts_S = response_counts(mask).long()
         valid_ST = counts_S[:, None] > counts_S.new_tensor(range(int(counts_S.max())))
         values_N = batch["values"].values[chosen_T]
-        kl_N = clamped_log_ratio(batch["gen_logprobs"].values, batch["ref_logprobs"].values)[chosen_T]
-        rewards_ST = _scattered(-c.kl_coef * kl_N, valid_ST)
-        rewards_ST[list(range(len(mask))), counts_S - 1] += batch["score"]
+        rewards_ST = _scattered(-penalties_T[chosen_T], valid_ST)
+        rewards_ST[list(range(len(mask))), counts_S - 1] += scores
         advantages_ST, returns_ST = generalized_advantages(
             rewards_ST, _scattered(values_N, valid_ST), valid_ST.to(values_N.dtype), gamma=c.gamma, lam=c.lam
         )
-        left_out_N = batch["score"].isnan().repeat_interleave(valid_ST.sum(1))  # Also where lam is 0.
-        metrics = rollout_metrics(batch)
-        if self.age_limit is not None:
-            too_old_T, ages = self.age_limit(batch, context)
-            left_out_N |= too_old_T[chosen_T]
-            metrics |= ages
-        advantage_N = advantages_ST[valid_ST].masked_fill(left_out_N, nan)
-        return_N = returns_ST[valid_ST].masked_fill(left_out_N, nan)
-        metrics["reward/kl"] = kl_N.sum().item() / len(mask)
+        left_out_N = scores.isnan().repeat_interleave(valid_ST.sum(1))  # Also where lam is 0.
+        if left_out_T is not None:
+            left_out_N |= left_out_T[chosen_T]
+        more_N = batch["token_returns"].values[chosen_T] if self.inputs.token_returns else 0.0
+        advantage_N = (advantages_ST[valid_ST] + more_N).masked_fill(left_out_N, nan)
+        return_N = (returns_ST[valid_ST] + more_N).masked_fill(left_out_N, nan)
         kept_N = return_N[~left_out_N]
         variance = kept_N.var(correction=0).clamp(min=1e-12)
         residual = (kept_N - values_N[~left_out_N]).var(correction=0) / variance
-        metrics["critic/explained_variance"] = 1.0 - residual.item()
+        metrics |= shaping | kl | ages | {"critic/explained_variance": 1.0 - residual.item()}
         if c.whiten:
-            kept_N = advantage_N[~left_out_N]
-            advantage_N = (advantage_N - kept_N.mean()) / (kept_N.std(correction=0) + 1e-8)
+            advantage_N = normalized(advantage_N)
         columns = {"advantages": advantage_N, "returns": return_N}
         return {key: mask.like(_scattered(x_N, chosen_T)) for key, x_N in columns.items()}, metrics
 
@@ -160,23 +156,29 @@ class PPO(OnPolicy):
     """Optimizer steps of actor and critic per epoch of a step, each on an equal part of the samples."""
 
     def roles(self) -> dict[str, Role]:
-        return {**self.shared_roles(with_ref=True), "critic": self.critic}
+        return {**self.shared_roles(with_ref=self._needs_ref), "critic": self.critic}
+
+    @property
+    def _needs_ref(self) -> bool:
+        return self.loss.kl_coef > 0 or self.advantage.kl_coef > 0
 
     def graph(self) -> DataflowGraph:
-        columns = ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished")
-        read = (*columns, *self.version_keys)
-        written = ("advantages", "returns")
+        inputs = AdvantageInputs(self.shaping(), bool(self.token_rewards), self.age_limit())
+        by_prompt = self.loss.average == "prompt"
+        require(not by_prompt, "loss.average", self.loss.average, "be sequence, token or constant for PPO")
+        read = ("response_mask", *self.advantage.keys, "values", "score", "finished", *inputs.keys)
         learned = (*SEQUENCE, "values", "returns")
-        host = HostFunction(TokenAdvantages(self.advantage, self.age_limit()))
+        advantages = HostFunction(TokenAdvantages(self.advantage, inputs))
         train = TrainStep(self.value_loss, self.minibatches, self.epochs)
         graph = graph_of(
             self.actor_generate(),
             self.reward_forward(),
-            self.ref_forward(),
+            *self.token_rewards_call(),
+            *([self.ref_forward()] if self._needs_ref else []),
             *self.actor_forward(),
             FunctionCall("critic_forward", "forward", SEQUENCE, ("values",), role="critic", work=Values()),
-            FunctionCall("token_advantages", "host", read, written, work=host),
+            FunctionCall("advantages", "host", read, ("advantages", "returns"), work=advantages),
             self.actor_train(),
             FunctionCall("critic_train", "train_step", learned, role="critic", work=train),
         )
-        return self.with_checked_ages(graph, "token_advantages")
+        return self.with_checked_ages(graph)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from realhf.algorithms.policy_loss import per_token, response_counts
+from realhf.algorithms.responses import per_token, response_counts
 from realhf.errors import UserError
 
 if TYPE_CHECKING:

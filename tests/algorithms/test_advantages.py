@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from realhf.algorithms.grpo import GroupAdvantages
+from realhf.algorithms.advantages import SampleAdvantages
 from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, generalized_advantages
 from realhf.data.batch import Batch, Packed
 
@@ -51,7 +51,7 @@ def test_generalized_advantages_are_the_sum_of_their_definition(gamma, lam):
 
 
 @pytest.mark.parametrize("whiten", [False, True])
-def test_token_advantages_count_the_kl_everywhere_and_the_score_at_the_end(whiten):
+def test_advantages_count_the_kl_everywhere_and_the_score_at_the_end(whiten):
     batch = _random_batch(1)
     config = AdvantageConfig(gamma=0.98, lam=0.9, kl_coef=0.3, whiten=whiten)
     columns, metrics = TokenAdvantages(config)(batch, None)
@@ -107,16 +107,16 @@ def test_a_reference_far_off_leaves_advantages_finite(off):
     assert advantages.isfinite().all() and metrics == expected_metrics
 
 
-@pytest.mark.parametrize("scale_by_std", [True, False])
-def test_group_advantages_normalise_each_group(scale_by_std):
+@pytest.mark.parametrize("normalize", ["group", "none"])
+def test_group_advantages_normalise_each_group(normalize):
     batch = _random_batch(2, num_samples=12)
     batch.fields["score"][4:8] = 0.25  # a group whose samples all get the same
-    columns, metrics = GroupAdvantages(4, scale_by_std)(batch, None)
+    columns, metrics = SampleAdvantages(4, normalize=normalize)(batch, None)
     scores = batch["score"].tolist()
     for i, tokens in enumerate(columns["advantages"].split()):
         group = scores[i // 4 * 4 : i // 4 * 4 + 4]
         expected = scores[i] - statistics.mean(group)
-        if scale_by_std:
+        if normalize == "group":
             expected /= statistics.pstdev(group) + 1e-6
         chosen = batch["response_mask"].split()[i].bool()
         assert tokens[chosen].tolist() == pytest.approx([expected] * int(chosen.sum()), rel=1e-10, abs=1e-12)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from realhf.algorithms.grpo import GroupAdvantages
+from realhf.algorithms.advantages import AdvantageInputs, SampleAdvantages
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, ValueLoss
 from realhf.algorithms.staleness import AgeLimit
@@ -23,6 +23,10 @@ GROUP = 4
 @dataclass
 class _Context:
     updates: dict[str, int] = field(default_factory=lambda: {"actor": UPDATES, "critic": 99})
+
+
+def _with_ages(limit):
+    return SampleAdvantages(GROUP, inputs=AdvantageInputs(age_limit=limit))
 
 
 def _batch(num_samples=8, *, seed=0):
@@ -184,8 +188,8 @@ def _left_out_by_hand(batch, max_age, aged):
 @pytest.mark.parametrize("average", ["sequence", "token"])
 def test_old_tokens_have_no_weight(aged, max_age, average):
     batch = _batch(12, seed=3)
-    whole, _ = GroupAdvantages(GROUP, True)(batch, None)
-    columns, metrics = GroupAdvantages(GROUP, True, age_limit=AgeLimit(max_age, aged))(batch, _Context())
+    whole, _ = SampleAdvantages(GROUP)(batch, None)
+    columns, metrics = _with_ages(AgeLimit(max_age, aged))(batch, _Context())
     left_out = _left_out_by_hand(batch, max_age, aged)
     is_response = batch["response_mask"].values.bool()
     assert (columns["advantages"].values.isnan() & is_response).tolist() == [
@@ -212,8 +216,8 @@ def test_old_tokens_have_no_weight(aged, max_age, average):
 
 def test_without_a_limit_ages_are_only_measured():
     batch = _batch()
-    columns, metrics = GroupAdvantages(GROUP, True, age_limit=AgeLimit())(batch, _Context())
-    plain, plain_metrics = GroupAdvantages(GROUP, True)(batch, None)
+    columns, metrics = _with_ages(AgeLimit())(batch, _Context())
+    plain, plain_metrics = SampleAdvantages(GROUP)(batch, None)
     assert torch.equal(columns["advantages"].values, plain["advantages"].values)
     assert metrics.keys() - plain_metrics.keys() == {"staleness/mean", "staleness/max"}
 
@@ -225,9 +229,10 @@ def test_the_critic_and_whitening_leave_the_same_tokens_out(aged):
     whole, _ = TokenAdvantages(config)(batch, None)
     kept = torch.tensor([not out for out in _left_out_by_hand(batch, 1, aged)])
     limit = AgeLimit(1, aged)
-    columns, _ = TokenAdvantages(config, limit)(batch, _Context())
+    columns, _ = TokenAdvantages(config, AdvantageInputs(age_limit=limit))(batch, _Context())
     assert torch.equal(columns["returns"].values[kept], whole["returns"].values[kept])
-    whitened, metrics = TokenAdvantages(replace(config, whiten=True), limit)(batch, _Context())
+    limited = AdvantageInputs(age_limit=limit)
+    whitened, metrics = TokenAdvantages(replace(config, whiten=True), limited)(batch, _Context())
     advantages = whole["advantages"].values[kept]
     torch.testing.assert_close(
         whitened["advantages"].values[kept],
@@ -250,7 +255,7 @@ def test_the_critic_and_whitening_leave_the_same_tokens_out(aged):
 def test_failed_rewards_and_old_tokens_are_left_out_together():
     batch = _batch(12, seed=3)
     batch["score"][5] = math.nan
-    columns, _ = GroupAdvantages(GROUP, True, age_limit=AgeLimit(0))(batch, _Context())
+    columns, _ = _with_ages(AgeLimit(0))(batch, _Context())
     is_response = batch["response_mask"].values.bool()
     found = columns["advantages"].values.isnan()[is_response].tolist()
     sample = [i for i, mask in zip(batch.ids, batch["response_mask"].split(), strict=True) for _ in mask]
@@ -267,7 +272,7 @@ def test_a_step_without_legal_tokens_ends_the_run_with_a_sentence():
     batch = _batch()
     context = _Context({"actor": UPDATES + 10})
     with pytest.raises(UserError, match="loss.max_age is 2 and leaves no token.*ages are 10 to 13"):
-        GroupAdvantages(GROUP, True, age_limit=AgeLimit(2))(batch, context)
+        _with_ages(AgeLimit(2))(batch, context)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +282,7 @@ def test_a_step_without_legal_tokens_ends_the_run_with_a_sentence():
 @pytest.mark.parametrize("aged", ["mask", "drop"])
 def test_the_loss_adds_up_over_any_partition(config, aged):
     batch, rng = _batch(12, seed=3), random.Random(3)
-    columns, _ = GroupAdvantages(GROUP, True, age_limit=AgeLimit(1, aged))(batch, _Context())
+    columns, _ = _with_ages(AgeLimit(1, aged))(batch, _Context())
     batch = Batch(batch.ids, batch.fields | columns)
     loss = PolicyLoss(config)
     totals = loss.totals(batch)

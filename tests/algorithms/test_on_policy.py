@@ -38,7 +38,7 @@ TODAY = {
     "grpo": {
         "actor_generate": (("prompt_ids",), (*SEQUENCE, "gen_logprobs", "finished")),
         "reward_forward": (("prompt", *SEQUENCE), ("score", "completion")),
-        "group_advantages": (("score", "response_mask", "finished"), ("advantages",)),
+        "advantages": (("score", "response_mask", "finished"), ("advantages",)),
         "actor_train": ((*SEQUENCE, "gen_logprobs", "advantages"), ()),
     },
     "ppo": {
@@ -46,7 +46,7 @@ TODAY = {
         "reward_forward": (("prompt", *SEQUENCE), ("score", "completion")),
         "ref_forward": (SEQUENCE, ("ref_logprobs",)),
         "critic_forward": (SEQUENCE, ("values",)),
-        "token_advantages": (
+        "advantages": (
             ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished"),
             ("advantages", "returns"),
         ),
@@ -55,7 +55,6 @@ TODAY = {
     },
 }
 """Calls, in order, with the keys that they read and write, when no option on other policies is set."""
-ADVANTAGES = {"grpo": "group_advantages", "ppo": "token_advantages"}
 RECOMPUTED = PolicyLossConfig(proximal="recomputed", importance_cap=2.0)
 
 
@@ -76,7 +75,7 @@ def _keys(graph):
 def test_without_options_the_graph_has_no_calls_and_keys_for_them(kind):
     graph = _experiment(kind).graph()
     assert list(_keys(graph).items()) == list(TODAY[kind].items())
-    assert graph[ADVANTAGES[kind]].work.function.age_limit is None
+    assert graph["advantages"].work.function.inputs.age_limit is None
 
 
 @pytest.mark.parametrize("kind", TODAY)
@@ -108,11 +107,11 @@ def test_versions_are_recorded_where_ages_matter(kind, fields, limit):
     experiment = _experiment(kind, **fields)
     graph = experiment.graph()
     assert graph["actor_generate"].outputs == (*SEQUENCE, "gen_logprobs", "finished", "versions")
-    assert graph[ADVANTAGES[kind]].inputs[-1] == "versions"
-    assert graph[ADVANTAGES[kind]].work.function.age_limit == limit
+    assert graph["advantages"].inputs[-1] == "versions"
+    assert graph["advantages"].work.function.inputs.age_limit == limit
     assert experiment.eval_graph()["actor_generate"].outputs == (*SEQUENCE, "gen_logprobs", "finished")
     if experiment.max_lag:
-        assert ADVANTAGES[kind] in experiment.parts(graph)["score"]
+        assert "advantages" in experiment.parts(graph)["score"]
 
 
 def test_an_age_that_no_token_can_have_is_refused():

@@ -137,13 +137,13 @@ WORDS: dict[str, list[str]] = {
     ],
     "--actor.lora 3": ["unknown override '--actor.lora'", "did you mean", "--actor.lora.rank"],
     "--reward.lora.rank 3": ["override '--reward.lora.rank'", "reward is not set", "experiment file"],
-    "--scale-by-std False": [
-        "'--scale-by-std False': scale_by_std",
-        "legal are --scale-by-std and --no-scale-by-std",
+    "--filter-groups False": [
+        "'--filter-groups False': filter_groups",
+        "legal are --filter-groups and --no-filter-groups",
     ],
-    "--steps 3 --no_scale_by_std=true": [
-        "scale_by_std takes no value",
-        "legal are --scale-by-std and --no-scale-by-std",
+    "--steps 3 --no_filter_groups=true": [
+        "filter_groups takes no value",
+        "legal are --filter-groups and --no-filter-groups",
     ],
     "--actor.lora.merge 1 --steps 3": ["--actor.lora.merge and --actor.lora.no-merge"],
     "--step 4": ["unknown override '--step'", "did you mean", "--steps"],
@@ -156,7 +156,7 @@ WORDS: dict[str, list[str]] = {
     "--actor.dtype int8": ["--actor.dtype", "float32", "float64"],
     "--kv-cache-gib 8GB": ["'--kv-cache-gib 8GB': --kv-cache-gib must be a number or None"],
     "--max-rows 1.5": ["'--max-rows 1.5': --max-rows must be a whole number"],
-    "--no-work-steeling": ["did you mean --no-work-stealing or --work-stealing?"],
+    "--no-work-steeling": ["did you mean --no-work-stealing or --work-stealing"],
     "--kv-cache-gib inf": ["kv_cache_gib is inf", "must be a number of GiB above 0"],
     "--sampling.temperature nan": ["sampling.temperature is nan", "must be a number of at least 0"],
     "--actor.optimizer.lr -1": ["optimizer.lr is -1", "must not be negative"],
@@ -228,8 +228,8 @@ PLANS: dict[str, list[str]] = {
         {"calls": {c: {"layout": "d1@0"} for c in ONE} | {"reward_forward": {"layout": "t2@0-1"}}}
     ): ["plan.yaml", "calls.reward_forward", "over dp only"],
     yaml.safe_dump(
-        {"calls": {c: {"layout": "d1@0"} for c in ONE} | {"group_advantages": {"layout": "d2@0-1"}}}
-    ): ["plan.yaml", "calls.group_advantages", "one rank"],
+        {"calls": {c: {"layout": "d1@0"} for c in ONE} | {"advantages": {"layout": "d2@0-1"}}}
+    ): ["plan.yaml", "calls.advantages", "one rank"],
 }
 
 # Text of an experiment file -> words of the sentence.
@@ -527,7 +527,7 @@ def test_check_accepts_sound_input(experiment, call):
         ["actor_generate", "generate", "actor", "d4@0-3"],
         ["reward_forward", "host", "-", "d1@0"],
         ["ref_forward", "forward", "ref", "t2@2-3"],
-        ["group_advantages", "host", "-", "d1@0"],
+        ["advantages", "host", "-", "d1@0"],
         ["actor_train", "train_step", "actor", "d2t2@0-3"],
     ]
 

@@ -180,7 +180,7 @@ def test_plans_are_for_any_graph_and_pass_the_check(capsys, tmp_path, kind):
     calls = yaml.safe_load(path.read_text())["calls"]
     if kind == "ppo":  # Plain Python runs where its data is.
         heads = ExecutionPlan.load(str(path))["actor_generate"].layout.heads
-        assert calls["token_advantages"]["layout"].startswith("d1@") and heads
+        assert calls["advantages"]["layout"].startswith("d1@") and heads
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ REFUSED = {
     "--cluster h100-2x8 --pin actor_generate=d8@0-7 --batch_size 6": [
         "the 6 samples of call actor_generate cannot be split over dp=8"],
     "--cluster h100-2x8 --pin actor_train=d1@0": ["does not fit there", "pin it to more ranks"],
-    "--cluster h100-2x8 --pin token_advantages=d1@0": ["--pin token_advantages: it is plain Python"],
+    "--cluster h100-2x8 --pin advantages=d1@0": ["--pin advantages: it is plain Python"],
     "--cluster h100-2x8 --together actor_train": ["--together actor_train: name two calls or more"],
     "--cluster h100-2x8 --pin actor_train=d8@0-7 --pin actor_train=d8@8-15": ["actor_train is given twice"],
     "--cluster h100-2x8 --together actor_train,critic": ["--together critic", "there is no such call"],

@@ -135,11 +135,11 @@ def test_parts_that_run_several_times_take_as_much_longer():
     once = problem_of(ppo(max_lag=1), cluster)
     runs = replace(ppo().expected, part_runs={"rollout": 2.5, "score": 1.5})
     often = problem_of(ppo(max_lag=1, expected=runs), cluster)
-    factors = {"actor_generate": 2.5, "ref_forward": 1.5, "token_advantages": 1.5, "actor_train": 1.0}
+    factors = {"actor_generate": 2.5, "ref_forward": 1.5, "advantages": 1.5, "actor_train": 1.0}
     plan = make_plan(once, Rates(cluster), time_limit=5.0, gap=0.05).plan
     seconds = [predict(problem, Rates(cluster), plan).calls for problem in (once, often)]
     for name, factor in factors.items():
-        if name == "token_advantages":
+        if name == "advantages":
             assert often.workloads[name].seconds == factor * once.workloads[name].seconds == 3.0
         else:
             assert seconds[1][name].seconds == pytest.approx(factor * seconds[0][name].seconds)

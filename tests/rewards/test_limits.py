@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realhf import RewardLimits
-from realhf.algorithms.grpo import GroupAdvantages
+from realhf.algorithms.advantages import SampleAdvantages
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, ValueLoss
 from realhf.data.batch import Batch, Packed
@@ -109,7 +109,7 @@ def test_a_dropped_group_leaves_the_loss_of_the_others_as_it_is(average):
     kept = batch.select([0, 1, 4, 5])
     losses = []
     for some in (batch, kept):
-        columns, metrics = GroupAdvantages(2, True)(some, None)
+        columns, metrics = SampleAdvantages(2)(some, None)
         some.fields.update(columns)
         loss = PolicyLoss(PolicyLossConfig(kl_coef=0.1, average=average))
         logprobs = (some["gen_logprobs"].values * 0.9).requires_grad_()

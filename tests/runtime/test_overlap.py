@@ -20,7 +20,7 @@ LAYOUTS = {
     "actor_generate": MODEL,
     "reward_forward": "d1@2",
     "ref_forward": "t2@1-2",
-    "group_advantages": "d1@1",
+    "advantages": "d1@1",
     "actor_train": MODEL,
     "generated": "d1@1",
     "slow": HOST,

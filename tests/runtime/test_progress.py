@@ -110,7 +110,7 @@ def test_a_terminal_shows_it_live(tmp_path, program):
 
 
 PLACES = {
-    "actor_generate": "d1@1", "reward_forward": "d1@1", "ref_forward": "d1@0", "group_advantages": "d1@1",
+    "actor_generate": "d1@1", "reward_forward": "d1@1", "ref_forward": "d1@0", "advantages": "d1@1",
     "actor_train": "d2@0-1",
 }  # fmt: skip
 

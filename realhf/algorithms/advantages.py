@@ -1,0 +1,195 @@
+"""SampleAdvantages: turns scores into advantages without a critic, by comparing samples with a baseline.
+
+Suffixes of tensors name their dims: G prompts, K samples per prompt, T packed tokens; none: samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import nan
+from typing import TYPE_CHECKING, Any, Literal
+
+from realhf.algorithms.kl import RewardKL
+from realhf.algorithms.responses import (
+    normalized,
+    per_token,
+    response_counts,
+    response_sums,
+    rollout_metrics,
+)
+from realhf.algorithms.staleness import AgeLimit
+from realhf.calls import KEEP
+from realhf.errors import UserError
+from realhf.rewards.shaping import ScoreShaping
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from realhf.data.batch import Batch, Packed
+
+Baseline = Literal["none", "group_mean", "leave_one_out", "greedy"]
+Normalize = Literal["none", "group", "batch", "tokens"]
+Deviation = Literal["population", "sample"]
+_CORRECTION = {"population": 0, "sample": 1}
+
+
+def compares_groups(baseline: Baseline, normalize: Normalize) -> bool:
+    """Return whether the advantages depend on the other samples of a prompt."""
+    return baseline in ("group_mean", "leave_one_out") or normalize == "group"
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What the advantages of all algorithms take into account beside scores and the KL to the reference."""
+
+    score_shaping: ScoreShaping | None = None
+    token_returns: bool = False  # Whether the batch has `token_returns`, which are added to the advantages.
+    age_limit: AgeLimit | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the columns that this needs."""
+        versions = ("versions",) if self.age_limit is not None else ()
+        return (*(("token_returns",) if self.token_returns else ()), *versions)
+
+    def shaped_scores(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Return the scores after shaping, and metrics; the score of a failed reward stays NaN."""
+        score = batch["score"]
+        if self.score_shaping is None:
+            return score, {}
+        shaped = self.score_shaping(score, response_counts(batch["response_mask"]), batch["finished"])
+        kept = shaped[~shaped.isnan()]
+        return shaped, {"reward/shaped_mean": kept.double().mean().item()}
+
+    def returns_of_tokens(self, batch: Batch) -> Tensor | float:
+        """Return the discounted sums of per-token rewards, if there are any."""
+        return batch["token_returns"].values if self.token_returns else 0.0
+
+    def left_out(self, batch: Batch, context: Any) -> tuple[Tensor | None, dict[str, float]]:
+        """Return which tokens are too old to count, if there is a limit, and metrics of the ages."""
+        return (None, {}) if self.age_limit is None else self.age_limit(batch, context)
+
+
+@dataclass(frozen=True)
+class SampleAdvantages:
+    """Advantages A_i = (score_i - baseline_i) / deviation, the same for all tokens of a response.
+
+    With the KL in the reward, a response's score is reduced by the penalties of its tokens, or, with
+    `kl_to_go`, each token's advantage by the penalties from it on. In a group with a failed reward (NaN), all
+    advantages are NaN. So are those of tokens that are too old; the rewards of their samples still count.
+    """
+
+    group_size: int
+    baseline: Baseline = "group_mean"
+    """What the score is compared with: the mean of the prompt's samples (GRPO), the mean of its other samples
+    (RLOO), the score of the greedy answer (ReMax), or nothing."""
+    normalize: Normalize = "group"
+    """What divides the difference: the standard deviation of the prompt's scores (`group`), or that of all
+    differences of the batch, whose mean is subtracted, too (`batch`: each sample counts once; `tokens`: each
+    response token does), or nothing."""
+    deviation: Deviation = "population"  # Divide variances by the number of samples, or by one less.
+    inputs: AdvantageInputs = field(default_factory=AdvantageInputs)
+    reward_kl: RewardKL = field(default_factory=RewardKL)
+    kl_to_go: bool = False
+    filters: bool = False
+    """Whether groups whose scores are all equal, or have failed, are dropped."""
+    counts_prompt_tokens: bool = False
+    """Whether to return `prompt_tokens` as well: for each sample, the tokens of all responses of its prompt
+    that count in the loss."""
+    eps: float = 1e-6  # Added to the deviation.
+
+    def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        mask = batch["response_mask"]
+        if not len(batch):  # Filters have dropped all samples.
+            counts = {"prompt_tokens": mask.values[:0]} if self.counts_prompt_tokens else {}
+            return {"advantages": mask, KEEP: [], **counts}, {}
+        scores, shaping = self.inputs.shaped_scores(batch)
+        penalties_T, kl = self.reward_kl.penalties(batch, context)
+        left_out_T, ages = self.inputs.left_out(batch, context)
+        metrics = rollout_metrics(batch) | shaping | kl | ages
+        columns: dict[str, Any] = {}
+        if self.filters or compares_groups(self.baseline, self.normalize):
+            self._require_whole_groups(batch.ids)
+            differ, spread = self._differing(scores)
+            metrics |= spread
+            if self.filters:
+                columns[KEEP] = differ
+        if not self.kl_to_go:
+            scores = scores - response_sums(penalties_T, mask)
+        advantages = self._compared(scores, batch)
+        if self.filters:  # What is dropped does not count for the deviation.
+            advantages = advantages.masked_fill(~differ, nan)
+        if self.normalize == "batch":
+            advantages = self._normalized(advantages)
+        advantage_T = per_token(advantages, mask) + self.inputs.returns_of_tokens(batch)
+        if self.kl_to_go:
+            advantage_T = advantage_T - _sums_to_go(penalties_T, mask)
+        if left_out_T is not None:
+            advantage_T = advantage_T.masked_fill(left_out_T, nan)
+        if self.normalize == "tokens":
+            is_prompt_T = mask.values == 0
+            normalized_T = self._normalized(advantage_T.masked_fill(is_prompt_T, nan))
+            advantage_T = normalized_T.masked_fill(is_prompt_T, 0.0)
+        columns["advantages"] = mask.like(advantage_T)
+        if self.counts_prompt_tokens:
+            columns["prompt_tokens"] = self._prompt_tokens(batch, advantage_T)
+        return columns, metrics
+
+    def _differing(self, scores: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Return which samples are in groups whose scores differ, False with a failed one, and a metric."""
+        score_GK = scores.view(-1, self.group_size)
+        differ_G = score_GK.amax(-1) > score_GK.amin(-1)
+        complete_G = ~score_GK.isnan().any(-1)
+        metrics = {}
+        if complete_G.any():
+            metrics["reward/zero_std_groups"] = (~differ_G[complete_G]).double().mean().item()
+        return differ_G.repeat_interleave(self.group_size), metrics
+
+    def _compared(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Return the differences from the baseline, divided by the deviation of the group if wanted."""
+        if self.baseline == "greedy":
+            scores = scores - batch["greedy_score"]
+        if not compares_groups(self.baseline, self.normalize):
+            return scores
+        score_GK = scores.view(-1, self.group_size)
+        deviation_G1 = score_GK.std(-1, keepdim=True, correction=_CORRECTION[self.deviation])
+        if self.baseline in ("group_mean", "leave_one_out"):
+            score_GK = score_GK - score_GK.mean(-1, keepdim=True)
+        if self.baseline == "leave_one_out":  # r_i - mean of the others = K / (K - 1) (r_i - mean of all).
+            score_GK = score_GK * (self.group_size / (self.group_size - 1))
+        if self.normalize == "group":
+            score_GK = score_GK / (deviation_G1 + self.eps)
+        return score_GK.reshape(-1)
+
+    def _normalized(self, values: Tensor) -> Tensor:
+        return normalized(values, correction=_CORRECTION[self.deviation], eps=self.eps)
+
+    def _prompt_tokens(self, batch: Batch, advantage_T: Tensor) -> Tensor:
+        """Return for each sample the tokens of its prompt's responses whose advantages are not NaN."""
+        mask = batch["response_mask"]
+        counts = response_sums((~advantage_T.isnan()).to(mask.values.dtype), mask)
+        prompts = [i // self.group_size for i in batch.ids]
+        number = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
+        index = counts.new_tensor([number[prompt] for prompt in prompts]).long()
+        return counts.new_zeros(len(number)).index_add(0, index, counts)[index]
+
+    def _require_whole_groups(self, ids: Sequence[int]) -> None:
+        """Raise UserError if a filter has dropped some samples of a prompt, and not all."""
+        for prompt, count in Counter(i // self.group_size for i in ids).items():
+            if count != self.group_size:
+                has = f"{count} of the {self.group_size} samples of prompt {prompt} are left"
+                raise UserError(
+                    f"group advantages compare all samples of a prompt, and {has}: let the filter keep or "
+                    "drop whole groups, or filter after the advantages")
+
+
+def _sums_to_go(values_T: Tensor, mask: Packed) -> Tensor:
+    """Return for every token the sum of its response's values from this token on."""
+    sums_T = values_T.double().cumsum(0)
+    totals_T = per_token(response_sums(values_T.double(), mask.like(mask.values.double())), mask)
+    before = [0, *mask.lengths[:-1]]
+    starts = values_T.new_tensor(before).long().cumsum(0)
+    offsets_T = per_token(sums_T[starts] - values_T[starts].double(), mask)
+    return (totals_T - (sums_T - offsets_T) + values_T.double()).to(values_T.dtype)

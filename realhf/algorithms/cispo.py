@@ -1,0 +1,20 @@
+"""CISPO (MiniMax-M1, 2025, arXiv:2506.13585): REINFORCE with truncated importance weights of tokens.
+
+The loss is -(1/T) sum of min(rho, ratio_cap) A log p, where the weight is a constant and T counts the tokens
+of all samples of a prompt. No token loses its gradient, as those do that PPO clips.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from realhf.algorithms.critic_free import CriticFree
+from realhf.algorithms.policy_loss import PolicyLossConfig
+
+
+@dataclass
+class CISPO(CriticFree):
+    """Clipped importance sampling policy optimisation of `actor`."""
+
+    loss: PolicyLossConfig = field(
+        default_factory=lambda: PolicyLossConfig(objective="cispo", average="prompt"))

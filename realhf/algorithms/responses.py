@@ -1,0 +1,72 @@
+"""Sums and means over the responses of packed samples. The suffix T means one entry per packed token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from realhf.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from realhf.data.batch import Batch, Packed
+
+
+def without_dropped(mask: Packed, values_T: Tensor) -> tuple[Packed, Tensor]:
+    """Return the mask and the values with 0 for tokens that are left out, whose values are NaN.
+
+    Left out are samples whose reward has failed, see RewardLimits, and what is too old, see AgeLimit.
+    """
+    dropped_T = values_T.isnan()
+    return mask.like(mask.values.masked_fill(dropped_T, 0.0)), values_T.masked_fill(dropped_T, 0.0)
+
+
+def response_counts(mask: Packed) -> Tensor:
+    """Return the number of response tokens of every sample, shape (num_samples,)."""
+    return response_sums(mask.values, mask)
+
+
+def response_sums(values_T: Tensor, mask: Packed) -> Tensor:
+    """Return the sum over the response tokens of every sample, shape (num_samples,)."""
+    masked_T = values_T if values_T is mask.values else values_T * mask.values
+    return masked_T.new_zeros(len(mask)).index_add(0, _sample_of_tokens(mask), masked_T)
+
+
+def per_token(values: Tensor, mask: Packed) -> Tensor:
+    """Repeat every sample's value for each of its tokens, shape (num_tokens,)."""
+    return values[_sample_of_tokens(mask)]
+
+
+def _sample_of_tokens(mask: Packed) -> Tensor:
+    """Return the index of every token's sample, without making the host wait for the device."""
+    counts = mask.values.new_tensor(mask.lengths).long()
+    return counts.new_tensor(range(len(mask))).repeat_interleave(counts, output_size=len(mask.values))
+
+
+def normalized(values: Tensor, *, correction: int = 0, eps: float = 1e-8) -> Tensor:
+    """Return values with mean 0 and variance 1; NaN values do not count and stay.
+
+    `correction` is 0 for the standard deviation of a population and 1 for that of a sample.
+    """
+    kept = values[~values.isnan()]
+    return (values - kept.mean()) / (kept.std(correction=correction) + eps)
+
+
+def rollout_metrics(batch: Batch) -> dict[str, float]:
+    """Return reward and length statistics of a batch with `score`, `response_mask` and `finished`."""
+    if not len(batch):
+        return {}
+    score = batch["score"].double()
+    lengths = response_counts(batch["response_mask"])
+    failed = score.isnan()
+    if failed.all():
+        raise UserError("the reward of every sample of the step has failed: none is left to train on")
+    failures = {"reward/failed": failed.double().mean().item()} if failed.any() else {}
+    score = score[~failed]
+    return failures | {
+        "reward/mean": score.mean().item(),
+        "reward/std": score.std(correction=0).item(),
+        "response_length/mean": lengths.mean().item(),
+        "response_length/max": lengths.max().item(),
+        "response_length/clip_ratio": 1.0 - batch["finished"].double().mean().item(),
+    }
