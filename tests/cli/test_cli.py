@@ -624,7 +624,7 @@ def test_every_field_is_explained(tmp_path, call, monkeypatch, kind):
 
 
 def test_options_may_stand_before_the_experiment(experiment, call):
-    code, out, err = call("check", "--steps", 2, "--no-scale-by-std", experiment, "--json", "--batch-size=2")
+    code, out, err = call("check", "--steps", 2, "--no-filter-groups", experiment, "--json", "--batch-size=2")
     assert (code, err) == (0, "")
     assert json.loads(out)["ranks"] == 1
 

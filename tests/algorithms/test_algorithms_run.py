@@ -1,0 +1,102 @@
+"""Runs of every critic-free algorithm: a plan that splits all calls gives the results of one process."""
+
+import math
+
+import pytest
+
+from realhf import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    PolicyLossConfig,
+    ReinforcePlusPlus,
+    ReMax,
+    RepetitionPenalty,
+    RewardKL,
+    SoftOverlongPenalty,
+)
+from realhf.plan import ExecutionPlan
+from realhf.runtime.program import compile_program
+from realhf.runtime.trainer import Trainer
+from tests.runtime.tiny import common, role, some_reward, write_task
+
+SPREAD = {
+    "actor_generate": "d2t2@0-3", "greedy_generate": "d4@0-3", "ref_forward": "p2@2-3",
+    "actor_train": "d2p2@0-3", "reward_forward": "d2@0-1",
+}  # fmt: skip
+
+
+def passes(completions, completion_ids):
+    """Return 1 or 0, so that the samples of a prompt often have the same."""
+    return [float(sum(ids) % 3 > 0) for ids in completion_ids]
+
+
+def _experiments(directory):
+    settings = common(directory) | {
+        "eval_dataset": None, "steps": 2, "actor": role(directory), "reward_function": some_reward,
+        "minibatches": 2}  # fmt: skip
+    narrow = PolicyLossConfig(ratio="sequence_mean", clip_low=0.01, clip_high=0.02)
+    return {
+        "rloo": RLOO(**settings),
+        "remax": ReMax(**settings),
+        "reinforce++": ReinforcePlusPlus(
+            **settings, reward_kl=RewardKL(kl_coef=0.1, kl_target=0.5, kl_horizon=50)),
+        "reinforce++-baseline": ReinforcePlusPlus(
+            **settings, baseline="group_mean", group_size=4, reward_kl=RewardKL(),
+            loss=PolicyLossConfig(average="token", kl_coef=0.1, kl_estimator="k2")),
+        "gspo": GSPO(**settings, loss=narrow),
+        "cispo": CISPO(**settings, normalize="batch", score_shaping=SoftOverlongPenalty(7, 4)),
+        "dr-grpo": GRPO(
+            **settings, normalize="none", loss=PolicyLossConfig(average="constant", entropy_coef=0.01),
+            token_rewards=(RepetitionPenalty(ngram=2),)),
+        "dapo": DAPO(**settings | {"reward_function": passes}, group_size=3, overlong_buffer=3),
+    }  # fmt: skip
+
+
+def _run(world, name, directory, layouts):
+    experiment = _experiments(directory)[name]
+    calls = {
+        call.name: {"layout": layouts.get(call.name, "d1@0"), "micro_batch_tokens": 40}
+        for call in experiment.graph().calls
+    }
+    program = compile_program(experiment, ExecutionPlan.from_dict({"calls": calls}), world_size=4)
+    metrics = Trainer(program, world, quiet=True).run().metrics
+    return metrics if world.rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+NAMES = ("rloo", "remax", "reinforce++", "reinforce++-baseline", "gspo", "cispo", "dr-grpo", "dapo")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_does_not_change_the_algorithm(pool, task, name):
+    alone = pool.run(_run, name, task, {})[0]
+    spread = pool.run(_run, name, task, SPREAD)[0]
+    measured = ("timing_s/", "perf/", "realloc", "bubble/", "compute/")
+    for ours, expected in zip(spread, alone, strict=True):
+        names = [key for key in expected if not key.startswith(measured)]
+        assert {"reward/mean", "actor/loss", "actor/grad_norm"} <= set(names)
+        for key in names:
+            assert math.isclose(ours[key], expected[key], rel_tol=1e-9, abs_tol=1e-12), key
+        assert expected["actor/grad_norm"] > 1e-3
+    assert spread[-1]["actor/approx_kl"] > 1e-9
+
+
+def test_greedy_answers_belong_to_single_samples(task):
+    experiment = _experiments(task)["remax"]
+    experiment.group_size = 2
+    with pytest.raises(ValueError, match="group_size is 2: it must be 1, as a prompt has one greedy answer"):
+        experiment.graph()
+
+
+def test_group_baselines_need_a_group(task):
+    experiment = _experiments(task)["rloo"]
+    experiment.group_size = 1
+    with pytest.raises(ValueError, match="group_size is 1: it must be at least 2, as RLOO compares"):
+        experiment.graph()
