@@ -1,0 +1,140 @@
+"""Trains the demo's model with every RL algorithm, at equal compute from the same supervised start.
+
+    python benchmarks/algorithms.py [--json] [--only GRPO DAPO] [--out DIR] [--picture FILE]
+
+The compute of GRPO's run, in model FLOPs, is the budget: an algorithm's score is that of its last evaluation
+within it. The others cost as much per step or more. Finished runs in the directory are not repeated. Runs are
+of one process; another plan gives the same numbers (tests/algorithms/test_algorithms_run.py).
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import tyro
+from algorithm_settings import experiments
+from harness import Goal, machine, progress, report
+from rich.table import Table
+
+REPO = Path(__file__).parent.parent
+REFERENCE = "GRPO"
+GAIN = 0.2
+NAMES = tuple(experiments(Path(), Path()))
+
+
+@dataclasses.dataclass
+class Options:
+    only: tuple[str, ...] = NAMES
+    """The algorithms to run, by name."""
+    seed: int = 0
+    """Decides the data, the initial weights and all samples."""
+    out: Path = Path("runs/algorithms")
+    """Directory for the runs."""
+    picture: Path | None = None
+    """File for the picture of all curves."""
+    jobs: int = 2
+    """Runs at a time, each of one process and one thread."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(options: Options) -> None:
+    if unknown := set(options.only) - set(NAMES):
+        sys.exit(f"--only {' '.join(unknown)}: legal are {', '.join(NAMES)}")
+    names = tuple(dict.fromkeys((REFERENCE, *options.only)))
+    warm_up(options)
+    with ThreadPoolExecutor(options.jobs) as jobs:
+        runs = dict(zip(names, jobs.map(lambda name: train(options, name), names), strict=True))
+    budget = max(record["compute/flops"] for record in runs[REFERENCE])
+    rows = {name: summary(records, budget) for name, records in runs.items()}
+    if options.picture is not None:
+        draw(runs, budget, options.picture)
+    table = Table("algorithm", "score before", "after", "steps", "seconds", "clip fraction")
+    for name, row in rows.items():
+        table.add_row(
+            name, f"{row['before']:.3f}", f"{row['after']:.3f}", str(row["steps"]), f"{row['seconds']:.0f}",
+            f"{row['clip_fraction']:.4f}")
+    goals = [
+        Goal(f"gain of {name}", row["after"] - row["before"], at_least=GAIN) for name, row in rows.items()
+    ]
+    document = {"machine": machine(), "budget_flops": budget, "algorithms": rows}
+    sys.exit(report(document, tables=[table], goals=goals, as_json=options.json))
+
+
+def summary(records: list[dict[str, Any]], budget: float) -> dict[str, float]:
+    """Return the scores before and after training within the budget, and what that took."""
+    scored = [record for record in records if "eval/score" in record]
+    spent = [record for record in scored if record["compute/flops"] <= budget]
+    trained = [record for record in records if 0 < record["step"] <= spent[-1]["step"]]
+    return {
+        "before": scored[0]["eval/score"], "after": spent[-1]["eval/score"], "steps": len(trained),
+        "seconds": spent[-1]["compute/device_seconds"],
+        "clip_fraction": statistics.mean(record["actor/clip_fraction"] for record in trained),
+    }  # fmt: skip
+
+
+def warm_up(options: Options) -> None:
+    """Make the data, and the model from which all algorithms start."""
+    sys.path.insert(0, str(REPO / "examples"))
+    from arithmetic import prepare
+
+    task = prepare(options.out / "task", seed=options.seed)
+    files = {"actor.model": task / "model", "dataset.path": task / "sft.jsonl",
+             "eval-dataset.path": task / "held_out.jsonl"}  # fmt: skip
+    run(options, "examples/sft.py", "sft", files)
+
+
+def train(options: Options, name: str) -> list[dict[str, Any]]:
+    """Run an algorithm, and return the metrics of its steps; step 0 is the evaluation before the first."""
+    environment = {"ALGORITHM": name, "TASK": str(options.out.resolve())}
+    run(options, "benchmarks/algorithm_settings.py", name, {}, **environment)
+    lines = (options.out / name / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    progress(f"{name}: {records[-1]['eval/score']:.3f}")
+    return records
+
+
+def run(options: Options, experiment: str, name: str, settings: dict, **environment: str) -> None:
+    """Run an experiment unless it has been run before."""
+    out = options.out / name
+    if (out / "summary.json").exists():
+        return
+    settings = {"seed": options.seed, **settings}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "realhf", "run", experiment, "--out", str(out), *words]
+    paths = f"{REPO}{os.pathsep}{REPO / 'examples'}"
+    here = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | environment
+    done = subprocess.run(command, env=here, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], budget: float, path: Path) -> None:
+    """Draw the held-out scores of all algorithms over the model FLOPs so far."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, records) in enumerate(runs.items()):
+        scored = [record for record in records if "eval/score" in record]
+        axes.plot(
+            [record["compute/flops"] / 1e12 for record in scored],
+            [record["eval/score"] for record in scored],
+            label=name, color=f"C{number % 10}", linestyle=("-", "--")[number // 10])  # fmt: skip
+    axes.axvline(budget / 1e12, color="black", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="model TFLOPs so far (dotted: the budget)", ylabel="held-out score")
+    axes.set_title("The demo's task, from one supervised model; one seed", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
