@@ -97,10 +97,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+TIMED = ("timing_s/", "perf/", "bubble/", "compute/device_seconds")
+"""Beginnings of the names of metrics that depend on the clock."""
+
+
 def untimed(path: Path) -> list[dict[str, Any]]:
     """The steps of a metrics.jsonl without what depends on the clock."""
     return [
-        {k: v for k, v in step.items() if not k.startswith(("timing_s/", "perf/", "bubble/"))}
+        {k: v for k, v in step.items() if not k.startswith(TIMED)}
         for step in read_jsonl(path)
     ]
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "realhf"
 
 NOUNS = (
     "chunk_sizes", "graph", "kv_blocks", "layout", "plan", "cluster", "families", "hf_fields", "lora",
-    "model_config", "param_spec", "region", "shipped", "transformers_config",
+    "model_config", "model_flops", "param_spec", "region", "shipped", "transformers_config",
 )  # fmt: skip
 LAYERS = {
     **dict.fromkeys(("errors", "prepare", "suggest", "units"), 0),
@@ -30,7 +30,7 @@ LAYERS = {
     "sample_pool": 4.4,
     "step_program": 4.5,
     "experiment": 5,
-    **dict.fromkeys(("algorithms", "rewards", "runtime"), 6),
+    **dict.fromkeys(("algorithms", "rewards", "runtime", "scaling"), 6),
     "profiling": 6.5,
     **dict.fromkeys(("cli", "__main__"), 7),
 }
@@ -40,10 +40,11 @@ SIDEWAYS |= {("__main__", "cli")}
 FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.calls", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
+    "realhf.scaling",
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.engine.hf_factory", "realhf.runtime.program", "realhf.step_program", "realhf.runtime.warnings"),
     *("realhf.prepare", "realhf.runtime.run_directory", "realhf.runtime.dry_trace", "realhf.part_executor"),
-    *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc")),
+    *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     "realhf.cli.planning_problem",
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""

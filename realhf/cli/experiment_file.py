@@ -117,7 +117,8 @@ def compile_experiment(
     try:
         program = compile_program(experiment, plan, world_size=num_ranks)
         if cluster is not None and (origin := named or profile) is not None:
-            program = dataclasses.replace(program, links=Links.of_cluster(cluster, origin=f"{origin}'s"))
+            links = Links.of_cluster(cluster, origin=f"{origin}'s")
+            program = dataclasses.replace(program, links=links, peak_flops=cluster.peak_flops)
         return program, num_ranks
     except ValueError as error:
         about_plan = options.plan is not None and str(error).startswith("calls.")

@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
+from realhf.model_flops import ModelFlops
 from realhf.param_spec import ModelSpec
 
 
@@ -40,15 +41,10 @@ def balance(
 def attention_share(spec: ModelSpec) -> float:
     """Return the s for which a sequence of n tokens costs as much as n + s n^2 tokens without attention.
 
-    It is a ratio of FLOPs: each token takes 2 for every parameter of the linear layers, and causal attention
-    takes 2 n^2 for every dim of all heads (half of 4 n^2, for scores and values).
+    It is a ratio of FLOPs, when every token has an output and sees half of the sequence on average.
     """
-    config = spec.config
-    moe = config.moe
-    active = 1.0 if moe is None else moe.num_experts_per_token / moe.num_experts
-    used = [p for p in spec.params if len(p.shape) > 1 and (config.tied or p.part != "embedding.weight")]
-    params = sum(p.numel * (1.0 if p.expert is None else active) for p in used)
-    return config.num_layers * config.num_heads * config.head_dim / params
+    flops = ModelFlops.of(spec)
+    return flops.attention * spec.config.num_layers / (4 * (flops.matrices + flops.head))
 
 
 def micro_batches(

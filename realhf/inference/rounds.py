@@ -42,8 +42,9 @@ class Round:
             return []
         outputs = GenerateOutputs.of(call)
         sequences = self.unfinished[outputs.sequences].split()
-        samples = zip(sequences, self.unfinished.ids, _sums(self.unfinished[outputs.mask]), strict=True)
-        return [PromptGroup(tokens.tolist(), [i], num_drawn) for tokens, i, num_drawn in samples]
+        num_drawn = response_lengths(self.unfinished[outputs.mask])
+        samples = zip(sequences, self.unfinished.ids, num_drawn, strict=True)
+        return [PromptGroup(tokens.tolist(), [i], count) for tokens, i, count in samples]
 
     def after(self, held: Batch) -> "Round":
         """Return the same round with further unfinished samples, which come first."""
@@ -71,7 +72,7 @@ class Round:
         whole = Batch(made.ids, fields)
         if self.budget is None:
             return whole, Batch([])
-        num_drawn = _sums(whole[outputs.mask])
+        num_drawn = response_lengths(whole[outputs.mask])
         most = call.work.sampling.max_new_tokens
         flags = zip(whole[outputs.finished].tolist(), num_drawn, strict=True)
         has_ended = [bool(finished) or drawn == most for finished, drawn in flags]
@@ -86,8 +87,8 @@ class Round:
                 values[: len(old[i])] = old[i]
 
 
-def _sums(mask: Packed) -> list[int]:
-    """Return the number of ones of each mask."""
+def response_lengths(mask: Packed) -> list[int]:
+    """Return the number of ones of each mask: the tokens that have been drawn for a sample."""
     row_T = torch.repeat_interleave(torch.tensor(mask.lengths, dtype=torch.long))
     sums = torch.zeros(len(mask), dtype=torch.long).index_add_(0, row_T, mask.values.long())
     return sums.tolist()

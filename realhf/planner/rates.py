@@ -15,6 +15,7 @@ import numpy as np
 
 from realhf.cluster import Cluster, Link
 from realhf.model_config import ModelConfig
+from realhf.model_flops import attention_flops, dense_params
 from realhf.param_spec import model_spec
 from realhf.planner.problem import ModelRole
 from realhf.planner.shard import widths
@@ -54,9 +55,10 @@ class BlockShape(NamedTuple):
 
 @lru_cache(maxsize=256)
 def block_shape(config: ModelConfig) -> BlockShape:
-    table = [p for p in model_spec(config).params if p.layer not in (None, -1) and p.part.endswith(".weight")]
-    dense = sum(p.numel for p in table if len(p.shape) == 2 and p.expert is None) / config.num_layers
-    width = sum(p.shape[0] for p in table if p.part in ("up.weight", "shared_up.weight")) / config.num_layers
+    spec = model_spec(config)
+    dense = dense_params(spec) / config.num_layers
+    ups = (p for p in spec.params if p.part in ("up.weight", "shared_up.weight"))
+    width = sum(p.shape[0] for p in ups) / config.num_layers
     if (moe := config.moe) is None:
         return BlockShape(dense, width, 0, 0.0)
     share = 1 - moe.num_dense_layers / config.num_layers
@@ -215,7 +217,7 @@ class Rates:
             compute += shape.moe_share * experts
             exchange = 2 * self.all_to_all(routed * c.hidden_size * role.itemsize, ep)
             communication += shape.moe_share * exchange
-        attention = 2 * squared * c.num_heads / n * c.head_dim  # Causal: half of 4 * squared * heads * dim.
+        attention = squared / 2 * attention_flops(c) / n  # Causal: a token sees half of its sequence.
         elementwise = tokens * (12 * c.hidden_size + 6 * shape.width / n) * role.itemsize
         compute *= 2 if backward and role.lora is None else 1
         if role.lora is not None:
@@ -272,7 +274,7 @@ class Rates:
             unused = (1 - per_token / c.moe.num_experts) ** (rows * ep.size)
             used = shape.moe_share * c.moe.num_experts * (1 - unused) / ep.size * shape.expert / n
         active = params + shape.moe_share * per_token * shape.expert / n
-        flops = 2 * rows * active + 4 * rows * context * c.num_heads / n * c.head_dim
+        flops = 2 * rows * active + rows * context * attention_flops(c) / n
         cached = rows * context
         if shared is not None:
             cached = cached - (rows - shared.prompts) * shared.tokens

@@ -12,9 +12,11 @@ from realhf.checkpoint.write import memory_of
 from realhf.data.batch import Batch
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
+from realhf.engine.protocol import CallResult
 from realhf.errors import warn
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.model_flops import ModelFlops
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import (
     Action,
@@ -28,6 +30,7 @@ from realhf.runtime.actions import (
 )
 from realhf.runtime.agreements import Agreements
 from realhf.runtime.call_errors import explaining
+from realhf.runtime.compute import generate_flops, pass_flops
 from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.host_call import call_host_function
 from realhf.runtime.host_context import HostContext
@@ -52,8 +55,12 @@ class Executor:
         context: HostContext, *, read: Callable[[Sequence[int]], Batch] | None, group_size: int = 1,
         num_rounds: int = 1, is_evaluation: bool = False, outbox: Outbox | None = None,
         failures: Path | None = None, note: Callable[[int, str, str], None] | None = None,
+        flops: Mapping[str, ModelFlops] | None = None,
     ) -> None:  # fmt: skip
-        """Samples of updates that were skipped are saved in the directory `failures`."""
+        """Samples of updates that were skipped are saved in the directory `failures`.
+
+        Events of calls on roles in `flops` tell the FLOPs of the samples of their rank.
+        """
         self.samples = SampleStore()
         self._world = world
         self._parts = parts
@@ -67,6 +74,7 @@ class Executor:
         self._outbox = outbox or Outbox()
         self._failures = failures
         self._note = note
+        self._flops = flops or {}
         self._agreements = Agreements(world)
         self._record = StepRecord()
         self._is_last = False
@@ -286,12 +294,15 @@ class Executor:
         doing = self._world.activity.doing(call.name)
         with doing, weights, explaining(call, rank, self._context.step), timed as event:
             engine = self._models.engines[call.role, layout]
+            before = self._unfinished.of(call)
             result = engine.run(
                 call, minibatches, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute,
                 gather=False, report=self._world.activity.note, **self._generation_options(call),
             )  # fmt: skip
             if call.kind == "train_step" and rank in layout.heads:
                 event["num_tokens"] = sum(sum(batch[call.inputs[0]].lengths) for batch in minibatches)
+            if call.role in self._flops and rank in layout.heads:
+                event["flops"] = self._count_flops(call, minibatches, before, result)
         if self._unfinished.has(call):
             self._unfinished.put(call, result.unfinished)
         if result.metrics.get("skipped_updates") and rank in layout.heads:
@@ -300,6 +311,18 @@ class Executor:
             names = {name: name if "/" in name else f"{call.role}/{name}" for name in result.metrics}
             record.metrics += [(names[name], value, 1.0) for name, value in result.metrics.items()]
         return result.batch if rank in layout.heads else None
+
+    def _count_flops(
+        self, call: FunctionCall, minibatches: Sequence[Batch], before: Batch, result: CallResult
+    ) -> int:
+        """Return the FLOPs of a call on this rank's samples; `before` are its unfinished ones."""
+        assert call.role is not None
+        flops = self._flops[call.role]
+        if call.kind != "generate":
+            return pass_flops(call, flops, minibatches)
+        return generate_flops(
+            call, flops, minibatches[0], group_size=self._group_size, before=before,
+            after=[result.batch, result.unfinished])
 
     def _generation_options(self, call: FunctionCall) -> dict[str, Any]:
         """Return the options of a generating call that depend on the step program."""

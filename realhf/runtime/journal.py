@@ -10,6 +10,7 @@ from typing import Any
 from realhf.dist import tags
 from realhf.dist.group import Outbox, Pending
 from realhf.dist.world import World
+from realhf.runtime.compute import ComputeMeter
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder, merge_metrics
 from realhf.runtime.step_record import StepRecord
@@ -26,17 +27,21 @@ class Journal:
     """
 
     def __init__(
-        self, world: World, outbox: Outbox, recorder: Recorder | None, progress: Progress | None
-    ) -> None:
+        self, world: World, outbox: Outbox, recorder: Recorder | None, progress: Progress | None,
+        meter: ComputeMeter,
+    ) -> None:  # fmt: skip
         self._world = world
         self._outbox = outbox
         self._recorder = recorder
         self._progress = progress
+        self._meter = meter
         self._thread = ThreadPoolExecutor(1, "journal")
-        self._running: list[Future[int]] = []
+        self._running: list[Future[Any]] = []
         self._sent = Pending()
         self._has_finished = False
-        self._previous_end: float | None = None
+        self._previous_end = -math.inf
+        self._pauses = True
+        """Whether something that is no step stands between the previous step and the next one."""
         earlier = [] if recorder is None else recorder.history
         steps = [record for record in earlier if record["step"] > 0]
         self.history = [{k: v for k, v in record.items() if k != "step"} for record in steps]
@@ -68,6 +73,11 @@ class Journal:
             documents = [r and dataclasses.asdict(r) for r in mine]
             self._sent = self._world.control.send_json(documents, [0], tag=tags.RECORD)
             self._outbox.add(self._sent)
+
+    def pause(self) -> None:
+        """Leave out of the next step's seconds what has followed the last one, such as a checkpoint."""
+        if self._world.rank == 0:
+            self._running.append(self._thread.submit(setattr, self, "_pauses", True))
 
     def finish(self) -> None:
         """Wait until everything is written. Raises what the writing thread has raised."""
@@ -103,15 +113,12 @@ class Journal:
         )
         # Reallocations of the evaluation count for this step: they spare the next step the same ones.
         reallocs = [StepRecord([], [e for e in r.events if e["kind"] == "realloc"]) for r in evaluations]
-        metrics: dict[str, float] = {}
-        if steps:
-            metrics = self._step(step, steps)
+        metrics = self._step(step, steps) if steps else self._meter.totals()
         if evaluations:
             metrics = {**merge_metrics(reallocs), "eval/score": self._evaluation(step, answers), **metrics}
         if steps:
             self.history.append(metrics)
-        if pauses:
-            self._previous_end = None
+        self._pauses = self._pauses or pauses
         return 0 if self._recorder is None else self._recorder.step(step, metrics, [*steps, *reallocs])
 
     def _step(self, step: int, records: Sequence[StepRecord]) -> dict[str, float]:
@@ -120,13 +127,15 @@ class Journal:
         now = time.time()  # A step program may run nothing in a step.
         end = max((event["end"] for event in events), default=now)
         start = self._previous_end
-        if start is None:  # Reallocations that ran ahead of this step started before it.
+        if self._pauses:  # Reallocations that ran ahead of this step started before it.
             starts = [event["start"] for event in events if event["kind"] != "realloc"]
-            start = min(starts, default=end)
+            start = max(start, min(starts, default=end))
+        self._pauses = False
         metrics["timing_s/step"] = max(end - start, 1e-9)
         metrics["perf/tokens_per_s"] = metrics.pop("perf/trained_tokens", 0.0) / metrics["timing_s/step"]
         for name in [name for name in metrics if name.startswith("bubble/")]:
             metrics[name] /= metrics["timing_s/step"]
+        metrics |= self._meter.add(records, metrics["timing_s/step"])
         self._previous_end = end
         if self._progress is not None:
             self._progress.step(step, metrics)

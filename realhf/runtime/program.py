@@ -1,7 +1,7 @@
 """Compiles an experiment and a plan into a Program, and checks both before the run. Free of torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from realhf.calls import HostFunction
@@ -40,6 +40,8 @@ class Program:
     eval_actions: tuple[Action, ...]
     links: Links | None = None
     """The links for which reallocations are scheduled; None: they are unknown."""
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    """Dtype -> FLOP/s of a device, as far as a cluster or profile file tells."""
 
     @property
     def actions(self) -> tuple[Action, ...]:

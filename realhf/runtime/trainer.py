@@ -18,6 +18,7 @@ from realhf.errors import UserError, warn
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
+from realhf.runtime.compute import ComputeMeter, flops_by_role, peaks_by_call
 from realhf.runtime.dry_trace import step_runner
 from realhf.runtime.executor import Executor
 from realhf.runtime.export import config_fields, files_beside
@@ -96,7 +97,7 @@ class Trainer:
         if self._is_main and out is not None:
             self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
         self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
-        self._journal = Journal(world, self._outbox, self._recorder, self._progress)
+        self._journal = Journal(world, self._outbox, self._recorder, self._progress, self._make_meter())
         if self._recorder is not None:
             calls = {call.name: program.plan[call.name] for call in program.graph.calls}
             self._recorder.start(_to_json(experiment), dataclasses.replace(program.plan, calls=calls))
@@ -120,7 +121,17 @@ class Trainer:
             self._world, self._program.parts, self._program.plan, self._store, self._context,
             read=None if loader is None else loader.batch, group_size=experiment.group_size,
             num_rounds=experiment.num_rounds, outbox=self._outbox,
-            failures=None if self._out is None else self._out / "failures", note=note)
+            failures=None if self._out is None else self._out / "failures", note=note,
+            flops=flops_by_role(self._program.roles))
+
+    def _make_meter(self) -> ComputeMeter:
+        """Return the meter of the run's compute, which goes on from the metrics of a checkpoint."""
+        program = self._program
+        peaks = peaks_by_call(program.graph.calls, program.roles, program.peak_flops)
+        return ComputeMeter(
+            num_devices=self._world.size, peaks=peaks,
+            has_flops=program.roles.keys() <= flops_by_role(program.roles).keys(),
+            earlier=() if self._recorder is None else self._recorder.history)
 
     def _make_checkpointer(self, directory: Path) -> Checkpointer:
         return Checkpointer(
@@ -219,6 +230,7 @@ class Trainer:
         if self._checkpointer is not None and self._checkpointer.is_on and (decision.saves or ends):
             with self._activity.doing("saves a checkpoint"):
                 self._checkpointer.save(step, self._journal.last)
+            self._journal.pause()
         return decision.stops
 
     def _step(self, step: int) -> StepRecord:

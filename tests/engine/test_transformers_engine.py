@@ -34,7 +34,7 @@ from realhf.realloc.execute import Reallocator
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.transformers_config import TransformersConfig
-from tests.cli_tools import REALHF, Command, read_jsonl, write_experiment, write_plan
+from tests.cli_tools import REALHF, TIMED, Command, read_jsonl, write_experiment, write_plan
 from tests.engine.reference import ragged_rows
 from tests.nn.tiny import hf_config
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
@@ -384,7 +384,7 @@ def test_grpo_from_the_command_line(tmp_path, layouts):
     assert len(expected.metrics) == 2
     _, *metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")  # The first evaluation comes before.
     for ours, theirs in zip(metrics, expected.metrics, strict=True):
-        names = [name for name in theirs if not name.startswith(("timing_s/", "perf/", "realloc", "bubble/"))]
+        names = [name for name in theirs if not name.startswith((*TIMED, "realloc"))]
         assert {"reward/mean", "actor/loss", "actor/grad_norm", "response_length/mean"} <= {*names}
         assert [ours[name] for name in names] == pytest.approx([theirs[n] for n in names], rel=1e-4, abs=1e-6)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -414,7 +414,7 @@ def test_runs_are_those_of_the_native_engine(tmp_path, kind):
         assert {role.engine for role in experiment.roles().values()} == {engine}
         found.append(Trainer(compile_program(experiment, None, world_size=1), World(), quiet=True).run())
     for ours, theirs in zip(*(result.metrics for result in found), strict=True):
-        names = [name for name in ours if not name.startswith(("timing_s/", "perf/", "realloc", "bubble/"))]
+        names = [name for name in ours if not name.startswith((*TIMED, "realloc"))]
         assert "actor/grad_norm" in names
         for name in names:
             assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name

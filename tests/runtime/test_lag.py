@@ -14,7 +14,7 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
-from tests.cli_tools import untimed
+from tests.cli_tools import TIMED, untimed
 from tests.runtime.tiny import HF_CONFIG, make_experiment, write_task
 
 STEPS = 4
@@ -83,7 +83,7 @@ def reference(pool, task):
 
 def numbers(metrics: dict) -> dict:
     """Return the metrics that do not measure time."""
-    timed = ("timing_s/", "perf/", "realloc", "bubble/")
+    timed = (*TIMED, "realloc")
     return {name: value for name, value in metrics.items() if not name.startswith(timed)}
 
 

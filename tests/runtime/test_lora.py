@@ -23,6 +23,7 @@ from realhf.runtime.models import ModelStore
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from realhf.runtime.warnings import other_bases
+from tests.cli_tools import TIMED
 from tests.nn.tiny import build
 from tests.runtime.tiny import HF_CONFIG, Recorder, make_experiment, recording, write_task
 
@@ -89,7 +90,7 @@ def _differences(ours, expected):
     found = ["tokens"] if ours[0] != expected[0] else []
     pairs = {"eval_last": (ours[2]["eval_last"], expected[2]["eval_last"])}
     for step, (metrics, wanted) in enumerate(zip(ours[1], expected[1], strict=True)):
-        names = (name for name in wanted if not name.startswith(("timing_s/", "perf/", "realloc", "bubble/")))
+        names = (name for name in wanted if not name.startswith((*TIMED, "realloc")))
         pairs |= {(step, name): (metrics[name], wanted[name]) for name in names}
     close = partial(math.isclose, rel_tol=1e-9, abs_tol=1e-12)
     return found + [name for name, pair in pairs.items() if not close(*pair)]

@@ -20,6 +20,7 @@ from realhf.runtime.models import ModelStore
 from realhf.runtime.offload import OffloadedWeights
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
+from tests.cli_tools import TIMED
 from tests.runtime.tiny import make_experiment, role, write_task
 
 SEQUENCE = ("sequence_ids", "response_mask")
@@ -43,8 +44,7 @@ def _plan(layouts, **options):
 def _run(world, kind, task, layouts, options):
     program = compile_program(make_experiment(kind, task), _plan(layouts, **options), world_size=4)
     result = Trainer(program, world, quiet=True).run()
-    measured = ("timing_s/", "perf/", "bubble/")
-    plain = [{k: v for k, v in step.items() if not k.startswith(measured)} for step in result.metrics]
+    plain = [{k: v for k, v in step.items() if not k.startswith(TIMED)} for step in result.metrics]
     return plain, result.summary.get("eval_last"), [k for step in result.metrics for k in step]
 
 
