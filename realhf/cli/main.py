@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from realhf.cli import check, plan, profile, realloc, run
+from realhf.cli import check, plan, profile, realloc, run, scaling
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.job import is_worker
 from realhf.cli.overrides import override, print_fields
 from realhf.errors import UserError, one_line
 from realhf.experiment import Experiment
 
-_COMMANDS = {"run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc}
-"""Modules with HELP, EXAMPLES, `add_options` and `run`. All but `realloc` take an experiment file."""
+_COMMANDS = {
+    "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
+}  # fmt: skip
+"""Modules with HELP, EXAMPLES, `add_options` and `run`."""
+_WITHOUT_EXPERIMENT = (realloc, scaling)
+"""The commands that take no experiment file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_environment()
         options, words = _parser().parse_known_args(argv)
-        if options.command is realloc.run:
-            return realloc.run(options, words)
+        if options.command in [command.run for command in _WITHOUT_EXPERIMENT]:
+            return options.command(options, words)
         experiment = _read_experiment(options, words)
         return 0 if experiment is None else options.command(options, experiment, argv)
     except UserError as error:
@@ -68,7 +72,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"realhf {package.__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
     for name, command in _COMMANDS.items():
-        takes_experiment = command is not realloc
+        takes_experiment = command not in _WITHOUT_EXPERIMENT
         own = commands.add_parser(
             name, help=command.HELP, description=command.HELP, epilog=_examples(command), allow_abbrev=False,
             formatter_class=RawDescriptionHelpFormatter, add_help=not takes_experiment,

@@ -579,7 +579,7 @@ def test_help(experiment, call):
             assert part in out
 
 
-COMMANDS = ("run", "check", "profile", "plan", "realloc")
+COMMANDS = ("run", "check", "profile", "plan", "realloc", "scaling")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
