@@ -134,16 +134,16 @@ def test_the_bootstrap_repeats_and_widens_with_noise():
 
 @pytest.mark.slow
 def test_intervals_hold_the_truth_about_as_often_as_they_say():
-    """95 % intervals of 200 runs of 50 points; the binomial error of a share of 0.95 is 0.015."""
+    """95 % intervals of 100 runs of 50 points; the binomial error of a share of 0.95 is 0.022."""
     law = law_of("ScaleRL")
     truth = {"asymptote": law.asymptote, "exponent": law.exponent, "midpoint": law.midpoint}
     hits = dict.fromkeys([*truth, "at the end"], 0)
-    for seed in range(200):
+    for seed in range(100):
         curve = generate(law, seed=seed, step=1000.0)
-        fit = fit_curve(curve, FitSettings(num_bootstrap=200))
+        fit = fit_curve(curve, FitSettings(num_bootstrap=100))
         for name, value in truth.items():
             low, high = fit.interval(name)
             hits[name] += low <= value <= high
         low, high = fit.band(np.array([100e3]))
         hits["at the end"] += bool(low[0] <= law(100e3) <= high[0])
-    assert all(0.88 <= count / 200 <= 0.99 for count in hits.values()), hits
+    assert all(0.86 <= count / 100 <= 1.0 for count in hits.values()), hits
