@@ -41,7 +41,7 @@ def experiments(task: Path, start: Path) -> dict[str, Experiment]:
         "actor": actor, "dataset": DatasetConfig(str(task / "prompts.jsonl")),
         "eval_dataset": DatasetConfig(str(task / "held_out.jsonl"), shuffle=False),
         "reward_function": exact_answer, "sampling": SamplingConfig(max_new_tokens=15), "steps": 60,
-        "eval_every": 3, "checkpoint_every": 0,
+        "eval_every": 3, "checkpoint_every": 0, "minibatches": 2,
     }  # fmt: skip
     groups = common | {"batch_size": SAMPLES // GROUP, "group_size": GROUP}
     singles = common | {"batch_size": SAMPLES, "group_size": 1}
@@ -49,15 +49,14 @@ def experiments(task: Path, start: Path) -> dict[str, Experiment]:
     token = PolicyLossConfig(average="token")
     return {
         "GRPO": GRPO(**groups, loss=token),
-        "Dr. GRPO": GRPO(
-            **groups, normalize="none", loss=PolicyLossConfig(average="constant")),
-        "PPO": PPO(**groups, critic=critic, minibatches=2),
+        "Dr. GRPO": GRPO(**groups, normalize="none", loss=PolicyLossConfig(average="constant")),
+        "PPO": PPO(**groups, critic=critic),
         "RLOO": RLOO(**groups, reward_kl=RewardKL(kl_coef=0.005)),
         "ReMax": ReMax(**singles, reward_kl=RewardKL(kl_coef=0.005)),
         "REINFORCE++": ReinforcePlusPlus(**singles, reward_kl=RewardKL(kl_coef=0.005)),
         "DAPO": DAPO(**groups),
-        "GSPO": GSPO(**groups, minibatches=2),
-        "CISPO": CISPO(**groups, normalize="batch", minibatches=2),
+        "GSPO": GSPO(**groups),
+        "CISPO": CISPO(**groups, normalize="batch"),
     }  # fmt: skip
 
 

@@ -129,6 +129,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], budget: float, path: Path) -> No
             label=name, color=f"C{number % 10}", linestyle=("-", "--")[number // 10])  # fmt: skip
     axes.axvline(budget / 1e12, color="black", linewidth=0.8, linestyle=":")
     axes.set(xlabel="model TFLOPs so far (dotted: the budget)", ylabel="held-out score")
+    axes.set_xlim(0, 1.15 * budget / 1e12)
     axes.set_title("The demo's task, from one supervised model; one seed", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=9)
