@@ -80,6 +80,11 @@ class Work:
         """Number of parts into which the samples of a step are split, the same under every layout."""
         return getattr(self, "minibatches", 1)
 
+    @property
+    def group_size(self) -> int:
+        """Number of consecutive samples that the work needs together in one micro-batch."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Generate(Work):
@@ -183,6 +188,10 @@ class TrainStep(Work):
     def output(self) -> str:
         return self.loss.output
 
+    @property
+    def group_size(self) -> int:
+        return getattr(self.loss, "group_size", 1)
+
 
 KEEP = "keep"
 """The column in which a filtering host function says which samples it keeps."""
@@ -218,8 +227,13 @@ def longest_response(graph: DataflowGraph) -> int:
 class Loss(Protocol):
     """An additive loss: the losses and metrics of a mini-batch's parts sum to those of the mini-batch.
 
-    The metrics of a call are means over its mini-batches. A loss may also have `first_minibatch`, a mapping
-    from metrics to names under which their values in the first mini-batch are also logged.
+    The metrics of a call are means over its mini-batches. A loss may also have:
+
+    - `first_minibatch`, a mapping from metrics to names under which their values in the first mini-batch are
+      also logged;
+    - `group_size`, if it compares samples: no part has only some of the samples with the same
+      `id // group_size` (unless a filter has dropped the others);
+    - `row_fault(row)`, which returns a sentence if a row of the dataset cannot be used, else None.
     """
 
     @property

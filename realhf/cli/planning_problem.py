@@ -10,7 +10,7 @@ import networkx as nx
 
 from realhf.calls import longest_response
 from realhf.cluster import Cluster
-from realhf.data.dataset import load_rows
+from realhf.data.dataset import completion_columns, load_rows
 from realhf.experiment import Experiment, Role
 from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
@@ -126,7 +126,8 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
     else:
         settings["output"] = work.output
     if call.kind == "train_step":
-        settings |= {"minibatches": work.minibatches, "epochs": work.epochs, "entropy": work.loss.entropy}
+        settings |= {name: getattr(work, name) for name in ("minibatches", "epochs", "group_size")}
+        settings["entropy"] = work.loss.entropy
     return Workload(samples, **settings)
 
 
@@ -164,10 +165,12 @@ def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
     if not path.is_file():
         raise ValueError(f"tokenizer {experiment.tokenizer_dir()!r} has no tokenizer.json; {hint}")
     tokenizer = Tokenizer.from_file(str(path))
-    keys = (experiment.dataset.prompt_key, experiment.dataset.completion_key)
-    texts = [[_text(row[key]) for row in rows if key in row] for key in keys]
+    dataset = experiment.dataset
+    columns = completion_columns(dataset, experiment.graph().inputs) or [dataset.completion_key]
+    keys = ([dataset.prompt_key], columns)
+    texts = [[_text(row[key]) for row in rows for key in some if key in row] for some in keys]
     if not texts[0]:
-        raise ValueError(f"dataset {experiment.dataset.path} has no column {keys[0]!r}")
+        raise ValueError(f"dataset {dataset.path} has no column {dataset.prompt_key!r}")
     prompt, completion = (
         statistics.fmean(len(tokenizer.encode(text).ids) for text in column or [""]) for column in texts
     )

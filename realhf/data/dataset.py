@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from realhf.data.json_form import json_form
 
-LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask")
+IS_CHOSEN = "is_chosen"
+"""Key of a graph that reads preference pairs: whether a sample is the chosen one of its prompt's two. Samples
+2i and 2i + 1 are then the chosen and the rejected completion of prompt i."""
+LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask", IS_CHOSEN)
 """Keys of a graph that the loader makes; every other key is a column of the file."""
 COLUMN = "column/"
 """Prefix of a column's key in a graph that uses the column's name for something else."""
@@ -30,6 +33,8 @@ class DatasetConfig:
     path: str = ""  # A .jsonl or .parquet file.
     prompt_key: str = "prompt"  # Column of the prompts.
     completion_key: str = "completion"  # Column of the text or messages that supervised fine-tuning learns.
+    chosen_key: str = "chosen"  # Column of the better completion of a preference pair.
+    rejected_key: str = "rejected"  # Column of the worse completion.
     max_prompt_tokens: int = 4096  # Rows with longer prompts are left out, and their number is logged.
     max_rows: int = 0  # Rows read from the start of the file; 0 reads all.
     shuffle: bool = True  # Draw a new order of rows in every epoch; otherwise keep that of the file.
@@ -49,8 +54,9 @@ def load_rows(config: DatasetConfig, keys: Sequence[str]) -> list[dict[str, Any]
         prompt = row[config.prompt_key]
         if fault := _fault(prompt):
             raise ValueError(f"{place(config, number)}: {config.prompt_key} {fault}")
-        if "sequence_ids" in keys and (fault := _fault(row[config.completion_key], prompt=prompt)):
-            raise ValueError(f"{place(config, number)}: {config.completion_key} {fault}")
+        for column in completion_columns(config, keys):
+            if fault := _fault(row[column], prompt=prompt):
+                raise ValueError(f"{place(config, number)}: {column} {fault}")
     return rows
 
 
@@ -116,8 +122,20 @@ def place(config: DatasetConfig, number: int) -> str:
 
 def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
     """Return the columns of the file that a graph with these input keys reads."""
-    made = [config.prompt_key, config.completion_key] if "sequence_ids" in keys else [config.prompt_key]
+    made = [config.prompt_key, *completion_columns(config, keys)]
     return [*made, *(column_of(key) for key in keys if key not in LOADER_KEYS)]
+
+
+def completion_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
+    """Return the columns of completions that a graph with these input keys reads: two if it reads pairs."""
+    if reads_pairs(keys):
+        return [config.chosen_key, config.rejected_key]
+    return [config.completion_key] if "sequence_ids" in keys else []
+
+
+def reads_pairs(keys: Sequence[str]) -> bool:
+    """Return whether a graph with these input keys reads preference pairs, two samples for each prompt."""
+    return IS_CHOSEN in keys
 
 
 def column_of(key: str) -> str:

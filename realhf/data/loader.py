@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from realhf.data.batch import Batch, Packed
-from realhf.data.dataset import DatasetConfig, row_order
+from realhf.data.dataset import DatasetConfig, reads_pairs, row_order
 from realhf.data.tokenized import TokenizedRows
 from realhf.errors import UserError
 
@@ -30,13 +30,17 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
 
 
 class Loader(TokenizedRows):
-    """The tokenised rows of a run, as batches. The `group_size` samples of a prompt have consecutive ids."""
+    """The tokenised rows of a run, as batches. The `group_size` samples of a prompt have consecutive ids.
+
+    They are copies; of a pair, they are the chosen and the rejected completion.
+    """
 
     def __init__(
         self, config: DatasetConfig,
         *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int,
     ) -> None:
         super().__init__(config, keys=keys, tokenizer=tokenizer)
+        assert group_size == 2 or not reads_pairs(keys), "a pair has two samples"
         self._group_size = group_size
         self._seed = seed
 
@@ -44,7 +48,7 @@ class Loader(TokenizedRows):
         """Return these prompts of the run, by number, each `group_size` times."""
         order = [row for start, count in _ranges(prompts) for row in row_order(
             len(self.rows), start=start, count=count, seed=self._seed, shuffle=self.config.shuffle)]
-        rows = [self.rows[i] for i in order for _ in range(self._group_size)]
+        rows = [self.samples[i][k % len(self.samples[i])] for i in order for k in range(self._group_size)]
         ids = [prompt * self._group_size + i for prompt in prompts for i in range(self._group_size)]
         fields: dict[str, Any] = {key: [row[key] for row in rows] for key in self.keys}
         for key in fields.keys() & _DTYPES.keys():

@@ -12,6 +12,7 @@ from realhf.calls import Generate, OptimizerConfig, Scores, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
+from realhf.engine.micro_batch import groups_of
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import CallResult, Metrics, Shards
@@ -32,6 +33,7 @@ class PassSettings:
     outputs: Mapping[str, Any]  # `output` and `temperature` (see Work), and whether the `entropy` is wanted.
     finish: Callable[[Outputs, Batch], torch.Tensor]  # Returns the result of a part of a micro-batch.
     max_tokens: int
+    group_size: int = 1  # Consecutive samples that stay together, also in parts of a micro-batch.
     recompute: bool = False
     routers: Routers | None = None
 
@@ -72,8 +74,11 @@ class Engine(ABC):
         ones."""
 
     @abstractmethod
-    def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-        """Return the indices of the samples of each micro-batch."""
+    def _micro_batches(
+        self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[list[int]]:
+        """Return the indices of the samples of each micro-batch, in which groups (see `groups_of`) are
+        adjacent."""
 
     @abstractmethod
     def _run_micro_batch(
@@ -257,7 +262,8 @@ class Engine(ABC):
         outputs = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
         routers = self._routers(work, totals)
         settings = PassSettings(
-            key, outputs, finish, max_tokens=max_tokens, recompute=recompute, routers=routers)
+            key, outputs, finish, max_tokens=max_tokens, group_size=work.group_size, recompute=recompute,
+            routers=routers)
         self._pipeline(batch, settings, report)
         assert self._optimizer is not None
         self._optimizer.finish_sums()
@@ -272,7 +278,8 @@ class Engine(ABC):
     ) -> tuple[list[int], list[torch.Tensor]]:
         """Return the samples' indices in order of micro-batches, and each micro-batch's result."""
         key = settings.key
-        parts = self._micro_batches(batch[key].lengths, settings.max_tokens)
+        groups = groups_of(batch.ids, settings.group_size)
+        parts = self._micro_batches(batch[key].lengths, groups, settings.max_tokens)
         micro = [batch.select(part) for part in parts]
         layer_done = self._optimizer.layer_is_done if self._optimizer is not None else None
 

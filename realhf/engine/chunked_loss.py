@@ -9,6 +9,7 @@ import torch
 from realhf.data.batch import Batch, Packed
 from realhf.dist.autograd import sum_over_group
 from realhf.engine.hf_module import TransformersModel
+from realhf.engine.micro_batch import groups_of
 from realhf.nn.context_parallel import token_range
 from realhf.nn.transformer import Transformer
 
@@ -62,13 +63,14 @@ def wanted(tokens: Packed, mask: Packed | None) -> torch.Tensor:
 
 def loss_by_parts(
     model: Transformer, hidden_TH: torch.Tensor, samples: Batch,
-    loss: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor], *, key: str, **settings: Any,
+    loss: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor],
+    *, key: str, group_size: int = 1, **settings: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the loss of `compute_outputs`; with gradients, for parts of the samples whose logits fit in one
     chunk.
 
-    Each part runs its backward pass at once, up to the hidden states. Only a sample that has more logits than
-    a chunk must compute them twice.
+    No part splits a group of samples, which are adjacent. Each part runs its backward pass at once, up to the
+    hidden states. Only a group that has more logits than a chunk must compute them twice.
     """
     tokens = samples[key]
     mask = samples.fields.get("response_mask")
@@ -79,9 +81,10 @@ def loss_by_parts(
     ends = torch.tensor(tokens.lengths).cumsum(0)
     sums = torch.nn.functional.pad(wanted(tokens, mask).cumsum(0), (1, 0))[ends.to(hidden_TH.device)]
     starts = [0, *ends.tolist()]
+    bounds = _part_bounds(sums.tolist(), limit, groups=groups_of(samples.ids, group_size))
     grad_TH = torch.empty_like(hidden_TH)
     values = []
-    for first, last in pairwise(_part_bounds(sums.tolist(), limit)):
+    for first, last in pairwise(bounds):
         rows = slice(starts[first], starts[last])
         part_TH = hidden_TH.detach()[rows].requires_grad_()
         part = samples.select(range(first, last))
@@ -94,15 +97,16 @@ def loss_by_parts(
     return _KnownGradient.apply(hidden_TH, torch.stack(values).sum(), grad_TH)
 
 
-def _part_bounds(sums: Sequence[int], limit: int) -> list[int]:
-    """Split samples, whose running totals are `sums`, into runs of at most `limit` or of one sample; return
+def _part_bounds(sums: Sequence[int], limit: int, *, groups: Sequence[Sequence[int]]) -> list[int]:
+    """Split samples, whose running totals are `sums`, into runs of at most `limit` or of one group; return
     the runs' bounds."""
     bounds = [0]
     before = 0
-    for i, total in enumerate(sums):
-        if total - before > limit and i > bounds[-1]:
-            bounds.append(i)
-            before = sums[i - 1]
+    for group in groups:
+        first, last = group[0], group[-1]
+        if sums[last] - before > limit and first > bounds[-1]:
+            bounds.append(first)
+            before = sums[first - 1]
     return [*bounds, len(sums)]
 
 

@@ -47,28 +47,52 @@ def attention_share(spec: ModelSpec) -> float:
     return flops.attention * spec.config.num_layers / (4 * (flops.matrices + flops.head))
 
 
-def micro_batches(
-    lengths: Sequence[int], *, max_tokens: int, at_least: int = 1, attention: float = 0.0
-) -> list[list[int]]:
-    """Return the indices of micro-batches of at most `max_tokens` tokens (a longer sequence stands alone).
+def groups_of(ids: Sequence[int], group_size: int) -> list[list[int]]:
+    """Return the indices of the samples of each group, in order of first appearance.
 
-    Their costs are balanced; `attention` is the `attention_share` of a sequence's cost. Sequences of equal
-    length are adjacent, because attention batches them.
+    The samples of a group have the same `id // group_size`; filters may have dropped some of them.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, sample_id in enumerate(ids):
+        groups.setdefault(sample_id // group_size, []).append(i)
+    return list(groups.values())
+
+
+def micro_batches(
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    groups: Sequence[Sequence[int]],
+    at_least: int = 1,
+    attention: float = 0.0,
+) -> list[list[int]]:
+    """Return the indices of micro-batches of at most `max_tokens` tokens (a longer group stands alone).
+
+    The samples of a group (see `groups_of`) are adjacent in one micro-batch. Costs are balanced; `attention`
+    is the `attention_share` of a sequence's cost. Groups of equal length are adjacent, because attention
+    batches sequences of equal length.
     """
     if not lengths:
         return []
-    num_parts = max(-(-sum(lengths) // max_tokens), min(at_least, len(lengths)))
-    costs = [n + attention * n**2 for n in lengths]
-    parts = balance(costs, num_parts, limit=max_tokens, sizes=lengths)
-    return [sorted(part, key=lambda i: (lengths[i], i)) for part in parts if part]
+    sizes = [sum(lengths[i] for i in group) for group in groups]
+    costs = [sum(lengths[i] + attention * lengths[i] ** 2 for i in group) for group in groups]
+    num_parts = max(-(-sum(sizes) // max_tokens), min(at_least, len(groups)))
+    parts = balance(costs, num_parts, limit=max_tokens, sizes=sizes)
+    ordered = [sorted(part, key=lambda group: (sizes[group], group)) for part in parts if part]
+    return [[i for group in part for i in groups[group]] for part in ordered]
 
 
-def padded_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return micro-batches of samples of similar length, as many as fit when they are padded."""
+def padded_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, groups: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Return micro-batches of groups of similar length, as many as fit when all samples are padded."""
     parts: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
-            parts[-1].append(i)
+    longest = [max(lengths[i] for i in group) for group in groups]
+    width = 0
+    for group in sorted(range(len(groups)), key=lambda group: (-longest[group], group)):
+        if parts and (len(parts[-1]) + len(groups[group])) * width <= max_tokens:
+            parts[-1] += groups[group]
         else:
-            parts.append([i])
+            parts.append(list(groups[group]))
+            width = longest[group]
     return parts

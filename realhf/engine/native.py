@@ -96,15 +96,16 @@ class NativeEngine(Engine):
     def flush_cache(self, call: str) -> None:
         self._kept.pop(call, None)
 
-    def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    def _micro_batches(
+        self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[list[int]]:
         """Return micro-batches, equally many on all ranks of an ep group, which pass through the experts
         together; some ranks' last ones are empty."""
-        groups = self.groups
         parts = micro_batches(
-            lengths, max_tokens=max_tokens, at_least=groups.layout.pp,
+            lengths, max_tokens=max_tokens, groups=groups, at_least=self.groups.layout.pp,
             attention=attention_share(self.model.spec))
-        if groups.ep.size > 1:
-            parts += [[]] * (max(groups.ep_control.all_gather_json(len(parts))) - len(parts))
+        if self.groups.ep.size > 1:
+            parts += [[]] * (max(self.groups.ep_control.all_gather_json(len(parts))) - len(parts))
         return parts
 
     def _run_micro_batch(
@@ -118,7 +119,9 @@ class NativeEngine(Engine):
             layer_done=layer_done)
         if not self.groups.is_last_stage:
             return x
-        return loss_by_parts(self.model, x, samples, settings.finish, key=settings.key, **settings.outputs)
+        return loss_by_parts(
+            self.model, x, samples, settings.finish, key=settings.key, group_size=settings.group_size,
+            **settings.outputs)
 
     def _routers(self, work: TrainStep, totals: Metrics) -> Routers | None:
         return None if self.model.config.moe is None else Routers(self.model, work, totals)

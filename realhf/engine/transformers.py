@@ -85,8 +85,10 @@ class TransformersEngine(Engine):
     def flush_cache(self, call: str) -> None:
         """Do nothing, as no call keeps a cache."""
 
-    def _micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-        return padded_micro_batches(lengths, max_tokens=max_tokens)
+    def _micro_batches(
+        self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int
+    ) -> list[list[int]]:
+        return padded_micro_batches(lengths, max_tokens=max_tokens, groups=groups)
 
     def _run_micro_batch(
         self, samples: Batch, hidden: Tensor | None, settings: PassSettings,

@@ -119,9 +119,9 @@ def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[C
     """Yield the call in this layout with every combination of micro-batching, recompute and offload."""
     strategy = layout.strategy
     work = problem.workloads[call.name]
-    longest = max(1, math.ceil(work.tokens))
+    longest = max(1, math.ceil(work.group_tokens))
     samples = work.most_samples(call.kind, strategy.dp)
-    share = samples * longest
+    share = samples // work.group_size * longest
     largest = min(1 << (share - 1).bit_length(), _LARGEST_MICRO_BATCH)
     sizes = {largest, largest >> 2, largest >> 4, longest}
     if call.kind == "train_step":

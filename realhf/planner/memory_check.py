@@ -172,11 +172,11 @@ def _changes(problem: Problem, plan: ExecutionPlan, peak: Peak) -> Iterator[tupl
             yield change(call.name, max_rows=rows)
     else:
         tokens = call_plan.micro_batch_tokens
-        while (tokens := tokens // 2) >= work.tokens:
+        while (tokens := tokens // 2) >= work.group_tokens:
             yield change(call.name, micro_batch_tokens=tokens)
     if call.kind == "train_step":
         yield change(call.name, recompute=True)
-        yield change(call.name, recompute=True, micro_batch_tokens=max(1, int(work.tokens)))
+        yield change(call.name, recompute=True, micro_batch_tokens=max(1, int(work.group_tokens)))
     for other in problem.model_calls:
         if problem.may_offload(other) and peak.rank in plan[other.name].layout:
             yield change(other.name, offload=True)

@@ -1,7 +1,7 @@
 """The micro-batches into which calls on sequences (forward, train step) are assumed to be split.
 
-The engine splits the sequences of each batch at their real lengths (engine/micro_batch.py). The planner knows
-only mean and longest lengths, so both its descriptions may differ from the engine's split: times follow from
+The engine splits the groups of each batch at their real lengths (engine/micro_batch.py); a group is a single
+sequence, or those that a loss compares. The planner knows only mean and longest lengths, so both its descriptions may differ from the engine's split: times follow from
 the mean micro-batch, and memory from the largest one.
 """
 
@@ -38,10 +38,10 @@ class LargestMicroBatch(NamedTuple):
 
 def mean_micro_batch(workload: Workload, strategy: ParallelStrategy, max_tokens: int) -> MeanMicroBatch:
     """Return the mean micro-batch if sequences of mean length are spread evenly."""
-    samples = _num_samples(workload, strategy)
-    max_samples = max(1, max_tokens // max(1, math.ceil(workload.tokens)))
-    num_micro_batches = min(samples, max(math.ceil(samples / max_samples), min(strategy.pp, samples)))
-    each = samples / num_micro_batches / strategy.cp
+    groups = _num_groups(workload, strategy)
+    max_groups = max(1, max_tokens // max(1, math.ceil(workload.group_tokens)))
+    num_micro_batches = min(groups, max(math.ceil(groups / max_groups), min(strategy.pp, groups)))
+    each = groups * workload.group_size / num_micro_batches / strategy.cp
     output_tokens = workload.response_tokens or workload.tokens
     return MeanMicroBatch(
         num_micro_batches, each * workload.tokens, each * workload.squared_tokens, each * output_tokens)
@@ -52,27 +52,29 @@ def largest_micro_batch(
 ) -> LargestMicroBatch:
     """Return the largest micro-batch.
 
-    If lengths vary, it may hold up to `max_tokens` tokens, half a sequence more than an even share, or the
-    longest sequence.
+    If lengths vary, it may hold up to `max_tokens` tokens, half a group more than an even share, or the
+    longest group.
     """
-    samples = _num_samples(workload, strategy)
+    groups = _num_groups(workload, strategy)
+    size = workload.group_size
     cp = strategy.cp
-    length = max(workload.tokens, 1.0)
-    num_micro_batches = max(-(-int(samples * length) // max_tokens), min(strategy.pp, samples), 1)
+    length = max(workload.group_tokens, 1.0)
+    num_micro_batches = max(-(-int(groups * length) // max_tokens), min(strategy.pp, groups), 1)
     if workload.response_tokens >= workload.max_new_tokens:  # All sequences are alike.
-        rows = max(1, min(-(-samples // num_micro_batches), int(max_tokens // length)))
-        num_micro_batches = max(1, -(-samples // rows))
-        return LargestMicroBatch(num_micro_batches, rows * length / cp, rows * workload.response_tokens / cp)
-    longest = workload.prompt_tokens + workload.max_new_tokens
-    tokens = max(longest, min(max_tokens, samples * length / num_micro_batches + longest / 2)) / cp
-    response_share = max(workload.response_tokens / length, workload.max_new_tokens / longest)
+        held = max(1, min(-(-groups // num_micro_batches), int(max_tokens // length)))
+        num_micro_batches = max(1, -(-groups // held))
+        response_tokens = held * size * workload.response_tokens
+        return LargestMicroBatch(num_micro_batches, held * length / cp, response_tokens / cp)
+    longest = size * (workload.prompt_tokens + workload.max_new_tokens)
+    tokens = max(longest, min(max_tokens, groups * length / num_micro_batches + longest / 2)) / cp
+    response_share = size * max(workload.response_tokens / length, workload.max_new_tokens / longest)
     return LargestMicroBatch(num_micro_batches, tokens, tokens * response_share)
 
 
-def _num_samples(workload: Workload, strategy: ParallelStrategy) -> int:
-    """Return the most samples of a data-parallel rank in one mini-batch.
+def _num_groups(workload: Workload, strategy: ParallelStrategy) -> int:
+    """Return the most groups of a data-parallel rank in one mini-batch.
 
-    A forward call has one mini-batch, and its samples are spread over ranks like those of a train step: only
-    generation keeps the samples of a prompt together.
+    A forward call has one mini-batch, and its samples are spread over ranks like those of a train step whose
+    loss compares none.
     """
-    return workload.most_samples("train_step", strategy.dp)
+    return -(-workload.most_samples("train_step", strategy.dp) // workload.group_size)

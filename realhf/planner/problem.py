@@ -39,6 +39,7 @@ class Workload:
     rounds: int = 1  # Generation: the rounds, one in each step, in which a response is generated.
     minibatches: int = 1
     epochs: int = 1
+    group_size: int = 1  # Consecutive samples that a micro-batch holds together.
     output: str = "logprobs"  # Result of a forward or train step: `logprobs`, `values` or `scores`.
     entropy: bool = False
     seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
@@ -55,15 +56,24 @@ class Workload:
 
     def most_samples(self, kind: str, dp: int) -> int:
         """Return the most samples of any data-parallel rank in one mini-batch of a call of this kind."""
-        if kind == "generate":
-            return math.ceil(self.prompts / dp) * self.samples_per_prompt
-        return math.ceil(math.ceil(self.prompts / self.minibatches) * self.samples_per_prompt / dp)
+        prompts = math.ceil(self.prompts / self.minibatches)
+        if self._keeps_prompts(kind):
+            return math.ceil(prompts / dp) * self.samples_per_prompt
+        return math.ceil(prompts * self.samples_per_prompt / dp)
 
     def most_replicas(self, kind: str) -> int:
         """Return the largest number of data-parallel ranks that all have something to do."""
-        if kind == "generate":
-            return max(1, self.prompts)
-        return max(1, self.prompts // self.minibatches * self.samples_per_prompt)
+        prompts = self.prompts // self.minibatches
+        return max(1, prompts if self._keeps_prompts(kind) else prompts * self.samples_per_prompt)
+
+    def _keeps_prompts(self, kind: str) -> bool:
+        """Return whether all samples of a prompt go to one data-parallel rank."""
+        return kind == "generate" or self.group_size > 1
+
+    @property
+    def group_tokens(self) -> float:
+        """Tokens of the samples that a micro-batch holds together."""
+        return self.group_size * self.tokens
 
     @property
     def survival(self) -> np.ndarray:

@@ -52,8 +52,8 @@ def _sizes(program: Program, world: World) -> Sizes:
     samples = experiment.batch_size * experiment.group_size
     if world.rank == 0:
         loader = Loader(
-            experiment.dataset, keys=program.graph.inputs, group_size=1, seed=experiment.seed,
-            tokenizer=load_tokenizer(experiment.tokenizer_dir()),
+            experiment.dataset, keys=program.graph.inputs, group_size=experiment.group_size,
+            seed=experiment.seed, tokenizer=load_tokenizer(experiment.tokenizer_dir()),
         )  # fmt: skip
         batch = loader.batch(range(experiment.batch_size))
         columns = [column for column in batch.fields.values() if isinstance(column, Packed)]

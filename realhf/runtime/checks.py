@@ -8,7 +8,7 @@ from typing import Any
 from realhf.calls import longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import check_tensors, open_checkpoint
-from realhf.data.dataset import load_rows, place
+from realhf.data.dataset import load_rows, place, reads_pairs
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -42,8 +42,12 @@ def check_graph(experiment: Experiment, graph: Any, roles: Mapping[str, Role]) -
         made = f"{type(experiment).__name__}.graph() returned {type(graph).__name__}"
         raise ValueError(f"{made}: it must return a DataflowGraph")
     check_inputs(graph)
+    group_size = experiment.group_size
+    if reads_pairs(graph.inputs) and group_size != 2:
+        why = "the graph reads pairs: the samples of a prompt are a chosen and a rejected completion"
+        raise ValueError(f"group_size is {group_size}: it must be 2, as {why}")
     for call in graph.calls:
-        _check_call(call, roles, batch_size=experiment.batch_size)
+        _check_call(call, roles, batch_size=experiment.batch_size, group_size=group_size)
 
 
 def check_inputs(graph: DataflowGraph) -> None:
@@ -54,13 +58,18 @@ def check_inputs(graph: DataflowGraph) -> None:
             raise ValueError(f"call {call.name!r} has no inputs: {why}")
 
 
-def _check_call(call: FunctionCall, roles: Mapping[str, Role], *, batch_size: int) -> None:
+def _check_call(
+    call: FunctionCall, roles: Mapping[str, Role], *, batch_size: int, group_size: int
+) -> None:
     call.require_work()
     if call.kind == "host":
         _check_host_function(call)
     if call.work.num_minibatches > batch_size:
         minibatches = call.work.num_minibatches
         raise ValueError(f"call {call.name!r} has {minibatches} minibatches: at most batch_size {batch_size}")
+    if group_size % (compared := call.work.group_size):
+        what = f"call {call.name!r} has a loss that compares {compared} samples of a prompt"
+        raise ValueError(f"group_size is {group_size}: it must be a multiple of {compared}, as {what}")
     if call.role is None:
         return
     if call.role not in roles:

@@ -50,7 +50,8 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class Routing:
-    """Rules for assigning samples: `group_size` consecutive ids form a group, which no mini-batch splits.
+    """Rules for assigning samples: those with the same `id // group_size` form a group, which no mini-batch
+    splits.
 
     A data shard gets whole groups if `keep_groups`. With `filtered`, only the samples that all inputs have
     are assigned. With `by_rows`, samples cost the same; otherwise they cost their tokens.

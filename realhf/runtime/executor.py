@@ -198,8 +198,8 @@ class Executor:
         call = action.call
         sources = [self._source(send, samples) for send in action.sends]
         routing = Routing(
-            self._group_size, call.work.num_minibatches, keep_groups=call.kind == "generate",
-            filtered=action.filtered)
+            self._group_size, call.work.num_minibatches, filtered=action.filtered,
+            keep_groups=call.kind == "generate" or call.work.group_size > 1)
         with self._waiting(call.name, f"waits for {self._producers(action)}"):
             return Exchange(self._world, self._outbox).receive(
                 sources, action.target, routing, tag=action.tag)

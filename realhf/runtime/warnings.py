@@ -39,6 +39,7 @@ def warnings_of(
         found += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
         if some is not None:
             found += [*_left_out(name, some), *_null_columns(name, some), *_unlike_template(name, some)]
+            found += _equal_pairs(name, some)
             found += [*_beyond_positions(program.roles, graph, name, some),
                       *_unknown_end(program.roles, graph, name, some)]
     return list(dict.fromkeys(found))
@@ -138,6 +139,13 @@ def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
         yield f"{name}: in {count} rows {what}; the loss counts from the first token that differs"
 
 
+def _equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
+    if equal := rows.equal_pairs():
+        columns = f"{rows.config.rejected_key} is the same as {rows.config.chosen_key}"
+        count = f"{len(equal)} of {len(rows)} rows"
+        yield f"{name}: {columns} in {count}, first in {rows.place_of(equal[0])}"
+
+
 def _repeated_rows(program: Program, rows: TokenizedRows) -> Iterator[str]:
     size = program.experiment.batch_size
     count = rows.num_in_file - rows.num_too_long
@@ -176,7 +184,8 @@ def _unknown_end(
     for role in sorted({call.role for call in graph.calls if call.role is not None}):
         known = roles[role].config().eos_token_ids
         ours = rows.tokenizer.eos_token_id
-        ends = [known_id for row in rows.rows for known_id in row["sequence_ids"][-4:] if known_id in known]
+        sequences = [sample["sequence_ids"] for samples in rows.samples for sample in samples]
+        ends = [known_id for ids in sequences for known_id in ids[-4:] if known_id in known]
         if known and not ends:
             what = f"ends in one of the tokens {', '.join(map(str, known))}, at which {role}.model stops"
             yield f"{name}: no completion {what} (eos_token_id); the tokenizer's eos token is {ours}"

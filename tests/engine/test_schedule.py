@@ -1,11 +1,18 @@
 """Pipeline order and micro-batches: simulated, counted and searched by brute force."""
 
 import random
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 import pytest
 
-from realhf.engine.micro_batch import attention_share, balance, micro_batches
+from realhf.engine.chunked_loss import _part_bounds
+from realhf.engine.micro_batch import (
+    attention_share,
+    balance,
+    groups_of,
+    micro_batches,
+    padded_micro_batches,
+)
 from realhf.engine.pipeline import one_forward_one_backward
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
@@ -84,31 +91,66 @@ def test_balance_is_a_partition_within_the_bound_of_lpt():
         assert largest <= best * (4 / 3 - 1 / (3 * num_parts)) + 1e-9
 
 
+def _grouped(rng, num_samples):
+    """Return a group size and rising ids, of which some groups lack samples."""
+    group_size = rng.choice([1, 1, 2, 3])
+    return group_size, sorted(rng.sample(range(20 + 2 * num_samples), num_samples))
+
+
 def test_micro_batches_keep_their_promises():
     rng = random.Random(1)
     for _ in range(300):
         lengths = [rng.choice([0, 1, 3, 7, 8, 30]) for _ in range(rng.randint(0, 12))]
+        group_size, ids = _grouped(rng, len(lengths))
+        groups = groups_of(ids, group_size)
+        assert [{ids[i] // group_size for i in group} for group in groups] == [
+            {number} for number in sorted({i // group_size for i in ids})]
         max_tokens, at_least = rng.randint(1, 40), rng.randint(1, 5)
         options = {"at_least": at_least, "attention": rng.choice([0.0, 0.1])}
-        parts = micro_batches(lengths, max_tokens=max_tokens, **options)
-        assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-        assert all(parts) and len(parts) >= min(at_least, len(lengths))
+        parts = micro_batches(lengths, max_tokens=max_tokens, groups=groups, **options)
+        padded = padded_micro_batches(lengths, max_tokens=max_tokens, groups=groups)
+        sizes = {tuple(group): sum(lengths[i] for i in group) for group in groups}
+        for parts_, width in ((parts, sum), (padded, lambda sizes: len(sizes) * max(sizes))):
+            assert sorted(i for part in parts_ for i in part) == list(range(len(lengths)))
+            for part in parts_:
+                whole = [group for group in groups if group[0] in part]
+                assert sorted(i for group in whole for i in group) == sorted(part)  # No group is cut,
+                for group in whole:  # and its samples are adjacent.
+                    assert part[part.index(group[0]) :][: len(group)] == group
+                assert len(whole) == 1 or width([lengths[i] for i in part]) <= max_tokens
+        assert all(parts) and len(parts) >= min(at_least, len(groups))
         for part in parts:
-            assert len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens
-            assert [lengths[i] for i in part] == sorted(lengths[i] for i in part)
+            in_order = [sizes[tuple(group)] for i in part for group in groups if group[0] == i]
+            assert in_order == sorted(in_order)
         # Not more than twice what any packing needs, apart from what `at_least` asks for.
         need = -(-sum(lengths) // max_tokens)
-        alone = sum(length > max_tokens / 2 for length in lengths)
+        alone = sum(size > max_tokens / 2 for size in sizes.values())
         assert len(parts) <= max(2 * need + 1, alone + need, at_least)
+
+
+def test_parts_of_a_loss_cut_no_group():
+    rng = random.Random(2)
+    for _ in range(300):
+        counts = [rng.choice([0, 1, 5, 9]) for _ in range(rng.randint(1, 12))]
+        group_size, ids = _grouped(rng, len(counts))
+        limit = rng.randint(1, 20)
+        sums = list(accumulate(counts))
+        bounds = _part_bounds(sums, limit, groups=groups_of(ids, group_size))
+        assert bounds[0] == 0 and bounds[-1] == len(ids) and bounds == sorted(set(bounds))
+        for first, last in pairwise(bounds):
+            numbers = {i // group_size for i in ids[first:last]}
+            assert sum(counts[first:last]) <= limit or len(numbers) == 1
+            assert not numbers & {i // group_size for i in [*ids[:first], *ids[last:]]}
 
 
 def test_micro_batches_balance_attention_too():
     """A long sequence costs as much as more tokens of short ones, within the limit of tokens."""
     lengths = [100] + [10] * 20
-    parts = micro_batches(lengths, max_tokens=200, attention=0.01)
+    options = {"attention": 0.01, "groups": [[i] for i in range(21)]}
+    parts = micro_batches(lengths, max_tokens=200, **options)
     spread = [sum(lengths[i] for i in part) for part in parts]
     assert sorted(spread) == [110, 190]  # 100 + 0.01 * 100^2 = 200; 11 for each of the others.
-    assert [len(part) for part in micro_batches(lengths, max_tokens=150, attention=0.01)] == [6, 15]
+    assert [len(part) for part in micro_batches(lengths, max_tokens=150, **options)] == [6, 15]
 
 
 @pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-0.5b", "qwen3-30b-a3b"])
