@@ -16,6 +16,7 @@ from realhf import prepare_once
 DIRECTORY = Path("runs/arithmetic")
 NUM_HELD_OUT = 256
 NUM_SFT = 20000
+"""Rows of the supervised data; those whose sum carries are also preference pairs."""
 NUM_PROMPTS = 2000
 CARELESS_SHARE = 0.8
 
@@ -101,9 +102,22 @@ def _write_data(directory: Path, *, seed: int) -> None:
         completion = solve(row["prompt"], careless=rng.random() < 0.5)
         label = exact_answer([], [completion], [], [row["answer"]])[0]
         labelled.append({"prompt": row["prompt"], "completion": completion, "label": label})
-    for name, part in (("held_out", held_out), ("sft", sft), ("prompts", prompts), ("verifier", labelled)):
+    parts = {"held_out": held_out, "sft": sft, "prompts": prompts, "verifier": labelled}
+    parts |= {"pairs": _pairs(sft), "held_out_pairs": _pairs(held_out)}
+    for name, part in parts.items():
         with (directory / f"{name}.jsonl").open("w") as file:
             file.writelines(json.dumps(row) + "\n" for row in part)
+
+
+def _pairs(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return preference pairs of a careful and a careless answer, where these differ."""
+    pairs = []
+    for row in rows:
+        chosen, rejected = (solve(row["prompt"], careless=careless) for careless in (False, True))
+        if chosen != rejected:
+            columns = {"prompt": row["prompt"], "answer": row["answer"]}
+            pairs.append(columns | {"chosen": chosen, "rejected": rejected})
+    return pairs
 
 
 def _additions(seed: int) -> Iterator[dict[str, str]]:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.algorithms.cispo import CISPO
     from realhf.algorithms.critic_free import CriticFree
     from realhf.algorithms.dapo import DAPO
+    from realhf.algorithms.dpo import DPO, DPOLoss
     from realhf.algorithms.grpo import GRPO
     from realhf.algorithms.gspo import GSPO
     from realhf.algorithms.kl import RewardKL
@@ -15,7 +16,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.algorithms.ppo import PPO, AdvantageConfig, ValueLoss
     from realhf.algorithms.reinforce import ReinforcePlusPlus
     from realhf.algorithms.remax import ReMax
-    from realhf.algorithms.reward_model import RewardModel
+    from realhf.algorithms.reward_model import BradleyTerry, PairwiseRewardModel, RewardModel
     from realhf.algorithms.rloo import RLOO
     from realhf.algorithms.sft import SFT
     from realhf.calls import (
@@ -53,6 +54,7 @@ _PUBLIC = {
     "algorithms.cispo": ("CISPO",),
     "algorithms.critic_free": ("CriticFree",),
     "algorithms.dapo": ("DAPO",),
+    "algorithms.dpo": ("DPO", "DPOLoss"),
     "algorithms.grpo": ("GRPO",),
     "algorithms.gspo": ("GSPO",),
     "algorithms.kl": ("RewardKL",),
@@ -61,7 +63,7 @@ _PUBLIC = {
     "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
     "algorithms.reinforce": ("ReinforcePlusPlus",),
     "algorithms.remax": ("ReMax",),
-    "algorithms.reward_model": ("RewardModel",),
+    "algorithms.reward_model": ("BradleyTerry", "PairwiseRewardModel", "RewardModel"),
     "rewards.limits": ("RewardLimits",),
     "algorithms.rloo": ("RLOO",),
     "algorithms.sft": ("SFT",),
@@ -86,14 +88,15 @@ _PUBLIC = {
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
-    "AdvantageConfig", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree", "DAPO",
-    "DataflowGraph", "DatasetConfig", "DeviceMesh", "ExecutionPlan", "Expected", "Experiment",
-    "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction", "Layout", "LogProbs", "LoraConfig",
-    "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO", "ParallelStrategy", "PolicyLoss",
-    "PolicyLossConfig", "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL",
-    "RewardLimits", "RewardModel", "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig",
-    "ScoreShaping", "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward", "TrainStep",
-    "ValueLoss", "Values", "graph_of", "prepare_once",
+    "AdvantageConfig", "BradleyTerry", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree",
+    "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DeviceMesh", "ExecutionPlan",
+    "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction", "Layout",
+    "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
+    "PairwiseRewardModel", "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "Pool", "RLOO",
+    "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL", "RewardLimits", "RewardModel",
+    "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig", "ScoreShaping", "Scores",
+    "SoftOverlongPenalty", "StepRunner", "TokenReward", "TrainStep", "ValueLoss", "Values", "graph_of",
+    "prepare_once",
 ]
 __version__ = "0.1.0"
 

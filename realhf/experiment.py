@@ -80,7 +80,8 @@ class Experiment:
     """The base class of all experiments; an algorithm adds its settings and overrides `roles` and `graph`."""
 
     dataset: DatasetConfig = field(default_factory=DatasetConfig)  # Prompts (and answers) to train on.
-    eval_dataset: DatasetConfig | None = None  # Held-out prompts, which are answered greedily.
+    eval_dataset: DatasetConfig | None = None
+    """Held-out rows: prompts to answer greedily, or completions whose loss is computed."""
     steps: int = 100  # Training steps of the run.
     batch_size: int = 32  # Prompts per step.
     group_size: int = 1  # Samples per prompt: a step has `batch_size * group_size` samples.
@@ -111,7 +112,11 @@ class Experiment:
         raise TypeError(f"{type(self).__name__} must define graph()")
 
     def eval_graph(self) -> DataflowGraph | None:
-        """Return the calls of an evaluation, which write `completion` and `score`; None: no evaluation."""
+        """Return the calls of an evaluation on `eval_dataset`; None: no evaluation.
+
+        They write `completion` and `score`, which go to eval.jsonl, or return metrics from host calls, which
+        are logged as `eval/<name>`, or both. A host call that is not splittable sees all samples at once.
+        """
         return None
 
     def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:

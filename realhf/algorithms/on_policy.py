@@ -75,9 +75,7 @@ class OnPolicy(Experiment):
         """Return the roles actor, ref (if `with_ref`) and reward (if a model scores). Raises ValueError."""
         if (self.reward is None) == (self.reward_function is None):
             raise ValueError("give either reward_function or a reward role, and not both")
-        lora = self.actor.lora  # Without an adapter to start from, the base is the initial model.
-        lora = lora if lora is not None and lora.adapter is not None else None
-        ref = self.ref or replace(self.actor, optimizer=None, lora=lora)
+        ref = self.ref or initial_reference(self.actor)
         named = {"actor": self.actor, "ref": ref if with_ref else None, "reward": self.reward}
         return {name: role for name, role in named.items() if role is not None}
 
@@ -216,6 +214,13 @@ class TokenReturns:
         firsts = [values[0] for values in returns if values]  # The discounted sums of whole responses.
         metrics = {"reward/token_return": sum(firsts) / len(firsts)} if firsts else {}
         return {"token_returns": mask.like(returns_T)}, metrics
+
+
+def initial_reference(actor: Role) -> Role:
+    """Return a frozen role with the actor's initial weights."""
+    lora = actor.lora  # Without an adapter to start from, the base is the initial model.
+    lora = lora if lora is not None and lora.adapter is not None else None
+    return replace(actor, optimizer=None, lora=lora)
 
 
 def graph_of(*calls: FunctionCall) -> DataflowGraph:

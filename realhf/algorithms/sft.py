@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from realhf.algorithms.on_policy import OnPolicy
-from realhf.calls import OptimizerConfig, SamplingConfig, TrainStep
+from realhf.algorithms.held_out import held_out_loss, scored_answers
+from realhf.algorithms.on_policy import SEQUENCE, graph_of
+from realhf.calls import LogProbs, OptimizerConfig, SamplingConfig, TrainStep
+from realhf.data.dataset import extra_columns
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.rewards.scoring import RewardFunction
@@ -37,7 +39,11 @@ class CrossEntropy:
 
 @dataclass
 class SFT(Experiment):
-    """Fine-tunes `actor` on rows of prompt and completion."""
+    """Fine-tunes `actor` on rows of prompt and completion.
+
+    An evaluation computes the loss of the completions of `eval_dataset`, unless it has none and only its
+    prompts are answered, for `reward_function`.
+    """
 
     actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))
     reward_function: RewardFunction | None = None  # Scores greedy answers to `eval_dataset`, if given.
@@ -50,15 +56,17 @@ class SFT(Experiment):
         return {"actor": self.actor}
 
     def graph(self) -> DataflowGraph:
-        keys = ("sequence_ids", "response_mask")
         work = TrainStep(
             CrossEntropy(), router_aux_loss_coef=self.router_aux_loss_coef,
             router_z_loss_coef=self.router_z_loss_coef)
-        call = FunctionCall("actor_train", "train_step", keys, role="actor", work=work)
-        return DataflowGraph((call,), keys)
+        return graph_of(FunctionCall("actor_train", "train_step", SEQUENCE, role="actor", work=work))
 
-    def eval_graph(self) -> DataflowGraph | None:
-        if self.reward_function is None:
-            return None
+    def eval_graph(self) -> DataflowGraph:
         dataset = self.eval_dataset or self.dataset
-        return OnPolicy(dataset, sampling=self.sampling, reward_function=self.reward_function).eval_graph()
+        answers = scored_answers(self.reward_function, self.sampling, dataset)
+        if answers and dataset.completion_key not in extra_columns(dataset):
+            return graph_of(*answers)
+        forward = FunctionCall(
+            "actor_forward", "forward", SEQUENCE, ("logprobs",), role="actor", work=LogProbs())
+        inputs = ("response_mask", "logprobs")
+        return graph_of(forward, held_out_loss(CrossEntropy(), inputs, with_perplexity=True), *answers)

@@ -1,8 +1,9 @@
 """The micro-batches into which calls on sequences (forward, train step) are assumed to be split.
 
 The engine splits the groups of each batch at their real lengths (engine/micro_batch.py); a group is a single
-sequence, or those that a loss compares. The planner knows only mean and longest lengths, so both its descriptions may differ from the engine's split: times follow from
-the mean micro-batch, and memory from the largest one.
+sequence, or those that a loss compares. The planner knows only mean and longest lengths, so both its
+descriptions may differ from the engine's split: times follow from the mean micro-batch, and memory from the
+largest one.
 """
 
 import math

@@ -23,6 +23,7 @@ _SEARCH_SECONDS = 5.0
 """Time to search for the one sample on which a function raises."""
 _MAX_SHOWN = 200
 """Most characters of a prompt in a message."""
+_SEQUENCE = ("sequence_ids", "response_mask")
 _STANDARD = ("prompts", "completions", "completion_ids")
 _NOT_EXTRA = ("prompt", "completion")
 """Columns that **columns do not receive, as in TRL: they would repeat the standard ones."""
@@ -76,21 +77,31 @@ def _name(function: RewardFunction) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def decode_responses(batch: Batch, context: Any) -> tuple[list[list[int]], list[str]]:
-    """Return the token ids of each response, and its text without special tokens."""
-    pairs = zip(batch["sequence_ids"].split(), batch["response_mask"].split(), strict=True)
+def decode_responses(
+    batch: Batch, context: Any, *, sequence: tuple[str, str] = _SEQUENCE
+) -> tuple[list[list[int]], list[str]]:
+    """Return the token ids of each response, and its text without special tokens.
+
+    `sequence` are the keys of the tokens and of the response mask.
+    """
+    pairs = zip(*(batch[key].split() for key in sequence), strict=True)
     token_ids = [tokens[chosen.bool()].tolist() for tokens, chosen in pairs]
     return token_ids, [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
 
 
 class RewardCall:
-    """A host function that decodes responses and returns them as `completion`, with the reward as `score`."""
+    """A host function that decodes responses and returns them as `completion`, with the reward as `score`.
+
+    It reads their tokens and masks under the keys `sequence`.
+    """
 
     def __init__(
-        self, function: RewardFunction, columns: Sequence[str], limits: RewardLimits | None = None
-    ) -> None:
+        self, function: RewardFunction, columns: Sequence[str], limits: RewardLimits | None = None,
+        *, sequence: tuple[str, str] = _SEQUENCE,
+    ) -> None:  # fmt: skip
         self.function = function
         self.columns = tuple(columns)
+        self.sequence = sequence
         self.name = _name(function)
         parameters = _parameters(function)
         names = [p.name for p in parameters]
@@ -103,10 +114,10 @@ class RewardCall:
         """Why the function failed on a sample for the first time."""
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
-        completion_ids, completions = decode_responses(batch, context)
+        completion_ids, completions = decode_responses(batch, context, sequence=self.sequence)
         columns = {name: batch[column_key(name)] for name in self.columns}
         scores = self.scores(batch.ids, batch["prompt"], completions, completion_ids, columns)
-        return {"score": batch["response_mask"].values.new_tensor(scores), "completion": completions}
+        return {"score": batch[self.sequence[1]].values.new_tensor(scores), "completion": completions}
 
     def scores(
         self, ids: Sequence[int], prompts: list[Any], completions: list[str], completion_ids: list[list[int]],

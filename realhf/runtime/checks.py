@@ -58,6 +58,13 @@ def check_inputs(graph: DataflowGraph) -> None:
             raise ValueError(f"call {call.name!r} has no inputs: {why}")
 
 
+def check_evaluation(graph: DataflowGraph) -> None:
+    """Raise ValueError if the calls of an evaluation yield nothing that is logged."""
+    if graph.producer("score") is None and not graph.of_kind("host"):
+        rule = "a call must write `score`, or a host call must return metrics"
+        raise ValueError(f"eval_graph() has nothing to log: {rule}")
+
+
 def _check_call(
     call: FunctionCall, roles: Mapping[str, Role], *, batch_size: int, group_size: int
 ) -> None:
@@ -258,10 +265,11 @@ def check_rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[
     config = getattr(experiment, name)
     try:
         rows = load_rows(config, graph.inputs)
-        losses = [call.work.loss for call in graph.of_kind("train_step")]
-        for loss in (loss for loss in losses if hasattr(loss, "row_fault")):  # Optional method of a Loss.
+        readers = [call.work.loss for call in graph.of_kind("train_step")]
+        readers += [call.work.function for call in graph.of_kind("host")]
+        for reader in (one for one in readers if hasattr(one, "row_fault")):  # An optional method.
             for number, row in enumerate(rows):
-                if fault := loss.row_fault(row):
+                if fault := reader.row_fault(row):
                     raise ValueError(f"{place(config, number)}: {fault}")
     except ValueError as error:
         raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error

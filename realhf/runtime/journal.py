@@ -15,12 +15,14 @@ from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder, merge_metrics
 from realhf.runtime.step_record import StepRecord
 
+_EVAL = "eval/"
+"""Beginning of the names of an evaluation's metrics."""
 _PATIENCE_SECONDS = 2.0
 """Seconds that a failed run waits for the records of finished steps."""
 
 
 class Journal:
-    """The metrics of the steps so far; `history` and `scores` are complete on rank 0 after `finish`.
+    """The metrics of the steps so far; `history` and `evaluations` are complete on rank 0 after `finish`.
 
     No rank waits for another: rank 0 collects records in a thread, the others leave theirs in the outbox. A
     step is written as soon as its last record has arrived, even if a later step fails.
@@ -46,8 +48,9 @@ class Journal:
         steps = [record for record in earlier if record["step"] > 0]
         self.history = [{k: v for k, v in record.items() if k != "step"} for record in steps]
         """The metrics of each step."""
-        self.scores = [record["eval/score"] for record in earlier if "eval/score" in record]
-        """The score of each evaluation."""
+        evaluations = [{k: v for k, v in record.items() if k.startswith(_EVAL)} for record in earlier]
+        self.evaluations = [metrics for metrics in evaluations if metrics]
+        """The metrics of each evaluation, whose names begin with `eval/`."""
         self.last: Future[int] | None = None
         """On rank 0, gives the size of metrics.jsonl in bytes once the newest step has been written."""
 
@@ -115,7 +118,7 @@ class Journal:
         reallocs = [StepRecord([], [e for e in r.events if e["kind"] == "realloc"]) for r in evaluations]
         metrics = self._step(step, steps) if steps else self._meter.totals()
         if evaluations:
-            metrics = {**merge_metrics(reallocs), "eval/score": self._evaluation(step, answers), **metrics}
+            metrics = {**merge_metrics(reallocs), **self._evaluation(step, evaluations, answers), **metrics}
         if steps:
             self.history.append(metrics)
         self._pauses = self._pauses or pauses
@@ -141,12 +144,19 @@ class Journal:
             self._progress.step(step, metrics)
         return metrics
 
-    def _evaluation(self, step: int, answers: Sequence[Mapping[str, Any]]) -> float:
-        scores = [row["score"] for row in answers if not math.isnan(row["score"])]  # Some rewards may fail.
-        score = float(sum(scores) / len(scores)) if scores else math.nan
-        self.scores.append(score)
-        if self._recorder is not None:
+    def _evaluation(
+        self, step: int, records: Sequence[StepRecord], answers: Sequence[Mapping[str, Any]]
+    ) -> dict[str, float]:
+        """Return the metrics of an evaluation: the mean score of its answers, and those of host calls."""
+        metrics = {}
+        if answers:
+            scores = [row["score"] for row in answers if not math.isnan(row["score"])]  # Some may fail.
+            metrics[f"{_EVAL}score"] = float(sum(scores) / len(scores)) if scores else math.nan
+        of_calls = merge_metrics([StepRecord(record.metrics) for record in records])
+        metrics |= {f"{_EVAL}{name.removeprefix(_EVAL)}": value for name, value in of_calls.items()}
+        self.evaluations.append(metrics)
+        if self._recorder is not None and answers:
             self._recorder.evaluation(answers)
         if self._progress is not None:
-            self._progress.evaluation(step, score)
-        return score
+            self._progress.evaluation(step, metrics)
+        return metrics

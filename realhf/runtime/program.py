@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from realhf.calls import HostFunction
+from realhf.data.dataset import reads_pairs
 from realhf.dist.tags import FIRST_INPUT
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -47,6 +48,11 @@ class Program:
     def actions(self) -> tuple[Action, ...]:
         """The actions of all parts, and then those of the evaluation."""
         return (*(action for part in self.parts.values() for action in part), *self.eval_actions)
+
+    @property
+    def eval_group_size(self) -> int:
+        """Samples of each prompt in an evaluation: two of a pair, else one."""
+        return 2 if self.eval_graph is not None and reads_pairs(self.eval_graph.inputs) else 1
 
     @property
     def adapter_sizes(self) -> dict[str, tuple[int, int]]:
@@ -109,12 +115,16 @@ def _offloaded_roles(graph: DataflowGraph, plan: ExecutionPlan) -> frozenset[str
 
 
 def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
-    """Return the evaluation's graph, with a last call on rank 0 that keeps the answers for eval.jsonl."""
+    """Return the evaluation's graph; if it scores answers, with a last call on rank 0 that keeps them for
+    eval.jsonl."""
     graph = experiment.eval_graph() if experiment.eval_dataset is not None else None
     if graph is None:
         return None
     checks.check_inputs(graph)
+    checks.check_evaluation(graph)
     rows = checks.check_rows(experiment, "eval_dataset", graph)
+    if graph.producer("score") is None:
+        return experiment.seeded(graph)
     shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
     keys = (*shown, "completion", "score")
     record = FunctionCall("eval_record", "host", keys, work=HostFunction(_keep_answers))

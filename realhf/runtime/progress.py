@@ -90,8 +90,9 @@ class Progress:
             shown = [f"{title} {metrics[name]:.4g}" for name, title in _COLUMNS.items() if name in metrics]
             self._print(f"step {label}: {', '.join(shown)}")
 
-    def evaluation(self, step: int, score: float) -> None:
-        self._score = f"held-out score after step {step}: {score:.3f}"
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items()]
+        self._score = f"held out, after step {step}: {', '.join(shown)}"
         if self._live is not None:
             self._live.refresh()
         else:
@@ -101,7 +102,8 @@ class Progress:
         self.stop()
         lines = []
         if (first := summary["eval_first"]) is not None:
-            lines.append(f"held-out score: {first:.3f} before, {summary['eval_last']:.3f} after")
+            name = summary["eval_metric"].removeprefix("eval/")
+            lines.append(f"held-out {name}: {first:.3f} before, {summary['eval_last']:.3f} after")
         for role, realloc in summary["realloc"].items():
             moved = f"{realloc['bytes_per_step'] / 1e6:.2f} MB per step"
             rate = realloc["gbytes_per_s"]

@@ -5,6 +5,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ class Trainer:
         self._loader = loader
         eval_loader = None
         if program.eval_graph is not None and experiment.eval_dataset is not None:
-            eval_loader = self._make_loader(experiment.eval_dataset, program.eval_graph, 1)
+            eval_loader = self._make_loader(
+                experiment.eval_dataset, program.eval_graph, program.eval_group_size)
         if self._is_main and not quiet:
             self._warn(loader, eval_loader, checkpoint)
         counts = world.control.all_gather_json(0 if eval_loader is None else len(eval_loader))
@@ -89,7 +91,8 @@ class Trainer:
         self._executor = self._make_executor(loader)
         self._evaluator = Executor(
             world, {_EVALUATION: program.eval_actions}, program.plan, self._store, self._context,
-            read=None if eval_loader is None else eval_loader.batch, is_evaluation=True, outbox=self._outbox)
+            read=None if eval_loader is None else eval_loader.batch, is_evaluation=True, outbox=self._outbox,
+            group_size=program.eval_group_size)
         self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
         if checkpoint is not None:
             check_step_program(checkpoint, program, self._runner)
@@ -244,7 +247,7 @@ class Trainer:
         return self._executor.take_record()
 
     def _evaluate(self) -> StepRecord:
-        """Answer the held-out prompts greedily; rank 0 keeps the answers."""
+        """Run the evaluation on all held-out rows; rank 0 keeps the answers, if there are any."""
         self._activity.step = f"evaluation after step {self._context.step}"
         self._evaluator.begin_step()
         self._evaluator.run(_EVALUATION, range(self._num_held_out), updates=self._context.updates)
@@ -274,10 +277,8 @@ class Trainer:
     def _finish(self, *, seconds: float) -> dict[str, Any]:
         steps = self._program.experiment.steps
         history = self._journal.history
-        scores = self._journal.scores
         summary: dict[str, Any] = {
-            "eval_first": scores[0] if scores else None,
-            "eval_last": scores[-1] if scores else None,
+            **_first_and_last(self._journal.evaluations),
             "steps": steps,
             "seconds": seconds,
             "hf_dir": str(self._out / "hf" / f"step_{steps}") if self._out else None,
@@ -313,6 +314,21 @@ class Trainer:
         )  # fmt: skip
         check_lengths(self._program.roles, graph, loader)
         return loader
+
+
+def _first_and_last(evaluations: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the first and the last value of the evaluations' main metric: the score, else the loss.
+
+    Without both it is the first metric that they have.
+    """
+    names = evaluations[0] if evaluations else {}
+    main = next((name for name in ("eval/score", "eval/loss", *names) if name in names), None)
+    values = [evaluation[main] for evaluation in evaluations if main in evaluation] if main else []
+    return {
+        "eval_metric": main,
+        "eval_first": values[0] if values else None,
+        "eval_last": values[-1] if values else None,
+    }
 
 
 def _keeps_caches(program: Program) -> bool:

@@ -1,0 +1,66 @@
+"""Evaluation on held-out rows: the loss of their completions, and the scores of greedy answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from typing import TYPE_CHECKING, Any
+
+from realhf.calls import Generate, HostFunction, Loss, SamplingConfig
+from realhf.data.dataset import DatasetConfig, extra_columns
+from realhf.graph import FunctionCall
+from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, reward_columns
+
+if TYPE_CHECKING:
+    from realhf.data.batch import Batch
+
+ANSWER = ("answer_ids", "answer_mask")
+"""Keys of greedy answers. Those of `SEQUENCE` are the completions of the rows."""
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """A host function that returns the loss of all its samples, and the loss's metrics."""
+
+    loss: Loss
+    with_perplexity: bool = False  # The loss is the mean over tokens of -log p, and exp(loss) is wanted.
+
+    def row_fault(self, row: Mapping[str, Any]) -> str | None:
+        """Return a sentence if the loss cannot use the row, else None."""
+        find = getattr(self.loss, "row_fault", None)
+        return None if find is None else find(row)
+
+    def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        output = self.loss.output
+        column = batch[output]
+        values = column if output == "scores" else column.values
+        value, metrics = self.loss({output: values}, batch, self.loss.totals(batch))
+        found = {"loss": value.item(), **{name: metric.item() for name, metric in metrics.items()}}
+        if self.with_perplexity:
+            found["perplexity"] = exp(found["loss"])
+        return {}, found
+
+
+def held_out_loss(loss: Loss, inputs: Sequence[str], *, with_perplexity: bool = False) -> FunctionCall:
+    """Return the call that computes a loss from a model's outputs and columns. It runs on one rank with all
+    samples, so that its metrics are the same under every plan."""
+    work = HostFunction(HeldOutLoss(loss, with_perplexity))
+    return FunctionCall("eval_loss", "host", tuple(inputs), work=work)
+
+
+def scored_answers(
+    function: RewardFunction | None, sampling: SamplingConfig, dataset: DatasetConfig
+) -> tuple[FunctionCall, ...]:
+    """Return the calls that answer prompts greedily and score the answers; none without a function."""
+    if function is None:
+        return ()
+    greedy = Generate(sampling=replace(sampling, temperature=0.0, top_k=0, top_p=1.0))
+    written = (*ANSWER, "gen_logprobs", "finished")
+    columns = reward_columns(function, extra_columns(dataset))
+    reward = HostFunction(RewardCall(function, columns, sequence=ANSWER), splittable=True)
+    read = ("prompt", *ANSWER, *(column_key(column) for column in columns))
+    return (
+        FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=greedy),
+        FunctionCall("reward_forward", "host", read, ("score", "completion"), work=reward),
+    )
