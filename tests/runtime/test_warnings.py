@@ -121,7 +121,8 @@ def test_completions_that_end_where_answers_do_not(tmp_path, capsys):
     task = write_task(tmp_path)
     (task / "config.json").write_text(json.dumps({**HF_CONFIG, "eos_token_id": [0, 15]}))
     what = "no completion ends in one of the tokens 0, 15, at which actor.model stops (eos_token_id)"
-    assert _warnings(capsys, "sft", task) == [f"dataset: {what}; the tokenizer's eos token is 1"]
+    assert _warnings(capsys, "sft", task) == [
+        f"{name}: {what}; the tokenizer's eos token is 1" for name in ("dataset", "eval_dataset")]
 
 
 LEARNED = {
