@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from realhf.algorithms.held_out import held_out_loss, scored_answers
 from realhf.algorithms.on_policy import SEQUENCE, graph_of, initial_reference
 from realhf.algorithms.pairs import PAIR, cross_entropy, num_pairs, split_pairs
-from realhf.algorithms.policy_loss import response_counts
+from realhf.algorithms.responses import response_counts, response_sums
 from realhf.calls import LogProbs, OptimizerConfig, SamplingConfig, TrainStep
 from realhf.data.dataset import IS_CHOSEN
 from realhf.experiment import Experiment, Role
@@ -60,8 +60,7 @@ class DPOLoss:
         self, outputs: Mapping[str, Tensor], batch: Batch, totals: Mapping[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         mask = batch["response_mask"]
-        log_ratio_T = (outputs["logprobs"] - batch["ref_logprobs"].values) * mask.values
-        log_ratio_S = response_counts(mask.like(log_ratio_T))  # Sums over the tokens of each sequence.
+        log_ratio_S = response_sums(outputs["logprobs"] - batch["ref_logprobs"].values, mask)
         chosen_P, rejected_P = split_pairs(log_ratio_S, batch)
         if self.variant == "sigmoid":
             loss_P = cross_entropy(self.beta * (chosen_P - rejected_P), 1 - self.label_smoothing)

@@ -25,7 +25,7 @@ from realhf.graph import DataflowGraph
 from realhf.plan import ExecutionPlan
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
-from tests.cli_tools import read_jsonl
+from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
 
 VOCABULARY = 18
@@ -111,7 +111,7 @@ def _large(world, kind, layouts, directory):
 
 
 def _numbers(metrics):
-    measured = ("timing_s/", "perf/", "realloc", "bubble/")
+    measured = (*TIMED, "realloc")
     return [{name: x for name, x in step.items() if not name.startswith(measured)} for step in metrics]
 
 
