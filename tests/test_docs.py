@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from realhf import Experiment, FunctionCall, HostFunction, families
+from realhf import Experiment, FunctionCall, HostFunction, Role, families
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.runtime.host_call import call_host_function
@@ -181,9 +181,10 @@ PREPARES = "from realhf import prepare_once"
 FAMILY = '"olmo2": Family('
 SIGNATURE = "def reward("
 LIMITS = "from realhf import RewardLimits"
-DYNAMIC = "def parts(self, graph)"
+DYNAMIC = "def parts(self, graph: DataflowGraph)"
 LAGGED = "due = run.batch"
 FILTER = "def drop_long"
+OWN = "from dataclasses import dataclass, replace\nfrom realhf import GRPO"
 
 
 @pytest.mark.parametrize("beginning", ACTORS)
@@ -198,7 +199,7 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 
 def test_every_snippet_of_python_is_tried():
-    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED, FILTER)
+    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED, FILTER, OWN)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
     compile(snippet(beginning=SIGNATURE), "docs", "exec")
@@ -212,7 +213,8 @@ def test_the_limits_of_rewards_are_a_field_of_the_first_experiment(workplace, ca
 
 
 def test_the_step_programs_shown_are_those_that_run():
-    assert textwrap.indent(snippet(beginning=DYNAMIC), "    ") in (REPO / "examples/dapo.py").read_text()
+    assert textwrap.indent(snippet(beginning=DYNAMIC), "    ") in (
+        REPO / "realhf/algorithms/dapo.py").read_text()
     lines = [line for line in snippet(beginning=LAGGED).splitlines() if line]
     source = inspect.getsource(Experiment.step)
     places = [source.index(line) for line in lines]
@@ -225,6 +227,18 @@ def test_the_filter_drops_long_answers():
     mask = Packed(torch.tensor([0.0] + [1.0] * 199 + [1.0] * 200), [200, 200])
     result = call_host_function(names["drop"], Batch([4, 5], {"response_mask": mask}), None)
     assert result.batch.ids == [4] and result.batch["lengths"] == [199]
+
+
+def test_the_advantages_of_the_page_reward_the_best_answers():
+    names: dict = {}
+    exec(compile(snippet(beginning=OWN), "docs", "exec"), names)
+    experiment = names["BestOfGroup"](actor=Role(MODEL), reward_function=lambda completions: [])
+    function = experiment.graph()["advantages"].work.function
+    mask = Packed(torch.tensor([0.0, 1.0] * 16), [2] * 16)
+    scores = torch.tensor([float(i % 8 == 3) for i in range(16)])
+    columns, metrics = function(Batch(list(range(16)), {"score": scores, "response_mask": mask}), None)
+    assert columns["advantages"].values.tolist() == scores.repeat_interleave(2).tolist()
+    assert metrics == {"reward/best": 1.0}
 
 
 def test_the_plan_by_hand_is_sound(workplace, capsys):
