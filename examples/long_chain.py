@@ -18,7 +18,7 @@ experiment = GRPO(
     score_shaping=CosineReward(LIMIT),
     sampling=SamplingConfig(max_new_tokens=LIMIT),
     loss=PolicyLossConfig(average="token"),
-    steps=200,
+    steps=120,
     batch_size=32,
     group_size=8,
 )
