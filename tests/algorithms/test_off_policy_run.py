@@ -38,7 +38,7 @@ def test_without_lag_recomputed_log_probs_are_those_of_the_generator(pool, tmp_p
         for step in others:
             assert step["mismatch/kl"] < 1e-12 and step["actor/mismatch_kl"] < 1e-12
             assert step["actor/importance_weight"] == pytest.approx(1.0, rel=1e-9)
-            measured = (*TIMED, "realloc")
+            measured = (*TIMED, "realloc", "compute/")  # One forward pass more.
             names = [name for name in plain if not name.startswith(measured)]
             assert {"actor/grad_norm", "actor/approx_kl"} <= set(names) <= set(step)
             for name in names:

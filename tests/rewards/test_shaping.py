@@ -6,6 +6,7 @@ from math import nan
 
 import pytest
 import torch
+from trl.rewards import get_soft_overlong_punishment
 
 from realhf import CosineReward, RepetitionPenalty, SoftOverlongPenalty
 from realhf.rewards.shaping import discounted_returns, token_returns
@@ -76,8 +77,7 @@ def test_the_soft_overlong_penalty_at_its_corners():
 
 
 def test_the_soft_overlong_penalty_is_that_of_trl():
-    rewards = pytest.importorskip("trl.rewards")
-    theirs = rewards.get_soft_overlong_punishment(max_completion_len=MAX_LENGTH, soft_punish_cache=13)
+    theirs = get_soft_overlong_punishment(max_completion_len=MAX_LENGTH, soft_punish_cache=13)
     lengths = torch.arange(60)
     ours = SoftOverlongPenalty(MAX_LENGTH, buffer=13)(torch.zeros(60), lengths.float(), torch.ones(60))
     expected = theirs(completion_ids=[[0] * int(n) for n in lengths])
