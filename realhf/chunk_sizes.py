@@ -8,6 +8,12 @@ PART_NUMEL = 1 << 17
 CHUNK_NUMEL = 1 << 24
 SMALL_PRODUCT = 1 << 21
 """Multiplications up to which a product is faster in float32 than torch can prepare it in bfloat16 on CPU."""
+WIDENED_WEIGHT_NUMEL = 1 << 19
+"""Elements of a weight that are converted to float32 at a time for a product on CPU."""
+WIDENED_TOKENS_NUMEL = 1 << 21
+"""Elements of the tokens that are converted to float32 at a time for a product on CPU."""
+CUDA_PARTS = 16
+"""A GPU converts this many times more elements at a time, because each part costs kernel launches."""
 
 
 def chunk_numel(*, is_cuda: bool) -> int:

@@ -34,6 +34,10 @@ class Role:
     follows: str | None = None  # Be the moving average of this role, updated after its train steps.
     follow_rate: float = 0.01  # Share of the followed role's weights in each update.
     lora: LoraConfig | None = None  # Adapters, if only they are to be trained.
+    float32_head: bool = False
+    """Whether the logits of a bfloat16 or float16 model are computed in float32: in its head's products with
+    the hidden states, when it generates and when it trains, both operands count as float32 (MiniMax-M1,
+    arXiv:2506.13585). It brings the log-probs of both nearer to each other."""
     engine: Literal["native", "transformers"] = "native"
     """`transformers` runs that library's own class of any family, in whole replicas (data parallelism)."""
 
@@ -43,6 +47,12 @@ class Role:
             raise ValueError("a role that follows another cannot have an optimizer of its own")
         if self.follows is not None and self.lora is not None:
             raise ValueError("a role that follows another cannot have adapters (lora)")
+        if self.engine == "transformers" and self.float32_head:
+            raise ValueError(
+                "float32_head is true: the transformers engine computes the head in the model's dtype; use "
+                "engine native, or dtype float32")
+        if self.float32_head and self.head != "lm":
+            raise ValueError(f"float32_head is true: it is for head lm, and head is {self.head}")
         if self.engine == "transformers" and self.lora is not None:
             raise ValueError("the transformers engine has no adapters (lora): use engine native for them")
         require(0 < self.follow_rate <= 1, "follow_rate", self.follow_rate, "be above 0 and at most 1")

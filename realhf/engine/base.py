@@ -42,9 +42,9 @@ class Engine(ABC):
     """A role's part on this rank under one layout. With an optimizer it can be trained, else it is frozen.
 
     All ranks of the layout construct engines in the same order, by `(spec, layout, world, dtype=...,
-    optimizer=..., memory=..., lora=..., adapter_memory=...)`: a subclass constructs the parameters, in
-    `memory` and `adapter_memory` if these are given. With `lora`, the engine trains adapters instead of the
-    model.
+    optimizer=..., memory=..., lora=..., adapter_memory=..., float32_head=...)`: a subclass constructs the
+    parameters, in `memory` and `adapter_memory` if these are given. With `lora`, the engine trains adapters
+    instead of the model.
     """
 
     def __init__(

@@ -37,12 +37,15 @@ class NativeEngine(Engine):
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
         lora: LoraConfig | None = None, adapter_memory: torch.Tensor | None = None,
+        float32_head: bool = False,
     ) -> None:  # fmt: skip
         groups = ParallelGroups.create(world, layout)
         self.adapters = None
         if lora is not None:
             self.adapters = Adapters(spec.config, lora, groups, dtype=DTYPES[dtype], memory=adapter_memory)
-        self.model = Transformer(spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters)
+        self.model = Transformer(
+            spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters,
+            float32_head=float32_head)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
         self._cache_limit = CacheLimit(groups)
         self._kept: dict[str, tuple[Generation, Batch]] = {}

@@ -39,8 +39,10 @@ class TransformersEngine(Engine):
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: Tensor | None = None,
         lora: LoraConfig | None = None, adapter_memory: Tensor | None = None,
+        float32_head: bool = False,
     ) -> None:  # fmt: skip
         assert lora is None and adapter_memory is None, "a Role with this engine has no adapters"
+        assert not float32_head, "a Role with this engine has no head in float32"
         groups = ParallelGroups.create(world, layout)
         self.model = TransformersModel(spec, groups, dtype=DTYPES[dtype], memory=memory)
         super().__init__(self.model, optimizer=optimizer)

@@ -41,12 +41,12 @@ class Weight(torch.nn.Parameter):
         """Add grad^T x to the sum."""
         assert self.total is not None
         total_OI = self.total
-        if total_OI.dtype == grad_TO.dtype:
+        if total_OI.dtype == grad_TO.dtype == x_TI.dtype:
             if self.is_empty:
                 torch.mm(grad_TO.T, x_TI, out=total_OI)
             else:
                 total_OI.addmm_(grad_TO.T, x_TI)
-        elif half_matmul.needs_float32(grad_TO):
+        elif half_matmul.needs_float32(grad_TO) or grad_TO.dtype != x_TI.dtype:
             half_matmul.add_product(total_OI, grad_TO, x_TI, is_empty=self.is_empty)
         else:
             numel = block_numel(is_cuda=grad_TO.is_cuda)

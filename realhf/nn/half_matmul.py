@@ -1,7 +1,8 @@
-"""Matrix products in 16-bit dtypes, computed in float32 on a CPU that has no units for them.
+"""Matrix products of 16-bit operands that are computed in float32.
 
-On such a CPU torch multiplies 16-bit numbers one by one, which is far slower than float32. So the operands
-are converted to float32, one part at a time that stays in a core's cache, and the results are rounded.
+A CPU without units for 16-bit numbers multiplies them one by one, which is far slower than float32. So the
+operands are converted to float32, one part at a time that stays in a core's cache, and the results are
+rounded. The head of a model with `float32_head` computes in float32 on every device, and does not round.
 
 Shape suffixes: T tokens, O and I outputs and inputs of a layer; t some of the tokens, o some of the outputs.
 """
@@ -13,12 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.chunk_sizes import CUDA_PARTS, WIDENED_TOKENS_NUMEL, WIDENED_WEIGHT_NUMEL
 from realhf.region import row_blocks
-
-_WEIGHT_NUMEL = 1 << 19
-"""Elements of a weight to convert at a time."""
-_TOKENS_NUMEL = 1 << 21
-"""Elements of the tokens to convert at a time."""
 
 
 def needs_float32(x: Tensor) -> bool:
@@ -46,7 +43,7 @@ def affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     if not needs_float32(x_TI):
         return F.linear(x_TI, weight_OI, bias_O)
     y_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
-    for tokens in row_blocks(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
+    for tokens in _tokens(x_TI, x_TI.shape[1]):
         x_tI = x_TI[tokens].float()
         for outputs in _outputs(weight_OI, len(x_tI)):
             y_to = x_tI @ weight_OI[outputs].float().T
@@ -54,12 +51,31 @@ def affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     return y_TO
 
 
+def affine_float32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return x W^T in float32, for operands of 16 bits; without gradients.
+
+    The product of two 16-bit numbers is exact in float32. So a GPU's 16-bit units, which add the products up
+    in float32, need no converted operands.
+    """
+    if x_TI.is_cuda:
+        return torch.mm(x_TI, weight_OI.T, out_dtype=torch.float32)
+    y_TO = x_TI.new_empty(len(x_TI), len(weight_OI), dtype=torch.float32)
+    for tokens in _tokens(x_TI, x_TI.shape[1]):
+        x_tI = x_TI[tokens].float()
+        for outputs in _outputs(weight_OI, len(x_tI)):
+            torch.mm(x_tI, weight_OI[outputs].float().T, out=y_TO[tokens, outputs])
+    return y_TO
+
+
 def product(x_TO: Tensor, weight_OI: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return x W, written to `out` if that is given; without gradients."""
+    """Return x W, written to `out` if that is given; without gradients.
+
+    If x is in float32 and W is not, the product is computed in float32.
+    """
     y_TI = x_TO.new_empty(len(x_TO), weight_OI.shape[1]) if out is None else out
-    if not needs_float32(x_TO):
+    if not needs_float32(x_TO) and x_TO.dtype == weight_OI.dtype:
         return torch.mm(x_TO, weight_OI, out=y_TI)
-    for tokens in row_blocks(len(x_TO), weight_OI.shape[1], _TOKENS_NUMEL):
+    for tokens in _tokens(x_TO, weight_OI.shape[1]):
         y_tI = torch.zeros_like(y_TI[tokens], dtype=torch.float32)
         for outputs in _outputs(weight_OI, len(y_tI)):
             y_tI.addmm_(x_TO[tokens, outputs].float(), weight_OI[outputs].float())
@@ -69,14 +85,20 @@ def product(x_TO: Tensor, weight_OI: Tensor, *, out: Tensor | None = None) -> Te
 
 def add_product(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, is_empty: bool) -> None:
     """Add grad^T x to a sum in float32, which is overwritten if `is_empty`."""
-    for tokens in row_blocks(len(x_TI), x_TI.shape[1], _TOKENS_NUMEL):
+    for tokens in _tokens(x_TI, x_TI.shape[1]):
         x_tI = x_TI[tokens].float()
         beta = 0 if is_empty and tokens.start == 0 else 1
         for outputs in _outputs(total_OI, len(x_tI)):
             total_OI[outputs].addmm_(grad_TO[tokens, outputs].float().T, x_tI, beta=beta)
 
 
+def _tokens(x_T: Tensor, width: int) -> Iterator[slice]:
+    """Yield parts of the tokens, of which `width` elements each are converted."""
+    return row_blocks(len(x_T), width, WIDENED_TOKENS_NUMEL * (CUDA_PARTS if x_T.is_cuda else 1))
+
+
 def _outputs(weight_OI: Tensor, num_tokens: int) -> Iterator[slice]:
     """Yield parts of a weight's rows, so small that the outputs for `num_tokens` tokens are small, too."""
-    share = _TOKENS_NUMEL // _WEIGHT_NUMEL
-    return row_blocks(len(weight_OI), max(weight_OI.shape[1], num_tokens // share), _WEIGHT_NUMEL)
+    share = WIDENED_TOKENS_NUMEL // WIDENED_WEIGHT_NUMEL
+    numel = WIDENED_WEIGHT_NUMEL * (CUDA_PARTS if weight_OI.is_cuda else 1)
+    return row_blocks(len(weight_OI), max(weight_OI.shape[1], num_tokens // share), numel)

@@ -41,14 +41,16 @@ class Transformer(ShardedParameters):
     Call the model for a forward pass over whole sequences, and `advance` for tokens that extend a KV cache.
     Either takes token ids on the first stage and hidden states on the others, and returns hidden states. The
     last stage turns those into `logits` or `scores`, or into log-probabilities with the `head`. `adapters`
-    are LoRA parameters of their own, whose outputs are added to those of the linear layers.
+    are LoRA parameters of their own, whose outputs are added to those of the linear layers. With
+    `float32_head`, the products of a 16-bit `head` are computed in float32.
     """
 
     def __init__(
         self, spec: ModelSpec, groups: ParallelGroups, *, dtype: torch.dtype, memory: Tensor | None = None,
-        adapters: Adapters | None = None,
+        adapters: Adapters | None = None, float32_head: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(spec, groups, dtype=dtype, memory=memory)
+        self._float32_head = float32_head
         self.adapters = adapters
         self._layers = spec.stage_layers(groups.layout.strategy, groups.at.pp)
         self._adapted: list[Adapter] = []
@@ -213,7 +215,9 @@ class Transformer(ShardedParameters):
         """The output head over `vocab_range`, on the last stage."""
         c = self.config
         weight = self.of_layer(-1)["embedding.weight"] if c.tied else self.of_layer(None)["lm_head.weight"]
-        return Head(weight, self.vocab_range[0], self.groups.tp, scale=c.logit_scale, softcap=c.logit_softcap)
+        return Head(
+            weight, self.vocab_range[0], self.groups.tp, scale=c.logit_scale, softcap=c.logit_softcap,
+            float32=self._float32_head)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return logits_TV over `vocab_range`, in dtype `wide`, on the last stage."""

@@ -1,7 +1,7 @@
 """Log-probabilities and entropy from hidden states, without holding the logits of all tokens at once.
 
-Logits are computed for one chunk of tokens at a time, in the dtype of the head's weight, and evaluated in
-float32 (float64 for float64 logits). If there are several chunks, the forward pass keeps only each token's
+Logits are computed for one chunk of tokens at a time, in the dtype of the head's weight or in float32, and
+evaluated in float32 (float64 for float64 logits). If there are several chunks, the forward pass keeps only each token's
 log-sum-exp, and the backward pass computes the logits again; it turns them into their gradient in place.
 Each rank of a tensor-parallel group has a part of the vocabulary; the forward pass sends one message per
 peer, however many chunks there are.
@@ -35,6 +35,7 @@ class Head:
     group: Group
     scale: float = 1.0
     softcap: float | None = None  # Logits x become c * tanh(x / c).
+    float32: bool = False  # The products with a 16-bit weight are computed in float32.
 
     @property
     def chunk_tokens(self) -> int:
@@ -43,9 +44,19 @@ class Head:
         return max(1, numel // max(1, len(self.weight_VH)))
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Return logits_TV of all these tokens, in at least float32."""
-        logits_TV = linear(copy_to_group(hidden_TH, self.group), self.weight_VH)
-        return self.to_logits(logits_TV, temperature=1.0)
+        """Return logits_TV of all these tokens, in at least float32; without gradients if `float32`."""
+        hidden_TH = copy_to_group(hidden_TH, self.group)
+        multiply = half_matmul.affine_float32 if self._is_widened else linear
+        return self.to_logits(multiply(hidden_TH, self.weight_VH), temperature=1.0)
+
+    def product(self, hidden_TH: Tensor) -> Tensor:
+        """Return the product with the weight, which `to_logits` turns into logits; without gradients."""
+        multiply = half_matmul.affine_float32 if self._is_widened else half_matmul.affine
+        return multiply(hidden_TH, self.weight_VH)
+
+    @property
+    def _is_widened(self) -> bool:
+        return self.float32 and self.weight_VH.itemsize < 4
 
     def to_logits(self, product_TV: Tensor, *, temperature: float) -> Tensor:
         """Return the logits, given the product with the weight; may return that same tensor."""
@@ -95,7 +106,7 @@ class _LogProbs(torch.autograd.Function):
         logits_tV = hidden_TH
         for tokens in row_blocks(len(hidden_TH), 1, chunk):
             logits_tV = hidden_TH  # Frees the previous chunk before the next product.
-            logits_tV = half_matmul.affine(hidden_TH[tokens], weight_VH)
+            logits_tV = head.product(hidden_TH[tokens])
             parts += _statistics(logits_tV, at_T1[tokens], head, temperature, entropy)
         statistics = torch.cat(parts, dim=1)
         statistics[1].masked_fill_(~here_T, 0)
@@ -120,7 +131,7 @@ class _LogProbs(torch.autograd.Function):
         grad_hidden_TH = torch.empty_like(hidden_TH)
         summing = _summing(head.weight_VH) if ctx.needs_input_grad[1] else None
         for tokens in row_blocks(len(hidden_TH), 1, chunk):
-            grad_tV = half_matmul.affine(hidden_TH[tokens], weight_VH) if kept_TV is None else kept_TV
+            grad_tV = head.product(hidden_TH[tokens]) if kept_TV is None else kept_TV
             labels = at_T1[tokens], here_T[tokens]
             of_entropy = None
             if grad_entropy_T is not None:

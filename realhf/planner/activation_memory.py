@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from realhf.chunk_sizes import PART_NUMEL, block_numel, chunk_numel, slice_numel
+from realhf.chunk_sizes import (
+    CUDA_PARTS,
+    PART_NUMEL,
+    WIDENED_TOKENS_NUMEL,
+    WIDENED_WEIGHT_NUMEL,
+    block_numel,
+    chunk_numel,
+    slice_numel,
+)
 from realhf.layout import ParallelStrategy
 from realhf.planner.micro_batches import LargestMicroBatch, largest_micro_batch
 from realhf.planner.problem import ModelRole, Workload
@@ -182,6 +190,21 @@ class CallPieces:
         """Return how many of `numel` logits exist at a time."""
         return min(numel, max(self.widths.vocabulary, chunk_numel(is_cuda=self.fused)))
 
+    @property
+    def logit_itemsize(self) -> int:
+        """Bytes of a product of the head."""
+        return self.role.wide_itemsize if self.role.widens_head else self.role.itemsize
+
+    def widened_head_bytes(self, tokens: float, *, backward: bool) -> float:
+        """Return the bytes of the parts of the hidden states and of the head's weight that are converted to
+        float32 at a time (nn/half_matmul.py); a GPU converts them for backward products only."""
+        if not self.role.widens_head or (self.fused and not backward):
+            return 0.0
+        parts = CUDA_PARTS if self.fused else 1
+        states = min(tokens * self.widths.hidden, WIDENED_TOKENS_NUMEL * parts)
+        weight = min(self.widths.vocabulary * self.widths.hidden, WIDENED_WEIGHT_NUMEL * parts)
+        return self.role.wide_itemsize * (states + weight)
+
     def logits_bytes(self, numel: float, *, copies: int) -> float:
         """Return the bytes of a chunk of logits, and of `copies` copies in w of one slice of it.
 
@@ -190,7 +213,7 @@ class CallPieces:
         """
         limit = slice_numel(is_cuda=self.fused)
         chunk = self.logits_at_once(numel)
-        e = self.role.itemsize
+        e = self.logit_itemsize
         w = self.role.wide_itemsize
         copies += (1 + (chunk > limit)) * (e < w)
         return e * chunk + w * copies * min(chunk, limit)

@@ -70,7 +70,10 @@ def forward_moments(pieces: CallPieces) -> dict[str, CallMemory]:
     moments = {"block": base._replace(activations=pieces.forward_temporaries(tokens))}
     if pieces.has_logits:
         states = pieces.hidden_bytes(tokens + response_tokens)
-        logits = pieces.logits_bytes(response_tokens * pieces.widths.vocabulary, copies=0)
+        numel = response_tokens * pieces.widths.vocabulary
+        widened = pieces.widened_head_bytes(response_tokens, backward=False)
+        chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
+        logits = max(pieces.logits_bytes(numel, copies=0), chunk + widened)
         moments["logits"] = base._replace(activations=states, logits=logits)
     return moments
 

@@ -119,6 +119,7 @@ class ModelRole:
     source: Hashable = None
     """Roles with equal sources share the memory of frozen weights where their shards are equal; None shares
     nothing."""
+    float32_head: bool = False  # The products of the head are computed in float32 (see experiment.Role).
 
     @property
     def itemsize(self) -> int:
@@ -128,6 +129,11 @@ class ModelRole:
     def wide_itemsize(self) -> int:
         """Bytes of a gradient or optimizer value: float32, or float64 in a float64 model."""
         return max(4, self.itemsize)
+
+    @property
+    def widens_head(self) -> bool:
+        """Whether the head computes in a wider dtype than the other layers."""
+        return self.float32_head and self.itemsize < 4
 
     @cached_property
     def spec(self) -> ModelSpec:

@@ -6,7 +6,7 @@ quantities; `LINKS`, `CALLS` and `OF_MODEL` list the tables and their axes. Any 
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -235,7 +235,8 @@ class ProfiledRates(Rates):
         table = self._of(role, tp, f"{output}_{'backward' if backward else 'forward'}")
         if table is None:
             return super().head(role, tp, tokens=tokens, output=output, backward=backward)
-        return Cost(table.at(tokens))
+        head = partial(super().head, tp=tp, tokens=tokens, output=output, backward=backward)
+        return Cost(table.at(tokens) + _widening(lambda role: head(role).compute, role))
 
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
@@ -258,7 +259,8 @@ class ProfiledRates(Rates):
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
         table = self._of(role, tp, "decode_head")
-        return super().decode_head(role, tp, rows=rows) if table is None else table.at(rows)
+        head = partial(super().decode_head, tp=tp, rows=rows)
+        return head(role) if table is None else table.at(rows) + _widening(head, role)
 
     def accumulate(self, role: ModelRole, params: float) -> float:
         measured = self._of(role, Span(1, 1), "block_backward") is not None
@@ -279,6 +281,12 @@ class ProfiledRates(Rates):
         if tp.hosts > 1 or (ep is not None and ep.size > 1):
             return None
         return self._models.get((*shape_of(role.config), role.dtype, tp.size), {}).get(name)
+
+
+def _widening(seconds: Callable[[ModelRole], Any], role: ModelRole) -> Any:
+    """Return how much longer a head in float32 takes, by the roofline: tables are about heads in the model's
+    dtype."""
+    return seconds(role) - seconds(replace(role, float32_head=False)) if role.widens_head else 0.0
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ measurements.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -239,11 +239,23 @@ class Rates:
         if output != "logprobs" or c.head != "lm":
             return Cost(embedding)
         passes = 5 if backward else 6
-        compute = self.matmul(role, tokens=tokens, params=c.vocab_size * c.hidden_size / n)
+        params = c.vocab_size * c.hidden_size / n
+        compute = self._head_product(role, tokens=tokens, params=params, backward=backward)
         compute *= 2 if backward and role.lora is None else 1
         compute += self.traffic(passes * tokens * c.vocab_size / n * _LOGIT_BYTES)
         communication = 0.0 if n == 1 else self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
         return Cost(embedding + compute, communication)
+
+    def _head_product(self, role: ModelRole, *, tokens: Any, params: float, backward: bool = False) -> Any:
+        """Return the seconds of a product with the head's weight.
+
+        In float32 a GPU still computes logits with its 16-bit units, but not their gradients
+        (nn/half_matmul.py).
+        """
+        is_cuda = self.cluster.device_type == "cuda"
+        if role.widens_head and (backward or not is_cuda):
+            return self.matmul(replace(role, dtype="float32"), tokens=tokens, params=params)
+        return self.matmul(role, tokens=tokens, params=params)
 
     def _launched(self, compute: Any) -> Any:
         """Return the seconds of a block with its host time.
@@ -290,7 +302,7 @@ class Rates:
         """Return the seconds of logits and sampling for one token per row."""
         c = role.config
         n = tp.size
-        compute = self.matmul(role, tokens=rows, params=c.vocab_size * c.hidden_size / n)
+        compute = self._head_product(role, tokens=rows, params=c.vocab_size * c.hidden_size / n)
         sampling = 8 * rows * c.vocab_size / n * _LOGIT_BYTES / self._memory
         exchange = 3 * self.all_gather(1.0, tp)
         return compute + sampling + exchange + 2 * self.assume.block_seconds

@@ -97,14 +97,17 @@ class TrainMoments:
         numel = response_tokens * vocabulary
         states = pieces.hidden_bytes(response_tokens)  # The gradient of the head's input.
         logits = pieces.logits_bytes(numel, copies=int(pieces.workload.entropy))
-        chunk = self.role.itemsize * pieces.logits_at_once(numel)
+        chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
         weight_gradient = pieces.weight_gradient(vocabulary * pieces.widths.hidden)
+        widened = pieces.widened_head_bytes(response_tokens, backward=True)
+        if self.role.widens_head:
+            weight_gradient = 0.0  # Products in float32 are added to the gradient buffer directly.
         saved = self._after_last_block
         return {
             "logits and their gradient": self._beside_in_flight(
-                activations=saved, logits=logits, gradients=states),
+                activations=saved, logits=max(logits, chunk + widened), gradients=states),
             "weight gradient of the head": self._beside_in_flight(
-                activations=saved, logits=chunk, gradients=weight_gradient + states),
+                activations=saved, logits=chunk + widened, gradients=weight_gradient + states),
         }  # fmt: skip
 
     # A decoder block: the last one of the stage, since then all activations are alive

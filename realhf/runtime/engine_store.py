@@ -72,6 +72,7 @@ class EngineStore:
                 catalog.specs[role], layout, self._world, dtype=settings.dtype, optimizer=optimizer,
                 memory=memory, lora=catalog.loras[role],
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
+                float32_head=settings.float32_head,
             )  # fmt: skip
 
     def _unshared_memory(self, role: str, layout: Layout) -> torch.Tensor:

@@ -41,14 +41,18 @@ def _is_rounded(found, exact):
 @pytest.mark.parametrize("numel", [1, 40, 1 << 19])
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_products_in_parts(monkeypatch, without_units, tokens, numel):
-    monkeypatch.setattr(half_matmul, "_WEIGHT_NUMEL", numel)
-    monkeypatch.setattr(half_matmul, "_TOKENS_NUMEL", numel)
+    monkeypatch.setattr(half_matmul, "WIDENED_WEIGHT_NUMEL", numel)
+    monkeypatch.setattr(half_matmul, "WIDENED_TOKENS_NUMEL", numel)
     x, grad = _random(tokens, 16), _random(tokens, 12, seed=3)
     weight, bias = _random(12, 16, seed=1), _random(12, seed=2)
     wide = x.double() @ weight.double().T
     _is_rounded(half_matmul.affine(x, weight), wide)
     _is_rounded(half_matmul.affine(x, weight, bias), wide + bias.double())
     _is_rounded(half_matmul.product(grad, weight), grad.double() @ weight.double())
+    torch.testing.assert_close(half_matmul.affine_float32(x, weight).double(), wide, rtol=1e-5, atol=1e-5)
+    _is_rounded(
+        half_matmul.product(grad.float() / 3, weight, out=torch.empty_like(x)),
+        (grad.float() / 3).double() @ weight.double())
     total, product = torch.full((12, 16), torch.nan), grad.double().T @ x.double()
     half_matmul.add_product(total, grad, x, is_empty=True)
     torch.testing.assert_close(total.double(), product, rtol=1e-5, atol=1e-5)

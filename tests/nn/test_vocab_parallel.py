@@ -168,3 +168,50 @@ def test_many_slices_give_the_same():
     logits = torch.nn.functional.linear(hidden, weight).float()
     torch.testing.assert_close(half, logits.log_softmax(-1).gather(1, labels[:, None])[:, 0])
     assert head_logprobs(hidden[:0], labels[:0], Head(weight, 0, group))[0].shape == (0,)
+
+
+def _run_half(world, ranks, chunk, settings):
+    """Return what `_run` does for a head in float32 whose weight and hidden states are in bfloat16."""
+    hidden, weight, labels, factors = _inputs()
+    group = world.group(ranks)
+    start, stop = even_split(V, group.size, group.index)
+    hidden = hidden.bfloat16().requires_grad_()
+    mine = Weight(weight[start:stop].bfloat16(), requires_grad=False)
+    mine.collect(torch.full(mine.shape, torch.nan, dtype=torch.float32))
+    head = Head(mine, start, group, float32=True, **settings)
+    with torch.no_grad():
+        logits = head.logits(hidden)
+    logprobs, entropy = head_logprobs(hidden, labels, head, entropy=True, chunk_tokens=chunk)
+    _value(factors, logprobs, entropy, BOTH).backward()
+    return logits, logprobs.detach(), entropy.detach(), hidden.grad, mine.total
+
+
+@pytest.mark.parametrize("settings", [PLAIN, CAPPED], ids=["plain", "capped"])
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_a_float32_head_rounds_nothing(chunk, settings):
+    """Logits, log-probs and gradients are those of a plain float32 head on the bfloat16 hidden states."""
+    hidden, weight, labels, factors = (x.bfloat16() if x.is_floating_point() else x for x in _inputs())
+    hidden, weight, factors = hidden.float().requires_grad_(), weight.float().requires_grad_(), _inputs()[3]
+    logits = hidden @ weight.T * settings.get("scale", 1)
+    if (cap := settings.get("softcap")) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    logp = logits.log_softmax(-1)
+    logprobs, entropy = logp[torch.arange(T), labels], -(logp * logp.exp()).sum(-1)
+    _value(factors, logprobs, entropy, BOTH).backward()
+    found = _run_half(World(), (0,), chunk, settings)
+    near = {"rtol": 1e-5, "atol": 1e-4}  # Logits are up to 3000.
+    for ours, theirs in zip(found[:3], (logits, logprobs, entropy), strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs.detach(), **near)
+    torch.testing.assert_close(found[3].float(), hidden.grad, rtol=2**-8, atol=1e-3)
+    torch.testing.assert_close(found[4], weight.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_a_float32_head_with_a_split_vocabulary(pool):
+    whole = _run_half(World(), (0,), 5, PLAIN)
+    results = pool.run(_run_half, (0, 1), 5, PLAIN, num_ranks=2)
+    torch.testing.assert_close(torch.cat([r[0] for r in results], 1), whole[0], rtol=1e-6, atol=1e-4)
+    for result in results:
+        torch.testing.assert_close(result[1:3], whole[1:3], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(result[3], whole[3], rtol=2**-6, atol=0.05)
+    torch.testing.assert_close(torch.cat([r[4] for r in results]), whole[4], rtol=1e-4, atol=1e-3)

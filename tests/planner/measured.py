@@ -87,7 +87,8 @@ def _measure(world: Any, case: Case) -> Any:
     if world.rank not in layout:
         return None
     optimizer = OptimizerConfig() if case.role.trainable else None
-    settings = {"dtype": case.role.dtype, "optimizer": optimizer, "lora": case.role.lora}
+    settings = {"dtype": case.role.dtype, "optimizer": optimizer, "lora": case.role.lora,
+                "float32_head": case.role.float32_head}  # fmt: skip
     engine = NativeEngine(case.role.spec, layout, world, **settings)
     engine.load(None, seed=0)
     inputs = ("tokens",) if case.kind == "generate" else ("tokens", "response_mask")

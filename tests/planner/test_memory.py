@@ -133,11 +133,16 @@ FAMILIES = [
     Case("d1@0", "train_step", _of("gpt2", "bfloat16"), FULL),
     Case("d1@0", "train_step", _of("gemma3", "bfloat16"), FULL),
 ]
-CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION + ADAPTERS + FAMILIES
+FLOAT32_HEAD = [
+    Case(case.layout, case.kind, replace(case.role, float32_head=True), case.workload, case.micro_batch_tokens)
+    for case in (TRAIN[1], TRAIN[2], TRAIN[14], FORWARD[0], GENERATION[3])
+]
+CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION + ADAPTERS + FAMILIES + FLOAT32_HEAD
 
 
 def _name(case):
     extra = "-recompute" * case.recompute + "-tied" * case.role.config.tied + "-lora" * bool(case.role.lora)
+    extra += "-float32_head" * case.role.float32_head
     extra += "-sections" * (case.role.spec.section_numel <= 1 << 20)
     return f"{case.role.config.family}-{case.layout.split('@')[0]}-{case.kind}-{case.role.dtype}{extra}"
 
