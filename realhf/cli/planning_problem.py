@@ -111,7 +111,8 @@ def _to_model_role(name: str, role: Role) -> ModelRole:
         raise ValueError(f"{name}.{error}") from error
     frozen = role.follows is None and (role.optimizer is None or lora is not None)
     source = role.weights_source if frozen else None
-    return ModelRole(config, role.dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head)
+    return ModelRole(
+        config, role.dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head)
 
 
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:

@@ -1,10 +1,10 @@
 """Log-probabilities and entropy from hidden states, without holding the logits of all tokens at once.
 
 Logits are computed for one chunk of tokens at a time, in the dtype of the head's weight or in float32, and
-evaluated in float32 (float64 for float64 logits). If there are several chunks, the forward pass keeps only each token's
-log-sum-exp, and the backward pass computes the logits again; it turns them into their gradient in place.
-Each rank of a tensor-parallel group has a part of the vocabulary; the forward pass sends one message per
-peer, however many chunks there are.
+evaluated in float32 (float64 for float64 logits). If there are several chunks, the forward pass keeps only
+each token's log-sum-exp, and the backward pass computes the logits again; it turns them into their gradient
+in place. Each rank of a tensor-parallel group has a part of the vocabulary; the forward pass sends one
+message per peer, however many chunks there are.
 
 Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, R ranks of the group; t tokens of a
 chunk, s tokens of a slice of a chunk.

@@ -134,7 +134,7 @@ FAMILIES = [
     Case("d1@0", "train_step", _of("gemma3", "bfloat16"), FULL),
 ]
 FLOAT32_HEAD = [
-    Case(case.layout, case.kind, replace(case.role, float32_head=True), case.workload, case.micro_batch_tokens)
+    replace(case, role=replace(case.role, float32_head=True))
     for case in (TRAIN[1], TRAIN[2], TRAIN[14], FORWARD[0], GENERATION[3])
 ]
 CASES = TRAIN + RECOMPUTE + FORWARD + GENERATION + ADAPTERS + FAMILIES + FLOAT32_HEAD
