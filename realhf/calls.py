@@ -2,7 +2,7 @@
 
 Token-level arrays are aligned with the tokens: entry t of `logprobs` is log p(token t | tokens before t);
 entry t of `values` is the value of the state in which token t is chosen. Both are 0 where `response_mask`
-is 0.
+is 0: on prompts, and on tokens that were inserted into responses (see `data.responses`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.interruption import InsertedPhrase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,8 +109,14 @@ class Generate(Work):
     """What happens to cached keys and values of unfinished samples when the weights change between rounds.
     `recompute`: they are computed again. `keep`: they stay, computed by older weights; then the cache must
     hold all unfinished samples at once, and prompts stay on their replica (no work stealing)."""
+    interruption: InsertedPhrase | None = None  # A phrase that is inserted into over-long responses.
 
     def __post_init__(self) -> None:
+        if self.interruption is not None:
+            after, size = self.interruption.after_tokens, len(self.interruption.phrase)
+            most = self.sampling.max_new_tokens - size - 1
+            why = f"an answer follows the {size} tokens of the phrase, within sampling.max_new_tokens"
+            require(after <= most, "interruption.after_tokens", after, f"be at most {most}, as {why}")
         legal = ("recompute", "keep")
         rule = f"be one of {', '.join(legal)}"
         require(self.cache_on_update in legal, "cache_on_update", self.cache_on_update, rule)
@@ -123,12 +130,12 @@ class GenerateOutputs(NamedTuple):
     """The keys of a generating call's outputs, which the call names by position."""
 
     sequences: str  # Prompt and response.
-    mask: str  # The response mask.
+    mask: str  # The response mask: 1 on sampled tokens.
     logprobs: str  # At the sampling temperature, before top-k and top-p.
     finished: str  # 1.0 for samples that ended with an end-of-sequence token.
     versions: str | None = None
-    """Each token's version, if wanted: the updates of the role's weights before it was sampled (int64, 0 on
-    prompts)."""
+    """Each token's version, if wanted: the updates of the role's weights before it was sampled (int64, 0
+    where the mask is 0)."""
 
     @classmethod
     def of(cls, call: FunctionCall) -> GenerateOutputs:

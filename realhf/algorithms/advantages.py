@@ -15,12 +15,12 @@ from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.responses import (
     normalized,
     per_token,
-    response_counts,
     response_sums,
     rollout_metrics,
 )
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import KEEP
+from realhf.data.responses import response_lengths
 from realhf.errors import UserError
 from realhf.rewards.shaping import ScoreShaping
 
@@ -59,7 +59,8 @@ class AdvantageInputs:
         score = batch["score"]
         if self.score_shaping is None:
             return score, {}
-        shaped = self.score_shaping(score, response_counts(batch["response_mask"]), batch["finished"])
+        lengths = response_lengths(batch["response_mask"]).to(score)
+        shaped = self.score_shaping(score, lengths, batch["finished"])
         kept = shaped[~shaped.isnan()]
         return shaped, {"reward/shaped_mean": kept.double().mean().item()}
 

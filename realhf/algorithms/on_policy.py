@@ -9,8 +9,10 @@ from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.data.dataset import DatasetConfig, extra_columns
+from realhf.data.responses import in_response
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.interruption import Interruption
 from realhf.rewards.limits import RewardLimits
 from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, decode_responses, reward_columns
 from realhf.rewards.shaping import ScoreShaping, TokenReward, token_returns
@@ -67,6 +69,8 @@ class OnPolicy(Experiment):
     """What happens to cached keys and values of unfinished answers when the weights change (see `rounds`).
     `recompute`: they are computed again. `keep`: they stay, computed by older weights; then the cache must
     hold all unfinished answers at once, and prompts stay on their replica (no work stealing)."""
+    interruption: Interruption | None = None
+    """Ends over-long thinking by a phrase that is inserted into the answer; None: nothing is inserted."""
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
     router_z_loss_coef: float = 0.0  # Weight of the routers' z-loss, which keeps their logits small.
@@ -82,7 +86,10 @@ class OnPolicy(Experiment):
     def actor_generate(self) -> FunctionCall:
         """Return the call in which the actor answers the prompts. It writes `versions` if `with_versions`."""
         # The experiment has each setting of Generate as a field of the same name.
-        work = Generate(**{setting.name: getattr(self, setting.name) for setting in fields(Generate)})
+        settings = {setting.name: getattr(self, setting.name) for setting in fields(Generate)}
+        if self.interruption is not None:
+            settings["interruption"] = self.interruption.tokenized(self.tokenizer_dir())
+        work = Generate(**settings)
         outputs = (*ANSWER, *self.version_keys)
         return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
 
@@ -205,9 +212,9 @@ class TokenReturns:
 
     def __call__(self, batch: Batch, context: Any) -> tuple[dict[str, Any], dict[str, float]]:
         mask = batch["response_mask"]
-        chosen_T = mask.values.bool()
-        pairs = zip(batch["sequence_ids"].split(), mask.split(), strict=True)
-        responses = [tokens[chosen.bool()].tolist() for tokens, chosen in pairs]
+        chosen_T = in_response(mask)
+        pairs = zip(batch["sequence_ids"].split(), mask.like(chosen_T).split(), strict=True)
+        responses = [tokens[chosen].tolist() for tokens, chosen in pairs]
         returns = token_returns(self.token_rewards, responses)
         returns_T = mask.values.new_zeros(mask.values.shape)
         returns_T[chosen_T] = mask.values.new_tensor([value for values in returns for value in values])

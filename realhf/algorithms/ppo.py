@@ -114,6 +114,7 @@ class TokenAdvantages:
         scores, shaping = self.inputs.shaped_scores(batch)
         penalties_T, kl = c.penalties(batch, context)
         left_out_T, ages = self.inputs.left_out(batch, context)
+        # Tokens that were inserted into a response are no actions: the state after them follows the last one.
         chosen_T = mask.values.bool()
         counts_S = response_counts(mask).long()
         valid_ST = counts_S[:, None] > counts_S.new_tensor(range(int(counts_S.max())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from realhf.data.responses import response_lengths
 from realhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def without_dropped(mask: Packed, values_T: Tensor) -> tuple[Packed, Tensor]:
 
 
 def response_counts(mask: Packed) -> Tensor:
-    """Return the number of response tokens of every sample, shape (num_samples,)."""
+    """Return the number of sampled tokens of every response, shape (num_samples,)."""
     return response_sums(mask.values, mask)
 
 
@@ -57,16 +58,19 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     if not len(batch):
         return {}
     score = batch["score"].double()
-    lengths = response_counts(batch["response_mask"])
+    lengths = response_lengths(batch["response_mask"])
+    interrupted = lengths > response_counts(batch["response_mask"])
     failed = score.isnan()
     if failed.all():
         raise UserError("the reward of every sample of the step has failed: none is left to train on")
     failures = {"reward/failed": failed.double().mean().item()} if failed.any() else {}
     score = score[~failed]
+    if interrupted.any():
+        failures["response_length/interrupted"] = interrupted.double().mean().item()
     return failures | {
         "reward/mean": score.mean().item(),
         "reward/std": score.std(correction=0).item(),
-        "response_length/mean": lengths.mean().item(),
-        "response_length/max": lengths.max().item(),
+        "response_length/mean": lengths.double().mean().item(),
+        "response_length/max": float(lengths.max()),
         "response_length/clip_ratio": 1.0 - batch["finished"].double().mean().item(),
     }

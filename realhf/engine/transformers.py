@@ -72,7 +72,8 @@ class TransformersEngine(Engine):
             check_positions(size.num_undrawn, sampling.max_new_tokens, config.num_positions)
         samples = RolloutBuffer(
             len(groups), max_new_tokens=sampling.max_new_tokens, eos_ids=config.eos_token_ids,
-            seed=stream_seed(work.seed, call.name), device=self.flat.device, budget=round_.budget)
+            seed=stream_seed(work.seed, call.name), device=self.flat.device, budget=round_.budget,
+            phrase=work.interruption)
         for group in groups:
             samples.add(group)
         order = sorted(range(len(groups)), key=lambda i: (len(groups[i].tokens), i))  # Little padding.
@@ -145,7 +146,9 @@ class _Sampler:
             logits_BV, samples.draws(self.rows), config=self.sampling, vocab_start=0,
             group=self.model.groups.tp)
         running = [self.rows[i] for i in self.running]
-        samples.logprobs[samples.at(running)] = logprobs_B[self.running]
+        insertions = samples.insertions(running)
+        tokens_B[self.running] = samples.record(
+            samples.at(running), tokens_B[self.running], logprobs_B[self.running], insertions)
         ended = samples.append(running, tokens_B[self.running])
         self.running = [i for i, has_ended in zip(self.running, ended, strict=True) if not has_ended]
         num_drawn = samples.lengths[self.rows].max()

@@ -9,8 +9,10 @@ import torch
 
 from realhf.data.batch import Packed
 from realhf.inference.block_tables import Integers
+from realhf.inference.phrase_insertion import Insertions, PhraseInserter
 from realhf.inference.sampling import Draws
 from realhf.inference.scheduler import Prompt
+from realhf.interruption import InsertedPhrase
 from realhf.nn.packed import token_positions
 
 
@@ -53,12 +55,13 @@ class RolloutBuffer:
     """Samples, numbered in the order of their arrival; it grows when more than `capacity` arrive.
 
     A sample stops at an end-of-sequence token, at `max_new_tokens` drawn tokens, and for this round when
-    `budget` tokens have been drawn (None: there is no such limit).
+    `budget` tokens have been drawn (None: there is no such limit). Tokens of an inserted `phrase` count as
+    drawn.
     """
 
     def __init__(
         self, capacity: int, *, max_new_tokens: int, eos_ids: Sequence[int], seed: int,
-        device: torch.device, budget: int | None = None,
+        device: torch.device, budget: int | None = None, phrase: InsertedPhrase | None = None,
     ) -> None:  # fmt: skip
         self.prompts: list[list[int]] = []
         self.ids = np.zeros(capacity, np.int64)
@@ -75,6 +78,9 @@ class RolloutBuffer:
         self.tokens = torch.zeros(capacity, self._most + 1, dtype=torch.long, device=device)
         """Column 0 is for the last token before the round, the others are for the tokens of the round."""
         self.logprobs = torch.zeros(capacity, self._most + 1, dtype=torch.float64, device=device)
+        self.inserted = torch.zeros(capacity, self._most + 1, dtype=torch.bool, device=device)
+        """Whether a token is one of the phrase, and not sampled; known where log-probs are."""
+        self._inserter = None if phrase is None else PhraseInserter(phrase, device)
         self._max_new_tokens = max_new_tokens
         self._draws = Draws(seed)
         self._eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
@@ -93,8 +99,9 @@ class RolloutBuffer:
         self.ids, self.lengths, self.num_drawn = (
             np.pad(numbers, (0, count)) for numbers in (self.ids, self.lengths, self.num_drawn))
         self.finished = np.pad(self.finished, (0, count))
-        self.tokens, self.logprobs = (
-            torch.cat([x, x.new_zeros(count, x.shape[1])]) for x in (self.tokens, self.logprobs))
+        self.tokens, self.logprobs, self.inserted = (
+            torch.cat([x, x.new_zeros(count, x.shape[1])])
+            for x in (self.tokens, self.logprobs, self.inserted))
 
     def history(self, number: int) -> list[int]:
         """Return the prompt of a sample and all of its drawn tokens."""
@@ -129,6 +136,21 @@ class RolloutBuffer:
         draws = self._draws(rows, sample_ids=self.ids[rows], positions=positions)
         return torch.from_numpy(draws).to(self.tokens.device)
 
+    def insertions(self, numbers: Sequence[int]) -> Insertions | None:
+        """Return what replaces the tokens to be sampled for these samples, if anything does."""
+        return None if self._inserter is None or not numbers else self._inserter.insertions(self, numbers)
+
+    def record(
+        self, at: tuple[torch.Tensor, torch.Tensor], tokens_B: torch.Tensor, logprobs_B: torch.Tensor,
+        insertions: Insertions | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Store what is known only where tokens are sampled; return the tokens to append."""
+        if insertions is not None:
+            tokens_B, logprobs_B = insertions.apply(tokens_B, logprobs_B)
+            self.inserted[at] = insertions.is_inserted_B
+        self.logprobs[at] = logprobs_B
+        return tokens_B
+
     def append(self, numbers: Sequence[int], tokens_B: torch.Tensor) -> list[bool]:
         """Append one token to each of these samples; return for each whether that was its last of the
         round."""
@@ -156,7 +178,7 @@ class RolloutBuffer:
 def output_columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:
     """Return the first four columns of `Generate`: sequences, response mask, log-probs and finished flags.
 
-    Tokens of earlier rounds count as the prompt.
+    Tokens of earlier rounds count as the prompt. The mask is 0 on inserted tokens.
     """
     device = parts[0].tokens.device
     floats = torch.zeros(0, dtype=wide, device=device)
@@ -175,8 +197,9 @@ def output_columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list
         drawn_T = drawn_T.to(device)
         tokens_T = tokens_T.to(device).masked_scatter_(drawn_T, part.tokens[at])
         sequences.append(tokens_T)
-        masks.append(drawn_T.to(wide))
-        logprobs.append(masks[-1].masked_scatter(drawn_T, part.logprobs[at].to(wide)))
+        mask_T = drawn_T.to(wide)
+        logprobs.append(mask_T.masked_scatter(drawn_T, part.logprobs[at].to(wide)))
+        masks.append(mask_T.masked_scatter(drawn_T, (~part.inserted[at]).to(wide)))
         lengths += whole
         finished.append(torch.from_numpy(part.finished[:count]).to(floats))
     packed = [Packed(torch.cat(column), lengths) for column in (sequences, masks, logprobs)]

@@ -1,16 +1,15 @@
 """Round: what a generation is given besides new prompts, and how its results are joined with earlier rounds.
 
 An unfinished sample has the columns of a finished one. Its prompt ends at the first 1 of its response mask,
-and the sum of the mask is the number of tokens that have been drawn for it.
+and its tokens from there on have been drawn, or inserted, for it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from realhf.calls import GenerateOutputs
 from realhf.data.batch import Batch, Packed
+from realhf.data.responses import response_lengths
 from realhf.graph import FunctionCall
 from realhf.inference.rollout_buffer import PromptGroup
 
@@ -42,7 +41,7 @@ class Round:
             return []
         outputs = GenerateOutputs.of(call)
         sequences = self.unfinished[outputs.sequences].split()
-        num_drawn = response_lengths(self.unfinished[outputs.mask])
+        num_drawn = response_lengths(self.unfinished[outputs.mask]).tolist()
         samples = zip(sequences, self.unfinished.ids, num_drawn, strict=True)
         return [PromptGroup(tokens.tolist(), [i], count) for tokens, i, count in samples]
 
@@ -72,7 +71,7 @@ class Round:
         whole = Batch(made.ids, fields)
         if self.budget is None:
             return whole, Batch([])
-        num_drawn = response_lengths(whole[outputs.mask])
+        num_drawn = response_lengths(whole[outputs.mask]).tolist()
         most = call.work.sampling.max_new_tokens
         flags = zip(whole[outputs.finished].tolist(), num_drawn, strict=True)
         has_ended = [bool(finished) or drawn == most for finished, drawn in flags]
@@ -85,10 +84,3 @@ class Round:
         for i, values in zip(ids, column.split(), strict=True):
             if i in old:
                 values[: len(old[i])] = old[i]
-
-
-def response_lengths(mask: Packed) -> list[int]:
-    """Return the number of ones of each mask: the tokens that have been drawn for a sample."""
-    row_T = torch.repeat_interleave(torch.tensor(mask.lengths, dtype=torch.long))
-    sums = torch.zeros(len(mask), dtype=torch.long).index_add_(0, row_T, mask.values.long())
-    return sums.tolist()

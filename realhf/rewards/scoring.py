@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
+from realhf.data.responses import in_response
 from realhf.errors import UserError, described, warn
 from realhf.rewards.limits import LimitedCall, RewardLimits
 
@@ -80,12 +81,13 @@ def _name(function: RewardFunction) -> str:
 def decode_responses(
     batch: Batch, context: Any, *, sequence: tuple[str, str] = _SEQUENCE
 ) -> tuple[list[list[int]], list[str]]:
-    """Return the token ids of each response, and its text without special tokens.
+    """Return the token ids of each response, inserted ones included, and its text without special tokens.
 
     `sequence` are the keys of the tokens and of the response mask.
     """
-    pairs = zip(*(batch[key].split() for key in sequence), strict=True)
-    token_ids = [tokens[chosen.bool()].tolist() for tokens, chosen in pairs]
+    mask = batch[sequence[1]]
+    pairs = zip(batch[sequence[0]].split(), mask.like(in_response(mask)).split(), strict=True)
+    token_ids = [tokens[chosen].tolist() for tokens, chosen in pairs]
     return token_ids, [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
 
 

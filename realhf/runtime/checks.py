@@ -88,9 +88,20 @@ def _check_call(
     if role.engine != "native" and any(getattr(call.work, coef, 0) for coef in routers):
         why = f"router losses need engine native; {call.role}.engine is {role.engine}"
         raise ValueError(f"call {call.name!r}: {why}")
+    if call.kind == "generate" and call.work.interruption is not None:
+        _check_phrase(call, role)
     head = "lm" if call.kind == "generate" or call.work.output == "logprobs" else "score"
     if role.head != head:
         raise ValueError(f"call {call.name!r} needs {call.role}.head {head!r}; it is {role.head!r}")
+
+
+def _check_phrase(call: FunctionCall, role: Role) -> None:
+    """Raise ValueError if the model has no such token as an inserted phrase, or ends at one."""
+    config = role.config()
+    for token in call.work.interruption.phrase:
+        if token in config.eos_token_ids or token >= config.vocab_size:
+            what = "the model ends answers at" if token in config.eos_token_ids else "the model does not have"
+            raise ValueError(f"interruption.phrase has the token {token}, which {what}: use another text")
 
 
 def _check_host_function(call: FunctionCall) -> None:

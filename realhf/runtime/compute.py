@@ -9,7 +9,7 @@ from realhf.data.batch import Batch
 from realhf.engine.chunked_loss import wanted
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
-from realhf.inference.rounds import response_lengths
+from realhf.data.responses import response_lengths
 from realhf.model_flops import ModelFlops, Span
 from realhf.param_spec import model_spec
 from realhf.runtime.step_record import StepRecord
@@ -54,7 +54,7 @@ def generate_flops(
     for sign, samples in ((-1, before), *((1, batch) for batch in after)):
         if samples.ids:
             outputs = GenerateOutputs.of(call)
-            drawn = response_lengths(samples[outputs.mask])
+            drawn = response_lengths(samples[outputs.mask]).tolist()
             lengths = samples[outputs.sequences].lengths
             spans = [(n - d, max(n - d, n - 1)) for n, d in zip(lengths, drawn, strict=True)]
             total += sign * flops.forward(spans, sum(drawn))

@@ -144,8 +144,20 @@ def rows_of(batch):
     return dict(zip(batch.ids, zip(*columns, strict=True), strict=True))
 
 
+def inserted_token(case, response):
+    """Return the token of the phrase that follows a response, or None if the next token is sampled."""
+    phrase = case.options.get("interruption")
+    if phrase is None or not 0 <= len(response) - phrase.after_tokens < len(phrase.phrase):
+        return None
+    thinking = ",".join(map(str, [None, *response[: phrase.after_tokens], None]))
+    has_ended = f",{','.join(map(str, phrase.end))}," in thinking
+    return None if has_ended else phrase.phrase[len(response) - phrase.after_tokens]
+
+
 def expected_rows(case, models, *, keep, flushed=()):
-    """Decode one row at a time: {id: (sequence, log-probs of drawn tokens, their versions)}.
+    """Decode one row at a time: {id: (sequence, log-probs of the response's tokens, their versions)}.
+
+    The log-probs and versions of inserted tokens are 0.
 
     Version v of the weights is models[v], and round r has version r. Without `keep`, the whole history is
     computed for each token. With it, keys and values stay in a cache when a round ends, except at the
@@ -173,9 +185,10 @@ def expected_rows(case, models, *, keep, flushed=()):
                 position = torch.tensor([len(logprobs)]).numpy()
                 draw = uniform(numbers, sample_ids=torch.tensor([i]).numpy(), positions=position)[0]
                 token = int((logp.exp().cumsum(0) <= draw).sum())
-                tokens.append(token)
-                logprobs.append(float(logp[token]))
-                versions.append(number)
+                inserted = inserted_token(case, tokens[len(prompt) :])
+                tokens.append(token if inserted is None else inserted)
+                logprobs.append(float(logp[token]) if inserted is None else 0.0)
+                versions.append(number if inserted is None else 0)
                 left -= 1
             rows[i] = tokens, logprobs, versions
     return rows
@@ -189,7 +202,7 @@ def check_rows(found, expected, case):
         sequence, mask, found_logprobs, finished, found_versions = found[i]
         zeros = [0] * len(prompts[i])
         assert sequence.tolist() == tokens, i
-        assert mask.tolist() == zeros + [1] * len(logprobs)
+        assert mask.tolist() == zeros + [int(logprob != 0) for logprob in logprobs]
         assert found_versions.tolist() == zeros + versions
         assert bool(finished) == (tokens[-1] in EOS)
         theirs = torch.tensor(zeros + logprobs, dtype=torch.float64)
