@@ -12,12 +12,14 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.algorithms.gspo import GSPO
     from realhf.algorithms.kl import RewardKL
     from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
+    from realhf.algorithms.pass_rates import PassRateLimit
     from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
     from realhf.algorithms.ppo import PPO, AdvantageConfig, ValueLoss
     from realhf.algorithms.reinforce import ReinforcePlusPlus
     from realhf.algorithms.remax import ReMax
     from realhf.algorithms.reward_model import BradleyTerry, PairwiseRewardModel, RewardModel
     from realhf.algorithms.rloo import RLOO
+    from realhf.algorithms.scalerl import ScaleRL, scalerl_actor
     from realhf.algorithms.sft import SFT
     from realhf.calls import (
         Generate,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.data.dataset import DatasetConfig
     from realhf.experiment import Expected, Experiment, Role
     from realhf.graph import DataflowGraph, FunctionCall
+    from realhf.interruption import Interruption
     from realhf.layout import DeviceMesh, Layout, ParallelStrategy
     from realhf.lora import LoraConfig
     from realhf.model_config import ModelConfig
@@ -59,6 +62,7 @@ _PUBLIC = {
     "algorithms.gspo": ("GSPO",),
     "algorithms.kl": ("RewardKL",),
     "algorithms.on_policy": ("SEQUENCE", "OnPolicy", "graph_of"),
+    "algorithms.pass_rates": ("PassRateLimit",),
     "algorithms.policy_loss": ("PolicyLoss", "PolicyLossConfig"),
     "algorithms.ppo": ("PPO", "AdvantageConfig", "ValueLoss"),
     "algorithms.reinforce": ("ReinforcePlusPlus",),
@@ -66,6 +70,7 @@ _PUBLIC = {
     "algorithms.reward_model": ("BradleyTerry", "PairwiseRewardModel", "RewardModel"),
     "rewards.limits": ("RewardLimits",),
     "algorithms.rloo": ("RLOO",),
+    "algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
     "algorithms.sft": ("SFT",),
     "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
               "TrainStep", "Values"),
@@ -73,6 +78,7 @@ _PUBLIC = {
     "data.dataset": ("DatasetConfig",),
     "experiment": ("Expected", "Experiment", "Role"),
     "graph": ("DataflowGraph", "FunctionCall"),
+    "interruption": ("Interruption",),
     "layout": ("DeviceMesh", "Layout", "ParallelStrategy"),
     "lora": ("LoraConfig",),
     "model_config": ("ModelConfig",),
@@ -90,13 +96,13 @@ _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in name
 __all__ = [
     "AdvantageConfig", "BradleyTerry", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree",
     "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DeviceMesh", "ExecutionPlan",
-    "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction", "Layout",
-    "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
-    "PairwiseRewardModel", "ParallelStrategy", "PolicyLoss", "PolicyLossConfig", "Pool", "RLOO",
-    "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL", "RewardLimits", "RewardModel",
-    "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig", "ScoreShaping", "Scores",
-    "SoftOverlongPenalty", "StepRunner", "TokenReward", "TrainStep", "ValueLoss", "Values", "graph_of",
-    "prepare_once",
+    "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction",
+    "Interruption", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig",
+    "PPO", "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss", "PolicyLossConfig",
+    "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL", "RewardLimits",
+    "RewardModel", "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig", "ScaleRL", "ScoreShaping",
+    "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward", "TrainStep", "ValueLoss", "Values",
+    "graph_of", "prepare_once", "scalerl_actor",
 ]
 __version__ = "0.1.0"
 

@@ -33,10 +33,10 @@ class PartExecutor(Protocol):
 
     def run(
         self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
-        updates: Mapping[str, int],
+        updates: Mapping[str, int], state: Mapping[str, Json],
     ) -> None:  # fmt: skip
         """Run a part on these samples; the outputs of the calls in `sent` are under way already (None: the
-        dataset). `updates` of each role came before."""
+        dataset). `updates` of each role came before. Host functions may read the `state` of the program."""
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
         """Start to send what these calls, or the dataset (None), have for a part."""

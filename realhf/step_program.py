@@ -18,6 +18,9 @@ from realhf.part_executor import Json, PartExecutor, Samples
 from realhf.sample_ledger import SampleLedger
 from realhf.sample_pool import Pool, named
 
+_MAX_SHOWN = 500
+"""Most characters of `state` in the text of an operation."""
+
 
 class _UnfinishedBatch(NamedTuple):
     """A batch whose answers are unfinished, and the rounds that it has had."""
@@ -157,7 +160,8 @@ class StepRunner:
             self._ledger.start(prompts, updates=self.generator_updates)
         self._last_runs[part] = _PartRun(self._operation, prompts)
         self._executor.run(
-            part, prompts, operation=self._operation, sent=sent, updates=self._updates.copy())
+            part, prompts, operation=self._operation, sent=sent, updates=self._updates.copy(),
+            state=self.state)
         for name in self._parts[part]:
             call = self._graph[name]
             if call.kind == "train_step" and call.role is not None:
@@ -217,7 +221,8 @@ class StepRunner:
         self._batches = {i: b for i, b in self._batches.items() if self._ledger.has_all(b)}
         self._last_runs.clear()
         state = self._state_as_json()
-        self.count_operation(f"end of step {self.number} {state}")
+        shown = state if len(state) <= _MAX_SHOWN else f"{state[:_MAX_SHOWN]}... {_digest(state)}"
+        self.count_operation(f"end of step {self.number} {shown}")
         self.state = json.loads(state)
         self.number += 1
 
@@ -287,7 +292,7 @@ class StepRunner:
     def count_operation(self, text: str) -> None:
         """Count an operation, and extend the digest by it. Only pools and this class call this."""
         self._operation += 1
-        self._digest = hashlib.sha256(f"{self._digest} {text}".encode()).hexdigest()
+        self._digest = _digest(f"{self._digest} {text}")
         self._executor.note(self._operation, text, self._digest)
 
     def _begin_rounds(self, part: str, prompts: tuple[int, ...]) -> None:
@@ -376,3 +381,7 @@ class StepRunner:
         if self._part_of[call] not in self._last_runs:
             raise UserError(f"the part {self._part_of[call]!r} of call {call!r} has not run in this step yet")
         return self._last_runs[self._part_of[call]]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

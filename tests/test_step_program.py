@@ -59,7 +59,7 @@ class Recorder:
         self.metrics: list[tuple[str, float]] = []
         self.prompts: dict[int, list[int]] = {}
 
-    def run(self, part, prompts, *, operation, sent, updates):
+    def run(self, part, prompts, *, operation, sent, updates, state):
         self.prompts[operation] = list(prompts)
         self.events.append(("run", part, tuple(prompts), frozenset(sent), dict(updates)))
 

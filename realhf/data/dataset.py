@@ -16,7 +16,9 @@ from realhf.data.json_form import json_form
 IS_CHOSEN = "is_chosen"
 """Key of a graph that reads preference pairs: whether a sample is the chosen one of its prompt's two. Samples
 2i and 2i + 1 are then the chosen and the rejected completion of prompt i."""
-LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask", IS_CHOSEN)
+DATASET_ROW = "dataset_row"
+"""Key of a graph for the number of a sample's row in the file, counted from 0."""
+LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask", IS_CHOSEN, DATASET_ROW)
 """Keys of a graph that the loader makes; every other key is a column of the file."""
 COLUMN = "column/"
 """Prefix of a column's key in a graph that uses the column's name for something else."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.data.dataset import (
+    DATASET_ROW,
     IS_CHOSEN,
     LOADER_KEYS,
     DatasetConfig,
@@ -93,7 +94,8 @@ class TokenizedRows:
             what = f"the tokenizer refuses the {how}: {type(error).__name__}: {error}"
             raise UserError(f"{place(self.config, number)}: {what}") from error
         columns = {key: row[column_of(key)] for key in self.keys if key not in LOADER_KEYS}
-        return tuple(columns | {"prompt": prompt} | sample for sample in made)
+        columns |= {"prompt": prompt, DATASET_ROW: number}
+        return tuple(columns | sample for sample in made)
 
     def _samples(self, row: dict[str, Any], number: int) -> list[dict[str, Any]]:
         """Return the keys that the loader makes, once for each completion that the graph reads."""

@@ -127,7 +127,7 @@ class _DryExecutor:
 
     def run(
         self, part: str, prompts: Sequence[int], *, operation: int, sent: Collection[str | None],
-        updates: Mapping[str, int],
+        updates: Mapping[str, int], state: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self._prompts[operation] = prompts
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from realhf.checkpoint.write import memory_of
@@ -100,10 +101,12 @@ class Executor:
     def run(
         self, part: str, prompts: Sequence[int], *, operation: int = 0,
         sent: Collection[str | None] = (), updates: Mapping[str, int] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Run a part on the samples of some prompts, see `part_executor.PartExecutor`."""
         self._operation = operation
         self._context.updates = dict(updates or {})
+        self._context.run_state = MappingProxyType({} if state is None else state)
         actions = self._parts[part]
         samples = self._samples_of(prompts)
         calls = [action.call.name for action in actions if isinstance(action, Run)]

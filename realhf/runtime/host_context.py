@@ -1,5 +1,6 @@
 """HostContext: what host functions are told besides their samples."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,8 @@ class HostContext:
     """Train steps of each role so far."""
     state: dict[str, Any] = field(default_factory=dict)
     """JSON values that host functions keep from step to step; checkpoints hold those of every rank."""
+    run_state: Mapping[str, Any] = field(default_factory=dict)
+    """`run.state` of the step program, equal on all ranks; host functions may only read it."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """The rows of the last evaluation, on rank 0."""
 

@@ -117,7 +117,7 @@ class _Recorder:
     def __init__(self, operations):
         self.operations = operations
 
-    def run(self, part, prompts, *, operation, sent, updates):
+    def run(self, part, prompts, *, operation, sent, updates, state):
         for i, (kind, *what) in enumerate(self.operations):
             if kind == "send" and what[-1] is None and what[0] == part:
                 self.operations[i] = (kind, *what[:-1], operation)  # It is received by this operation.
