@@ -1,6 +1,6 @@
 """The ScaleRL recipe (arXiv:2510.13786) on the additions, with the model that examples/sft.py has trained.
 
-    realhf run examples/scalerl.py --plan async-2
+    realhf run examples/scalerl.py --plan scalerl-2
 
 One process generates while the other trains. An answer that has not begun its result after nine tokens gets
 the tag inserted, and additions that are answered right nine times in ten are not drawn again.

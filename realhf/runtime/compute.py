@@ -6,10 +6,10 @@ from typing import Any
 
 from realhf.calls import GenerateOutputs
 from realhf.data.batch import Batch
+from realhf.data.responses import response_lengths
 from realhf.engine.chunked_loss import wanted
 from realhf.experiment import Role
 from realhf.graph import FunctionCall
-from realhf.data.responses import response_lengths
 from realhf.model_flops import ModelFlops, Span
 from realhf.param_spec import model_spec
 from realhf.runtime.step_record import StepRecord
