@@ -8,6 +8,7 @@ from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.calls import LogProbs, OptimizerConfig, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.graph import FunctionCall
+from realhf.interruption import InsertedPhrase
 from tests.gpu.models import OUTPUTS, engine_of, generate, tokens, write_model
 from tests.gpu.pretended import pretended_device
 
@@ -50,3 +51,24 @@ def test_it_refuses_what_a_real_one_refuses():
         with pytest.raises(TypeError, match="numpy"):
             there.numpy()
         assert there.cpu().numpy().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_inserted_phrases_and_a_head_in_float32(tmp_path):
+    directory = write_model(tmp_path / "model", "qwen2")
+    prompts = list(tokens(20).split([3, 10, 7]))
+    phrase = InsertedPhrase(2, phrase=(7, 8), end=(5, 6))
+    answers = None
+    metrics = []
+    with pretended_device() as pretended:
+        for device in (pretended, torch.device("cpu")):
+            engine = engine_of(
+                directory, device=device, dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-3),
+                float32_head=True)
+            made = generate(engine, prompts, settings={"interruption": phrase}, max_new_tokens=6)
+            rows = zip(prompts, *(made[key].split() for key in OUTPUTS[:2]), strict=True)
+            for start, tokens_of_row, mask in ((len(prompt), *row) for prompt, *row in rows):
+                assert mask[start:].tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0][: len(mask) - start]
+                assert tokens_of_row[start + 2 : start + 4].tolist() == [7, 8]
+            answers = answers or made
+            metrics.append(_train(engine, answers))
+    assert metrics[0] == pytest.approx(metrics[1], rel=0.02, abs=1e-3)

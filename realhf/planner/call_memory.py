@@ -100,7 +100,7 @@ def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
     # All passes of prompts except the first also decode rows.
     is_single_prefill = cohort == rows and all_tokens <= work.prefill_tokens
     pass_tokens = max(prefill_tokens, rows) if is_single_prefill else prefill_tokens + rows
-    results = 16.0 * samples * max(work.max_new_tokens, 1) + 8 * samples * work.prompt_tokens
+    results = 17.0 * samples * max(work.max_new_tokens, 1) + 8 * samples * work.prompt_tokens
     merged = 0.0
     if role.lora is not None and role.lora.merge:  # Assumed for all weights.
         merged = role.itemsize * float(num_params(role.spec, strategy, pieces.stage))

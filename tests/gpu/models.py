@@ -88,11 +88,12 @@ def their_pass(directory: Path, scratch: Path, *, device: torch.device, dtype: s
 
 def engine_of(
     directory: Path, *, device: torch.device, dtype: str, optimizer: OptimizerConfig | None = None,
-    lora: LoraConfig | None = None,
+    lora: LoraConfig | None = None, float32_head: bool = False,
 ) -> NativeEngine:  # fmt: skip
     spec, world = model_spec(ModelConfig.load(str(directory))), World(device=device)
     engine = NativeEngine(
-        spec, Layout.parse("d1@0"), world, dtype=dtype, optimizer=optimizer, lora=lora)
+        spec, Layout.parse("d1@0"), world, dtype=dtype, optimizer=optimizer, lora=lora,
+        float32_head=float32_head)
     engine.load(directory, seed=0)
     return engine
 

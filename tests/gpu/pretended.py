@@ -82,6 +82,12 @@ def _varlen_attn(
     return torch.cat(outs)
 
 
+def _mm_to_dtype(x_TI: torch.Tensor, y_IO: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """torch's product of 16-bit operands with a wider result, which CPUs lack."""
+    assert x_TI.dtype == y_IO.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32
+    return x_TI.to(dtype) @ y_IO.to(dtype)
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
@@ -133,7 +139,8 @@ class _Dispatched(TorchDispatchMode):
         if there and here and not between and self._marks.strict:
             shapes = [f"{tuple(x.shape)} {x.dtype}" for x in here]
             raise RuntimeError(f"{func} mixes tensors of {CUDA} with others: {', '.join(shapes)}")
-        found = func(*args, **(kwargs or {}))
+        kernel = _mm_to_dtype if func is torch.ops.aten.mm.dtype else func
+        found = kernel(*args, **(kwargs or {}))
         if there and not between:
             self._marks.set(found, there=True)
         return found

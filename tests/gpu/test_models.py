@@ -6,6 +6,7 @@ import torch
 from tests.families import MOE_CASES
 from tests.gpu.models import (
     FAMILIES,
+    LENGTHS,
     engine_of,
     generate,
     gradient_pairs,
@@ -84,3 +85,15 @@ def test_head_dims_that_are_no_multiple_of_8(tmp_path, device, real_device):
     ours = our_pass(directory, device=device, dtype="bfloat16")
     reference = their_pass(directory, tmp_path / "gradients", device=real_device, dtype="float32")
     assert _apart(ours.logits, reference.logits) < 0.05
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma-2"])
+def test_a_head_in_float32_is_that_of_float32_operands(directories, device, name):
+    model = engine_of(directories(name), device=device, dtype="bfloat16", float32_head=True).model
+    with torch.no_grad():
+        hidden = model(tokens(sum(LENGTHS)).to(device), LENGTHS)
+        found = model.logits(hidden)
+        product = hidden.float() @ model.head.weight_VH.float().T
+        wanted = model.head.to_logits(product, temperature=1.0)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
