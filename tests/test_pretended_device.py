@@ -9,6 +9,7 @@ from realhf.calls import LogProbs, OptimizerConfig, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.graph import FunctionCall
 from realhf.interruption import InsertedPhrase
+from realhf.nn import half_matmul
 from tests.gpu.models import OUTPUTS, engine_of, generate, tokens, write_model
 from tests.gpu.pretended import pretended_device
 
@@ -72,3 +73,23 @@ def test_inserted_phrases_and_a_head_in_float32(tmp_path):
             answers = answers or made
             metrics.append(_train(engine, answers))
     assert metrics[0] == pytest.approx(metrics[1], rel=0.02, abs=1e-3)
+
+
+def test_float32_products_of_16_bit_units():
+    """A GPU multiplies parts of the float32 operand; nothing is lost."""
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(40, 30, generator=generator) * torch.logspace(-6, 6, 30)
+    weight = torch.randn(30, 20, generator=generator).bfloat16()
+    x = torch.randn(40, 20, generator=generator).bfloat16()
+    total = torch.full((30, 20), torch.nan)
+    with pretended_device() as device:
+        made = torch.zeros(40, 20, device=device)
+        half_matmul.product(grad.to(device), weight.to(device), out=made)
+        there = total.to(device)
+        half_matmul.add_product(there, grad.to(device), x.to(device), is_empty=True)
+        logits = half_matmul.affine_float32(x.to(device), weight.to(device))
+        found = [made.cpu(), there.cpu(), logits.cpu()]
+    exact = [grad.double() @ weight.double(), grad.double().T @ x.double(), x.double() @ weight.double().T]
+    for ours, wanted in zip(found, exact, strict=True):
+        largest = wanted.abs().amax(1, keepdim=True)
+        assert ((ours - wanted).abs() / largest).max() < 2e-6

@@ -196,14 +196,18 @@ class CallPieces:
         return self.role.wide_itemsize if self.role.widens_head else self.role.itemsize
 
     def widened_head_bytes(self, tokens: float, *, backward: bool) -> float:
-        """Return the bytes of the parts of the hidden states and of the head's weight that are converted to
-        float32 at a time (nn/half_matmul.py); a GPU converts them for backward products only."""
+        """Return the bytes of the parts of the hidden states and of the head's weight that are in float32 at
+        a time (nn/half_matmul.py).
+
+        On a GPU these are sums and products of the backward pass only, beside parts of the gradient.
+        """
         if not self.role.widens_head or (self.fused and not backward):
             return 0.0
         parts = CUDA_PARTS if self.fused else 1
         states = min(tokens * self.widths.hidden, WIDENED_TOKENS_NUMEL * parts)
         weight = min(self.widths.vocabulary * self.widths.hidden, WIDENED_WEIGHT_NUMEL * parts)
-        return self.role.wide_itemsize * (states + weight)
+        gradient = 3 * WIDENED_TOKENS_NUMEL * parts if self.fused else 0
+        return self.role.wide_itemsize * (states + weight + gradient)
 
     def logits_bytes(self, numel: float, *, copies: int) -> float:
         """Return the bytes of a chunk of logits, and of `copies` copies in w of one slice of it.

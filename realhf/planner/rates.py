@@ -249,13 +249,14 @@ class Rates:
     def _head_product(self, role: ModelRole, *, tokens: Any, params: float, backward: bool = False) -> Any:
         """Return the seconds of a product with the head's weight.
 
-        In float32 a GPU still computes logits with its 16-bit units, but not their gradients
-        (nn/half_matmul.py).
+        In float32 a GPU computes logits with its bfloat16 units all the same, and their gradients as sums of
+        three products (nn/half_matmul.py).
         """
         is_cuda = self.cluster.device_type == "cuda"
-        if role.widens_head and (backward or not is_cuda):
+        if role.widens_head and not (is_cuda and role.dtype == "bfloat16"):
             return self.matmul(replace(role, dtype="float32"), tokens=tokens, params=params)
-        return self.matmul(role, tokens=tokens, params=params)
+        products = 3 if role.widens_head and backward else 1
+        return products * self.matmul(role, tokens=tokens, params=params)
 
     def _launched(self, compute: Any) -> Any:
         """Return the seconds of a block with its host time.
