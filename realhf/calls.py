@@ -115,7 +115,7 @@ class Generate(Work):
         if self.interruption is not None:
             after, size = self.interruption.after_tokens, len(self.interruption.phrase)
             most = self.sampling.max_new_tokens - size - 1
-            why = f"an answer follows the {size} tokens of the phrase, within sampling.max_new_tokens"
+            why = f"the phrase (tokens: {size}) and an answer follow, within sampling.max_new_tokens"
             require(after <= most, "interruption.after_tokens", after, f"be at most {most}, as {why}")
         legal = ("recompute", "keep")
         rule = f"be one of {', '.join(legal)}"

@@ -49,6 +49,7 @@ class Generation:
         """Each `stream` (the call's name) has its own random numbers. If `work` does not limit the KV cache,
         `limit` does. Raises UserError if the model cannot keep its cache."""
         assert keeps or not in_turns, "samples in turns need a cache that is kept"
+        assert work.interruption is None or not in_turns, "a phrase has no place in samples in turns"
         if keeps and model.rope_boundary is not None:
             raise UserError(
                 f"{stream}: cache_on_update is 'keep', but a longrope model must compute its cache again at "

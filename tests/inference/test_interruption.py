@@ -164,7 +164,7 @@ def test_the_transformers_engine_inserts_it_too(versions, phrases, budget):
 
 
 def test_a_phrase_that_leaves_no_answer_is_refused():
-    with pytest.raises(ValueError, match="after_tokens is 6: it must be at most 2, as an answer"):
+    with pytest.raises(ValueError, match="after_tokens is 6: it must be at most 2, as the phrase"):
         Generate(SamplingConfig(max_new_tokens=8), interruption=PHRASE)
 
 
