@@ -13,6 +13,8 @@ from realhf.algorithms.sft import SFT
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import Generate, LogProbs, SamplingConfig
 from realhf.experiment import Role
+from realhf.interruption import InsertedPhrase, Interruption
+from tests.runtime.tiny import CHARACTERS, write_task
 
 CHANGED = {
     "sampling": SamplingConfig(max_new_tokens=7), "seed": 3, "max_rows": 5, "kv_cache_gib": 0.25,
@@ -28,9 +30,15 @@ def test_a_generation_option_has_the_same_default_in_experiments_and_calls(name)
     assert getattr(OnPolicy, name) == getattr(Generate, name)
 
 
-def test_every_generation_option_of_an_experiment_reaches_the_call():
-    assert {field.name for field in fields(Generate)} == set(CHANGED)
-    assert OnPolicy(**CHANGED).actor_generate().work == Generate(**CHANGED)
+def test_every_generation_option_of_an_experiment_reaches_the_call(tmp_path):
+    """An interruption is a text there, and becomes ids of the tokenizer, which has a token per character."""
+    phrase = InsertedPhrase(3, phrase=(2 + CHARACTERS.index("1"), 2 + CHARACTERS.index("=")),
+                            end=(2 + CHARACTERS.index("a"),))  # fmt: skip
+    changed = CHANGED | {"interruption": phrase}
+    assert {field.name for field in fields(Generate)} == set(changed)
+    text = Interruption(3, phrase="1=", end="a")
+    experiment = OnPolicy(**CHANGED, interruption=text, tokenizer=str(write_task(tmp_path)))
+    assert experiment.actor_generate().work == Generate(**changed)
 
 
 SEQUENCE = ("sequence_ids", "response_mask")
