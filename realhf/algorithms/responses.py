@@ -57,7 +57,6 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     if not len(batch):
         return {}
     score = batch["score"].double()
-    lengths = response_counts(batch["response_mask"])
     failed = score.isnan()
     if failed.all():
         raise UserError("the reward of every sample of the step has failed: none is left to train on")
@@ -66,6 +65,14 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     return failures | {
         "reward/mean": score.mean().item(),
         "reward/std": score.std(correction=0).item(),
+        **length_metrics(batch),
+    }
+
+
+def length_metrics(batch: Batch) -> dict[str, float]:
+    """Return statistics of the responses' lengths of a batch with `response_mask` and `finished`."""
+    lengths = response_counts(batch["response_mask"])
+    return {
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
         "response_length/clip_ratio": 1.0 - batch["finished"].double().mean().item(),
