@@ -7,6 +7,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.algorithms.cispo import CISPO
     from realhf.algorithms.critic_free import CriticFree
     from realhf.algorithms.dapo import DAPO
+    from realhf.algorithms.distillation import Distillation
     from realhf.algorithms.dpo import DPO, DPOLoss
     from realhf.algorithms.grpo import GRPO
     from realhf.algorithms.gspo import GSPO
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
         OptimizerConfig,
         SamplingConfig,
         Scores,
+        TopLogProbs,
         TrainStep,
         Values,
     )
@@ -57,6 +59,7 @@ _PUBLIC = {
     "algorithms.cispo": ("CISPO",),
     "algorithms.critic_free": ("CriticFree",),
     "algorithms.dapo": ("DAPO",),
+    "algorithms.distillation": ("Distillation",),
     "algorithms.dpo": ("DPO", "DPOLoss"),
     "algorithms.grpo": ("GRPO",),
     "algorithms.gspo": ("GSPO",),
@@ -73,7 +76,7 @@ _PUBLIC = {
     "algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
     "algorithms.sft": ("SFT",),
     "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
-              "TrainStep", "Values"),
+              "TopLogProbs", "TrainStep", "Values"),
     "cluster": ("Cluster",),
     "data.dataset": ("DatasetConfig",),
     "experiment": ("Expected", "Experiment", "Role"),
@@ -95,14 +98,14 @@ _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in name
 
 __all__ = [
     "AdvantageConfig", "BradleyTerry", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree",
-    "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DeviceMesh", "ExecutionPlan",
-    "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction",
-    "Interruption", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig",
-    "PPO", "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss", "PolicyLossConfig",
-    "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL", "RewardLimits",
-    "RewardModel", "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig", "ScaleRL", "ScoreShaping",
-    "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward", "TrainStep", "ValueLoss", "Values",
-    "graph_of", "prepare_once", "scalerl_actor",
+    "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DeviceMesh", "Distillation",
+    "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate",
+    "HostFunction", "Interruption", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy",
+    "OptimizerConfig", "PPO", "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss",
+    "PolicyLossConfig", "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL",
+    "RewardLimits", "RewardModel", "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig", "ScaleRL",
+    "ScoreShaping", "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward", "TopLogProbs",
+    "TrainStep", "ValueLoss", "Values", "graph_of", "prepare_once", "scalerl_actor",
 ]
 __version__ = "0.1.0"
 

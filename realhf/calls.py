@@ -153,6 +153,24 @@ class LogProbs(Work):
 
 
 @dataclass(frozen=True)
+class TopLogProbs(Work):
+    """Finds the `k` most probable tokens in the place of each of the first input's tokens.
+
+    The two outputs are columns of shape (tokens, k): token ids (int64) and log-probs, the most probable first
+    and the lower id first where log-probs are equal. Both are 0 where `response_mask`, if that is an input,
+    is 0, and at the first token of a sequence.
+    """
+
+    kind = "forward"
+    output: ClassVar[str] = "logprobs"
+    k: int = 64
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self.k >= 1, "k", self.k, "be at least 1")
+
+
+@dataclass(frozen=True)
 class Values(Work):
     """Computes the values of the states in which the first input's tokens were chosen (score head)."""
 
@@ -238,6 +256,9 @@ class Loss(Protocol):
 
     - `first_minibatch`, a mapping from metrics to names under which their values in the first mini-batch are
       also logged;
+    - `token_ids` of a loss of `logprobs`: the keys of columns of token ids with shape (tokens, k). Then
+      `outputs["logprobs_at"]` has, with gradients, the log-probs of these tokens in the place of each token
+      of the mask: the columns side by side, shape (tokens, sum of all k);
     - `group_size`, if it compares samples: no part has only some of the samples with the same
       `id // group_size` (unless a filter has dropped the others);
     - `row_fault(row)`, which returns a sentence if a row of the dataset cannot be used, else None.

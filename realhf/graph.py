@@ -9,7 +9,7 @@ import networkx as nx
 
 KINDS = {
     "generate": "Generate",
-    "forward": "LogProbs or Values or Scores",
+    "forward": "LogProbs, TopLogProbs, Values or Scores",
     "train_step": "TrainStep",
     "host": "HostFunction",
 }

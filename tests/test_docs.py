@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+import realhf
 from realhf import Experiment, FunctionCall, HostFunction, Role, families
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
@@ -25,9 +26,11 @@ from tests.families import CASES
 
 DOCS = REPO / "docs"
 PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
-GUIDES = [DOCS / f"{name}.md" for name in ("experiments", "lora", "plans", "reallocation", "step-programs")]
+GUIDES = [DOCS / f"{name}.md" for name in (
+    "experiments", "distillation", "lora", "plans", "reallocation", "step-programs")]
 PLACEHOLDER = re.compile(r'"path/to/[\w-]+"')
 MODEL = "runs/sft/hf/step_700"
+TEACHER = "runs/grpo/hf/step_60"
 DOWNLOAD = "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-Instruct"
 ELSEWHERE = {
     "source .venv/bin/activate": "`make` makes .venv; its commands are on the path then",
@@ -107,6 +110,8 @@ def workplace(tmp_path_factory) -> Iterator[Path]:
         for name, last in {"sft": MODEL, "reward_model": left_by("reward_model")}.items():
             assert main(["run", f"examples/{name}.py", "--out", f"runs/{name}", "--steps", "1"]) == 0
             Path(f"runs/{name}/hf/step_1").rename(last)
+        Path(TEACHER).parent.mkdir(parents=True)
+        Path(TEACHER).symlink_to(Path(MODEL).absolute())
         write_profile(directory, devices_per_host=1)
         yield directory
     del sys.modules["arithmetic"]
@@ -185,6 +190,7 @@ DYNAMIC = "def parts(self, graph: DataflowGraph)"
 LAGGED = "due = run.batch"
 FILTER = "def drop_long"
 OWN = "from dataclasses import dataclass, replace\nfrom realhf import GRPO"
+TEACHERS = "experiment = Distillation("
 
 
 @pytest.mark.parametrize("beginning", ACTORS)
@@ -199,7 +205,8 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 
 def test_every_snippet_of_python_is_tried():
-    beginnings = ("# first.py", PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED, FILTER, OWN)
+    others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS)
+    beginnings = ("# first.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
     compile(snippet(beginning=SIGNATURE), "docs", "exec")
@@ -239,6 +246,13 @@ def test_the_advantages_of_the_page_reward_the_best_answers():
     columns, metrics = function(Batch(list(range(16)), {"score": scores, "response_mask": mask}), None)
     assert columns["advantages"].values.tolist() == scores.repeat_interleave(2).tolist()
     assert metrics == {"reward/best": 1.0}
+
+
+def test_the_snippet_with_several_teachers_has_a_graph(workplace):
+    names = vars(realhf) | {name: getattr(realhf, name) for name in realhf.__all__}
+    exec(PLACEHOLDER.sub(f'"{MODEL}"', snippet(beginning=TEACHERS)), names)
+    graph = names["experiment"].graph()
+    assert len(graph.of_role("teacher_2")) == 1 and "expert" in graph.inputs
 
 
 def test_the_plan_by_hand_is_sound(workplace, capsys):

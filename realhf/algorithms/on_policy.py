@@ -120,15 +120,15 @@ class OnPolicy(Experiment):
             raise ValueError(f"loss.max_age is 0: {why}; raise it, or set rounds to {self.max_lag + 1}")
         return AgeLimit(limit, self.loss.aged)
 
-    def with_checked_ages(self, graph: DataflowGraph) -> DataflowGraph:
+    def with_checked_ages(self, graph: DataflowGraph, *, ages_of: str = "advantages") -> DataflowGraph:
         """Return the graph. Raises ValueError if `loss.max_age` would not limit the ages at training.
 
-        The call `advantages` finds the ages, so it must be in the part that trains.
+        The call `ages_of` finds the ages, so it must be in the part that trains.
         """
         if self.loss.max_age is not None and self.has_own_program:
             for part, calls in self.parts(graph).items():
-                if ("advantages" in calls) != ("actor_train" in calls):
-                    rule = "'advantages' and 'actor_train' must be in one part"
+                if (ages_of in calls) != ("actor_train" in calls):
+                    rule = f"{ages_of!r} and 'actor_train' must be in one part"
                     only = f"the part {part!r} has only one of them"
                     raise ValueError(f"loss.max_age is {self.loss.max_age}: {rule}, and {only}")
         return graph
@@ -192,7 +192,7 @@ class OnPolicy(Experiment):
         """The settings of sampling, but always with the most probable token."""
         return replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0)
 
-    def eval_graph(self) -> DataflowGraph:
+    def eval_graph(self) -> DataflowGraph | None:
         function = self.eval_function or self.reward_function
         greedy = replace(self, sampling=self.greedy_sampling)
         generate = replace(greedy.actor_generate(), outputs=ANSWER)

@@ -58,18 +58,26 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     if not len(batch):
         return {}
     score = batch["score"].double()
-    lengths = response_lengths(batch["response_mask"])
-    interrupted = lengths > response_counts(batch["response_mask"])
     failed = score.isnan()
     if failed.all():
         raise UserError("the reward of every sample of the step has failed: none is left to train on")
     failures = {"reward/failed": failed.double().mean().item()} if failed.any() else {}
     score = score[~failed]
-    if interrupted.any():
-        failures["response_length/interrupted"] = interrupted.double().mean().item()
     return failures | {
         "reward/mean": score.mean().item(),
         "reward/std": score.std(correction=0).item(),
+        **length_metrics(batch),
+    }
+
+
+def length_metrics(batch: Batch) -> dict[str, float]:
+    """Return statistics of the responses' lengths of a batch with `response_mask` and `finished`."""
+    lengths = response_lengths(batch["response_mask"])
+    interrupted = lengths > response_counts(batch["response_mask"])
+    interruptions = {}
+    if interrupted.any():
+        interruptions["response_length/interrupted"] = interrupted.double().mean().item()
+    return interruptions | {
         "response_length/mean": lengths.double().mean().item(),
         "response_length/max": float(lengths.max()),
         "response_length/clip_ratio": 1.0 - batch["finished"].double().mean().item(),

@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from realhf.calls import longest_response
+from realhf.calls import TopLogProbs, longest_response
 from realhf.cluster import Cluster
 from realhf.data.dataset import completion_columns, load_rows
 from realhf.experiment import Experiment, Role
@@ -51,7 +51,7 @@ def problem_of(
     parts = checked_parts(experiment, graph)
     runs = _part_runs(experiment, parts)
     workloads = {
-        name: _workload(experiment, graph[name], lengths | {"runs": runs[part]})
+        name: _workload(experiment, graph[name], lengths | {"runs": runs[part], "top_k": _top_k(graph, name)})
         for part, names in parts.items() for name in names
     }  # fmt: skip
     order = ("score", "rollout", "train") if runs_ahead(experiment) else _in_order(parts, graph)
@@ -113,6 +113,15 @@ def _to_model_role(name: str, role: Role) -> ModelRole:
     source = role.weights_source if frozen else None
     return ModelRole(
         config, role.dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head)
+
+
+def _top_k(graph: DataflowGraph, name: str) -> int:
+    """Return the most probable tokens per token that a call finds, or that its loss reads."""
+    work = graph[name].work
+    if isinstance(work, TopLogProbs):
+        return work.k
+    found = [graph.producer(key) for key in getattr(getattr(work, "loss", None), "token_ids", ())]
+    return sum(call.work.k for call in found if call is not None and isinstance(call.work, TopLogProbs))
 
 
 def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, Any]) -> Workload:

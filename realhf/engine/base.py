@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from realhf.calls import Generate, OptimizerConfig, Scores, TrainStep
+from realhf.calls import Generate, OptimizerConfig, Scores, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
@@ -30,8 +30,10 @@ class PassSettings:
     """The settings of the forward, and perhaps backward, passes of all micro-batches of a batch."""
 
     key: str  # Column of the packed sequences.
-    outputs: Mapping[str, Any]  # `output` and `temperature` (see Work), and whether the `entropy` is wanted.
-    finish: Callable[[Outputs, Batch], torch.Tensor]  # Returns the result of a part of a micro-batch.
+    outputs: Mapping[str, Any]
+    """Settings of the outputs: `output`, `temperature` and perhaps `top` (see Work), `entropy` and
+    `token_ids` (see Loss)."""
+    finish: Callable[[Outputs, Batch], Any]  # Returns the result of a part of a micro-batch.
     max_tokens: int
     group_size: int = 1  # Consecutive samples that stay together, also in parts of a micro-batch.
     recompute: bool = False
@@ -186,20 +188,23 @@ class Engine(ABC):
     def _forward(
         self, call: FunctionCall, work: Any, batch: Batch, max_tokens: int, report: Report
     ) -> list:
-        outputs = {"output": work.output, "temperature": getattr(work, "temperature", 1.0)}
+        top = work.k if isinstance(work, TopLogProbs) else 0
+        outputs = {"output": work.output, "temperature": getattr(work, "temperature", 1.0), "top": top}
         settings = PassSettings(
-            call.inputs[0], outputs, lambda computed, _: computed[work.output], max_tokens)
+            call.inputs[0], outputs, lambda computed, _: list(computed.values()), max_tokens)
         with torch.no_grad():
             order, results = self._pipeline(batch, settings, report)
         if not self.groups.is_last_stage:
             return []
         lengths = [1 if work.output == "scores" else batch[settings.key].lengths[i] for i in order]
         empty = torch.zeros(0, dtype=self._parameters.wide, device=self.flat.device)
-        column = Packed(torch.cat([empty, *results]), lengths)
-        column = column.select(sorted(range(len(order)), key=order.__getitem__))
+        nothing = [empty.view(0, top).long(), empty.view(0, top)] if top else [empty]
+        values = [torch.cat(parts) for parts in zip(nothing, *results, strict=True)]
+        in_order = sorted(range(len(order)), key=order.__getitem__)
+        columns = [Packed(column, lengths).select(in_order) for column in values]
         if isinstance(work, Scores):
-            return [column.values.sigmoid() if work.probability else column.values]
-        return [column]
+            return [column.values.sigmoid() if work.probability else column.values for column in columns]
+        return columns
 
     def _train(
         self, call: FunctionCall, batches: list[Batch],
@@ -260,6 +265,7 @@ class Engine(ABC):
             return value
 
         outputs = {"output": loss.output, "entropy": loss.entropy, "temperature": work.temperature}
+        outputs["token_ids"] = getattr(loss, "token_ids", ())
         routers = self._routers(work, totals)
         settings = PassSettings(
             key, outputs, finish, max_tokens=max_tokens, group_size=work.group_size, recompute=recompute,
@@ -275,7 +281,7 @@ class Engine(ABC):
 
     def _pipeline(
         self, batch: Batch, settings: PassSettings, report: Report
-    ) -> tuple[list[int], list[torch.Tensor]]:
+    ) -> tuple[list[int], list[Any]]:
         """Return the samples' indices in order of micro-batches, and each micro-batch's result."""
         key = settings.key
         groups = groups_of(batch.ids, settings.group_size)

@@ -16,10 +16,13 @@ from realhf.nn.transformer import Transformer
 
 def compute_outputs(
     model: Transformer | TransformersModel, hidden_TH: torch.Tensor, tokens: Packed,
-    *, mask: Packed | None, output: str, temperature: float = 1.0, entropy: bool = False,
-    row_of_token: torch.Tensor | None = None,
+    *, mask: Packed | None, output: str, temperature: float = 1.0, entropy: bool = False, top: int = 0,
+    ids_TK: torch.Tensor | None = None, row_of_token: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Return `logprobs` (and `entropy`) or `values` per token, or `scores` per sequence; in at least float32.
+
+    With `ids_TK`, return also `logprobs_at` of these tokens in the place of each token. With `top`, return
+    instead only `top_ids` and `top_logprobs` of so many most probable tokens.
 
     Each rank of a cp group passes the hidden states of its own tokens and gets the outputs of all tokens.
     `row_of_token` says which rows these are, unless there is one row per token.
@@ -34,7 +37,8 @@ def compute_outputs(
         return _Rows.apply(hidden_TH, index_N - start if row_of_token is None else row_of_token[index_N])
 
     def scatter(values_N: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
-        return sum_over_group(values_N.new_zeros(size).index_put((positions,), values_N), cp)
+        zeros = values_N.new_zeros(size, *values_N.shape[1:])
+        return sum_over_group(zeros.index_put((positions,), values_N), cp)
 
     if output == "scores":
         local = ((ends > start) & (ends <= stop)).nonzero()[:, 0]
@@ -45,12 +49,26 @@ def compute_outputs(
     states_NH = states(positions - 1)
     if output == "values":
         return {"values": scatter(model.scores(states_NH), positions, num_tokens)}
-    logprobs_N, entropy_N = model.logprobs(
-        states_NH, tokens.values[positions], temperature=temperature, entropy=entropy)
-    outputs = {"logprobs": scatter(logprobs_N, positions, num_tokens)}
+    if top:
+        found = model.top_logprobs(states_NH, top, temperature=temperature)
+        named = zip(("top_ids", "top_logprobs"), found, strict=True)
+        return {name: scatter(values, positions, num_tokens) for name, values in named}
+    labels = tokens.values if ids_TK is None else torch.cat([tokens.values[:, None], ids_TK], dim=1)
+    logprobs, entropy_N = model.logprobs(
+        states_NH, labels[positions], temperature=temperature, entropy=entropy)
+    logprobs = scatter(logprobs, positions, num_tokens)
+    if ids_TK is None:
+        outputs = {"logprobs": logprobs}
+    else:
+        outputs = {"logprobs": logprobs[:, 0], "logprobs_at": logprobs[:, 1:]}
     if entropy_N is not None:
         outputs["entropy"] = scatter(entropy_N, positions, num_tokens)
     return outputs
+
+
+def side_by_side(samples: Batch, keys: Sequence[str]) -> torch.Tensor | None:
+    """Return the columns of shape (tokens, k) in one tensor, or None if there are none."""
+    return torch.cat([samples[key].values for key in keys], dim=1) if keys else None
 
 
 def wanted(tokens: Packed, mask: Packed | None) -> torch.Tensor:
@@ -63,23 +81,30 @@ def wanted(tokens: Packed, mask: Packed | None) -> torch.Tensor:
 
 def loss_by_parts(
     model: Transformer, hidden_TH: torch.Tensor, samples: Batch,
-    loss: Callable[[dict[str, torch.Tensor], Batch], torch.Tensor],
-    *, key: str, group_size: int = 1, **settings: Any,
-) -> torch.Tensor:  # fmt: skip
+    loss: Callable[[dict[str, torch.Tensor], Batch], Any],
+    *, key: str, group_size: int = 1, token_ids: Sequence[str] = (), **settings: Any,
+) -> Any:  # fmt: skip
     """Compute the loss of `compute_outputs`; with gradients, for parts of the samples whose logits fit in one
-    chunk.
+    chunk. The columns `token_ids` hold the ids of the tokens whose log-probs are wanted, too.
 
     No part splits a group of samples, which are adjacent. Each part runs its backward pass at once, up to the
     hidden states. Only a group that has more logits than a chunk must compute them twice.
     """
     tokens = samples[key]
-    mask = samples.fields.get("response_mask")
+
+    def loss_of(rows_TH: torch.Tensor, part: Batch) -> Any:
+        outputs = compute_outputs(
+            model, rows_TH, part[key], mask=part.fields.get("response_mask"),
+            ids_TK=side_by_side(part, token_ids), **settings)
+        return loss(outputs, part)
+
     by_parts = hidden_TH.requires_grad and settings["output"] == "logprobs" and model.groups.cp.size == 1
     limit = model.head.chunk_tokens if by_parts else len(tokens.values)
     if len(tokens.values) <= limit:
-        return loss(compute_outputs(model, hidden_TH, tokens, mask=mask, **settings), samples)
+        return loss_of(hidden_TH, samples)
     ends = torch.tensor(tokens.lengths).cumsum(0)
-    sums = torch.nn.functional.pad(wanted(tokens, mask).cumsum(0), (1, 0))[ends.to(hidden_TH.device)]
+    counts = wanted(tokens, samples.fields.get("response_mask")).cumsum(0)
+    sums = torch.nn.functional.pad(counts, (1, 0))[ends.to(hidden_TH.device)]
     starts = [0, *ends.tolist()]
     bounds = _part_bounds(sums.tolist(), limit, groups=groups_of(samples.ids, group_size))
     grad_TH = torch.empty_like(hidden_TH)
@@ -87,10 +112,7 @@ def loss_by_parts(
     for first, last in pairwise(bounds):
         rows = slice(starts[first], starts[last])
         part_TH = hidden_TH.detach()[rows].requires_grad_()
-        part = samples.select(range(first, last))
-        outputs = compute_outputs(
-            model, part_TH, part[key], mask=part.fields.get("response_mask"), **settings)
-        value = loss(outputs, part)
+        value = loss_of(part_TH, samples.select(range(first, last)))
         value.backward()
         grad_TH[rows] = 0.0 if part_TH.grad is None else part_TH.grad
         values.append(value.detach())

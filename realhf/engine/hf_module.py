@@ -19,6 +19,7 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.engine import hf_factory
 from realhf.errors import UserError
 from realhf.nn.parameters import ShardedParameters
+from realhf.nn.vocab_parallel import top_tokens
 from realhf.param_spec import ModelSpec, ParamSpec
 
 
@@ -87,12 +88,20 @@ class TransformersModel(ShardedParameters):
         return x_NX[:, 0].to(self.wide)
 
     def logprobs(
-        self, x_NX: Tensor, labels_N: Tensor, *, temperature: float, entropy: bool
+        self, x_NX: Tensor, labels: Tensor, *, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the labels' log-probs, and the entropies if `entropy`, given logits."""
+        """Return the log-probs of one label or several per token, and the entropies if `entropy`, given
+        logits."""
         logprobs_NX = (x_NX.to(self.wide) / temperature).log_softmax(-1)
         entropy_N = _Entropy.apply(logprobs_NX) if entropy else None
-        return logprobs_NX.gather(1, labels_N[:, None])[:, 0], entropy_N
+        columns = 1 if labels.dim() == 1 else labels.shape[1]
+        return logprobs_NX.gather(1, labels.reshape(-1, columns)).view(labels.shape), entropy_N
+
+    def top_logprobs(self, x_NX: Tensor, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the ids and the log-probs of the `k` most probable tokens, given logits."""
+        logits_NX = x_NX.to(self.wide) / temperature
+        top_NK, ids_NK = top_tokens(logits_NX, k)
+        return ids_NK, top_NK - logits_NX.logsumexp(1, keepdim=True)
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:

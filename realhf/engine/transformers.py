@@ -17,7 +17,7 @@ from realhf.dist.activity import Report, prefixed
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.engine.base import Engine, PassSettings, output_batch
-from realhf.engine.chunked_loss import compute_outputs
+from realhf.engine.chunked_loss import compute_outputs, side_by_side
 from realhf.engine.hf_module import TransformersModel, token_mask
 from realhf.engine.micro_batch import padded_micro_batches
 from realhf.engine.protocol import DTYPES, Shards
@@ -98,10 +98,12 @@ class TransformersEngine(Engine):
         *, layer_done: Callable[[int], None] | None,
     ) -> Tensor:  # fmt: skip
         tokens = samples[settings.key]
+        options = dict(settings.outputs)
         outputs = compute_outputs(
             self.model, self.model(tokens, recompute=settings.recompute).flatten(0, 1), tokens,
             mask=samples.fields.get("response_mask"),
-            row_of_token=token_mask(tokens).flatten().nonzero()[:, 0], **settings.outputs)
+            ids_TK=side_by_side(samples, options.pop("token_ids", ())),
+            row_of_token=token_mask(tokens).flatten().nonzero()[:, 0], **options)
         return settings.finish(outputs, samples)
 
 

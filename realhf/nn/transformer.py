@@ -31,7 +31,7 @@ from realhf.nn.moe import RouterLosses
 from realhf.nn.packed import Segment, token_positions
 from realhf.nn.parameters import ShardedParameters
 from realhf.nn.rope import Rotary
-from realhf.nn.vocab_parallel import Head, head_logprobs
+from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs
 from realhf.param_spec import ModelSpec
 
 
@@ -224,10 +224,14 @@ class Transformer(ShardedParameters):
         return self.head.logits(hidden_TH)
 
     def logprobs(
-        self, hidden_TH: Tensor, labels_T: Tensor, *, temperature: float, entropy: bool
+        self, hidden_TH: Tensor, labels: Tensor, *, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the labels' log-probs, and the entropies if `entropy`; see `head_logprobs`."""
-        return head_logprobs(hidden_TH, labels_T, self.head, temperature=temperature, entropy=entropy)
+        return head_logprobs(hidden_TH, labels, self.head, temperature=temperature, entropy=entropy)
+
+    def top_logprobs(self, hidden_TH: Tensor, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return the ids and the log-probs of the `k` most probable tokens; see `head_top_logprobs`."""
+        return head_top_logprobs(hidden_TH, self.head, k, temperature=temperature)
 
     def scores(self, hidden_TH: Tensor) -> Tensor:
         """Return scores_T, in dtype `wide`, on the last stage of a model with a score head."""

@@ -6,8 +6,8 @@ each token's log-sum-exp, and the backward pass computes the logits again; it tu
 in place. Each rank of a tensor-parallel group has a part of the vocabulary; the forward pass sends one
 message per peer, however many chunks there are.
 
-Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, R ranks of the group; t tokens of a
-chunk, s tokens of a slice of a chunk.
+Shape suffixes: T tokens, H hidden, V this rank's part of the vocabulary, R ranks of the group, K labels or
+most probable tokens; t tokens of a chunk, s tokens of a slice of a chunk.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.chunk_sizes import chunk_numel, slice_numel
@@ -78,65 +79,65 @@ class Head:
 
 
 def head_logprobs(
-    hidden_TH: Tensor, labels_T: Tensor, head: Head, *, temperature: float = 1.0, entropy: bool = False,
+    hidden_TH: Tensor, labels: Tensor, head: Head, *, temperature: float = 1.0, entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return logprobs_T and entropy_T, the same on every rank; entropy_T is None unless `entropy`.
+    """Return the labels' log-probs and entropy_T, the same on every rank; entropy_T is None unless `entropy`.
 
-    The log-probabilities are log softmax(logits / temperature) at global token ids `labels_T`; the entropy is
-    that of the same distribution, in nats. Both have gradients. The gradient of an entropy that the loss does
-    not use, or only detached, costs nothing.
+    The labels are global token ids: one per token (labels_T), or several (labels_TK). Their log-probabilities
+    are log softmax(logits / temperature), of the same shape; the entropy is that of the same distribution, in
+    nats. Both have gradients. The gradient of an entropy that the loss does not use, or only detached, costs
+    nothing.
     """
     hidden_TH = copy_to_group(hidden_TH, head.group)
-    logprobs_T, entropy_T = _LogProbs.apply(
-        hidden_TH, head.weight_VH, labels_T - head.vocab_start, head, temperature, entropy,
+    columns = 1 if labels.dim() == 1 else labels.shape[1]
+    logprobs_TK, entropy_T = _LogProbs.apply(
+        hidden_TH, head.weight_VH, labels.reshape(-1, columns) - head.vocab_start, head, temperature, entropy,
         chunk_tokens or head.chunk_tokens)
-    return logprobs_T, entropy_T if entropy else None
+    return logprobs_TK.view(labels.shape), entropy_T if entropy else None
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, head: Head, temperature: float,
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_TK: Tensor, head: Head, temperature: float,
         entropy: bool, chunk: int,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        here_T = (labels_T >= 0) & (labels_T < len(weight_VH))
-        at_T1 = torch.where(here_T, labels_T, 0)[:, None]
+        here_TK = (labels_TK >= 0) & (labels_TK < len(weight_VH))
+        at_TK = torch.where(here_TK, labels_TK, 0)
         parts = []
         logits_tV = hidden_TH
         for tokens in row_blocks(len(hidden_TH), 1, chunk):
             logits_tV = hidden_TH  # Frees the previous chunk before the next product.
             logits_tV = head.product(hidden_TH[tokens])
-            parts += _statistics(logits_tV, at_T1[tokens], head, temperature, entropy)
-        statistics = torch.cat(parts, dim=1)
-        statistics[1].masked_fill_(~here_T, 0)
-        lse_RT, label_RT, *mean = head.group.all_gather(statistics).unbind(1)
+            parts += _statistics(logits_tV, at_TK[tokens], head, temperature, entropy)
+        lse_RT, label_RTK, *mean = _gathered(parts, here_TK, head.group)
         lse_T = lse_RT.logsumexp(0)
         entropy_T = lse_T - (mean[0] * (lse_RT - lse_T).exp()).sum(0) if entropy else None
         # Not by save_for_backward, because the backward pass overwrites and frees them.
         ctx.logits_TV = logits_tV if any(ctx.needs_input_grad) and len(hidden_TH) <= chunk else None
-        ctx.save_for_backward(hidden_TH, weight_VH, lse_T, entropy_T, at_T1, here_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, lse_T, entropy_T, at_TK, here_TK)
         ctx.settings = head, temperature, chunk
         ctx.set_materialize_grads(False)  # The gradient of an unused output is None.
-        return label_RT.sum(0) - lse_T, entropy_T
+        return label_RTK.sum(0) - lse_T[:, None], entropy_T
 
     @staticmethod
     def backward(
-        ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None
+        ctx: Any, grad_TK: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_TH, weight_VH, lse_T, entropy_T, at_T1, here_T = ctx.saved_tensors
+        hidden_TH, weight_VH, lse_T, entropy_T, at_TK, here_TK = ctx.saved_tensors
         head, temperature, chunk = ctx.settings
-        grad_T = torch.zeros_like(lse_T) if grad_T is None else grad_T
+        grad_TK = torch.zeros_like(at_TK, dtype=lse_T.dtype) if grad_TK is None else grad_TK
         kept_TV, ctx.logits_TV = ctx.logits_TV, None
         grad_hidden_TH = torch.empty_like(hidden_TH)
         summing = _summing(head.weight_VH) if ctx.needs_input_grad[1] else None
         for tokens in row_blocks(len(hidden_TH), 1, chunk):
             grad_tV = head.product(hidden_TH[tokens]) if kept_TV is None else kept_TV
-            labels = at_T1[tokens], here_T[tokens]
+            labels = at_TK[tokens], here_TK[tokens]
             of_entropy = None
             if grad_entropy_T is not None:
                 of_entropy = entropy_T[tokens], grad_entropy_T[tokens]
-            _to_gradient(grad_tV, grad_T[tokens], lse_T[tokens], labels, of_entropy, head, temperature)
+            _to_gradient(grad_tV, grad_TK[tokens], lse_T[tokens], labels, of_entropy, head, temperature)
             half_matmul.product(grad_tV, weight_VH, out=grad_hidden_TH[tokens])
             if summing is not None:
                 summing.add_product(grad_tV, hidden_TH[tokens])
@@ -163,30 +164,41 @@ def _slices(logits_tV: Tensor) -> Iterator[slice]:
 
 
 def _statistics(
-    logits_tV: Tensor, at_t1: Tensor, head: Head, temperature: float, entropy: bool
+    logits_tV: Tensor, at_tK: Tensor, head: Head, temperature: float, entropy: bool
 ) -> list[Tensor]:
-    """Return, per slice, each token's log-sum-exp, its label's logit and, for the entropy, its mean logit."""
+    """Return, per slice, each token's log-sum-exp, its labels' logits and, if wanted, its mean logit."""
     parts = []
     for rows in _slices(logits_tV):
         x_sV = head.to_logits(logits_tV[rows], temperature=temperature)
         lse_s1 = x_sV.logsumexp(1, keepdim=True)
-        columns = [lse_s1[:, 0], x_sV.gather(1, at_t1[rows])[:, 0]]
+        columns = [lse_s1, x_sV.gather(1, at_tK[rows])]
         if entropy:
-            columns.append((x_sV - lse_s1).exp_().mul_(x_sV).sum(1))
-        parts.append(torch.stack(columns))
+            columns.append((x_sV - lse_s1).exp_().mul_(x_sV).sum(1, keepdim=True))
+        parts.append(torch.cat(columns, dim=1))
     return parts
 
 
+def _gathered(parts: list[Tensor], here_TK: Tensor, group: Group) -> list[Tensor]:
+    """Return the statistics of all ranks: lse_RT, label_RTK with 0 for labels of other ranks, and perhaps
+    mean_RT."""
+    statistics = torch.cat(parts)
+    stop = 1 + here_TK.shape[1]
+    statistics[:, 1:stop].masked_fill_(~here_TK, 0)
+    gathered = group.all_gather(statistics)
+    return [gathered[..., 0], gathered[..., 1:stop], *gathered[..., stop:].unbind(-1)]
+
+
 def _to_gradient(
-    logits_tV: Tensor, grad_t: Tensor, lse_t: Tensor, labels: tuple[Tensor, Tensor],
+    logits_tV: Tensor, grad_tK: Tensor, lse_t: Tensor, labels: tuple[Tensor, Tensor],
     of_entropy: tuple[Tensor, Tensor] | None, head: Head, temperature: float,
 ) -> None:  # fmt: skip
     """Turn logits in place into their gradient.
 
-    With p = softmax, it is the gradient of the log-prob times (one-hot - p) and, if `of_entropy` holds the
-    entropy H and the gradient of H, that gradient times -p (log p + H).
+    With p = softmax, it is the sum over labels of the gradient of the log-prob times (one-hot - p) and, if
+    `of_entropy` holds the entropy H and the gradient of H, that gradient times -p (log p + H).
     """
-    at_t1, here_t = labels
+    at_tK, here_tK = labels
+    grad_t = grad_tK.sum(1)
     for rows in _slices(logits_tV):
         x_sV = head.to_logits(logits_tV[rows], temperature=temperature)
         capped_sV = x_sV.clone() if head.softcap is not None else x_sV
@@ -197,7 +209,63 @@ def _to_gradient(
             entropy_s, grad_s = (x[rows] for x in of_entropy)
             factor_sV = (logp_sV + entropy_s[:, None]).mul_(grad_s[:, None]).add_(grad_t[rows, None])
             grad_sV = logp_sV.exp_().mul_(factor_sV.neg_())
-        grad_sV.scatter_add_(1, at_t1[rows], (grad_t[rows] * here_t[rows])[:, None])
+        _add_columns(grad_sV, at_tK[rows], grad_tK[rows] * here_tK[rows])
         head.to_logits_backward(grad_sV, capped_sV, temperature=temperature)
         if grad_sV.data_ptr() != logits_tV[rows].data_ptr():
             logits_tV[rows] = grad_sV
+
+
+def _add_columns(x_sV: Tensor, at_sK: Tensor, values_sK: Tensor) -> None:
+    """Add values in place to these columns of every row."""
+    if x_sV.is_cuda and at_sK.shape[1] > 1:  # A label may be there twice: scatter_add_ adds in any order.
+        rows_s1 = torch.arange(len(x_sV), device=x_sV.device)[:, None]
+        x_sV.index_put_((rows_s1, at_sK), values_sK, accumulate=True)
+    else:
+        x_sV.scatter_add_(1, at_sK, values_sK)
+
+
+@torch.no_grad()
+def head_top_logprobs(
+    hidden_TH: Tensor, head: Head, k: int, *, temperature: float = 1.0, chunk_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ids_TK and logprobs_TK of the `k` most probable tokens, the same on every rank.
+
+    They are in falling order of log softmax(logits / temperature); of tokens with equal logits, those with
+    lower ids come first. The vocabulary must have `k` tokens or more.
+    """
+    parts = []
+    width = min(k, len(head.weight_VH))
+    for tokens in row_blocks(len(hidden_TH), 1, chunk_tokens or head.chunk_tokens):
+        logits_tV = head.product(hidden_TH[tokens])
+        for rows in _slices(logits_tV):
+            x_sV = head.to_logits(logits_tV[rows], temperature=temperature)
+            lse_s1 = x_sV.logsumexp(1, keepdim=True)
+            top_sK, ids_sK = top_tokens(x_sV, width)
+            # Every rank sends k columns, in one message; float32 holds all token ids exactly.
+            top_sK = F.pad(top_sK, (0, k - width), value=-torch.inf)
+            ids_sK = F.pad(ids_sK + head.vocab_start, (0, k - width)).to(x_sV.dtype)
+            parts.append(torch.cat([lse_s1, top_sK, ids_sK], dim=1))
+        del logits_tV
+    lse_RT1, top_RTK, ids_RTK = head.group.all_gather(torch.cat(parts)).split([1, k, k], dim=-1)
+    top_TX = top_RTK.transpose(0, 1).flatten(1)
+    # A stable sort keeps the order of ranks, which is that of token ids.
+    order_TK = top_TX.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    ids_TK = ids_RTK.transpose(0, 1).flatten(1).gather(1, order_TK).long()
+    return ids_TK, top_TX.gather(1, order_TK) - lse_RT1.logsumexp(0)
+
+
+def top_tokens(x_TV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the `k` largest logits of each token in falling order, and their indices: top_TK, at_TK.
+
+    Of equal logits those with lower indices count as larger. (torch.topk leaves open which of them it takes.)
+    NaN counts as minus infinity.
+    """
+    x_TV = x_TV.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    least_T1 = x_TV.topk(k, dim=1, sorted=True).values[:, -1:]
+    above_TV = x_TV > least_T1
+    equal_TV = x_TV == least_T1
+    wanted_T1 = k - above_TV.sum(1, keepdim=True)
+    chosen_TV = above_TV | (equal_TV & (equal_TV.cumsum(1, dtype=torch.int32) <= wanted_T1))
+    at_TK = chosen_TV.nonzero()[:, 1].view(-1, k)
+    top_TK, order_TK = x_TV.gather(1, at_TK).sort(dim=1, descending=True, stable=True)
+    return top_TK, at_TK.gather(1, order_TK)

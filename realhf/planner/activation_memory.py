@@ -31,6 +31,11 @@ _LABELS = {"loaded_weights": "loaded weights"}
 """Uses that reports call otherwise than the fields of CallMemory."""
 
 
+def top_bytes(workload: Workload, *, itemsize: int = 4) -> int:
+    """Return the bytes per token of the columns of most probable tokens: ids (int64) and log-probs."""
+    return (8 + itemsize) * workload.top_k
+
+
 class CallMemory(NamedTuple):
     """The bytes that a rank holds for a call at one moment, by use."""
 
@@ -93,11 +98,15 @@ class CallPieces:
         """The largest micro-batch, from which memory follows."""
         return largest_micro_batch(self.workload, self.strategy, self.micro_batch_tokens)
 
-    def inputs(self) -> CallMemory:
-        """Return the call's samples on this rank, and the indices of a micro-batch."""
+    def inputs(self, *, top_copies: int = 2) -> CallMemory:
+        """Return the call's samples on this rank, and the indices of a micro-batch.
+
+        There are `top_copies` of the most probable tokens: a train step selects those of its micro-batches.
+        """
         rows = -(-self.workload.num_samples // self.strategy.dp)
         indices = INDEX_BYTES * self.strategy.cp * self.micro_batch.tokens
-        return CallMemory(samples=_SAMPLE_BYTES * rows * self.workload.tokens + indices)
+        top = top_copies * top_bytes(self.workload, itemsize=self.role.wide_itemsize)
+        return CallMemory(samples=(_SAMPLE_BYTES + top) * rows * self.workload.tokens + indices)
 
     # Pieces, in bytes
 
@@ -209,7 +218,7 @@ class CallPieces:
         gradient = 3 * WIDENED_TOKENS_NUMEL * parts if self.fused else 0
         return self.role.wide_itemsize * (states + weight + gradient)
 
-    def logits_bytes(self, numel: float, *, copies: int) -> float:
+    def logits_bytes(self, numel: float, *, copies: float) -> float:
         """Return the bytes of a chunk of logits, and of `copies` copies in w of one slice of it.
 
         Logits of another dtype are also copied to w, and the previous slice is freed only after the next is

@@ -62,7 +62,7 @@ def peak_memory(
 def forward_moments(pieces: CallPieces) -> dict[str, CallMemory]:
     """Return the moments of a pass without autograd."""
     num_micro_batches, tokens, response_tokens = pieces.micro_batch
-    base = pieces.inputs()
+    base = pieces.inputs(top_copies=1)
     if pieces.strategy.pp > 1:  # A send of hidden states is waited for two micro-batches later.
         num_sends = 0 if pieces.is_last else min(num_micro_batches, 3)
         messages = pieces.hidden_bytes(tokens) * (num_sends + (not pieces.is_first))
@@ -73,8 +73,12 @@ def forward_moments(pieces: CallPieces) -> dict[str, CallMemory]:
         numel = response_tokens * pieces.widths.vocabulary
         widened = pieces.widened_head_bytes(response_tokens, backward=False)
         chunk = pieces.logit_itemsize * pieces.logits_at_once(numel)
-        logits = max(pieces.logits_bytes(numel, copies=0), chunk + widened)
+        # The most probable tokens take a copy of the logits, running counts (int32) and three masks.
+        copies = 2.75 if pieces.workload.top_k else 0
+        logits = max(pieces.logits_bytes(numel, copies=copies), chunk + widened)
         moments["logits"] = base._replace(activations=states, logits=logits)
+        if pieces.workload.top_k:  # Columns of micro-batches, joined, and in the order of samples.
+            moments["results"] = pieces.inputs(top_copies=3)
     return moments
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from realhf.graph import FunctionCall
+from realhf.planner.activation_memory import top_bytes
 from realhf.planner.problem import ModelRole, Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import NEVER, Dependencies
@@ -22,7 +23,8 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
             j = index[producer.name]
             is_late = producer.name in problem.ahead and call.name not in problem.ahead
             num_tokens = work.num_samples * work.tokens
-            (late_data if is_late else data)[i, j] = rates.samples(num_tokens * SAMPLE_BYTES)
+            token_bytes = SAMPLE_BYTES + (top_bytes(work) if call.kind == "train_step" else 0)
+            (late_data if is_late else data)[i, j] = rates.samples(num_tokens * token_bytes)
         if call.kind == "generate" and work.rounds > 1:
             num_tokens = work.num_samples * float(work.round.ages[1:].sum()) * work.tokens
             late_data[i, i] = rates.samples(num_tokens * SAMPLE_BYTES)

@@ -42,6 +42,8 @@ class Workload:
     group_size: int = 1  # Consecutive samples that a micro-batch holds together.
     output: str = "logprobs"  # Result of a forward or train step: `logprobs`, `values` or `scores`.
     entropy: bool = False
+    top_k: int = 0
+    """Most probable tokens per token, whose ids and log-probs a forward call finds and a train step reads."""
     seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
     runs: float = 1.0  # How often the call runs in a step, on average.
 

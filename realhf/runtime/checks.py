@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from realhf.calls import longest_response
+from realhf.calls import TopLogProbs, longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import check_tensors, open_checkpoint
 from realhf.data.dataset import load_rows, place, reads_pairs
@@ -93,6 +93,9 @@ def _check_call(
     head = "lm" if call.kind == "generate" or call.work.output == "logprobs" else "score"
     if role.head != head:
         raise ValueError(f"call {call.name!r} needs {call.role}.head {head!r}; it is {role.head!r}")
+    if isinstance(call.work, TopLogProbs) and call.work.k > (size := role.config().vocab_size):
+        most = f"at most {size}, the vocabulary of {call.role}"
+        raise ValueError(f"call {call.name!r}: k is {call.work.k}: it must be {most}")
 
 
 def _check_phrase(call: FunctionCall, role: Role) -> None:

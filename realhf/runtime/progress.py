@@ -20,6 +20,7 @@ _COLUMNS = {
     "actor/loss": "loss",
     "actor/entropy": "entropy",
     "actor/ref_kl": "KL to ref",
+    "actor/reverse_kl": "KL to teacher",
     "reward/kl": "KL to ref",
     "critic/vf_loss": "value loss",
     "reward/loss": "loss",

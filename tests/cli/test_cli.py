@@ -68,7 +68,8 @@ GRAPHS = {
     ),
     "work of another kind": (
         'graph.replace(replace(graph["ref_forward"], work=graph["actor_train"].work))',
-        "call 'ref_forward' of kind 'forward' has work TrainStep: it must be LogProbs or Values or Scores",
+        "call 'ref_forward' of kind 'forward' has work TrainStep",
+        "it must be LogProbs, TopLogProbs, Values or Scores",
     ),
 }
 

@@ -1,4 +1,5 @@
-"""Log-probs and entropy in chunks, with the vocabulary whole or split, against torch.log_softmax."""
+"""Log-probs, entropy and most probable tokens in chunks, with the vocabulary whole or split, against
+torch.log_softmax and torch.topk."""
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from realhf.dist.world import World
 from realhf.layout import even_split
 from realhf.nn.grad_accumulation import Weight
-from realhf.nn.vocab_parallel import Head, head_logprobs
+from realhf.nn.vocab_parallel import Head, head_logprobs, head_top_logprobs, top_tokens
 from tests.realloc.test_memory import Storages
 
 T, H, V = 41, 12, 101
@@ -215,3 +216,90 @@ def test_a_float32_head_with_a_split_vocabulary(pool):
         torch.testing.assert_close(result[1:3], whole[1:3], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(result[3], whole[3], rtol=2**-6, atol=0.05)
     torch.testing.assert_close(torch.cat([r[4] for r in results]), whole[4], rtol=1e-4, atol=1e-3)
+
+
+def _several_labels():
+    """Return six labels per token, one of them twice, and their factors in a loss."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(V, (T, 6), generator=generator)
+    labels[:, 5] = labels[:, 0]
+    return labels, torch.randn(T, 6, generator=generator).double()
+
+
+def _run_several(world, ranks, chunk):
+    hidden, weight, _, _ = _inputs()
+    labels, factors = _several_labels()
+    group = world.group(ranks)
+    start, stop = even_split(V, group.size, group.index)
+    hidden.requires_grad_()
+    mine = weight[start:stop].clone().requires_grad_()
+    logprobs, entropy = head_logprobs(
+        hidden, labels, Head(mine, start, group, **CAPPED), temperature=0.7, entropy=True, chunk_tokens=chunk)
+    ((factors * logprobs.exp()).sum() + 0.1 * entropy.sum()).backward()
+    return logprobs.detach(), hidden.grad, mine.grad
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_several_labels_per_token(pool, num_ranks, chunk):
+    results = pool.run(_run_several, tuple(range(num_ranks)), chunk, num_ranks=num_ranks)
+    hidden, weight, _, _ = _inputs()
+    labels, factors = _several_labels()
+    hidden.requires_grad_(), weight.requires_grad_()
+    logp = (3.0 * torch.tanh(hidden @ weight.T * 0.7 / 3.0) / 0.7).log_softmax(-1)
+    expected = logp.gather(1, labels)
+    ((factors * expected.exp()).sum() - 0.1 * (logp * logp.exp()).sum()).backward()
+    for result in results:
+        torch.testing.assert_close(result[:2], (expected.detach(), hidden.grad))
+    torch.testing.assert_close(torch.cat([r[2] for r in results]), weight.grad)
+
+
+def _top(world, ranks, hidden, weight, k, chunk):
+    group = world.group(ranks)
+    start, stop = even_split(V, group.size, group.index)
+    head = Head(weight[start:stop], start, group, **CAPPED)
+    return head_top_logprobs(hidden, head, k, temperature=0.7, chunk_tokens=chunk)
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("k", [1, 7, 60, V])  # (60: more than a shard of two ranks has.)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_most_probable_tokens(pool, num_ranks, k, chunk):
+    hidden, weight, _, _ = _inputs()
+    logp = (3.0 * torch.tanh(hidden @ weight.T * 0.7 / 3.0) / 0.7).log_softmax(-1)
+    for ids, logprobs in pool.run(
+            _top, tuple(range(num_ranks)), hidden, weight, k, chunk, num_ranks=num_ranks):
+        torch.testing.assert_close(logprobs, logp.topk(k).values)
+        torch.testing.assert_close(logp.gather(1, ids), logprobs)
+        assert all(len(set(row)) == k for row in ids.tolist())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ties_go_to_lower_ids_wherever_the_vocabulary_is_split(pool, num_ranks):
+    """Products of small whole numbers are exact, so equal logits are equal on all ranks."""
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randint(-1, 2, (T, 3), generator=generator).double()
+    weight = torch.randint(-1, 2, (V, 3), generator=generator).double()
+    logits = (hidden @ weight.T).tolist()
+    expected = [sorted(range(V), key=lambda i, row=row: (-row[i], i))[:20] for row in logits]
+    assert all(len(set(row)) <= 7 for row in logits)  # Most tokens have equals.
+    for ids, _ in pool.run(_top, tuple(range(num_ranks)), hidden, weight, 20, 5, num_ranks=num_ranks):
+        assert ids.tolist() == expected
+
+
+def test_logits_that_are_not_numbers_give_legal_ids():
+    x = torch.randn(3, 9)
+    x[1] = torch.nan
+    x[2, 4:] = torch.nan
+    top, at = top_tokens(x, 5)
+    assert at.shape == (3, 5) and at.min() >= 0 and at.max() < 9
+    torch.testing.assert_close(top[0], x[0].topk(5).values)
+    assert set(at[2, :4].tolist()) == {0, 1, 2, 3}
+
+
+def test_most_probable_tokens_take_no_more_memory_than_a_chunk():
+    hidden, weight = torch.randn(600, 16), torch.randn(4000, 16)
+    with Storages() as storages:
+        head_top_logprobs(hidden, Head(weight, 0, World().group((0,))), 8, chunk_tokens=50)
+    chunk, slices = 50 * 4000 * 4, 5 * (1 << 18) * 4
+    assert storages.peak < chunk + slices < 600 * 4000 * 4

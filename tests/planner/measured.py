@@ -6,7 +6,16 @@ from unittest.mock import patch
 
 import torch
 
-from realhf.calls import Generate, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep, Values
+from realhf.calls import (
+    Generate,
+    LogProbs,
+    OptimizerConfig,
+    SamplingConfig,
+    Scores,
+    TopLogProbs,
+    TrainStep,
+    Values,
+)
 from realhf.data.batch import Batch, Packed
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
@@ -47,6 +56,8 @@ def _work(case: Case) -> Any:
     w = case.workload
     if case.kind == "generate":
         return Generate(SamplingConfig(max_new_tokens=w.max_new_tokens), max_rows=w.max_rows)
+    if case.kind == "forward" and w.top_k:
+        return TopLogProbs(w.top_k)
     if case.kind == "train_step":
         return TrainStep(Mean(w.output, w.entropy), minibatches=w.minibatches, epochs=w.epochs)
     return {"logprobs": LogProbs, "values": Values, "scores": Scores}[w.output]()
@@ -92,8 +103,8 @@ def _measure(world: Any, case: Case) -> Any:
     engine = NativeEngine(case.role.spec, layout, world, **settings)
     engine.load(None, seed=0)
     inputs = ("tokens",) if case.kind == "generate" else ("tokens", "response_mask")
-    outputs = {"generate": ("out", "mask", "logprobs", "finished"), "forward": ("out",), "train_step": ()}
-    call = FunctionCall("call", case.kind, inputs, outputs[case.kind], role="role", work=_work(case))
+    outputs = {"generate": ("out", "mask", "logprobs", "finished"), "forward": ("out", "more")}
+    call = FunctionCall("call", case.kind, inputs, outputs.get(case.kind, ()), role="role", work=_work(case))
     batches = _batches(case, layout, layout.coordinate(world.rank).dp)
     options = {"micro_batch_tokens": case.micro_batch_tokens, "recompute": case.recompute}
     with Storages() as storages:

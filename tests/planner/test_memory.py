@@ -106,6 +106,9 @@ FORWARD = [
     Case("p2@0-1", "forward", _role(trainable=False, head="score"), VALUES, 144),
     Case("d1@0", "forward", _role("bfloat16", trainable=False, head="score"), SCORES),
     Case("c2@0-1", "forward", _role("bfloat16", trainable=False, **NARROW), FULL),
+    Case("d1@0", "forward", _role(trainable=False), replace(FULL, top_k=64), 240),
+    Case("t2@0-1", "forward", _role(trainable=False), replace(FULL, top_k=16)),
+    Case("d1@0", "forward", _role(trainable=False, **NARROW), replace(FULL, top_k=90), 96),
     Case("c4@0-3", "forward", _role(trainable=False), FULL, 240),
 ]
 GENERATION = [
