@@ -1,6 +1,6 @@
-"""The experiments of algorithms.py: every RL algorithm on the demo's task, from one supervised model.
+"""The experiments of algorithms.py and scaling_laws.py, on the demo's task and from one supervised model.
 
-The environment names the experiment (ALGORITHM) and the directory with data and model (TASK).
+The environment names the experiment (ALGORITHM) and the directory with data and models (TASK).
 """
 
 import os
@@ -18,6 +18,7 @@ from realhf import (
     PPO,
     RLOO,
     DatasetConfig,
+    Distillation,
     Experiment,
     OptimizerConfig,
     PolicyLossConfig,
@@ -26,17 +27,20 @@ from realhf import (
     RewardKL,
     Role,
     SamplingConfig,
+    ScaleRL,
+    scalerl_actor,
 )
 
 SAMPLES = 512  # Samples per step, of all algorithms.
 GROUP = 8
 
 
-def experiments(task: Path, start: Path) -> dict[str, Experiment]:
-    """Return the experiments by name; `start` is the model that all of them train."""
-    actor = Role(
-        model=str(start),
-        optimizer=OptimizerConfig(lr=4e-4, warmup_steps=20, betas=(0.9, 0.99), weight_decay=0.0))
+def experiments(directory: Path) -> dict[str, Experiment]:
+    """Return the experiments by name; the directory has `task`, `sft` and, for distillation, `GRPO`."""
+    task = directory / "task"
+    start = str(directory / "sft" / "hf" / "step_700")
+    optimizer = OptimizerConfig(lr=4e-4, warmup_steps=20, betas=(0.9, 0.99), weight_decay=0.0)
+    actor = Role(model=start, optimizer=optimizer)
     common: dict[str, Any] = {
         "actor": actor, "dataset": DatasetConfig(str(task / "prompts.jsonl")),
         "eval_dataset": DatasetConfig(str(task / "held_out.jsonl"), shuffle=False),
@@ -47,6 +51,10 @@ def experiments(task: Path, start: Path) -> dict[str, Experiment]:
     singles = common | {"batch_size": SAMPLES, "group_size": 1}
     critic = replace(actor, head="score")
     token = PolicyLossConfig(average="token")
+    # With lag a lower learning rate is needed (see lag_scores.py).
+    lagged = scalerl_actor(start, dtype="float32", optimizer=replace(optimizer, lr=1.5e-4))
+    taught = {key: value for key, value in groups.items() if key != "reward_function"}
+    teacher = Role(model=str(directory / "GRPO" / "hf" / "step_60"))
     return {
         "GRPO": GRPO(**groups, loss=token),
         "Dr. GRPO": GRPO(**groups, normalize="none", loss=PolicyLossConfig(average="constant")),
@@ -57,10 +65,11 @@ def experiments(task: Path, start: Path) -> dict[str, Experiment]:
         "DAPO": DAPO(**groups),
         "GSPO": GSPO(**groups),
         "CISPO": CISPO(**groups, normalize="batch"),
+        "ScaleRL": ScaleRL(**groups | {"actor": lagged}),
+        "Distillation": Distillation(
+            **taught, eval_function=exact_answer, teachers=(teacher,), variant="sampled"),
     }  # fmt: skip
 
 
 if "ALGORITHM" in os.environ:
-    directory = Path(os.environ["TASK"])
-    made = experiments(directory / "task", directory / "sft" / "hf" / "step_700")
-    experiment = made[os.environ["ALGORITHM"]]
+    experiment = experiments(Path(os.environ["TASK"]))[os.environ["ALGORITHM"]]

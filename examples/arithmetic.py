@@ -97,16 +97,22 @@ def _write_data(directory: Path, *, seed: int) -> None:
     prompts = rows(NUM_PROMPTS)
     for row in sft:
         row["completion"] = solve(row["prompt"], careless=rng.random() < CARELESS_SHARE)
-    labelled = []
-    for row in sft:  # For a reward model: careful and careless answers, labelled by whether they are right.
-        completion = solve(row["prompt"], careless=rng.random() < 0.5)
-        label = exact_answer([], [completion], [], [row["answer"]])[0]
-        labelled.append({"prompt": row["prompt"], "completion": completion, "label": label})
-    parts = {"held_out": held_out, "sft": sft, "prompts": prompts, "verifier": labelled}
+    parts = {"held_out": held_out, "sft": sft, "prompts": prompts}
+    parts |= {"verifier": _labelled(sft, rng), "held_out_verifier": _labelled(held_out, rng)}
     parts |= {"pairs": _pairs(sft), "held_out_pairs": _pairs(held_out)}
     for name, part in parts.items():
         with (directory / f"{name}.jsonl").open("w") as file:
             file.writelines(json.dumps(row) + "\n" for row in part)
+
+
+def _labelled(rows: list[dict[str, str]], rng: random.Random) -> list[dict[str, str | float]]:
+    """Return careful and careless answers for a reward model, labelled by whether they are right."""
+    labelled: list[dict[str, str | float]] = []
+    for row in rows:
+        completion = solve(row["prompt"], careless=rng.random() < 0.5)
+        label = exact_answer([], [completion], [], [row["answer"]])[0]
+        labelled.append({"prompt": row["prompt"], "completion": completion, "label": label})
+    return labelled
 
 
 def _pairs(rows: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -17,6 +17,7 @@ experiment = RewardModel(
         ),
     ),
     dataset=DatasetConfig(str(task / "verifier.jsonl")),
+    eval_dataset=DatasetConfig(str(task / "held_out_verifier.jsonl"), shuffle=False),
     steps=1500,
     batch_size=128,
     log_every=50,
