@@ -1,4 +1,4 @@
-"""Fits the scaling law to runs of the demo's task: is the end predicted from the first half, and what differs?
+"""Fits the scaling law to runs of the demo's task: does the first half predict the end, and what differs?
 
     python benchmarks/scaling_laws.py [--json] [--seeds 0 1 2] [--out DIR] [--picture FILE]
 
