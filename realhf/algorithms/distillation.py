@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
     from realhf.data.batch import Batch
 
+_IMPOSSIBLE = -1e4
+"""A log-prob whose probability is 0."""
+_MOST_PADDING = 0.01
+"""Models of one tokenizer pad its vocabulary to different sizes, which differ by at most this share."""
 _LEAST_REST = 1e-7
 """The probability that is left for all other tokens is at least this, the rounding error of 1 in float32."""
 
@@ -112,6 +116,7 @@ class ReverseKL:
     """
 
     teachers: tuple[str, ...]
+    vocab_size: int  # That of the student. A teacher's tokens beyond it, which are padding, join the others.
     output: ClassVar[str] = "logprobs"
     entropy: ClassVar[bool] = True
 
@@ -135,7 +140,10 @@ class ReverseKL:
         losses = []
         rests = []
         for name, weight_T, student_TK in zip(self.teachers, weight_TM.unbind(1), students, strict=True):
-            kl = (weight_T * reverse_kl(student_TK, batch[f"{name}_logprobs"].values)).sum()
+            beyond_TK = batch[f"{name}_ids"].values >= self.vocab_size
+            student_TK = student_TK.masked_fill(beyond_TK, _IMPOSSIBLE)
+            teacher_TK = batch[f"{name}_logprobs"].values.masked_fill(beyond_TK, _IMPOSSIBLE)
+            kl = (weight_T * reverse_kl(student_TK, teacher_TK)).sum()
             losses.append(kl / num_tokens)
             rests.append((weight_T * _rest(student_TK.detach())).sum() / num_tokens)
             if len(self.teachers) > 1 and totals[name] > 0:
@@ -165,7 +173,7 @@ class Distillation(OnPolicy):
     """
 
     teachers: tuple[Role, ...] = ()
-    """The teachers, which have the actor's vocabulary. Their roles are called `teacher`, or `teacher_1`,
+    """The teachers, which have the actor's tokenizer. Their roles are called `teacher`, or `teacher_1`,
     `teacher_2` and so on if there are several."""
     teacher_weights: tuple[float, ...] = ()  # Weights of the teachers' KLs; none: all teachers count alike.
     teacher_column: str | None = None
@@ -240,8 +248,8 @@ class Distillation(OnPolicy):
     def _top_k_train(self) -> FunctionCall:
         names = self.teacher_names
         work = TrainStep(
-            ReverseKL(names), self.minibatches, self.epochs, self.temperature, self.router_aux_loss_coef,
-            self.router_z_loss_coef)
+            ReverseKL(names, self.actor.config().vocab_size), self.minibatches, self.epochs, self.temperature,
+            self.router_aux_loss_coef, self.router_z_loss_coef)
         columns = [f"{name}_{column}" for name in names for column in ("ids", "logprobs")]
         inputs = (*SEQUENCE, "teacher_weights", *columns)
         return FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)
@@ -279,7 +287,7 @@ class Distillation(OnPolicy):
         for name, role in zip(self.teacher_names, self.teachers, strict=True):
             if role.optimizer is not None:
                 raise ValueError(f"{name} has an optimizer: teachers are frozen, so set it to None")
-            if (theirs := role.config().vocab_size) != size:
+            if abs((theirs := role.config().vocab_size) - size) > _MOST_PADDING * size:
                 raise ValueError(
                     f"{name}.model {role.model} has a vocabulary of {theirs} tokens and actor.model "
                     f"{self.actor.model} one of {size}: a teacher must have the tokenizer of the actor")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from realhf import Distillation, PolicyLossConfig, Role, SamplingConfig, chunk_sizes
-from realhf.algorithms.distillation import ReverseKL, TeacherAdvantages, TeacherWeights
+from realhf.algorithms.distillation import ReverseKL, TeacherAdvantages, TeacherWeights, reverse_kl
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import LogProbs, OptimizerConfig, TopLogProbs, TrainStep
 from realhf.data.batch import Batch, Packed
@@ -99,7 +99,7 @@ def _step(world, text, directory, columns, engine_type=NativeEngine, *, chunk_to
     engine = engine_type(spec, layout, world, dtype="float64", optimizer=LINEAR)
     engine.load(directory, seed=0)
     before = {name: shard.clone() for name, shard in engine.shards().items()}
-    work = TrainStep(ReverseKL(NAMES), temperature=TEMPERATURE)
+    work = TrainStep(ReverseKL(NAMES, VOCABULARY), temperature=TEMPERATURE)
     call = FunctionCall(
         "actor_train", "train_step", ("sequence_ids", "response_mask", *columns), role="actor", work=work)
     dp = slice(layout.coordinate(world.rank).dp, None, layout.dp)
@@ -287,3 +287,22 @@ def test_evaluation_needs_a_function(task):
     assert experiment.eval_graph() is None
     names = [call.name for call in replace(experiment, eval_function=_score).eval_graph().calls]
     assert names == ["actor_generate", "reward_forward"]
+
+
+def test_a_teachers_padding_tokens_join_the_others():
+    """A teacher whose vocabulary is padded further may rank a token that the student does not have."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.randn(2, 12, generator=generator).double().log_softmax(-1)[:, :3] for _ in range(2))
+    ours.requires_grad_()
+    columns = {
+        "teacher_ids": torch.tensor([[4, 10, 2], [1, 2, 9]]), "teacher_logprobs": theirs,
+        "teacher_weights": torch.ones(2, 1).double(),
+    }  # fmt: skip
+    batch = Batch([0], {name: Packed(column, [2]) for name, column in columns.items()})
+    outputs = {"logprobs_at": ours, "entropy": torch.zeros(2).double()}
+    loss = ReverseKL(("teacher",), vocab_size=10)
+    value, _ = loss(outputs, batch, loss.totals(batch))
+    value.backward()
+    expected = reverse_kl(ours[:1, [0, 2]], theirs[:1, [0, 2]]) + reverse_kl(ours[1:], theirs[1:])
+    assert value.item() == pytest.approx(expected.item() / 2, rel=1e-12)
+    assert ours.grad[0, 1] == 0 and ours.grad[0, 0] != 0
