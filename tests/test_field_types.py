@@ -43,7 +43,10 @@ def test_wrong_types_are_named(changes, sentence):
             "optimizer.betas is 0.9: it must be a tuple of 2: a number, a number",
         ),
         (lambda: SamplingConfig(top_k="8"), "sampling.top_k is '8': it must be a whole number"),
-        (lambda: PolicyLossConfig(average="x"), "loss.average is 'x': it must be 'sequence' or 'token' or 'prompt'"),
+        (
+            lambda: PolicyLossConfig(average="x"),
+            "loss.average is 'x': it must be 'sequence' or 'token' or 'prompt' or 'constant'",
+        ),
         (lambda: Role("m", optimizer=1e-3), "optimizer is 0.001: it must be an OptimizerConfig or None"),
         (lambda: Role("m", lora=True), "lora is True: it must be a LoraConfig or None"),
         (lambda: Role(None), "model is None: it must be text"),

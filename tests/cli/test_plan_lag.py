@@ -47,7 +47,8 @@ def printed(capsys, *words):
     return out
 
 
-@pytest.mark.parametrize("words", ["--max-lag 1", "--max-lag 2 --rounds 3"])
+@pytest.mark.parametrize(
+    "words", ["--max-lag 1", pytest.param("--max-lag 2 --rounds 3", marks=pytest.mark.slow)])
 def test_both_steps_and_the_faster_one(words, capsys):
     answer = json.loads(printed(capsys, *shlex.split(words), "--json"))
     without = json.loads(printed(capsys, "--json"))

@@ -82,7 +82,8 @@ def test_slots_memory_and_chunks_change_nothing(versions, options, monkeypatch):
     assert bool(restarted) == ("kv_cache_gib" in options)
 
 
-LAYOUTS = ["d2@0-1", "t2@0-1", "p2@0-1", "c2@0-1", "d2p2@0-3", "c2t2@0-3"]
+_SLOW = ("d2@0-1", "t2@0-1", "p2@0-1", "c2@0-1")
+LAYOUTS = ["d2p2@0-3", "c2t2@0-3", *(pytest.param(layout, marks=pytest.mark.slow) for layout in _SLOW)]
 
 
 class _CountingQueue(PromptQueue):

@@ -122,9 +122,11 @@ def test_period_is_what_ranks_need_that_execute_their_traces(seed):
         assert space.periods(np.array([chosen]), exact=False)[0] <= period * (1 + 1e-12)
 
 
-def test_lagged_search_finds_the_best_of_all_plans():
+@pytest.mark.parametrize(
+    ("num_seeds", "least"), [(60, 5), pytest.param(300, 30, marks=pytest.mark.slow)])
+def test_lagged_search_finds_the_best_of_all_plans(num_seeds, least):
     solved = []
-    for seed in range(300):
+    for seed in range(num_seeds):
         rng = random.Random(seed)
         lag, rounds = lags(rng)
         memory = 1.42e9 + 10 ** rng.uniform(6.5, 8.3)  # 1.42e9 bytes are set aside.
@@ -133,7 +135,7 @@ def test_lagged_search_finds_the_best_of_all_plans():
         space = SearchSpace(problem, Rates(problem.cluster))
         if 0 < math.prod(len(group.candidates) for group in space.groups) <= 20_000:
             solved.append(agrees(seed, space))
-    assert sum(solved) >= 30 and not all(solved)
+    assert sum(solved) >= least and not all(solved)
 
 
 @pytest.mark.parametrize("seed", range(6))
