@@ -57,6 +57,7 @@ class Options:
 def main(options: Options) -> None:
     if unknown := set(options.only) - {*NAMES, *SUPERVISED}:
         sys.exit(f"--only {' '.join(unknown)}: legal are {', '.join((*NAMES, *SUPERVISED))}")
+    make_data(options)
     warm_up(options)
     names = [name for name in NAMES if name in options.only or name == REFERENCE]
     with ThreadPoolExecutor(options.jobs) as jobs:
@@ -110,12 +111,17 @@ def summary(records: list[dict[str, Any]], budget: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-def warm_up(options: Options) -> None:
-    """Make the data, and the model from which all algorithms start."""
+def make_data(options: Options) -> None:
+    """Make the data, not in a thread, as importing transformers in two threads fails."""
     sys.path.insert(0, str(REPO / "examples"))
     from arithmetic import prepare
 
-    task = prepare(options.out / "task", seed=options.seed)
+    prepare(options.out / "task", seed=options.seed)
+
+
+def warm_up(options: Options) -> None:
+    """Train the model from which all algorithms start."""
+    task = options.out / "task"
     files = {"actor.model": task / "model", "dataset.path": task / "sft.jsonl",
              "eval-dataset.path": task / "held_out.jsonl"}  # fmt: skip
     run(options, "examples/sft.py", "sft", files)

@@ -22,7 +22,7 @@ from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import KEEP
 from realhf.data.responses import response_lengths
 from realhf.errors import UserError
-from realhf.rewards.shaping import ScoreShaping
+from realhf.rewards.shaping import ScoreShaping, name_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,19 @@ Baseline = Literal["none", "group_mean", "leave_one_out", "greedy"]
 Normalize = Literal["none", "group", "batch", "tokens"]
 Deviation = Literal["population", "sample"]
 _CORRECTION = {"population": 0, "sample": 1}
+
+
+def _check_shaped(shaping: ScoreShaping, shaped: Any, score: Tensor) -> None:
+    """Raise UserError unless a shaping has returned a new score for each that has not failed."""
+    name = name_of(shaping)
+    if getattr(shaped, "shape", None) != score.shape:
+        is_tensor = hasattr(shaped, "shape")
+        what = f"a tensor of shape {tuple(shaped.shape)}" if is_tensor else type(shaped).__name__
+        rule = f"it must return a tensor with the {len(score)} new scores"
+        raise UserError(f"score_shaping {name} returned {what}: {rule}")
+    if (shaped.isfinite() != score.isfinite()).any():
+        rule = "it must return finite numbers, and NaN only for scores that are NaN"
+        raise UserError(f"score_shaping {name} returned {shaped[~shaped.isfinite()][0].item()}: {rule}")
 
 
 def compares_groups(baseline: Baseline, normalize: Normalize) -> bool:
@@ -61,6 +74,7 @@ class AdvantageInputs:
             return score, {}
         lengths = response_lengths(batch["response_mask"]).to(score)
         shaped = self.score_shaping(score, lengths, batch["finished"])
+        _check_shaped(self.score_shaping, shaped, score)
         kept = shaped[~shaped.isnan()]
         return shaped, {"reward/shaped_mean": kept.double().mean().item()}
 

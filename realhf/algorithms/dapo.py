@@ -39,6 +39,8 @@ class DAPO(CriticFree):
 
     def graph(self) -> DataflowGraph:
         require(self.max_rounds >= 1, "max_rounds", self.max_rounds, "be at least 1")
+        rule = "be true for DAPO, whose sampling goes on until the batch is full of groups that differ"
+        require(self.filter_groups, "filter_groups", self.filter_groups, rule)
         return super().graph()
 
     def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:

@@ -15,7 +15,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.interruption import Interruption
 from realhf.rewards.limits import RewardLimits
 from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, decode_responses, reward_columns
-from realhf.rewards.shaping import ScoreShaping, TokenReward, token_returns
+from realhf.rewards.shaping import ScoreShaping, TokenReward, check_shaping, token_returns
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -163,11 +163,15 @@ class OnPolicy(Experiment):
         """Return the call that computes the returns of single tokens' rewards, if there are any."""
         if not self.token_rewards:
             return ()
+        for token_reward in self.token_rewards:
+            check_shaping("token_rewards", token_reward, needs="discount")
         work = HostFunction(TokenReturns(self.token_rewards), splittable=True)
         return (FunctionCall("token_rewards", "host", SEQUENCE, ("token_returns",), work=work),)
 
     def shaping(self) -> ScoreShaping | None:
         """Return what changes the scores of training."""
+        if self.score_shaping is not None:
+            check_shaping("score_shaping", self.score_shaping)
         return self.score_shaping
 
     def actor_train(self) -> FunctionCall:

@@ -64,6 +64,7 @@ class PolicyLossConfig:
         check_types(self, "loss.")
         for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef"):
             require(getattr(self, name) >= 0, f"loss.{name}", getattr(self, name), "not be negative")
+        require(self.clip_low <= 1, "loss.clip_low", self.clip_low, "be at most 1, as ratios are above 0")
         require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", self.dual_clip, "be above 1")
         legal = self.dual_clip is None or self.objective == "ppo"
         require(legal, "loss.dual_clip", self.dual_clip, "be None unless loss.objective is ppo")

@@ -157,6 +157,8 @@ class PPO(OnPolicy):
     """Optimizer steps of actor and critic per epoch of a step, each on an equal part of the samples."""
 
     def roles(self) -> dict[str, Role]:
+        if not self.critic.model:
+            raise ValueError("critic is not set: PPO needs critic=Role(model, head='score', optimizer=...)")
         return {**self.shared_roles(with_ref=self._needs_ref), "critic": self.critic}
 
     @property

@@ -44,6 +44,8 @@ class ScaleRL(CriticFree):
     group_size: int = 16
     max_lag: int = 8
     cache_on_update: Literal["recompute", "keep"] = "keep"
+    checkpoint_every: int | str = 50
+    """Steps between checkpoints; minutes are not legal with kept caches, which a checkpoint drops."""
     normalize: Normalize = "batch"
     filter_groups: bool = True
     loss: PolicyLossConfig = field(

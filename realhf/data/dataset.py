@@ -56,9 +56,13 @@ def load_rows(config: DatasetConfig, keys: Sequence[str]) -> list[dict[str, Any]
         prompt = row[config.prompt_key]
         if fault := _fault(prompt):
             raise ValueError(f"{place(config, number)}: {config.prompt_key} {fault}")
-        for column in completion_columns(config, keys):
+        columns_of_row = completion_columns(config, keys)
+        for column in columns_of_row:
             if fault := _fault(row[column], prompt=prompt):
                 raise ValueError(f"{place(config, number)}: {column} {fault}")
+        if len({isinstance(row[column], str) for column in columns_of_row}) > 1:
+            what = " and ".join(columns_of_row)
+            raise ValueError(f"{place(config, number)}: of {what}, one is text and one a list of messages")
     return rows
 
 

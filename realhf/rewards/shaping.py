@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from realhf.errors import UserError
 from realhf.field_types import check_types, require
 
 if TYPE_CHECKING:
@@ -148,10 +149,39 @@ def token_returns(
     """
     totals = [[0.0] * len(tokens) for tokens in responses]
     for token_reward in token_rewards:
-        for i, rewards in enumerate(token_reward(responses)):
+        made = token_reward(responses)
+        _check_token_rewards(token_reward, made, responses)
+        for i, rewards in enumerate(made):
             returns = discounted_returns(rewards, token_reward.discount)
             totals[i] = [total + more for total, more in zip(totals[i], returns, strict=True)]
     return totals
+
+
+def _check_token_rewards(token_reward: TokenReward, made: Any, responses: Sequence[list[int]]) -> None:
+    """Raise UserError unless there is a finite number for each token."""
+    rule = "it must return a list of numbers per response, one for each token"
+    try:
+        sizes = [len(rewards) for rewards in made]
+        is_finite = all(math.isfinite(reward) for rewards in made for reward in rewards)
+    except TypeError as error:
+        raise UserError(f"token reward {name_of(token_reward)}: {error}; {rule}") from error
+    if sizes != [len(tokens) for tokens in responses] or not is_finite:
+        raise UserError(f"token reward {name_of(token_reward)} returned other or infinite numbers: {rule}")
+
+
+def name_of(shaping: Any) -> str:
+    """Return the name of a shaping or a token reward, for messages."""
+    return getattr(shaping, "__qualname__", type(shaping).__name__)
+
+
+def check_shaping(field: str, shaping: Any, *, needs: str = "") -> None:
+    """Raise ValueError unless the value of a field is an object that can be called, with this attribute."""
+    if isinstance(shaping, type):
+        made = f"{shaping.__name__}(...)"
+        raise ValueError(f"{field} is the class {shaping.__name__}: give an object, {made}")
+    if not callable(shaping) or (needs and not hasattr(shaping, needs)):
+        rule = f"a function with the attribute {needs!r}" if needs else "a function"
+        raise ValueError(f"{field} is {shaping!r}: it must be {rule}")
 
 
 def _check_fields(config: Any) -> None:

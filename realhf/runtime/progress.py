@@ -26,6 +26,7 @@ _COLUMNS = {
     "reward/loss": "loss",
     "reward/accuracy": "accuracy",
     "actor/grad_norm": "grad norm",
+    "actor/empty_updates": "empty updates",
     "timing_s/step": "seconds",
     "perf/tokens_per_s": "tokens/s",
 }
