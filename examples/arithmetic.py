@@ -58,7 +58,10 @@ def prepare(directory: Path = DIRECTORY, *, seed: int = 0) -> Path:
         _write_model(path / "model")
         _write_data(path, seed=seed)
 
-    return prepare_once(directory, make)
+    task = prepare_once(directory, make)
+    if not (task / "held_out_verifier.jsonl").exists():
+        raise SystemExit(f"{task} was made by an older version of this file: delete it")
+    return task
 
 
 def solve(prompt: str, *, careless: bool) -> str:

@@ -15,15 +15,16 @@ experiment = ScaleRL(
     actor=scalerl_actor(
         "runs/sft/hf/step_700",
         dtype="float32",
-        optimizer=OptimizerConfig(lr=3e-4, warmup_steps=20, betas=(0.9, 0.99), weight_decay=0.01, eps=1e-15),
+        optimizer=OptimizerConfig(
+            lr=1.5e-4, warmup_steps=20, betas=(0.9, 0.99), weight_decay=0.01, eps=1e-15
+        ),
     ),
     dataset=DatasetConfig(str(task / "prompts.jsonl"), max_rows=1024),
     eval_dataset=DatasetConfig(str(task / "held_out.jsonl"), shuffle=False),
     reward_function=exact_answer,
     sampling=SamplingConfig(max_new_tokens=15),
     interruption=Interruption(9, phrase="<answer>", end="<answer>"),
-    max_lag=2,
-    steps=60,
+    steps=100,
     batch_size=64,
     group_size=8,
     eval_every=10,

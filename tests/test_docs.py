@@ -189,7 +189,7 @@ LIMITS = "from realhf import RewardLimits"
 DYNAMIC = "def parts(self, graph: DataflowGraph)"
 LAGGED = "due = run.batch"
 FILTER = "def drop_long"
-OWN = "from dataclasses import dataclass, replace\nfrom realhf import GRPO"
+OWN = "from dataclasses import dataclass, replace\nfrom realhf import GRPO, HostFunction"
 TEACHERS = "experiment = Distillation("
 
 
@@ -243,9 +243,10 @@ def test_the_advantages_of_the_page_reward_the_best_answers():
     function = experiment.graph()["advantages"].work.function
     mask = Packed(torch.tensor([0.0, 1.0] * 16), [2] * 16)
     scores = torch.tensor([float(i % 8 == 3) for i in range(16)])
-    columns, metrics = function(Batch(list(range(16)), {"score": scores, "response_mask": mask}), None)
+    fields = {"score": scores, "response_mask": mask, "finished": torch.ones(16)}
+    columns, metrics = function(Batch(list(range(16)), fields), None)
     assert columns["advantages"].values.tolist() == scores.repeat_interleave(2).tolist()
-    assert metrics == {"reward/best": 1.0}
+    assert metrics["reward/mean"] == 1 / 8
 
 
 def test_the_snippet_with_several_teachers_has_a_graph(workplace):

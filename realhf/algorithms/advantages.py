@@ -67,14 +67,19 @@ class AdvantageInputs:
         versions = ("versions",) if self.age_limit is not None else ()
         return (*(("token_returns",) if self.token_returns else ()), *versions)
 
-    def shaped_scores(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """Return the scores after shaping, and metrics; the score of a failed reward stays NaN."""
-        score = batch["score"]
+    def shaped(self, score: Tensor, mask: Packed, finished: Tensor) -> Tensor:
+        """Return the scores of responses after shaping; the score of a failed reward stays NaN."""
         if self.score_shaping is None:
-            return score, {}
-        lengths = response_lengths(batch["response_mask"]).to(score)
-        shaped = self.score_shaping(score, lengths, batch["finished"])
+            return score
+        shaped = self.score_shaping(score, response_lengths(mask).to(score), finished)
         _check_shaped(self.score_shaping, shaped, score)
+        return shaped
+
+    def shaped_scores(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        """Return the scores after shaping, and metrics."""
+        shaped = self.shaped(batch["score"], batch["response_mask"], batch["finished"])
+        if self.score_shaping is None:
+            return shaped, {}
         kept = shaped[~shaped.isnan()]
         return shaped, {"reward/shaped_mean": kept.double().mean().item()}
 
@@ -91,8 +96,9 @@ class AdvantageInputs:
 class SampleAdvantages:
     """Advantages A_i = (score_i - baseline_i) / deviation, the same for all tokens of a response.
 
-    With the KL in the reward, a response's score is reduced by the penalties of its tokens, or, with
-    `kl_to_go`, each token's advantage by the penalties from it on. In a group with a failed reward (NaN), all
+    With the KL in the reward, a response's score is reduced by the penalties of its tokens. With `kl_to_go`,
+    each token's advantage is reduced by the penalties from it on instead, which neither the baseline nor the
+    deviations of groups and batches change. In a group with a failed reward (NaN), all
     advantages are NaN. So are those of tokens that are too old; the rewards of their samples still count.
     """
 
@@ -109,7 +115,7 @@ class SampleAdvantages:
     reward_kl: RewardKL = field(default_factory=RewardKL)
     kl_to_go: bool = False
     filters: bool = False
-    """Whether groups whose scores are all equal, or have failed, are dropped."""
+    """Whether groups whose scores, before shaping, are all equal, or have failed, are dropped."""
     counts_prompt_tokens: bool = False
     """Whether to return `prompt_tokens` as well: for each sample, the tokens of all responses of its prompt
     that count in the loss."""
@@ -127,7 +133,7 @@ class SampleAdvantages:
         columns: dict[str, Any] = {}
         if self.filters or compares_groups(self.baseline, self.normalize):
             self._require_whole_groups(batch.ids)
-            differ, spread = self._differing(scores)
+            differ, spread = self._differing(batch["score"])
             metrics |= spread
             if self.filters:
                 columns[KEEP] = differ
@@ -165,7 +171,8 @@ class SampleAdvantages:
     def _compared(self, scores: Tensor, batch: Batch) -> Tensor:
         """Return the differences from the baseline, divided by the deviation of the group if wanted."""
         if self.baseline == "greedy":
-            scores = scores - batch["greedy_score"]
+            greedy = batch["greedy_score"], batch["greedy_mask"], batch["greedy_finished"]
+            scores = scores - self.inputs.shaped(*greedy)
         if not compares_groups(self.baseline, self.normalize):
             return scores
         score_GK = scores.view(-1, self.group_size)

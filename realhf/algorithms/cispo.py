@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from realhf.algorithms.critic_free import CriticFree
 from realhf.algorithms.policy_loss import PolicyLossConfig
+from realhf.field_types import require
+from realhf.graph import DataflowGraph
 
 
 @dataclass
@@ -18,3 +20,8 @@ class CISPO(CriticFree):
 
     loss: PolicyLossConfig = field(
         default_factory=lambda: PolicyLossConfig(objective="cispo", average="prompt"))
+
+    def graph(self) -> DataflowGraph:
+        rule = "be cispo: a new PolicyLossConfig must say objective='cispo', average='prompt'"
+        require(self.loss.objective == "cispo", "loss.objective", self.loss.objective, rule)
+        return super().graph()

@@ -47,7 +47,8 @@ class CriticFree(OnPolicy):
     reward_kl: RewardKL = field(default_factory=RewardKL)
     """The KL to the reference as a penalty in the reward, and not in the loss (`loss.kl_coef`)."""
     kl_to_go: bool = False
-    """Whether a token pays for the KL from itself on, and not for that of the whole response."""
+    """Whether a token pays for the KL from itself on, and not for that of the whole response. Then
+    `normalize` divides the scores only, unless it is `tokens`."""
     filter_groups: bool = False
     """Whether prompts whose samples all have the same score are left out: their advantages are 0."""
 
@@ -59,7 +60,8 @@ class CriticFree(OnPolicy):
         return self.loss.kl_coef > 0 or self.reward_kl.kl_coef > 0
 
     def graph(self) -> DataflowGraph:
-        if self.group_size < 2 and (compares_groups(self.baseline, self.normalize) or self.filter_groups):
+        filters = self.filter_groups and self.baseline != "greedy"
+        if self.group_size < 2 and (filters or compares_groups(self.baseline, self.normalize)):
             why = f"{type(self).__name__} compares the samples of a prompt"
             raise ValueError(f"group_size is {self.group_size}: it must be at least 2, as {why}")
         before = (
@@ -78,7 +80,7 @@ class CriticFree(OnPolicy):
         function = SampleAdvantages(
             self.group_size, self.baseline, self.normalize, self.deviation, inputs, self.reward_kl,
             kl_to_go=self.kl_to_go, filters=self.filter_groups, counts_prompt_tokens=by_prompt)
-        greedy = ("greedy_score",) if self.baseline == "greedy" else ()
+        greedy = ("greedy_score", "greedy_mask", "greedy_finished") if self.baseline == "greedy" else ()
         keys = ("score", "response_mask", "finished", *self.reward_kl.keys, *greedy, *inputs.keys)
         outputs = ("advantages", "prompt_tokens") if by_prompt else ("advantages",)
         work = HostFunction(function, filters=self.filter_groups)
@@ -88,6 +90,8 @@ class CriticFree(OnPolicy):
         """Return the calls that answer the prompts greedily and score these answers."""
         rule = "be 1, as a prompt has one greedy answer"
         require(self.group_size == 1, "group_size", self.group_size, rule)
+        rule = "be false with a greedy baseline, which compares no groups"
+        require(not self.filter_groups, "filter_groups", self.filter_groups, rule)
         require(self.num_rounds == 1, "rounds", self.num_rounds, "be 1 with a greedy baseline")
         generate = self.actor_generate()
         work = replace(generate.work, sampling=self.greedy_sampling)

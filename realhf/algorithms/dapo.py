@@ -33,6 +33,9 @@ class DAPO(CriticFree):
     def shaping(self) -> ScoreShaping | None:
         if not self.overlong_buffer:
             return self.score_shaping
+        legal = 0 < self.overlong_buffer <= self.sampling.max_new_tokens
+        rule = f"be from 0 to sampling.max_new_tokens, {self.sampling.max_new_tokens}"
+        require(legal, "overlong_buffer", self.overlong_buffer, rule)
         legal = self.score_shaping is None
         require(legal, "overlong_buffer", self.overlong_buffer, "be 0 if score_shaping is given")
         return SoftOverlongPenalty(self.sampling.max_new_tokens, self.overlong_buffer)
@@ -41,6 +44,8 @@ class DAPO(CriticFree):
         require(self.max_rounds >= 1, "max_rounds", self.max_rounds, "be at least 1")
         rule = "be true for DAPO, whose sampling goes on until the batch is full of groups that differ"
         require(self.filter_groups, "filter_groups", self.filter_groups, rule)
+        rule = "be 0 for DAPO, which samples until its batch is full and then trains on it"
+        require(self.max_lag == 0, "max_lag", self.max_lag, rule)
         return super().graph()
 
     def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:

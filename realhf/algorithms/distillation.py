@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import nan
+from math import inf, nan
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
@@ -256,7 +256,7 @@ class Distillation(OnPolicy):
 
     def _check_fields(self) -> None:
         """Raise ValueError if a field has an illegal value, or one that would do nothing."""
-        for name in ("reward", "reward_function", "score_shaping", "token_rewards"):
+        for name in ("ref", "reward", "reward_function", "score_shaping", "token_rewards"):
             if getattr(self, name):
                 why = "the teachers take the reward's place; score held-out answers by eval_function"
                 raise ValueError(f"{name} is given, and distillation has no reward: {why}")
@@ -278,7 +278,8 @@ class Distillation(OnPolicy):
         if not self.teachers:
             raise ValueError("teachers is empty: give at least one Role")
         weights = self.teacher_weights
-        if weights and (len(weights) != len(self.teachers) or min(weights) < 0 or sum(weights) <= 0):
+        is_legal = all(0 <= weight < inf for weight in weights) and sum(weights) > 0
+        if weights and (len(weights) != len(self.teachers) or not is_legal):
             rule = f"have {len(self.teachers)} numbers, one per teacher, none negative and not all 0"
             require(False, "teacher_weights", weights, rule)
         if weights and self.teacher_column is not None:

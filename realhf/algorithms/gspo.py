@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from realhf.algorithms.critic_free import CriticFree
 from realhf.algorithms.policy_loss import PolicyLossConfig
+from realhf.field_types import require
+from realhf.graph import DataflowGraph
 
 
 @dataclass
@@ -18,3 +20,8 @@ class GSPO(CriticFree):
 
     loss: PolicyLossConfig = field(
         default_factory=lambda: PolicyLossConfig(ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4))
+
+    def graph(self) -> DataflowGraph:
+        rule = "be sequence_mean: a new PolicyLossConfig must say that, and clip_low and clip_high"
+        require(self.loss.ratio == "sequence_mean", "loss.ratio", self.loss.ratio, rule)
+        return super().graph()

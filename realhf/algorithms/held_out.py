@@ -15,7 +15,7 @@ from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, rewar
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
-ANSWER = ("answer_ids", "answer_mask")
+GREEDY_ANSWER = ("answer_ids", "answer_mask")
 """Keys of greedy answers. Those of `SEQUENCE` are the completions of the rows."""
 
 
@@ -56,10 +56,10 @@ def scored_answers(
     if function is None:
         return ()
     greedy = Generate(sampling=replace(sampling, temperature=0.0, top_k=0, top_p=1.0))
-    written = (*ANSWER, "gen_logprobs", "finished")
+    written = (*GREEDY_ANSWER, "gen_logprobs", "finished")
     columns = reward_columns(function, extra_columns(dataset))
-    reward = HostFunction(RewardCall(function, columns, sequence=ANSWER), splittable=True)
-    read = ("prompt", *ANSWER, *(column_key(column) for column in columns))
+    reward = HostFunction(RewardCall(function, columns, sequence=GREEDY_ANSWER), splittable=True)
+    read = ("prompt", *GREEDY_ANSWER, *(column_key(column) for column in columns))
     return (
         FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=greedy),
         FunctionCall("reward_forward", "host", read, ("score", "completion"), work=reward),

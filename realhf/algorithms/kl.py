@@ -7,7 +7,7 @@ means one entry per packed token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from realhf.field_types import check_types, require
 
@@ -73,12 +73,16 @@ class RewardKL:
     kl_horizon: int = 10_000
     """Samples in which the coefficient grows by the factor e^0.2 if the KL stays far above the target."""
 
+    field_of_experiment: ClassVar[str] = "reward_kl"
+
     def __post_init__(self) -> None:
-        check_types(self)
-        require(self.kl_coef >= 0, "kl_coef", self.kl_coef, "not be negative")
+        prefix = f"{self.field_of_experiment}."
+        check_types(self, prefix)
+        require(self.kl_coef >= 0, f"{prefix}kl_coef", self.kl_coef, "not be negative")
         legal = self.kl_target is None or (self.kl_target > 0 and self.kl_coef > 0)
-        require(legal, "kl_target", self.kl_target, "be above 0, with kl_coef above 0 to start from")
-        require(self.kl_horizon >= 1, "kl_horizon", self.kl_horizon, "be at least 1")
+        rule = "be above 0, with kl_coef above 0 to start from"
+        require(legal, f"{prefix}kl_target", self.kl_target, rule)
+        require(self.kl_horizon >= 1, f"{prefix}kl_horizon", self.kl_horizon, "be at least 1")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -88,7 +92,7 @@ class RewardKL:
     def penalties(self, batch: Batch, context: Any) -> tuple[Tensor, dict[str, float]]:
         """Return the penalty of every packed token, 0 outside responses, and metrics.
 
-        This adapts the coefficient, which counts from the next step on.
+        Adapts the coefficient of the next step.
         """
         mask = batch["response_mask"]
         if not self.kl_coef:

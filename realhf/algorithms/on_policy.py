@@ -176,7 +176,9 @@ class OnPolicy(Experiment):
 
     def actor_train(self) -> FunctionCall:
         """Return the call that trains the actor on `advantages`."""
-        loss = replace(self.loss, constant_length=self.loss.constant_length or self.sampling.max_new_tokens)
+        loss = self.loss
+        if loss.average == "constant" and loss.constant_length is None:
+            loss = replace(loss, constant_length=self.sampling.max_new_tokens)
         work = TrainStep(
             PolicyLoss(loss), self.minibatches, self.epochs, self.temperature,
             self.router_aux_loss_coef, self.router_z_loss_coef)

@@ -70,6 +70,7 @@ class PassRateLimit:
             wanted.add(drawn, where=WANTED)
             if len(wanted) == count:
                 break
+        run.log("prompts/none_left", float(not len(wanted)))
         return wanted.take(count)
 
     def count(self, run: StepRunner) -> None:

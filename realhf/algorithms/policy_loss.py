@@ -68,6 +68,16 @@ class PolicyLossConfig:
         require(self.dual_clip is None or self.dual_clip > 1, "loss.dual_clip", self.dual_clip, "be above 1")
         legal = self.dual_clip is None or self.objective == "ppo"
         require(legal, "loss.dual_clip", self.dual_clip, "be None unless loss.objective is ppo")
+        cispo = self.objective == "cispo"
+        for name, needed, has_effect in (
+            ("ratio_cap", "loss.objective is cispo", cispo), ("clip_low", "loss.objective is ppo", not cispo),
+            ("clip_high", "loss.objective is ppo", not cispo),
+            ("constant_length", "loss.average is constant", self.average == "constant"),
+            ("kl_estimator", "loss.kl_coef is above 0", self.kl_coef > 0),
+        ):
+            default = type(self).__dataclass_fields__[name].default
+            legal = has_effect or getattr(self, name) == default
+            require(legal, f"loss.{name}", getattr(self, name), f"be {default} unless {needed}")
         require(self.ratio_cap >= 1, "loss.ratio_cap", self.ratio_cap, "be at least 1")
         length = self.constant_length
         require(length is None or length >= 1, "loss.constant_length", length, "be at least 1")

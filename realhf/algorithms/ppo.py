@@ -38,6 +38,9 @@ class ValueLoss:
     output: ClassVar[str] = "values"
     entropy: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        require(self.clip > 0, "value_loss.clip", self.clip, "be above 0")
+
     def totals(self, batch: Batch) -> dict[str, float]:
         mask, _ = without_dropped(batch["response_mask"], batch["returns"].values)
         return {"tokens": float(mask.values.sum())}
@@ -63,14 +66,21 @@ class ValueLoss:
 class AdvantageConfig(RewardKL):
     """Settings of GAE(gamma, lam) over the rewards of tokens.
 
-    A token's reward is its KL penalty, see RewardKL; the score is added at the last token.
+    A token's reward is minus its KL penalty (see RewardKL), and the score is added at the last token.
     """
 
     kl_coef: float = 0.05  # Weight of the KL to the reference in the rewards of tokens.
     gamma: float = 1.0  # Discount of the reward of each following token.
     lam: float = 0.95
     """Weight of each following token's error; 1 relies on rewards only, 0 on the next value."""
+    field_of_experiment: ClassVar[str] = "advantage"
     whiten: bool = True  # Normalise advantages to mean 0 and variance 1 over the batch's response tokens.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("gamma", "lam"):
+            legal = 0 <= getattr(self, name) <= 1
+            require(legal, f"advantage.{name}", getattr(self, name), "be at least 0 and at most 1")
 
 
 def generalized_advantages(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def without_dropped(mask: Packed, values_T: Tensor) -> tuple[Packed, Tensor]:
     """Return the mask and the values with 0 for tokens that are left out, whose values are NaN.
 
-    Left out are samples whose reward has failed, see RewardLimits, and what is too old, see AgeLimit.
+    Samples whose reward has failed (RewardLimits) and tokens that are too old (AgeLimit) are left out.
     """
     dropped_T = values_T.isnan()
     return mask.like(mask.values.masked_fill(dropped_T, 0.0)), values_T.masked_fill(dropped_T, 0.0)

@@ -57,6 +57,8 @@ class ScaleRL(CriticFree):
 
     def graph(self) -> DataflowGraph:
         require(self.max_draws >= 1, "max_draws", self.max_draws, "be at least 1")
+        rule = "be cispo: a new PolicyLossConfig must say objective='cispo', average='prompt'"
+        require(self.loss.objective == "cispo", "loss.objective", self.loss.objective, rule)
         graph = super().graph()
         if self.pass_rate_limit is None:
             return graph

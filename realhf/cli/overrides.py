@@ -55,6 +55,9 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
             complaint = _no_number(options, complaint) or complaint
         raise UserError(f"overrides {' '.join(words)!r}: {complaint}") from error
     if unknown:
+        name = "--" + ".".join(_path(unknown[0])).replace("_", "-")
+        if name in options:
+            raise UserError(f"override {unknown[0]!r}: this field can only be changed in the experiment file")
         near = difflib.get_close_matches(unknown[0].replace("_", "-"), options, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help behind the experiment lists them all"
         raise UserError(f"unknown override {unknown[0]!r}: {hint}")

@@ -91,10 +91,11 @@ class TransformersModel(ShardedParameters):
         self, x_NX: Tensor, labels: Tensor, *, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probs of one label or several per token, and the entropies if `entropy`, given
-        logits."""
+        logits. Labels beyond the vocabulary get meaningless values."""
         logprobs_NX = (x_NX.to(self.wide) / temperature).log_softmax(-1)
         entropy_N = _Entropy.apply(logprobs_NX) if entropy else None
         columns = 1 if labels.dim() == 1 else labels.shape[1]
+        labels = labels.clamp(max=logprobs_NX.shape[1] - 1)
         return logprobs_NX.gather(1, labels.reshape(-1, columns)).view(labels.shape), entropy_N
 
     def top_logprobs(self, x_NX: Tensor, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:

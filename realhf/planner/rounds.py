@@ -54,5 +54,6 @@ def steady_round(mean: float, limit: int, num_rounds: int) -> RoundStatistics:
     ages = by_age[:, 0]
     running = by_age.sum(axis=0)
     had = num_tokens * np.arange(num_rounds)
-    return RoundStatistics(ages, running / ages.sum(), had @ by_age / np.maximum(running, 1e-30))
+    share = np.minimum(running / ages.sum(), 1.0)  # (Rounding may make it larger.)
+    return RoundStatistics(ages, share, had @ by_age / np.maximum(running, 1e-30))
 

@@ -29,7 +29,9 @@ _STANDARD = ("prompts", "completions", "completion_ids")
 _NOT_EXTRA = ("prompt", "completion")
 """Columns that **columns do not receive, as in TRL: they would repeat the standard ones."""
 _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "finished", "advantages",
-          "values", "returns", "versions", "prox_logprobs")  # fmt: skip
+          "values", "returns", "versions", "prox_logprobs", "prompt_tokens", "token_returns", "greedy_ids",
+          "greedy_mask", "greedy_logprobs", "greedy_finished", "greedy_score", "answer_ids", "answer_mask",
+          "logprobs", "scores", "teacher_weights")  # fmt: skip
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
 _FORM = "its form is f(prompts, completions, completion_ids, **columns)"
 

@@ -60,7 +60,7 @@ class Fit:
     curve: Curve
     sigmoid: SigmoidLaw
     power: PowerLaw
-    compute: np.ndarray  # Of the points that were fitted.
+    compute: np.ndarray  # Compute of the fitted points.
     score: np.ndarray
     later: tuple[np.ndarray, np.ndarray]  # Compute and score of points after those.
     samples: tuple[SigmoidLaw, ...]
@@ -97,12 +97,11 @@ class Fit:
 
 def fit_curve(curve: Curve, settings: FitSettings) -> Fit:
     """Fit both laws. Raises UserError if there are too few points, or if the score does not rise."""
-    after = settings.skip.of(curve) if len(curve.compute) else 0.0
+    _require_points(curve, len(curve.compute))
+    after = settings.skip.of(curve)
     until = float("inf") if settings.fit_until is None else settings.fit_until.of(curve)
     compute, score = part_of(curve, after=after, until=until)
-    if len(compute) < MIN_POINTS:
-        kept = f"{len(compute)} points besides the start are left to fit"
-        raise UserError(f"{curve.name}: {kept}: there must be at least {MIN_POINTS}")
+    _require_points(curve, len(compute))
     start = curve.start if settings.start is None else settings.start
     if score.max() <= start:
         what = f"no score is above that of the start, {start:g}"
@@ -120,6 +119,14 @@ def fit_curve(curve: Curve, settings: FitSettings) -> Fit:
     return Fit(
         curve, sigmoid, fit_power_law(compute, score), compute, score, part_of(curve, after=until), samples,
         fitter.is_at_limit(sigmoid), fitter)
+
+
+def _require_points(curve: Curve, count: int) -> None:
+    """Raise UserError if these are too few points to fit."""
+    if count < MIN_POINTS:
+        kept = f"{count} points besides the start are left to fit"
+        rule = f"there must be at least {MIN_POINTS} (`eval_every` says how often a run is evaluated)"
+        raise UserError(f"{curve.name}: {kept}: {rule}")
 
 
 def _bootstrap(

@@ -9,15 +9,19 @@ from realhf import (
     DAPO,
     GRPO,
     GSPO,
+    PPO,
     RLOO,
+    SFT,
     PolicyLossConfig,
     ReinforcePlusPlus,
     ReMax,
     RepetitionPenalty,
     RewardKL,
+    ScaleRL,
     SoftOverlongPenalty,
 )
 from realhf.plan import ExecutionPlan
+from realhf.rewards.scoring import column_key
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import common, role, some_reward, write_task
@@ -100,3 +104,20 @@ def test_group_baselines_need_a_group(task):
     experiment.group_size = 1
     with pytest.raises(ValueError, match="group_size is 1: it must be at least 2, as RLOO compares"):
         experiment.graph()
+
+
+@pytest.mark.parametrize("kind", [CISPO, GSPO, ScaleRL])
+def test_a_loss_of_another_algorithm_is_refused(task, kind):
+    experiment = kind(actor=role(task), reward_function=some_reward, loss=PolicyLossConfig())
+    with pytest.raises(ValueError, match="a new PolicyLossConfig must say"):
+        experiment.graph()
+
+
+def test_every_key_that_a_call_writes_is_taken(task):
+    """So a column of a dataset with the same name gets another key."""
+    settings = {"actor": role(task), "reward_function": passes}
+    others = [PPO(**settings, critic=role(task)), SFT(**settings)]
+    for experiment in [*_experiments(task).values(), *others]:
+        graphs = [experiment.graph(), *filter(None, [experiment.eval_graph()])]
+        written = {key for graph in graphs for call in graph.calls for key in call.outputs}
+        assert all(column_key(key) != key for key in written), written

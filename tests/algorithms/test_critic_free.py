@@ -13,7 +13,8 @@ from realhf.algorithms.kl import RewardKL, kl_estimate
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
 from realhf.calls import KEEP
 from realhf.data.batch import Batch, Packed
-from realhf.rewards.shaping import CosineReward
+from realhf.errors import UserError
+from realhf.rewards.shaping import CosineReward, SoftOverlongPenalty
 
 GROUP = 4
 EPS = 1e-6
@@ -39,8 +40,11 @@ def _batch(num_samples=12, *, seed=0):
     scores[4:8] = 1.0  # A group whose samples all get the same.
     greedy = torch.tensor([rng.choice([0.0, 1.0]) for _ in shapes]).double()
     finished = torch.tensor([float(rng.random() < 0.8) for _ in shapes])
+    greedy_lengths = [rng.randint(1, 7) for _ in shapes]
+    greedy_mask = Packed(torch.ones(sum(greedy_lengths)).double(), greedy_lengths)
     return Batch(list(range(num_samples)), fields | {
-        "score": scores, "greedy_score": greedy, "finished": finished})  # fmt: skip
+        "score": scores, "finished": finished, "greedy_score": greedy, "greedy_mask": greedy_mask,
+        "greedy_finished": finished.flip(0)})  # fmt: skip
 
 
 def _rows(batch, column):
@@ -104,6 +108,42 @@ def test_remax_compares_with_the_greedy_answer():
     differences = (batch["score"] - batch["greedy_score"]).tolist()
     counts = map(len, _rows(batch, "logprobs"))
     _check(columns, [[d] * n for d, n in zip(differences, counts, strict=True)], batch)
+
+
+def test_greedy_answers_are_shaped_as_well():
+    batch = _batch(6)
+    inputs = AdvantageInputs(CosineReward(9))
+    columns, _ = SampleAdvantages(1, "greedy", "none", inputs=inputs)(batch, _Context())
+    sampled, greedy = (
+        CosineReward(9)(batch[f"{kind}score"], torch.tensor(counts).double(), batch[f"{kind}finished"])
+        for kind, counts in (("", [len(row) for row in _rows(batch, "logprobs")]),
+                             ("greedy_", batch["greedy_mask"].lengths))
+    )  # fmt: skip
+    counts = map(len, _rows(batch, "logprobs"))
+    differences = (sampled - greedy).tolist()
+    _check(columns, [[d] * n for d, n in zip(differences, counts, strict=True)], batch)
+
+
+@pytest.mark.parametrize(
+    ("shaping", "sentence"),
+    [
+        (lambda score, lengths, finished: score * math.nan, "returned nan: it must return finite numbers"),
+        (lambda score, lengths, finished: score.tolist(), "returned list: it must return a tensor with"),
+        (lambda score, lengths, finished: score.mean(), r"returned a tensor of shape \(\)"),
+    ],
+)
+def test_a_shaping_that_returns_something_else_is_named(shaping, sentence):
+    inputs = AdvantageInputs(shaping)
+    with pytest.raises(UserError, match=f"score_shaping .*lambda.* {sentence}"):
+        SampleAdvantages(GROUP, inputs=inputs)(_batch(8), _Context())
+
+
+def test_groups_are_filtered_by_scores_before_shaping():
+    """DAPO's equation 11 counts right answers: a length penalty does not make a group informative."""
+    batch = _batch(8)
+    inputs = AdvantageInputs(SoftOverlongPenalty(8, 7))
+    columns, _ = SampleAdvantages(GROUP, inputs=inputs, filters=True)(batch, _Context())
+    assert columns[KEEP].tolist() == [True] * 4 + [False] * 4
 
 
 @pytest.mark.parametrize("deviation", ["population", "sample"])
@@ -270,11 +310,14 @@ def test_a_decoupled_ratio_of_responses_has_a_weight_of_responses():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"ratio_cap": 0.5}, "loss.ratio_cap is 0.5: it must be at least 1"),
+        ({"objective": "cispo", "ratio_cap": 0.5}, "loss.ratio_cap is 0.5: it must be at least 1"),
         ({"entropy_coef": -1.0}, "loss.entropy_coef is -1.0: it must not be negative"),
-        ({"constant_length": 0}, "loss.constant_length is 0: it must be at least 1"),
+        ({"average": "constant", "constant_length": 0}, "loss.constant_length is 0: it must be at least 1"),
         ({"objective": "cispo", "dual_clip": 3.0}, "loss.dual_clip is 3.0: it must be None unless"),
         ({"average": "batch"}, "loss.average is 'batch'"),
+        ({"ratio_cap": 3.0}, "loss.ratio_cap is 3.0: it must be 5.0 unless loss.objective is cispo"),
+        ({"constant_length": 9}, "loss.constant_length is 9: it must be None unless loss.average"),
+        ({"kl_estimator": "k1"}, "loss.kl_estimator is k1: it must be k3 unless loss.kl_coef is above 0"),
     ],
 )
 def test_illegal_settings_are_refused(settings, sentence):
