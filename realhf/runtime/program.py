@@ -52,7 +52,7 @@ class Program:
     @property
     def eval_group_size(self) -> int:
         """Samples of each prompt in an evaluation: two of a pair, else one."""
-        return 2 if self.eval_graph is not None and reads_pairs(self.eval_graph.inputs) else 1
+        return 1 if self.eval_graph is None else samples_per_prompt(self.eval_graph)
 
     @property
     def adapter_sizes(self) -> dict[str, tuple[int, int]]:
@@ -127,7 +127,8 @@ def _eval_graph(experiment: Experiment) -> DataflowGraph | None:
         return experiment.seeded(graph)
     shown = ["prompt", *(key for key in ("answer", "ground_truth") if all(key in row for row in rows))]
     keys = (*shown, "completion", "score")
-    record = FunctionCall("eval_record", "host", keys, work=HostFunction(_keep_answers))
+    keep = KeepAnswers(samples_per_prompt(graph))
+    record = FunctionCall("eval_record", "host", keys, work=HostFunction(keep))
     return experiment.seeded(graph).add(record, inputs=[key for key in shown if key not in graph.inputs])
 
 
@@ -137,7 +138,23 @@ def _with_max_rows(graph: DataflowGraph, plan: ExecutionPlan) -> DataflowGraph:
     return graph.replace(*(replace(c, work=replace(c.work, max_rows=rows)) for c, rows in limited))
 
 
-def _keep_answers(batch: Any, context: Any) -> dict[str, Any]:
-    columns = [column if isinstance(column, list) else column.tolist() for column in batch.fields.values()]
-    context.answers = [dict(zip(batch.fields, row, strict=True)) for row in zip(*columns, strict=True)]
-    return {}
+def samples_per_prompt(eval_graph: DataflowGraph) -> int:
+    """Return the samples of each prompt in an evaluation: two of a pair, else one."""
+    return 2 if reads_pairs(eval_graph.inputs) else 1
+
+
+@dataclass(frozen=True)
+class KeepAnswers:
+    """A host function that keeps the scored answers of an evaluation, one for each prompt.
+
+    The samples of a pair have the same prompt, and so the same greedy answer.
+    """
+
+    samples_per_prompt: int
+
+    def __call__(self, batch: Any, context: Any) -> dict[str, Any]:
+        firsts = [i for i, sample in enumerate(batch.ids) if sample % self.samples_per_prompt == 0]
+        batch = batch.select(firsts)
+        columns = [x if isinstance(x, list) else x.tolist() for x in batch.fields.values()]
+        context.answers = [dict(zip(batch.fields, row, strict=True)) for row in zip(*columns, strict=True)]
+        return {}

@@ -174,6 +174,15 @@ def test_an_evaluation_of_the_actor_has_transformers_loss(task, tmp_path):
     assert (result.summary["eval_metric"], result.summary["eval_last"]) == ("eval/score", last["eval/score"])
 
 
+def test_each_prompt_of_a_pair_is_answered_in_one_row(task, tmp_path):
+    experiment = _experiment("dpo", task, steps=1)
+    program = compile_program(experiment, None, world_size=1)
+    Trainer(program, World(), quiet=True, out=tmp_path).run()
+    rows = read_jsonl(tmp_path / "eval.jsonl")
+    held_out = read_jsonl(task / "pairs.jsonl")[: experiment.eval_dataset.max_rows or None]
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in held_out]
+
+
 def test_the_summary_of_a_run_without_scores(task, tmp_path):
     program = compile_program(_experiment("outcome", task), None, world_size=1)
     result = Trainer(program, World(), quiet=True, out=tmp_path).run()
