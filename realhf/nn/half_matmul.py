@@ -104,9 +104,9 @@ def _add_mm(total: Tensor, x: Tensor, y: Tensor) -> None:
         return
     rest = x.float()
     for _ in range(3):  # A bfloat16 number has 8 of the 24 bits of a float32.
-        limb = rest.bfloat16()
-        total.add_(torch.mm(limb, y, out_dtype=torch.float32))
-        rest = rest - limb
+        part = rest.bfloat16()
+        total.add_(torch.mm(part, y, out_dtype=torch.float32))
+        rest = rest - part
 
 
 def _tokens(x_T: Tensor, width: int) -> Iterator[slice]:
