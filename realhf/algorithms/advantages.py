@@ -55,7 +55,7 @@ def compares_groups(baseline: Baseline, normalize: Normalize) -> bool:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What the advantages of all algorithms take into account beside scores and the KL to the reference."""
+    """Inputs of the advantages of all algorithms, beside scores and the KL to the reference."""
 
     score_shaping: ScoreShaping | None = None
     token_returns: bool = False  # Whether the batch has `token_returns`, which are added to the advantages.

@@ -1,4 +1,4 @@
-"""What the losses of preference pairs share. A pair is the chosen and the rejected sample of one prompt."""
+"""Functions that the losses of preference pairs share. A pair is the chosen and the rejected sample of one prompt."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class FitSettings:
-    """What is fitted of each curve, and how."""
+    """Settings of the fit of each curve."""
 
     skip: Amount = Amount(0.0)  # The points up to here are left out.
     fit_until: Amount | None = None  # Later points are predicted instead of fitted.
