@@ -1,4 +1,4 @@
-"""Functions that the losses of preference pairs share. A pair is the chosen and the rejected sample of one prompt."""
+"""Parts of the losses of preference pairs. A pair is the chosen and the rejected sample of one prompt."""
 
 from __future__ import annotations
 
