@@ -1,5 +1,6 @@
 # make demo [SEED=2] [DEMO_ARGS=...]   sets up .venv and runs the demo
 # make test                           sets up .venv and runs the tests
+# make test-all                       the slow tests, too (about an hour)
 # make test-families                 every model family under every layout (`make test` has a part of it)
 # make gpu-check                     what needs a GPU: tests and speed (docs/gpu.md)
 # make check                          ruff, mypy and the layering test
@@ -15,7 +16,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv-bench/.installed
 
-.PHONY: setup bench-setup demo test test-families gpu-check check clean
+.PHONY: setup bench-setup demo test test-all test-families gpu-check check clean
 
 setup: $(STAMP)
 
@@ -36,6 +37,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
+
+test-all: setup
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu"
 
 test-families: setup
 	$(BIN)/python -m pytest -q -m "" tests/test_families.py

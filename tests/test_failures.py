@@ -136,6 +136,7 @@ def test_what_another_rank_raises_is_heard(tmp_path):
     assert (code, err) == (2, f"{where}: RuntimeError: no data here (rank 1)\n")
 
 
+@pytest.mark.slow
 def test_hosts_hear_one_another(tmp_path):
     """Data that only the second host lacks: both say so, and torchrun gives it as the reason."""
     body = """
@@ -171,6 +172,7 @@ experiment.reward_function, experiment.eval_dataset = slow_reward, None
 """
 
 
+@pytest.mark.slow
 def test_a_slow_reward_is_not_a_dead_peer(tmp_path):
     experiment = write_experiment(tmp_path, body=SLOW_REWARD.format(seconds=8), steps=1)
     out = tmp_path / "run"

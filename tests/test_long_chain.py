@@ -71,6 +71,7 @@ def test_the_teacher_compares_each_sum_and_ends_when_it_is_right(task):
     assert task.right_pair([], answers, [], ["01+02"] * 3) == [0.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_both_runs_start_from_the_same_answers_and_only_one_shapes_their_scores(task):
     few = ["--steps", "1", "--batch-size", "4"]
     assert main(["run", str(REPO / "examples/long_chain_sft.py"), "--out", "runs/sft", *few]) == 0

@@ -109,6 +109,7 @@ experiment = Random(**vars(experiment))
 """
 
 
+@pytest.mark.slow
 def test_a_short_run_whose_ranks_differ_fails_and_leaves_no_checkpoint(tmp_path):
     path = write_experiment(tmp_path, steps=2, eval_dataset=None, body=RANDOM)
     out = tmp_path / "run"

@@ -75,10 +75,11 @@ def task(tmp_path_factory):
     return write_task(tmp_path_factory.mktemp("task"))
 
 
-NAMES = ("rloo", "remax", "reinforce++", "reinforce++-baseline", "gspo", "cispo", "dr-grpo", "dapo")
+NAMES = ("remax", "reinforce++-baseline", "dr-grpo", "dapo")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("rloo", "reinforce++", "gspo", "cispo")]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *SLOW])
 def test_a_plan_does_not_change_the_algorithm(pool, task, name):
     alone = pool.run(_run, name, task, {})[0]
     spread = pool.run(_run, name, task, SPREAD)[0]

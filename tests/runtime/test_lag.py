@@ -104,7 +104,7 @@ def test_a_plan_does_not_change_a_lagged_run(pool, task, reference, plan, lag):
     assert_close(metrics, expected_metrics)
 
 
-@pytest.mark.parametrize("lag", ["2", "3 with kept caches"])
+@pytest.mark.parametrize("lag", ["2", pytest.param("3 with kept caches", marks=pytest.mark.slow)])
 def test_experts_change_nothing(pool, tmp_path, lag):
     task = write_task(tmp_path)
     experts = {
@@ -147,10 +147,11 @@ def run_from(world, layouts, directory: Path, given: tuple, out: Path, start: Pa
     run_lagged(world, layouts, directory, *given, out=out, start=start)
 
 
-SLOW = [pytest.param(lag, marks=pytest.mark.slow) for lag in ("1", "8", "3 on one mesh")]
+OTHERS = ("1", "3 with kept caches", "8", "3 on one mesh")
+SLOW = [pytest.param(lag, marks=pytest.mark.slow) for lag in OTHERS]
 
 
-@pytest.mark.parametrize("lag", ["4", "3 with kept caches", *SLOW])
+@pytest.mark.parametrize("lag", ["4", *SLOW])
 def test_a_lagged_run_continues_from_any_step(pool, task, tmp_path, lag):
     """The same plan gives the same bits, and another plan the same numbers to summation order."""
     plan = PLANS["disjoint"]

@@ -132,7 +132,7 @@ def test_prompts_with_a_high_pass_rate_are_not_drawn_again(pool, task, lag):
     assert inserted > 5
 
 
-@pytest.mark.parametrize("lag", ["2", "2 on one mesh"])
+@pytest.mark.parametrize("lag", ["2", pytest.param("2 on one mesh", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_changes_nothing(pool, task, plan, lag):
     batches, metrics = pool.run(run, lag, plan, task)[0]
