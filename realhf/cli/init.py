@@ -92,8 +92,8 @@ def _quoted(name: str) -> str:
 def _with_constants(text: str, values: dict[str, str]) -> str:
     """Return Python code in which constants at the top have new values."""
     for name, value in values.items():
-        text, count = re.subn(rf"(?m)^{name} = [^#\n]*?(?=  #|$)", lambda _, n=name, v=value: f"{n} = {v}", text)
-        assert count == 1, f"the template sets {name} once"
+        (line,) = re.findall(rf"(?m)^{name} = [^#\n]*?(?=  #|$)", text)
+        text = text.replace(line, f"{name} = {value}", 1)
     return text
 
 

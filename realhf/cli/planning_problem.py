@@ -105,6 +105,7 @@ def _to_model_role(name: str, role: Role) -> ModelRole:
         why = f"cannot be planned: {config.unplannable}; write the plan by hand"
         raise ValueError(f"{name}.model {role.model} {why}")
     try:
+        dtype = role.weights_dtype
         if (lora := role.resolved_lora()) is not None:
             adapter_spec(config, lora)
     except ValueError as error:
@@ -112,7 +113,7 @@ def _to_model_role(name: str, role: Role) -> ModelRole:
     frozen = role.follows is None and (role.optimizer is None or lora is not None)
     source = role.weights_source if frozen else None
     return ModelRole(
-        config, role.dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head)
+        config, dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head)
 
 
 def _top_k(graph: DataflowGraph, name: str) -> int:

@@ -15,7 +15,7 @@ experiment = GRPO(
     actor=Role(
         model=str(MODEL or HERE / "model"),
         random_init=MODEL is None,
-        optimizer=OptimizerConfig(lr=3e-3),  # None: the usual rate, see `realhf check`.
+        optimizer=OptimizerConfig(lr=None if MODEL else 3e-3),  # None: the usual rate, see `realhf check`.
     ),
     dataset=DatasetConfig(str(DATA)),
     eval_dataset=None if HELD_OUT is None else DatasetConfig(str(HELD_OUT), shuffle=False),
