@@ -1,9 +1,12 @@
-"""Default learning rates by what a role learns, for full training and for adapters (LoRA).
+"""Learning rates: their schedule, and the defaults by what a role learns, for full training and adapters.
 
-Adapters get ten times the rate of full training (Schulman et al. 2025, "LoRA Without Regret").
+Adapters (LoRA) get ten times the rate of full training (Schulman et al. 2025, "LoRA Without Regret").
 """
 
+import math
 from typing import NamedTuple
+
+from realhf.calls import OptimizerConfig
 
 
 class LearningRates(NamedTuple):
@@ -27,3 +30,17 @@ LEARNING_RATES = {
 def default_rates(loss: object) -> LearningRates:
     """Return the default learning rates for a loss: those of a policy unless it says what it `learns`."""
     return LEARNING_RATES[getattr(loss, "learns", "policy")]
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0; `config` must give `lr`."""
+    assert config.lr is not None
+    if config.schedule != "constant":
+        assert config.total_steps > 0
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
+    remaining = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)

@@ -109,4 +109,5 @@ def _read_experiment(options: Namespace, words: list[str]) -> Experiment | None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
     options.experiment = file
     words.remove(file)
-    return override(load_experiment(file), words)
+    own = [f"--{name.replace('_', '-')}" for name in vars(options) if name not in ("command", "parser")]
+    return override(load_experiment(file), words, also=own)

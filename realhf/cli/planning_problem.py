@@ -32,7 +32,7 @@ def problem_of(
     It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
     """
     experiment.check_lag()
-    roles = {name: _to_model_role(name, role) for name, role in experiment.roles().items()}
+    roles = {name: model_role(name, role) for name, role in experiment.roles().items()}
     graph = experiment.graph()
     if not any(call.role for call in graph.calls):
         raise ValueError("the graph has no calls on models: there is nothing to plan")
@@ -99,7 +99,8 @@ def _part_runs(experiment: Experiment, parts: Collection[str]) -> dict[str, floa
     return {part: given.get(part, 1.0) for part in parts}
 
 
-def _to_model_role(name: str, role: Role) -> ModelRole:
+def model_role(name: str, role: Role) -> ModelRole:
+    """Return a role as the planner sees it. Raises ValueError if it cannot be planned."""
     config = role.config()
     if isinstance(config, TransformersConfig) and config.unplannable:
         why = f"cannot be planned: {config.unplannable}; write the plan by hand"

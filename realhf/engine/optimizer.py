@@ -15,26 +15,13 @@ from torch.optim.adamw import adamw
 
 from realhf.calls import OptimizerConfig
 from realhf.dist.group import Group
+from realhf.learning_rates import learning_rate
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.bind import shards_of
 from realhf.region import Region, region_size, shards_of_rows
 
 _MAX_IN_FLIGHT = 2
 """Sums over replicas at a time; with gloo, each takes memory for the messages of the other replicas."""
-
-
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0; `config` must give `lr`."""
-    assert config.lr is not None
-    if config.schedule != "constant":
-        assert config.total_steps > 0
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
-    remaining = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
 class _Section(NamedTuple):

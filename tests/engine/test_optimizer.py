@@ -15,9 +15,10 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
-from realhf.engine.optimizer import ShardedAdamW, learning_rate
+from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.learning_rates import learning_rate
 from realhf.model_config import ModelConfig
 from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import model_spec
