@@ -66,7 +66,7 @@ class ParamSpec:
 
     @property
     def is_vector(self) -> bool:
-        """Whether a checkpoint holds it with one dim, like norms and biases, to which no weight decay applies."""
+        """Whether it has one dim in checkpoints, like norms and biases, to which no weight decay applies."""
         return len(self.shape) - (self.num_terms > 1) <= 1
 
     def region(self, tp: int, index: int) -> Region:

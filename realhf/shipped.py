@@ -41,9 +41,10 @@ def resolve(name: str, *, kind: str, suffix: str) -> Path:
 
 
 def find_experiment(name: str) -> Path:
-    """Return `name` if it is a file, else the shipped example of that name, such as `grpo` or `examples/grpo.py`.
+    """Return `name` if it is a file, else the shipped example of that name, such as `grpo`.
 
-    Raises a UserError that lists the shipped examples if there is neither.
+    `examples/grpo.py` names the same one, so that commands of the documentation work in any directory. Raises
+    a UserError that lists the shipped examples if there is neither.
     """
     path = Path(name)
     if path.is_file():

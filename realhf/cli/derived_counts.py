@@ -69,7 +69,8 @@ def sentences(counts: dict[str, Any]) -> Iterator[str]:
     epochs = "" if counts["epochs"] is None else f", {counts['epochs']:.3g} epochs of {counts['rows']} rows"
     yield f"the run: {_number(counts['steps'], 'step')}, {_number(counts['prompts'], 'prompt')}{epochs}"
     if counts["max_lag"]:
-        yield f"lag: at most {_number(counts['max_lag'], 'update')}, answers in {_number(counts['rounds'], 'round')}"
+        rounds = _number(counts["rounds"], "round")
+        yield f"lag: at most {_number(counts['max_lag'], 'update')}, answers in {rounds}"
     if len(counts["parts"]) > 1 or counts["own_step_program"]:
         own = " of its own step program" if counts["own_step_program"] else ""
         parts = (f"{name} ({', '.join(calls)})" for name, calls in counts["parts"].items())
@@ -113,7 +114,8 @@ def _of_role(program: Program, name: str, role: Role) -> dict[str, Any]:
     """Return the counts of a role with its settings filled in."""
     specs = parameter_specs(program.roles)
     trained = specs[adapters_of(name)] if role.lora is not None else specs[name]
-    found: dict[str, Any] = {"dtype": role.dtype, "parameters": specs[name].numel, **_memory(program, name, role)}
+    found: dict[str, Any] = {"dtype": role.dtype, "parameters": specs[name].numel}
+    found |= _memory(program, name, role)
     if role.optimizer is None:
         return found
     trains = [call for call in program.graph.of_role(name) if call.kind == "train_step"]
@@ -132,7 +134,7 @@ def _of_role(program: Program, name: str, role: Role) -> dict[str, Any]:
 
 
 def _memory(program: Program, name: str, role: Role) -> dict[str, Any]:
-    """Return the most bytes of a rank for the weights and for training; nothing if the sizes are not known."""
+    """Return the most bytes of a rank for weights and for training; nothing if the sizes are not known."""
     try:
         model = model_role(name, role)
     except ValueError:
@@ -183,7 +185,8 @@ def _role_words(role: dict[str, Any]) -> str:
     if role.get("training_bytes_per_rank"):
         words.append(f"{format_bytes(role['training_bytes_per_rank'])} of gradients and optimizer")
     words.append(_number(role["optimizer_steps"], "optimizer step"))
-    rates = (f"{role['lr_start']:.3g} at first", f"{role['lr_peak']:.3g} at most", f"{role['lr_end']:.3g} at last")
+    named = (("at first", "lr_start"), ("at most", "lr_peak"), ("at last", "lr_end"))
+    rates = [f"{role[key]:.3g} {when}" for when, key in named]
     is_flat = role["lr_start"] == role["lr_peak"] == role["lr_end"]
     words.append(f"learning rate {role['lr_peak']:.3g}" if is_flat else f"learning rate {', '.join(rates)}")
     return ", ".join(words)

@@ -99,10 +99,8 @@ def _with_constants(text: str, values: dict[str, str]) -> str:
 
 def _describes_written(line: str, files: dict[str, str]) -> bool:
     """Return whether a line of the README is no row about files that are not written."""
-    for about, names in ((f"| `{_MODEL_FILES}`", ("model/config.json",)), (f"| `{_DATA_FILES[0]}`", _DATA_FILES)):
-        if line.startswith(about):
-            return all(name in files for name in names)
-    return True
+    about = {_MODEL_FILES: "model/config.json", **{name: name for name in _DATA_FILES}}
+    return all(file in files for name, file in about.items() if line.startswith(f"| `{name}`"))
 
 
 def _check_directory(directory: Path, names: Sequence[str]) -> None:

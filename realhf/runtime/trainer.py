@@ -343,7 +343,7 @@ def _is_multiple(step: int, period: int) -> bool:
 
 
 def _to_json(config: Any) -> dict[str, Any]:
-    """Return the fields of an experiment, or of roles by name, as JSON; values that are no config are written by name."""
+    """Return the fields of an experiment, or roles by name, as JSON; values that are no config are named."""
 
     def form(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
