@@ -74,7 +74,8 @@ def step_of(world: World, layout: str, *, tokens: int, **changes: Any) -> Callab
     The step does not gather the new weights, because in a run this is part of the reallocation.
     """
     spec = model(**changes)
-    engine = NativeEngine(spec, Layout.parse(layout), world, dtype="float32", optimizer=OptimizerConfig())
+    optimizer = OptimizerConfig(lr=1e-5)
+    engine = NativeEngine(spec, Layout.parse(layout), world, dtype="float32", optimizer=optimizer)
     engine.load(None, seed=0)
     rows = sequences([_LENGTH] * (tokens // _LENGTH), vocab_size=spec.config.vocab_size, seed=world.rank)
     ids = [torch.tensor(row) for row in rows]

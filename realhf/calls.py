@@ -26,14 +26,21 @@ if TYPE_CHECKING:
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019), gradient clipping and a learning-rate schedule."""
 
-    lr: float = 1e-5  # The learning rate after warm-up.
+    lr: float | None = None
+    """The learning rate after warm-up; None: the usual one for what is learned, higher for adapters (see
+    `learning_rates`)."""
     betas: tuple[float, float] = (0.9, 0.95)  # Decay of the averages of gradients and of their squares.
     eps: float = 1e-8  # Added to the root of the average square, by which updates are divided.
-    weight_decay: float = 0.01  # Share of a weight, times the learning rate, by which a step shrinks it.
+    weight_decay: float = 0.01
+    """Share of a weight, times the learning rate, by which a step shrinks it. Norms, biases and other
+    parameters with one dim do not shrink."""
     max_grad_norm: float = 1.0  # Gradients are scaled down to this global L2 norm.
     warmup_steps: int = 0  # Optimizer steps over which the learning rate rises linearly from 0.
+    warmup_ratio: float = 0.0  # The same as a share of `total_steps`, rounded up; give one or the other.
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # How `lr` falls after warm-up.
-    total_steps: int = 0  # Optimizer steps until `linear` and `cosine` reach `min_lr_ratio`; they require it.
+    total_steps: int = 0
+    """Optimizer steps until `linear` and `cosine` reach `min_lr_ratio`; 0: those of the run, if every train
+    step runs once in each of its steps."""
     min_lr_ratio: float = 0.0  # Share of `lr` that remains at the end of the schedule.
     max_skipped: int = 3
     """Updates in a row whose gradients are not finite and which are skipped; one more ends the run. The
@@ -41,12 +48,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
-        require(self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
+        require(self.lr is None or self.lr >= 0, "optimizer.lr", self.lr, "not be negative")
         require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "be above 0")
         require(self.max_skipped >= 0, "optimizer.max_skipped", self.max_skipped, "not be negative")
-        legal = self.total_steps > 0 or self.schedule == "constant"
-        rule = f"be above 0 for the {self.schedule} schedule"
-        require(legal, "optimizer.total_steps", self.total_steps, rule)
+        for name in ("total_steps", "warmup_steps"):
+            require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "not be negative")
+        ratio = self.warmup_ratio
+        require(0 <= ratio <= 1, "optimizer.warmup_ratio", ratio, "be at least 0 and at most 1")
+        legal = not (ratio and self.warmup_steps)
+        rule = f"be 0, as optimizer.warmup_steps is {self.warmup_steps}: give one or the other"
+        require(legal, "optimizer.warmup_ratio", ratio, rule)
 
 
 @dataclass(frozen=True)
@@ -261,7 +272,8 @@ class Loss(Protocol):
       of the mask: the columns side by side, shape (tokens, sum of all k);
     - `group_size`, if it compares samples: no part has only some of the samples with the same
       `id // group_size` (unless a filter has dropped the others);
-    - `row_fault(row)`, which returns a sentence if a row of the dataset cannot be used, else None.
+    - `row_fault(row)`, which returns a sentence if a row of the dataset cannot be used, else None;
+    - `learns`, the key of `learning_rates.LEARNING_RATES` for optimizers without `lr`.
     """
 
     @property

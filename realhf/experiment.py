@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import networkx as nx
 
@@ -16,6 +16,7 @@ from realhf.model_config import ModelConfig
 from realhf.step_program import StepRunner
 from realhf.transformers_config import TransformersConfig
 
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 _SECONDS = {"m": 60.0, "h": 3600.0}
 
 
@@ -28,7 +29,9 @@ class Role:
 
     model: str  # Hugging Face model directory; or, with `random_init`, a config.json or shipped name.
     head: Literal["lm", "score"] = "lm"  # `score` computes one number per token (critics, reward models).
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"  # Type of the weights.
+    dtype: Dtype | None = None
+    """Type of the weights; None: that which config.json names, else float32. For a role that `follows`
+    another: float32."""
     optimizer: OptimizerConfig | None = None  # Settings of training; None: the role is frozen.
     random_init: bool = False  # Draw the weights at random instead of reading them.
     follows: str | None = None  # Be the moving average of this role, updated after its train steps.
@@ -61,6 +64,20 @@ class Role:
         kind = TransformersConfig if self.engine == "transformers" else ModelConfig
         return kind.load(self.model, head=self.head)
 
+    @property
+    def weights_dtype(self) -> Dtype:
+        """Return the type of the weights. Raises ValueError if config.json names one that is not legal."""
+        if self.dtype is not None:
+            return self.dtype
+        if self.follows is not None:  # The average of small updates needs precision.
+            return "float32"
+        named = self.config().hf_dtype
+        legal = get_args(Dtype)
+        if named is not None and named not in legal:
+            what = f"config.json of {self.model} names {named!r}"
+            raise ValueError(f"dtype is not set, and {what}: set it to one of {', '.join(legal)}")
+        return named or "float32"
+
     def resolved_lora(self) -> LoraConfig | None:
         """Return `lora`, with the settings of the PEFT directory that its adapters start from."""
         return None if self.lora is None else resolved(self.lora)
@@ -71,7 +88,7 @@ class Role:
 
         Two such roles with equal values have equal weights.
         """
-        return (self.model, self.head, self.dtype, self.random_init, self.engine)
+        return (self.model, self.head, self.weights_dtype, self.random_init, self.engine)
 
 
 @dataclass(frozen=True)

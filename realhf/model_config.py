@@ -219,6 +219,19 @@ class ModelConfig:
         return labelled({**self.hf, "architectures": [architecture], "model_type": self.family}, self.head)
 
     @property
+    def hf_dtype(self) -> Any:
+        """Return the dtype that config.json names, such as "bfloat16"; None if it names none.
+
+        The config of a model with more than text may name it for the text model only.
+        """
+        text = self.hf.get("text_config")
+        for fields_ in (self.hf, text if isinstance(text, Mapping) else {}):
+            for key in ("dtype", "torch_dtype"):
+                if (name := fields_.get(key)) is not None:
+                    return name.removeprefix("torch.") if isinstance(name, str) else name
+        return None
+
+    @property
     def describes(self) -> Family:
         """Return the family's entry in the table."""
         return FAMILIES[self.family]

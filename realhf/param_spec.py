@@ -64,6 +64,11 @@ class ParamSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether it has one dim in checkpoints, like norms and biases, to which no weight decay applies."""
+        return len(self.shape) - (self.num_terms > 1) <= 1
+
     def region(self, tp: int, index: int) -> Region:
         """Return the region of tensor-parallel rank `index` of `tp`, on a stage that has the parameter."""
         box = [(0, size) for size in self.shape]

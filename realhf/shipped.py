@@ -1,4 +1,4 @@
-"""Finds the files that realhf ships (plans, cluster descriptions, model configs) by short name."""
+"""Finds the files that realhf ships (plans, clusters, model configs, examples) by short name."""
 
 import re
 from collections.abc import Callable
@@ -38,6 +38,24 @@ def resolve(name: str, *, kind: str, suffix: str) -> Path:
         )
     known = ", ".join(sorted(p.name.removesuffix(suffix) for p in directory.glob(f"*{suffix}"))) or "none"
     raise UserError(f"{name!r} is neither a path nor a shipped name in {kind}; shipped are: {known}")
+
+
+def find_experiment(name: str) -> Path:
+    """Return `name` if it is a file, else the shipped example of that name, such as `grpo`.
+
+    `examples/grpo.py` names the same one, so that commands of the documentation work in any directory. Raises
+    a UserError that lists the shipped examples if there is neither.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    directory = shipped_dir("examples")
+    short = path.name.removesuffix(".py")
+    if str(path.parent) in (".", "examples") and (example := directory / f"{short}.py").is_file():
+        return example
+    known = sorted(p.stem for p in directory.glob("*.py") if re.search(r"(?m)^experiment\b", p.read_text()))
+    shipped = f", nor a shipped example of that name: these are {', '.join(known)}" if known else ""
+    raise UserError(f"experiment {name!r}: there is no such file{shipped}")
 
 
 def load_yaml(name: str, build: Callable[[Any], Any], *, kind: str | None = None, what: str) -> Any:

@@ -37,7 +37,7 @@ def test_wrong_types_are_named(changes, sentence):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: OptimizerConfig(lr="1e-3"), "optimizer.lr is '1e-3': it must be a number"),
+        (lambda: OptimizerConfig(lr="1e-3"), "optimizer.lr is '1e-3': it must be a number or None"),
         (
             lambda: OptimizerConfig(betas=0.9),
             "optimizer.betas is 0.9: it must be a tuple of 2: a number, a number",

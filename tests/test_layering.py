@@ -23,6 +23,7 @@ LAYERS = {
     "realloc": 2.5,
     "interruption": 2.6,
     "calls": 2.7,
+    "learning_rates": 2.8,
     **dict.fromkeys(("nn", "planner"), 3),
     **dict.fromkeys(("checkpoint", "inference"), 3.5),
     "engine": 4,
@@ -31,6 +32,7 @@ LAYERS = {
     "sample_pool": 4.4,
     "step_program": 4.5,
     "experiment": 5,
+    "resolved_roles": 5.5,
     **dict.fromkeys(("algorithms", "rewards", "runtime", "scaling"), 6),
     "profiling": 6.5,
     **dict.fromkeys(("cli", "__main__"), 7),
@@ -47,7 +49,8 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.engine.hf_factory", "realhf.runtime.program", "realhf.step_program", "realhf.runtime.warnings"),
     *("realhf.prepare", "realhf.runtime.run_directory", "realhf.runtime.dry_trace", "realhf.part_executor"),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
-    "realhf.cli.planning_problem",
+    *(f"realhf.cli.{name}" for name in ("planning_problem", "derived_counts", "init")),
+    "realhf.resolved_roles",
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
 MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 32000

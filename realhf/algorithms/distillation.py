@@ -118,6 +118,7 @@ class ReverseKL:
     teachers: tuple[str, ...]
     vocab_size: int  # That of the student. A teacher's tokens beyond it, which are padding, join the others.
     output: ClassVar[str] = "logprobs"
+    learns: ClassVar[str] = "policy"
     entropy: ClassVar[bool] = True
 
     @property
@@ -248,8 +249,8 @@ class Distillation(OnPolicy):
     def _top_k_train(self) -> FunctionCall:
         names = self.teacher_names
         work = TrainStep(
-            ReverseKL(names, self.actor.config().vocab_size), self.minibatches, self.epochs, self.temperature,
-            self.router_aux_loss_coef, self.router_z_loss_coef)
+            ReverseKL(names, self.actor.config().vocab_size), self.num_minibatches, self.epochs,
+            self.temperature, self.router_aux_loss_coef, self.router_z_loss_coef)
         columns = [f"{name}_{column}" for name in names for column in ("ids", "logprobs")]
         inputs = (*SEQUENCE, "teacher_weights", *columns)
         return FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)

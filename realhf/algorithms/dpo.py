@@ -42,6 +42,7 @@ class DPOLoss:
     label_smoothing: float = 0.0
     """Share of pairs whose order is assumed to be wrong (conservative DPO, Mitchell 2023); `sigmoid` only."""
     output: ClassVar[str] = "logprobs"
+    learns: ClassVar[str] = "preferences"
     entropy: ClassVar[bool] = False
     group_size: ClassVar[int] = PAIR
 

@@ -11,6 +11,7 @@ from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, Samp
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.data.responses import in_response
 from realhf.experiment import Experiment, Role
+from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.interruption import Interruption
 from realhf.rewards.limits import RewardLimits
@@ -51,6 +52,7 @@ class OnPolicy(Experiment):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     minibatches: int = 1  # Optimizer steps per epoch of a step, each on an equal part of the samples.
+    minibatch_size: int | None = None  # Prompts of each optimizer step; give this or `minibatches`.
     epochs: int = 1  # Times that a step trains on its samples.
     max_rows: int = Generate.max_rows
     """Sequences that a rank decodes at once; the others wait for a free slot."""
@@ -180,13 +182,27 @@ class OnPolicy(Experiment):
         if loss.average == "constant" and loss.constant_length is None:
             loss = replace(loss, constant_length=self.sampling.max_new_tokens)
         work = TrainStep(
-            PolicyLoss(loss), self.minibatches, self.epochs, self.temperature,
+            PolicyLoss(loss), self.num_minibatches, self.epochs, self.temperature,
             self.router_aux_loss_coef, self.router_z_loss_coef)
         recomputed = ("prox_logprobs",) if self.loss.proximal == "recomputed" else ()
         reference = ("ref_logprobs",) if self.loss.kl_coef else ()
         by_prompt = ("prompt_tokens",) if self.loss.average == "prompt" else ()
         inputs = (*SEQUENCE, "gen_logprobs", "advantages", *recomputed, *reference, *by_prompt)
         return FunctionCall("actor_train", "train_step", inputs, role="actor", work=work)
+
+    @property
+    def num_minibatches(self) -> int:
+        """Mini-batches of a step. Raises ValueError about a `minibatch_size` that does not fit."""
+        size = self.minibatch_size
+        if size is None:
+            return self.minibatches
+        if self.minibatches != type(self).minibatches:
+            rule = f"be None, as minibatches is {self.minibatches}: give one or the other"
+            require(False, "minibatch_size", size, rule)
+        legal = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+        rule = f"divide batch_size {self.batch_size}: legal are {', '.join(map(str, legal))}"
+        require(size in legal, "minibatch_size", size, rule)
+        return self.batch_size // size
 
     @property
     def temperature(self) -> float:

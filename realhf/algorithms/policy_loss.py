@@ -107,6 +107,7 @@ class PolicyLoss:
 
     config: PolicyLossConfig
     output: ClassVar[str] = "logprobs"
+    learns: ClassVar[str] = "policy"
     entropy: ClassVar[bool] = True
 
     @property

@@ -36,6 +36,7 @@ class ValueLoss:
 
     clip: float = 0.2  # Most by which a value may move from the one before training without being clipped.
     output: ClassVar[str] = "values"
+    learns: ClassVar[str] = "critic"
     entropy: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -182,7 +183,7 @@ class PPO(OnPolicy):
         read = ("response_mask", *self.advantage.keys, "values", "score", "finished", *inputs.keys)
         learned = (*SEQUENCE, "values", "returns")
         advantages = HostFunction(TokenAdvantages(self.advantage, inputs))
-        train = TrainStep(self.value_loss, self.minibatches, self.epochs)
+        train = TrainStep(self.value_loss, self.num_minibatches, self.epochs)
         graph = graph_of(
             self.actor_generate(),
             self.reward_forward(),

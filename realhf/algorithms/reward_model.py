@@ -33,6 +33,7 @@ class BinaryCrossEntropy:
     """The loss -label log sigmoid(score) - (1 - label) log sigmoid(-score), a mean over samples."""
 
     output: ClassVar[str] = "scores"
+    learns: ClassVar[str] = "scores"
     entropy: ClassVar[bool] = False
 
     def row_fault(self, row: Mapping[str, Any]) -> str | None:
@@ -71,6 +72,7 @@ class BradleyTerry:
     """Weight of the square that keeps the scores' mean near 0 (Eisenstein et al. 2023, arXiv:2312.09244);
     0.01 is usual."""
     output: ClassVar[str] = "scores"
+    learns: ClassVar[str] = "scores"
     entropy: ClassVar[bool] = False
     group_size: ClassVar[int] = PAIR
 

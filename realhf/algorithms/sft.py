@@ -25,6 +25,7 @@ class CrossEntropy:
     """Negative log-likelihood, averaged over the completion tokens of the mini-batch."""
 
     output: ClassVar[str] = "logprobs"
+    learns: ClassVar[str] = "completions"
     entropy: ClassVar[bool] = False
 
     def totals(self, batch: Batch) -> dict[str, float]:

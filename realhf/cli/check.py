@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
+from realhf.cli.derived_counts import derived_counts, sentences, uneven_splits
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
 from realhf.cli.planning_problem import problem_of
@@ -36,7 +37,9 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     num_devices = cluster.num_devices if cluster is not None and options.nproc is None else None
     program, num_ranks = compile_experiment(experiment, options, num_devices)
     with naming(options.experiment):
-        for sentence in try_out(program):
+        trial = try_out(program)
+        counts = derived_counts(program, num_rows=trial.num_rows)
+        for sentence in (*trial.warnings, *uneven_splits(counts)):
             warn(sentence)
     proof = None
     if cluster is not None:
@@ -44,7 +47,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
             proof = require_fit(problem_of(experiment, cluster), program.plan)
     if options.json:
         homes = {role: str(layout) for role, layout in program.homes.items()}
-        answer = {"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes}
+        answer = {"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes,
+                  "counts": counts}
         print(json.dumps(answer | ({"memory": report.memory(proof)} if proof is not None else {})))
         return 0
     print(f"{options.experiment} is sound on {num_ranks} rank{'s' * (num_ranks != 1)}:")
@@ -52,6 +56,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         where = program.plan[call.name]
         columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"
         print("  ".join(("", columns, *where.options)))
+    print("\n".join(sentences(counts)))
     if proof is not None:
         peak = proof.fullest
         has = f"{format_bytes(peak.num_bytes)} of {format_bytes(proof.available)} available"

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import TokenizedRows
@@ -19,15 +19,22 @@ _SAMPLES = 4
 """Number of rows with which a reward function is called."""
 
 
-def try_out(program: Program) -> list[str]:
-    """Return warnings, one sentence each.
+class Trial(NamedTuple):
+    """Warnings about the data, one sentence each, and the rows of the dataset, None if they were not read."""
+
+    warnings: list[str]
+    num_rows: int | None
+
+
+def try_out(program: Program) -> Trial:
+    """Return what was found.
 
     Raises ValueError if a row or a reward function would end every run.
     """
     directory = program.experiment.tokenizer_dir()
     if not (Path(directory) / "tokenizer.json").is_file():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
-        return [*warnings_of(program, None, None), untried]
+        return Trial([*warnings_of(program, None, None), untried], None)
     tokenizer = LightTokenizer(directory)
     check_vocabulary(program.roles, tokenizer.largest_id, tokenizer=directory)
     rows = _rows(program, "dataset", program.graph, tokenizer)
@@ -42,7 +49,7 @@ def try_out(program: Program) -> list[str]:
                 rewards.setdefault((reward.function, some.config.path), (reward, some))
     for reward, some in rewards.values():
         _try_reward(reward, some)
-    return found
+    return Trial(found, rows.num_in_file)
 
 
 def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTokenizer) -> TokenizedRows:

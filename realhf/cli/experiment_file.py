@@ -18,6 +18,7 @@ from realhf.field_types import check_types, explain_keyword
 from realhf.plan import ExecutionPlan
 from realhf.realloc.links import Links
 from realhf.runtime.program import Program, compile_program
+from realhf.shipped import find_experiment
 
 
 def _smaller_plan(
@@ -46,10 +47,9 @@ def _smaller_plan(
 
 
 def load_experiment(name: str) -> Experiment:
-    """Execute the user's file as a module whose name hides no other module; return its `experiment`."""
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(f"experiment {name!r}: there is no such file")
+    """Execute the user's file, or a shipped example, as a module whose name hides no other; return its
+    `experiment`."""
+    path = find_experiment(name)
     spec = importlib.util.spec_from_file_location(f"realhf_experiment_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"experiment {name}: it must be a Python file, whose name ends in .py")

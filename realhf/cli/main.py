@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from realhf.cli import check, plan, profile, realloc, run, scaling
+from realhf.cli import check, init, plan, profile, realloc, run, scaling
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.job import is_worker
 from realhf.cli.overrides import override, print_fields
@@ -18,9 +18,10 @@ from realhf.experiment import Experiment
 
 _COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
+    "init": init,
 }  # fmt: skip
 """Modules with HELP, EXAMPLES, `add_options` and `run`."""
-_WITHOUT_EXPERIMENT = (realloc, scaling)
+_WITHOUT_EXPERIMENT = (init, realloc, scaling)
 """The commands that take no experiment file."""
 
 
@@ -108,4 +109,5 @@ def _read_experiment(options: Namespace, words: list[str]) -> Experiment | None:
         raise UserError(f"{options.parser.prog} needs an experiment file: {options.parser.prog} EXP.py")
     options.experiment = file
     words.remove(file)
-    return override(load_experiment(file), words)
+    own = [f"--{name.replace('_', '-')}" for name in vars(options) if name not in ("command", "parser")]
+    return override(load_experiment(file), words, also=own)

@@ -19,6 +19,25 @@ from realhf.errors import UserError
 from realhf.experiment import Experiment
 
 _KINDS = {int: "a whole number", float: "a number", type(None): "None"}
+_ELSEWHERE = {
+    **dict.fromkeys(("learning-rate", "lr"), "optimizer.lr"),
+    **dict.fromkeys(("lr-scheduler-type", "lr-scheduler"), "optimizer.schedule"),
+    **dict.fromkeys(("max-grad-norm", "grad-clip", "clip-grad"), "optimizer.max-grad-norm"),
+    **dict.fromkeys(("num-generations", "rollout-n"), "group-size"),
+    **dict.fromkeys(("per-device-train-batch-size", "train-batch-size"), "batch-size"),
+    **dict.fromkeys(("max-completion-length", "max-response-length"), "sampling.max-new-tokens"),
+    **dict.fromkeys(("max-prompt-length",), "dataset.max-prompt-tokens"),
+    **dict.fromkeys(("kl-loss-coef", "beta"), "kl-coef"),
+    **dict.fromkeys(("max-steps", "total-training-steps"), "steps"),
+    **dict.fromkeys(("num-iterations", "ppo-epochs"), "epochs"),
+    **dict.fromkeys(("ppo-mini-batch-size",), "minibatch-size"),
+    **dict.fromkeys(("save-steps", "save-freq"), "checkpoint-every"),
+    **dict.fromkeys(("eval-steps", "test-freq"), "eval-every"),
+    **dict.fromkeys(("logging-steps",), "log-every"),
+    **dict.fromkeys(("output-dir", "default-local-dir"), "out"),
+    **dict.fromkeys(("torch-dtype", "model-dtype"), "actor.dtype"),
+}
+"""What an option is called in TRL or verl -> the end of our option's name."""
 _TYRO = (tyro.conf.AvoidSubcommands,)  # Makes optional parts that are set overridable like other fields.
 
 
@@ -33,8 +52,11 @@ def print_fields(experiment: Experiment) -> None:
         print(textwrap.fill(text, break_on_hyphens=False), end="\n\n")
 
 
-def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
-    """Return the experiment with fields changed by options of the form `--field.subfield value`."""
+def override(experiment: Experiment, words: Sequence[str], *, also: Sequence[str] = ()) -> Experiment:
+    """Return the experiment with fields changed by options of the form `--field.subfield value`.
+
+    An unknown option may be a misspelt one of these, or one of the command's options, `also`.
+    """
     if not words:
         return experiment
     for word in words:
@@ -58,10 +80,23 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
         name = "--" + ".".join(_path(unknown[0])).replace("_", "-")
         if name in options:
             raise UserError(f"override {unknown[0]!r}: this field can only be changed in the experiment file")
-        near = difflib.get_close_matches(unknown[0].replace("_", "-"), options, n=3, cutoff=0.5)
+        near = _near(unknown[0], [*options, *also])
         hint = f"did you mean {' or '.join(near)}?" if near else "--help behind the experiment lists them all"
         raise UserError(f"unknown override {unknown[0]!r}: {hint}")
     return changed
+
+
+def _near(word: str, options: Sequence[str]) -> list[str]:
+    """Return the options that were probably meant, by their spelling or by what other libraries call them."""
+    name = word.split("=")[0].replace("_", "-")
+    suffix = _ELSEWHERE.get(name.rpartition(".")[2].removeprefix("--"))
+    if suffix is not None and (found := [option for option in options if _ends_in(option, suffix)]):
+        return found[:3]
+    return difflib.get_close_matches(name, options, n=3, cutoff=0.5)
+
+
+def _ends_in(option: str, suffix: str) -> bool:
+    return f".{option.removeprefix('--')}".endswith(f".{suffix}")
 
 
 def _path(word: str) -> list[str]:

@@ -32,7 +32,7 @@ def problem_of(
     It needs no weights, and if `expected` has the lengths, neither data nor a tokenizer.
     """
     experiment.check_lag()
-    roles = {name: _to_model_role(name, role) for name, role in experiment.roles().items()}
+    roles = {name: model_role(name, role) for name, role in experiment.roles().items()}
     graph = experiment.graph()
     if not any(call.role for call in graph.calls):
         raise ValueError("the graph has no calls on models: there is nothing to plan")
@@ -99,12 +99,14 @@ def _part_runs(experiment: Experiment, parts: Collection[str]) -> dict[str, floa
     return {part: given.get(part, 1.0) for part in parts}
 
 
-def _to_model_role(name: str, role: Role) -> ModelRole:
+def model_role(name: str, role: Role) -> ModelRole:
+    """Return a role as the planner sees it. Raises ValueError if it cannot be planned."""
     config = role.config()
     if isinstance(config, TransformersConfig) and config.unplannable:
         why = f"cannot be planned: {config.unplannable}; write the plan by hand"
         raise ValueError(f"{name}.model {role.model} {why}")
     try:
+        dtype = role.weights_dtype
         if (lora := role.resolved_lora()) is not None:
             adapter_spec(config, lora)
     except ValueError as error:
@@ -112,7 +114,7 @@ def _to_model_role(name: str, role: Role) -> ModelRole:
     frozen = role.follows is None and (role.optimizer is None or lora is not None)
     source = role.weights_source if frozen else None
     return ModelRole(
-        config, role.dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head)
+        config, dtype, role.optimizer is not None, role.follows, lora, source, role.float32_head)
 
 
 def _top_k(graph: DataflowGraph, name: str) -> int:

@@ -41,7 +41,7 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
         raise UserError("--transfers needs --json: the list is for programs")
     with naming("--model"):
         config = ModelConfig.load(options.model)
-        dtype = options.dtype or config.hf.get("dtype") or config.hf.get("torch_dtype") or "bfloat16"
+        dtype = options.dtype or config.hf_dtype or "bfloat16"
         if dtype not in ITEMSIZE:
             raise ValueError(f"{options.model} has dtype {dtype!r}: legal are {', '.join(ITEMSIZE)}")
     with naming("--cluster"):

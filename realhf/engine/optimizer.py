@@ -15,23 +15,13 @@ from torch.optim.adamw import adamw
 
 from realhf.calls import OptimizerConfig
 from realhf.dist.group import Group
+from realhf.learning_rates import learning_rate
 from realhf.nn.parameters import ShardedParameters
 from realhf.realloc.bind import shards_of
 from realhf.region import Region, region_size, shards_of_rows
 
 _MAX_IN_FLIGHT = 2
 """Sums over replicas at a time; with gloo, each takes memory for the messages of the other replicas."""
-
-
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps))
-    remaining = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining)
 
 
 class _Section(NamedTuple):
@@ -43,6 +33,16 @@ class _Section(NamedTuple):
     shards: dict[str, Region]  # Parameter name -> its region in this member's chunk.
     names: list[str]  # Names of all parameters of the section.
     first_layer: float  # First layer of these: -1 for embeddings, infinity after the last layer.
+
+
+class _Parts(NamedTuple):
+    """Parts of the parameters with their gradients and AdamW's state, in the same order."""
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    means: list[torch.Tensor]
+    squares: list[torch.Tensor]
+    steps: list[torch.Tensor]
 
 
 class ShardedAdamW:
@@ -93,6 +93,15 @@ class ShardedAdamW:
         self._square_shards = self._by_parameter(self._squares)
         fixed = {param.name for param in model.spec.params if not param.trainable}
         self._fixed = [shard for name, shard in self.shards.items() if name in fixed]
+        self._vectors = self._vector_parts()
+
+    def _vector_parts(self) -> "_Parts":
+        """Return this replica's part of norms and biases, which have no weight decay."""
+        kinds = (self._slices, self._mine_grads, self._means, self._squares)
+        by_name = [self._by_parameter(slices) for slices in kinds]
+        names = [name for name in self.shards if self._by_name[name].is_vector]
+        params, grads, means, squares = ([parts[name] for name in names] for parts in by_name)
+        return _Parts(params, grads, means, squares, [torch.zeros((), device=part.device) for part in params])
 
     def _by_parameter(self, slices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return parameter name -> this replica's rows, as views of one flat tensor per section."""
@@ -110,7 +119,7 @@ class ShardedAdamW:
         """Continue after `num_steps` steps; `state` has been filled with that of a checkpoint."""
         self.num_steps = num_steps
         self.num_skipped = num_skipped
-        for step in self._steps:
+        for step in (*self._steps, *self._vectors.steps):
             step.fill_(num_steps)
         for master, mine in zip(self._slices, self._mine, strict=True):
             mine.copy_(master)
@@ -124,6 +133,11 @@ class ShardedAdamW:
     def _mine(self) -> list[torch.Tensor]:
         """This replica's chunks of the model's parameters."""
         return [section.params[section.group.index] for section in self._sections]
+
+    @property
+    def _mine_grads(self) -> list[torch.Tensor]:
+        """The gradients of `_mine`, complete once all sums are."""
+        return [section.grads[section.group.index] for section in self._sections]
 
     def _primary(
         self, names: Iterable[str], grads: torch.Tensor, start: int, stop: int
@@ -182,7 +196,7 @@ class ShardedAdamW:
         FloatingPointError when more than `max_skipped` of them follow one another.
         """
         self.finish_sums()
-        grads = [section.grads[section.group.index] for section in self._sections]
+        grads = self._mine_grads
         norm = torch.nn.utils.get_total_norm(self._counted).to(self._model.flat.device, torch.float64)
         grad_norm = math.sqrt(self._groups.all.all_reduce(norm.square().view(1)).item())
         if not math.isfinite(grad_norm):
@@ -217,9 +231,26 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def _update(self, grads: list[torch.Tensor], rate: float) -> None:
-        """Take a step of AdamW. (Using torch.optim.AdamW would import torch's compiler: memory and time.)"""
+        """Take a step of AdamW: all parameters as whole slices, then norms and biases again without decay.
+
+        The slices are updated in one kernel. The second update starts from the values before the first, and
+        costs little, as norms and biases are few.
+        """
+        decay = self.config.weight_decay
+        vectors = self._vectors
+        again = [*vectors.params, *vectors.means, *vectors.squares] if decay else []
+        before = [torch.empty_like(part) for part in again]
+        if again:
+            torch._foreach_copy_(before, again)
+        self._adamw(_Parts(self._slices, grads, self._means, self._squares, self._steps), rate, decay)
+        if again:
+            torch._foreach_copy_(again, before)
+            self._adamw(vectors, rate, decay=0.0)
+
+    def _adamw(self, parts: "_Parts", rate: float, decay: float) -> None:
+        """Update some parts. (Using torch.optim.AdamW would import torch's compiler: memory and time.)"""
         beta1, beta2 = self.config.betas
         adamw(
-            self._slices, grads, self._means, self._squares, [], self._steps,
+            parts.params, parts.grads, parts.means, parts.squares, [], parts.steps,
             fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=rate,
-            weight_decay=self.config.weight_decay, eps=self.config.eps)
+            weight_decay=decay, eps=self.config.eps)

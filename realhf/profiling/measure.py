@@ -68,10 +68,10 @@ def _models(program: Program) -> list[Model]:
     for name, role in program.roles.items():
         if role.engine != "native":
             raise UserError(f"{name}.engine is {role.engine}: only native ones are measured")
-        key = (shape_of(role.config()), role.dtype)
+        key = (shape_of(role.config()), role.weights_dtype)
         known = found.get(key)
         calls = (*(known.calls if known else ()), *program.graph.of_role(name))
-        found[key] = Model(known.config if known else role.config(), role.dtype, calls)
+        found[key] = Model(known.config if known else role.config(), role.weights_dtype, calls)
     return list(found.values())
 
 

@@ -132,9 +132,6 @@ def check_roles(roles: Mapping[str, Role]) -> None:
 
 
 def _check_model(name: str, role: Role) -> None:
-    if role.optimizer is not None and role.dtype == "float16":
-        why = "training in it needs loss scaling, which realhf does not have; use bfloat16 or float32"
-        raise ValueError(f"{name}.dtype is float16: {why}")
     try:
         config = role.config()
         if config.moe is not None:
@@ -144,6 +141,7 @@ def _check_model(name: str, role: Role) -> None:
             spec.config.to_hf()  # Raises if the trained model could not be exported.
     except ValueError as error:
         raise ValueError(f"{name}.model: {error}") from error
+    _check_dtype(name, role)
     if role.random_init:
         return
     if not _has_weights(Path(role.model)):
@@ -158,6 +156,18 @@ def _check_model(name: str, role: Role) -> None:
             check_tensors(Path(role.model), spec)
     except ValueError as error:
         raise ValueError(f"{name}.model: {error}") from error
+
+
+def _check_dtype(name: str, role: Role) -> None:
+    """Raise ValueError if the role has no legal dtype, or one in which it cannot be trained."""
+    try:
+        dtype = role.weights_dtype
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from error
+    if role.optimizer is not None and dtype == "float16":
+        origin = "" if role.dtype is not None else f" (from config.json of {role.model})"
+        why = "training in it needs loss scaling, which realhf does not have"
+        raise ValueError(f"{name}.dtype is float16{origin}: {why}; set it to bfloat16 or float32")
 
 
 def _has_weights(directory: Path) -> bool:

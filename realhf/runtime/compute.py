@@ -33,7 +33,7 @@ def peaks_by_call(
     calls: Sequence[FunctionCall], roles: Mapping[str, Role], peak_flops: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the peak FLOP/s of a device for each call, where that for the dtype of its role is known."""
-    dtypes = {call.name: roles[call.role].dtype for call in calls if call.role is not None}
+    dtypes = {call.name: roles[call.role].weights_dtype for call in calls if call.role is not None}
     return {name: peak_flops[dtype] for name, dtype in dtypes.items() if dtype in peak_flops}
 
 

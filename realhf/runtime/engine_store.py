@@ -69,7 +69,7 @@ class EngineStore:
         adapters = self._equal_home(adapters_of(role), layout)
         with self.in_use(key):
             self._engines[key] = ENGINES[settings.engine](
-                catalog.specs[role], layout, self._world, dtype=settings.dtype, optimizer=optimizer,
+                catalog.specs[role], layout, self._world, dtype=settings.weights_dtype, optimizer=optimizer,
                 memory=memory, lora=catalog.loras[role],
                 adapter_memory=None if adapters is None else self._engines[adapters].adapter_flat,
                 float32_head=settings.float32_head,
@@ -78,7 +78,7 @@ class EngineStore:
     def _unshared_memory(self, role: str, layout: Layout) -> torch.Tensor:
         """Return a flat tensor for weights that other ranks cannot read, so that it may be freed."""
         regions = self._catalog.specs[role].held_by(layout, self._world.rank)
-        dtype = DTYPES[self._catalog.roles[role].dtype]
+        dtype = DTYPES[self._catalog.roles[role].weights_dtype]
         return torch.zeros(sum(map(region_size, regions.values())), dtype=dtype, device=self._world.device)
 
     def _equal_home(self, name: str, layout: Layout) -> EngineKey | None:

@@ -12,6 +12,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan, home_layouts
 from realhf.realloc.links import Links
+from realhf.resolved_roles import resolved_roles
 from realhf.runtime import checks
 from realhf.runtime.actions import (
     Action,
@@ -81,6 +82,7 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     homes = home_layouts(graph, plan, roles)
     offloaded = _offloaded_roles(graph, plan)
     checks.check_roles(roles)
+    roles = resolved_roles(experiment, roles, graph)
     checks.check_plan(graph, plan, roles, offloaded)
     checks.check_data(experiment, roles, graph, eval_graph)
     checks.check_step(experiment, graph, roles)

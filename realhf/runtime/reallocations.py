@@ -78,7 +78,8 @@ class Reallocations:
                 role = catalog.sets[action.target_set].role
                 self._reallocators[key] = Reallocator(
                     catalog.specs[action.source_set], source=action.source, target=action.target,
-                    world=world, role=role, dtype=DTYPES[catalog.roles[role].dtype], sharded=action.sharded,
+                    world=world, role=role, dtype=DTYPES[catalog.roles[role].weights_dtype],
+                    sharded=action.sharded,
                     staging=staging, eta=1.0 if action.rate is None else action.rate, links=links,
                 )  # fmt: skip
 

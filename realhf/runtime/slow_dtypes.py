@@ -12,9 +12,10 @@ from realhf.nn.half_matmul import needs_float32
 def slow_dtypes(roles: Mapping[str, Role], device: torch.device) -> Iterator[str]:
     """Yield a sentence for each role that transformers' classes compute in a slow dtype."""
     for name, role in roles.items():
-        weight = torch.empty(0, dtype=DTYPES[role.dtype], device=device)
+        weight = torch.empty(0, dtype=DTYPES[role.weights_dtype], device=device)
         if role.engine == "transformers" and needs_float32(weight):
             yield (
-                f"{name}.dtype is {role.dtype}, for which this CPU has no units: with engine transformers it"
-                " takes many times as long as float32 (the native engine computes in float32 by itself)"
+                f"{name}.dtype is {role.weights_dtype}, for which this CPU has no units: with engine "
+                "transformers it takes many times as long as float32 (the native engine computes in float32 by "
+                "itself)"
             )

@@ -103,7 +103,8 @@ class Trainer:
         self._journal = Journal(world, self._outbox, self._recorder, self._progress, self._make_meter())
         if self._recorder is not None:
             calls = {call.name: program.plan[call.name] for call in program.graph.calls}
-            self._recorder.start(_to_json(experiment), dataclasses.replace(program.plan, calls=calls))
+            config = _to_json(experiment) | {"roles": _to_json(program.roles)}
+            self._recorder.start(config, dataclasses.replace(program.plan, calls=calls))
         self._stop = stop
         self._first_step = 1
         self._checkpointer = None if out is None else self._make_checkpointer(out / "checkpoints")
@@ -342,7 +343,7 @@ def _is_multiple(step: int, period: int) -> bool:
 
 
 def _to_json(config: Any) -> dict[str, Any]:
-    """Return the experiment's fields as JSON; values that are no config are written by name."""
+    """Return the fields of an experiment, or roles by name, as JSON; values that are no config are named."""
 
     def form(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -42,7 +42,7 @@ class WeightExporter:
         """Return the writer of the role's exports: of a model, or of adapters."""
         settings = self.catalog.roles[role]
         home = self.catalog.home(role)
-        dtype = DTYPES[settings.dtype]
+        dtype = DTYPES[settings.weights_dtype]
         lora = self.catalog.loras[role]
         if lora is None or lora.export_merged:
             spec = self.catalog.specs[role]

@@ -101,7 +101,7 @@ WORDS: dict[str, list[str]] = {
     "--actor.model {here}": ["actor.model", "there is no {here}/config.json"],
     "--actor.dtype float16": [
         "actor.dtype is float16: training in it needs loss scaling, which realhf does not have",
-        "use bfloat16 or float32",
+        "set it to bfloat16 or float32",
     ],
     "--actor.model Qwen/Qwen2.5-0.5B": [
         "actor.model: 'Qwen/Qwen2.5-0.5B' is not on this disk",
@@ -163,7 +163,14 @@ WORDS: dict[str, list[str]] = {
     "--actor.optimizer.lr -1": ["optimizer.lr is -1", "must not be negative"],
     "--sampling.top-p 2": ["sampling.top_p is 2", "at most 1"],
     "--minibatches 0": ["minibatches is 0", " 1"],
-    "--actor.optimizer.schedule cosine": ["optimizer.total_steps is 0", "above 0"],
+    "--actor.optimizer.total-steps -1": ["optimizer.total_steps is -1", "must not be negative"],
+    "--actor.optimizer.warmup-ratio 0.1": ["warmup_ratio is 0.1: it must be 0, as", "warmup_steps is 2"],
+    "--actor.optimizer.warmup-steps 0 --actor.optimizer.warmup-ratio 2": ["warmup_ratio is 2", "at most 1"],
+    "--learning_rate 1e-5": ["'--learning_rate'", "did you mean --actor.optimizer.lr?"],
+    "--max-completion-length=9": ["did you mean --sampling.max-new-tokens?"],
+    "--npro 2": ["unknown override '--npro'", "did you mean --nproc"],
+    "--minibatch-size 3": ["minibatch_size is 3: it must be None, as minibatches is 2: give one"],
+    "--minibatches 1 --minibatch-size 4": ["minibatch_size is 4", "divide batch_size 6: legal are 1, 2, 3"],
     "--nproc 0": ["--nproc is 0", " 1"],
     "--nproc few": ["--nproc", "few", "int"],
     "--plan": ["--plan", "expected one argument"],
@@ -521,10 +528,11 @@ def test_run_refuses_what_check_refuses(experiment, refused, tmp_path):
 
 
 def test_check_accepts_sound_input(experiment, call):
-    code, out, err = call("check", experiment, "--plan", experiment.parent / "good.yaml", "--steps", 5)
+    changes = ("--steps", 5, "--batch-size", 8)
+    code, out, err = call("check", experiment, "--plan", experiment.parent / "good.yaml", *changes)
     assert (code, err) == (0, "")
     assert "sound on 4 ranks" in out
-    assert [line.split() for line in out.splitlines()[1:]] == [
+    assert [line.split() for line in out.splitlines()[1:6]] == [
         ["actor_generate", "generate", "actor", "d4@0-3"],
         ["reward_forward", "host", "-", "d1@0"],
         ["ref_forward", "forward", "ref", "t2@2-3"],
@@ -550,7 +558,7 @@ def test_check_shows_options(tmp_path, experiment, call):
     (path := tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     _, out, _ = call("check", experiment, "--plan", path)
     ends = {"ref_forward": "offload", "actor_train": "recompute"}
-    rows = [line.split() for line in out.splitlines()[1:]]
+    rows = [line.split() for line in out.splitlines()[1:6]]
     assert {row[0]: row[4] for row in rows if len(row) > 4} == ends
     calls = json.loads(call("check", experiment, "--plan", path, "--json")[1])["calls"]
     assert {name: calls[name][end] for name, end in ends.items()} == dict.fromkeys(ends, True)

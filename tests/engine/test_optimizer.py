@@ -15,9 +15,10 @@ from realhf.data.batch import Batch, Packed
 from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
-from realhf.engine.optimizer import ShardedAdamW, learning_rate
+from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.layout import Layout
+from realhf.learning_rates import learning_rate
 from realhf.model_config import ModelConfig
 from realhf.nn.parameters import ShardedParameters
 from realhf.param_spec import model_spec
@@ -46,12 +47,11 @@ def _batch(rows, *, dp=1, index=0):
 
 def _plain_training(model, steps):
     """Loss and gradient norm of every step, done the textbook way on padded rows."""
-    adamw = torch.optim.AdamW(
-        model.parameters(), betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
-    )
+    adamw = torch.optim.AdamW(_parameter_groups(model.parameters()), betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     history = []
     for number, rows in enumerate(steps):
-        adamw.param_groups[0]["lr"] = OPTIMIZER.lr * min(1.0, (number + 1) / OPTIMIZER.warmup_steps)
+        for group in adamw.param_groups:
+            group["lr"] = OPTIMIZER.lr * min(1.0, (number + 1) / OPTIMIZER.warmup_steps)
         width = max(len(p) + len(c) for p, c in rows)
         ids = torch.tensor([p + c + [0] * (width - len(p + c)) for p, c in rows])
         labels = torch.tensor([[-100] * len(p) + c + [-100] * (width - len(p + c)) for p, c in rows])
@@ -64,6 +64,15 @@ def _plain_training(model, steps):
         adamw.zero_grad()
         history.append((loss.item(), norm.item()))
     return history
+
+
+def _parameter_groups(parameters):
+    """Norms and biases have no weight decay."""
+    parameters = list(parameters)
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
 
 
 def _train(world, text, source, target, steps):
@@ -188,6 +197,41 @@ def test_updates_are_those_of_one_process(pool, family, layout, section_numel):
         for name, (region, values) in shards.items():
             expected = whole[name][1][region_slices(region)]
             torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("section_numel", [1 << 26, 3000], ids=["whole", "in sections"])
+def test_updates_are_those_of_torch_without_decay_of_norms_and_biases(family, section_numel):
+    """With the test above, this holds under every layout."""
+    _, updated = _update_by_made_up_gradients(World(), family, "d1@0", section_numel=section_numel)
+    spec = model_spec(hf_config(family))
+    params = {p.name: torch.nn.Parameter(_normal(spec, seed=100)[p.name]) for p in spec.params if p.trainable}
+    adamw = torch.optim.AdamW(
+        _parameter_groups(params.values()), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    for step in range(STEPS_OF_GRADIENTS):
+        grads = _normal(spec, seed=step)  # The norm of all of them is clipped, those of frozen ones included.
+        norm = sum(grad.square().sum() for grad in grads.values()) ** 0.5
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(OPTIMIZER, step)
+        for name, param in params.items():
+            param.grad = grads[name] * (OPTIMIZER.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        adamw.step()
+    assert min(param.dim() for param in params.values()) == 1
+    for name, param in params.items():
+        torch.testing.assert_close(updated[name][1], param.data, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", [*CASES, *MOE_CASES])
+def test_weights_that_decay_are_those_of_the_trainer_of_transformers(name):
+    hf = {**CASES, **MOE_CASES}[name].hf()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf))
+    theirs = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    sizes = [p.numel() for at, p in model.named_parameters() if at in theirs]
+    spec = model_spec(ModelConfig.from_hf({**hf, "architectures": [type(model).__name__]}))
+    decays = [p.numel for p in spec.params if not p.is_vector]
+    assert sum(decays) == sum(sizes)
+    assert sum(p.numel for p in spec.params if p.trainable) == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen2", "d2c2@0-3"), ("qwen3-moe", "d2e2t2@0-3")])

@@ -97,7 +97,7 @@ def _measure(world: Any, case: Case) -> Any:
     layout = Layout.parse(case.layout)
     if world.rank not in layout:
         return None
-    optimizer = OptimizerConfig() if case.role.trainable else None
+    optimizer = OptimizerConfig(lr=1e-5) if case.role.trainable else None
     settings = {"dtype": case.role.dtype, "optimizer": optimizer, "lora": case.role.lora,
                 "float32_head": case.role.float32_head}  # fmt: skip
     engine = NativeEngine(case.role.spec, layout, world, **settings)

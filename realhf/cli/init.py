@@ -1,0 +1,111 @@
+"""`realhf init`: writes a directory with an experiment that runs, its data and a test of its reward. Free of
+torch."""
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from realhf.errors import UserError, warn
+from realhf.shipped import shipped_dir
+from realhf.suggest import did_you_mean
+
+HELP = "write a directory with an experiment that runs, its data and a test of its reward"
+EXAMPLES = (
+    "realhf init first && cd first && realhf run experiment.py --nproc 2",
+    "realhf init mine --template sft --model models/Qwen2.5-0.5B --data rows.jsonl",
+)
+_COMMON = "common"
+"""The template whose files all others share."""
+_MODEL_FILES = "model/"
+_DATA_FILES = ("train.jsonl", "held_out.jsonl")
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of `realhf init`."""
+    add = parser.add_argument
+    add("directory", metavar="DIR", help="directory to write, which may exist")
+    add("--template", default="grpo", metavar="NAME", help="grpo (default), sft or dpo")
+    add("--model", help="model to train; default: a tiny one with random weights")
+    add("--data", metavar="ROWS", help="rows to train on; default: a small set of exercises. Needs --model")
+
+
+def run(options: Namespace, unknown: Sequence[str]) -> int:
+    """Write the directory and return the exit code."""
+    if unknown:
+        legal = ("--template", "--model", "--data")
+        meant = did_you_mean(unknown[0], legal)
+        raise UserError(f"realhf init has no option {unknown[0]}{meant}: legal are {', '.join(legal)}")
+    if options.data is not None and options.model is None:
+        why = "the tiny model, which is the default, knows only the characters of its own exercises"
+        raise UserError(f"--data {options.data} needs --model: {why}")
+    directory = Path(options.directory)
+    files = _files(options)
+    _check_directory(directory, list(files))
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(content)
+    if options.data is not None:
+        warn(f"the reward in {directory / 'reward.py'} reads a column `answer`: change it to suit your rows")
+    steps = ("pytest test_reward.py", "realhf check experiment.py", "realhf run experiment.py --nproc 2")
+    print(f"{directory} has a {options.template} experiment of {len(files)} files. Try in it:")
+    print("\n".join(f"  {step}" for step in steps))
+    return 0
+
+
+def template_names() -> list[str]:
+    """Return the names of the shipped templates."""
+    found = (path.name for path in shipped_dir("templates").iterdir() if path.is_dir())
+    return sorted(name for name in found if name != _COMMON)
+
+
+def _files(options: Namespace) -> dict[str, str]:
+    """Return the contents of the files to write, by name."""
+    names = template_names()
+    if options.template not in names:
+        meant = did_you_mean(options.template, names)
+        raise UserError(f"--template {options.template} does not exist{meant}: legal are {', '.join(names)}")
+    roots = [shipped_dir("templates") / name for name in (_COMMON, options.template)]
+    found = {
+        str(path.relative_to(root)): path.read_text(encoding="utf-8")
+        for root in roots for path in sorted(root.rglob("*"))
+        if path.is_file() and path.suffix in (".py", ".md", ".json", ".jsonl")
+    }  # fmt: skip
+    changes: dict[str, str] = {}
+    if options.model is not None:
+        changes["MODEL"] = _quoted(options.model)
+        found = {name: text for name, text in found.items() if not name.startswith(_MODEL_FILES)}
+    if options.data is not None:
+        changes |= {"DATA": _quoted(options.data), "HELD_OUT": "None"}
+        found = {name: text for name, text in found.items() if name not in _DATA_FILES}
+    found["experiment.py"] = _with_constants(found["experiment.py"], changes)
+    found["README.md"] = "".join(
+        line for line in found["README.md"].splitlines(keepends=True) if _describes_written(line, found))
+    return found
+
+
+def _quoted(name: str) -> str:
+    """Return a Python string: the absolute path of what is on this disk, and any other name as it is."""
+    return repr(str(Path(name).resolve()) if Path(name).exists() else name)
+
+
+def _with_constants(text: str, values: dict[str, str]) -> str:
+    """Return Python code in which constants at the top have new values."""
+    for name, value in values.items():
+        (line,) = re.findall(rf"(?m)^{name} = [^#\n]*?(?=  #|$)", text)
+        text = text.replace(line, f"{name} = {value}", 1)
+    return text
+
+
+def _describes_written(line: str, files: dict[str, str]) -> bool:
+    """Return whether a line of the README is no row about files that are not written."""
+    about = {_MODEL_FILES: "model/config.json", **{name: name for name in _DATA_FILES}}
+    return all(file in files for name, file in about.items() if line.startswith(f"| `{name}`"))
+
+
+def _check_directory(directory: Path, names: Sequence[str]) -> None:
+    """Raise UserError unless the files can be written and none of them exists."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file: name a directory")
+    if there := [name for name in names if (directory / name).exists()]:
+        raise UserError(f"{directory} already has {', '.join(there)}: name another directory")

@@ -1,0 +1,111 @@
+"""The counts of `realhf check`, against the routing of samples and against a run."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from realhf.cli.derived_counts import derived_counts, sentences, uneven_splits
+from realhf.cli.main import main
+from realhf.dist.world import World
+from realhf.layout import Layout
+from realhf.learning_rates import learning_rate
+from realhf.lora import LoraConfig
+from realhf.plan import CallPlan, ExecutionPlan
+from realhf.runtime.exchange import Routing, assign
+from realhf.runtime.program import compile_program
+from realhf.runtime.trainer import Trainer
+from tests.runtime.tiny import make_experiment, role, write_task
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+def counts_of(experiment, *, dp=1, num_rows=40):
+    plan = None
+    if dp > 1:
+        spread = CallPlan(Layout.parse(f"d{dp}@0-{dp - 1}"), micro_batch_tokens=500)
+        calls = {call.name: spread for call in experiment.graph().calls if call.kind != "host"}
+        plan = ExecutionPlan(calls | {call.name: CallPlan(Layout.parse("d1@0"))
+                                      for call in experiment.graph().of_kind("host")})  # fmt: skip
+    return derived_counts(compile_program(experiment, plan, world_size=dp), num_rows=num_rows)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "group_size", "minibatches", "dp"), [*product((6, 7), (2, 3), (1, 2, 4), (1, 2, 4))]
+)
+def test_samples_of_mini_batches_and_ranks_are_those_of_the_routing(
+    task, batch_size, group_size, minibatches, dp
+):
+    experiment = make_experiment("grpo", task, batch_size=batch_size, group_size=group_size)
+    experiment.minibatches = minibatches
+    found = counts_of(experiment, dp=dp)["calls"]
+    equal = dict.fromkeys(range(batch_size * group_size), 1.0)
+    for name, keeps_groups in (("actor_generate", True), ("ref_forward", False), ("actor_train", False)):
+        count = minibatches if name == "actor_train" else 1
+        parts = assign(equal, dp=dp, routing=Routing(group_size, count, keep_groups=keeps_groups))
+        totals = [sum(map(len, part)) for part in parts]
+        shares = [len(share) for part in parts for share in part]
+        assert found[name]["samples"] == sum(totals)
+        assert found[name]["minibatches"] == len(parts)
+        assert found[name]["samples_per_minibatch"] == [min(totals), max(totals)]
+        assert found[name]["samples_per_rank"] == [min(shares), max(shares)]
+    warnings = uneven_splits({"prompts_per_step": batch_size, "calls": found})
+    is_even = all(low == high for call in found.values() for low, high in
+                  (call["samples_per_minibatch"], call["samples_per_rank"]))  # fmt: skip
+    assert bool(warnings) != is_even
+
+
+def test_counts_are_those_of_a_run(task, tmp_path):
+    actor = role(task)
+    settings = {"steps": 5, "eval_every": 2, "export_every": 3, "checkpoint_every": 2, "keep_checkpoints": 9}
+    experiment = make_experiment("grpo", task, actor=actor, **settings)
+    experiment.epochs = 2
+    program = compile_program(experiment, None, world_size=1)
+    counts = derived_counts(program, num_rows=40)
+    result = Trainer(program, World(), out=tmp_path, quiet=True).run()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert counts["evaluations"] == sum("eval/score" in record for record in records) == 4
+    assert counts["exports"] == len(list((tmp_path / "hf").iterdir())) == 2
+    assert counts["checkpoints"] == len(list((tmp_path / "checkpoints").iterdir())) == 3
+    assert counts["epochs"] == pytest.approx(5 * 6 / 40)
+    assert counts["samples_per_step"] == 24
+    ours = counts["roles"]["actor"]
+    assert ours["optimizer_steps"] == 5 * 2 * 2
+    optimizer = program.roles["actor"].optimizer
+    rates = [learning_rate(optimizer, step) for step in range(20)]
+    assert (ours["lr_start"], ours["lr_peak"], ours["lr_end"]) == (rates[0], max(rates), rates[-1])
+    assert result.metrics[-1]["actor/lr"] == pytest.approx(ours["lr_end"])
+
+
+def test_bytes_and_parameters_of_roles(task):
+    experiment = make_experiment("ppo", task)
+    roles = counts_of(experiment)["roles"]
+    assert roles["actor"]["weights_bytes_per_rank"] == 8 * roles["actor"]["parameters"]
+    # Gradients and two moments of float64, on one rank.
+    assert roles["actor"]["training_bytes_per_rank"] == 3 * 8 * roles["actor"]["parameters"]
+    assert roles["ref"]["training_bytes_per_rank"] == 0 and "lr_peak" not in roles["ref"]
+    adapters = replace(role(task), lora=LoraConfig(rank=2, export_merged=True))
+    with_lora = counts_of(make_experiment("grpo", task, actor=adapters))["roles"]["actor"]
+    assert 0 < with_lora["trained_parameters"] < with_lora["parameters"] / 4
+
+
+def test_check_prints_the_counts_and_writes_them_as_json(task, tmp_path, capsys):
+    file = tmp_path / "experiment.py"
+    file.write_text(
+        "from pathlib import Path\nfrom tests.runtime.tiny import make_experiment\n"
+        f"experiment = make_experiment('grpo', Path({str(task)!r}), max_lag=1)\n"
+    )
+    assert main(["check", str(file), "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["counts"]
+    assert counts["parts"].keys() == {"rollout", "score", "train"} and counts["rows"] == 40
+    assert main(["check", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert all(line in out for line in sentences(counts))
+    assert "6 prompts x 4 = 24 samples" in out
+    assert "parts: rollout (actor_generate); score (" in out
+    assert main(["check", str(file), "--batch-size", "5", "--minibatches", "2"]) == 0
+    assert "5 prompts do not divide by 2 mini-batches, which have 8 or 12 samples" in capsys.readouterr().err

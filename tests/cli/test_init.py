@@ -1,0 +1,122 @@
+"""`realhf init`, and examples by name."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from realhf.cli.experiment_file import load_experiment
+from realhf.cli.init import template_names
+from realhf.cli.main import main
+from tests.cli_tools import REPO
+
+
+@pytest.fixture(scope="module", params=["grpo", "sft", "dpo"])
+def made(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param) / "new"
+    assert main(["init", str(directory), "--template", request.param]) == 0
+    return directory
+
+
+def test_every_template_is_tested():
+    assert template_names() == ["dpo", "grpo", "sft"]
+
+
+def test_a_new_experiment_is_sound_and_runs(made, monkeypatch, capsys):
+    monkeypatch.chdir(made)
+    monkeypatch.delitem(sys.modules, "reward", raising=False)
+    assert main(["check", "experiment.py"]) == 0
+    captured = capsys.readouterr()
+    assert "sound on 1 rank" in captured.out and captured.err == ""
+    assert main(["run", "experiment.py", "--steps", "2"]) == 0
+    lines = (made / "runs" / "experiment" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    assert all("eval/score" in json.loads(line) for line in (lines[0], lines[-1]))
+
+
+def test_the_test_of_the_reward_passes_and_can_fail(made):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
+    assert subprocess.run(command, cwd=made).returncode == 0
+    reward = made / "reward.py"
+    text = reward.read_text()
+    reward.write_text(text.replace("0.5 if", "1.0 if"))
+    failed = subprocess.run(command, cwd=made, capture_output=True, text=True)
+    reward.write_text(text)
+    assert failed.returncode == 1 and "1 failed, 3 passed" in failed.stdout
+
+
+def test_readme_names_the_files_that_are_there(made):
+    lines = (made / "README.md").read_text().splitlines()
+    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    named = [word.strip("`,") for cell in cells for word in cell.split()]
+    assert sorted(named) == sorted(
+        ["experiment.py", "reward.py", "test_reward.py", "train.jsonl", "held_out.jsonl", "model/"])
+    assert all((made / name).exists() for name in named)
+
+
+@pytest.mark.slow
+def test_grpo_of_the_template_learns(tmp_path):
+    assert main(["init", str(tmp_path / "new")]) == 0
+    command = [sys.executable, "-m", "realhf", "run", "experiment.py", "--nproc", "2"]
+    env = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=tmp_path / "new", env=env, check=True)
+    summary = json.loads((tmp_path / "new" / "runs" / "experiment" / "summary.json").read_text())
+    assert summary["eval_first"] < 0.2 and summary["eval_last"] > 0.7
+
+
+def test_model_and_data_of_ones_own(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text((made / "train.jsonl").read_text())
+    given = ["--model", "some-org/some-model", "--data", "rows.jsonl"]
+    assert main(["init", "mine", "--template", "sft", *given]) == 0
+    files = {path.name for path in (tmp_path / "mine").rglob("*") if path.is_file()}
+    assert files == {"README.md", "experiment.py", "reward.py", "test_reward.py"}
+    monkeypatch.delitem(sys.modules, "reward", raising=False)
+    experiment = load_experiment("mine/experiment.py")
+    assert experiment.actor.model == "some-org/some-model" and not experiment.actor.random_init
+    assert experiment.actor.optimizer.lr is None and experiment.eval_dataset is None
+    assert experiment.dataset.path == str(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["there"], ["there already has reward.py", "name another directory"]),
+        (["file"], ["file is a file: name a directory"]),
+        (["new", "--template", "grop"], ["--template grop", "(did you mean grpo?)", "dpo, grpo, sft"]),
+        (["new", "--data", "rows.jsonl"], ["--data rows.jsonl needs --model"]),
+        (["new", "--modle", "x"], ["no option --modle (did you mean --model?)"]),
+    ],
+)
+def test_faults_are_one_sentence(words, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "reward.py").write_text("mine")
+    (tmp_path / "file").write_text("")
+    assert main(["init", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and all(part in err for part in says), err
+    assert (tmp_path / "there" / "reward.py").read_text() == "mine"
+    assert not (tmp_path / "there" / "experiment.py").exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["ppo_7b", "ppo_7b.py", "examples/ppo_7b.py"])
+def test_examples_are_found_by_name_from_any_directory(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert type(load_experiment(name)).__name__ == "PPO"
+
+
+def test_a_file_goes_before_an_example_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ppo_7b.py").write_text("from realhf import SFT\nexperiment = SFT()\n")
+    assert type(load_experiment("ppo_7b.py")).__name__ == "SFT"
+
+
+def test_an_unknown_example_is_answered_with_their_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "gproo"]) == 2
+    err = capsys.readouterr().err
+    assert "experiment 'gproo': there is no such file, nor a shipped example of that name: " in err
+    assert "grpo, " in err and "arithmetic" not in err
