@@ -12,6 +12,7 @@ from realhf.data.dataset import load_rows, place, reads_pairs
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.hub import is_incomplete
 from realhf.lora import adapter_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import RANK_0, spec_of
@@ -146,16 +147,19 @@ def _check_model(name: str, role: Role) -> None:
         raise ValueError(f"{name}.model: {error}") from error
     if role.random_init:
         return
-    if not _has_weights(Path(role.model)):
+    directory = role.model_path()
+    if is_incomplete(directory):
+        return  # A run downloads the rest.
+    if not _has_weights(directory):
         raise ValueError(
             f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model "
             f"directory, or set {name}.random_init"
         )
     try:
         if role.engine == "native":
-            open_checkpoint(Path(role.model), spec)
+            open_checkpoint(directory, spec)
         else:  # transformers checks the rest when it loads them.
-            check_tensors(Path(role.model), spec)
+            check_tensors(directory, spec)
     except ValueError as error:
         raise ValueError(f"{name}.model: {error}") from error
 
@@ -177,7 +181,7 @@ def _check_adapters(name: str, role: Role) -> None:
                     "lora: adapters of random weights fit no model that is kept: train from a model "
                     "directory, or set lora.export_merged"
                 )
-            if lora.adapter is not None:
+            if lora.adapter is not None and not is_incomplete(Path(lora.adapter)):
                 open_adapters(Path(lora.adapter), spec)
     except ValueError as error:
         where = "" if str(error).startswith("lora") else "lora.adapter: "
@@ -297,8 +301,10 @@ def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
         raise ValueError(f"tokenizer {str(directory)!r}: there is no tokenizer.json; set `tokenizer`")
     ours = directory / "tokenizer.json"
     for name, role in roles.items():
-        theirs = Path(role.model) / "tokenizer.json"
-        if role.random_init or not ours.is_file() or not theirs.is_file():
+        if role.random_init or not ours.is_file():
+            continue
+        theirs = role.model_path() / "tokenizer.json"
+        if not theirs.is_file():
             continue
         if (differing := first_difference(ours, theirs)) is not None:
             number, here, there = differing

@@ -12,6 +12,7 @@ from realhf.data.tokenized import TokenizedRows
 from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
+from realhf.hub import find_model
 from realhf.model_config import ModelConfig
 from realhf.runtime.actions import spec_of
 from realhf.runtime.export import base_name, hub_name
@@ -97,7 +98,8 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
             continue
         adapter = role.lora.adapter
         ours = base_name(role)
-        theirs = json.loads((Path(adapter) / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+        settings = json.loads((find_model(adapter) / CONFIG_FILE).read_text())
+        theirs = settings.get("base_model_name_or_path")
         if not isinstance(theirs, str) or not theirs:
             continue
         names = {Path(ours).name, Path(role.model).name}  # A symbolic link may have another name.
