@@ -9,10 +9,10 @@ import networkx as nx
 
 from realhf.calls import OptimizerConfig
 from realhf.checkpoint.peft import resolved
-from realhf.data.dataset import DatasetConfig
+from realhf.data.dataset import DatasetConfig, commits_of_data
 from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
-from realhf.hub import find_model
+from realhf.hub import commits_of, find_model
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.step_program import StepRunner
@@ -224,6 +224,13 @@ class Experiment:
         names |= {f"{name}.lora.adapter": role.lora.adapter for name, role in roles.items()
                   if role.lora is not None and role.lora.adapter is not None}
         return names | ({"tokenizer": self.tokenizer} if self.tokenizer is not None else {})
+
+    def hub_commits(self) -> dict[str, str]:
+        """Return name -> commit of the models, adapters, tokenizers and data sets of the hub."""
+        found = commits_of(self.hub_names().values())
+        for config in filter(None, (self.dataset, self.eval_dataset)):
+            found |= commits_of_data(config)
+        return found
 
 
 def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:

@@ -1,8 +1,8 @@
 """Finds models and tokenizers by their names on the Hugging Face hub. Free of torch.
 
-huggingface_hub does the work, with its own cache and environment variables (HF_HOME, HF_HUB_CACHE, HF_ENDPOINT,
-HF_TOKEN, HF_HUB_OFFLINE). What is in the cache is used without a question to the hub. It is imported on use, as
-experiments with local files need none of it.
+huggingface_hub does the work, with its own cache and environment variables (HF_HOME, HF_HUB_CACHE,
+HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE). What is in the cache is used without a question to the hub. The
+library is imported on use, as experiments with local files need none of it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _snapshot(name: HubName, *, weights: bool) -> Path:
 
 
 def _cached(name: HubName, *, weights: bool) -> Path | None:
-    """Return the directory of a name in the cache if it has all files that are needed, without any network."""
+    """Return the directory of a name in the cache if it has all files that are needed; ask nobody."""
     hub = _library()
     with contextlib.suppress(hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError):
         directory = Path(hub.snapshot_download(
@@ -203,7 +203,8 @@ def _unreachable(error: Exception, shown: str, kind: str) -> UserError:
         return UserError(f"{where}, and HF_HUB_OFFLINE is set: unset it once to download it")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
-        return UserError(f"the hub at {hub.constants.ENDPOINT} answers {status} about {shown}: try again later")
+        what = f"the hub at {hub.constants.ENDPOINT} answers {status} about {shown}"
+        return UserError(f"{what}: try again later")
     causes = [error]
     while isinstance(causes[-1].__cause__, Exception):
         causes.append(causes[-1].__cause__)

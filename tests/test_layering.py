@@ -45,7 +45,8 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.data.responses", "realhf.interruption"),
     *("realhf.engine.hf_factory", "realhf.runtime.program", "realhf.step_program", "realhf.runtime.warnings"),
-    *("realhf.prepare", "realhf.hub", "realhf.runtime.run_directory", "realhf.runtime.dry_trace", "realhf.part_executor"),
+    *("realhf.prepare", "realhf.hub", "realhf.runtime.run_directory", "realhf.runtime.dry_trace"),
+    "realhf.part_executor",
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     "realhf.cli.planning_problem",
 ]

@@ -8,7 +8,8 @@ from typing import Any
 from realhf.calls import TopLogProbs, longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import check_tensors, open_checkpoint
-from realhf.data.dataset import load_rows, place, reads_pairs
+from realhf.data.dataset import load_rows, reads_pairs
+from realhf.data.rows import RowFault
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -276,22 +277,24 @@ def _check_positions(
 
 
 def check_rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:
-    """Check all rows of `dataset` or `eval_dataset`, and return them.
+    """Check all rows of `dataset` or `eval_dataset`, of large files a sample, and return them.
 
     Raises ValueError if the graph cannot read them.
     """
     config = getattr(experiment, name)
     try:
-        rows = load_rows(config, graph.inputs)
-        readers = [call.work.loss for call in graph.of_kind("train_step")]
-        readers += [call.work.function for call in graph.of_kind("host")]
-        for reader in (one for one in readers if hasattr(one, "row_fault")):  # An optional method.
-            for number, row in enumerate(rows):
-                if fault := reader.row_fault(row):
-                    raise ValueError(f"{place(config, number)}: {fault}")
+        if name != "dataset" and len(config.parts) > 1:
+            raise ValueError("dataset is a mixture: held-out rows are of one DatasetConfig")
+        return load_rows(config, graph.inputs, row_faults=row_faults_of(graph))
     except ValueError as error:
         raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error
-    return rows
+
+
+def row_faults_of(graph: DataflowGraph) -> list[RowFault]:
+    """Return the functions that say what is wrong with a row, of the losses and host calls that have one."""
+    readers = [call.work.loss for call in graph.of_kind("train_step")]
+    readers += [call.work.function for call in graph.of_kind("host")]
+    return [reader.row_fault for reader in readers if hasattr(reader, "row_fault")]
 
 
 def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:

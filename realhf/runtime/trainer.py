@@ -12,13 +12,15 @@ from typing import Any
 from realhf.checkpoint.names import METRICS
 from realhf.checkpoint.write import Beside
 from realhf.data.dataset import DatasetConfig
-from realhf.data.loader import Loader
+from realhf.data.loader import Loader, MixedLoader, make_loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
+from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
+from realhf.runtime.checks import row_faults_of
 from realhf.runtime.compute import ComputeMeter, flops_by_role, peaks_by_call
 from realhf.runtime.dry_trace import step_runner
 from realhf.runtime.executor import Executor
@@ -115,7 +117,7 @@ class Trainer:
                 self._executor.samples)
             self._first_step = checkpoint.manifest.step + 1
 
-    def _make_executor(self, loader: Loader | None) -> Executor:
+    def _make_executor(self, loader: Loader | MixedLoader | None) -> Executor:
         """Return the executor of training, which tells the watcher what a rank might do otherwise."""
         experiment = self._program.experiment
         may_differ = experiment.has_own_program or experiment.max_lag > 0
@@ -142,7 +144,10 @@ class Trainer:
             directory=directory, experiment=_to_json(self._program.experiment),
         )  # fmt: skip
 
-    def _warn(self, loader: Loader | None, eval_loader: Loader | None, checkpoint: Checkpoint | None) -> None:
+    def _warn(
+        self, loader: Loader | MixedLoader | None, eval_loader: Loader | MixedLoader | None,
+        checkpoint: Checkpoint | None,
+    ) -> None:
         """Print what is probably not as the user wants it."""
         program = self._program
         changed = []
@@ -304,14 +309,15 @@ class Trainer:
         largest = max(self._context.tokenizer.get_vocab().values())
         check_vocabulary(self._program.roles, largest, tokenizer=self._context.tokenizer_dir)
 
-    def _make_loader(self, config: DatasetConfig, graph: DataflowGraph, group_size: int) -> Loader | None:
+    def _make_loader(
+        self, config: DatasetConfig, graph: DataflowGraph, group_size: int
+    ) -> Loader | MixedLoader | None:
         """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size."""
         if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
             return None
-        loader = Loader(
+        loader = make_loader(
             config, keys=graph.inputs, tokenizer=self._context.tokenizer, group_size=group_size,
-            seed=self._program.experiment.seed,
-        )  # fmt: skip
+            seed=self._program.experiment.seed, row_faults=row_faults_of(graph))
         check_lengths(self._program.roles, graph, loader)
         return loader
 
@@ -341,12 +347,17 @@ def _is_multiple(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
 
 
-def _to_json(config: Any) -> dict[str, Any]:
-    """Return the experiment's fields as JSON; values that are no config are written by name."""
+def _to_json(experiment: Experiment) -> dict[str, Any]:
+    """Return the experiment's fields as JSON; values that are no config are written by name.
+
+    `hub` has the commits of the models and data sets that are named there.
+    """
 
     def form(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
 
-    return json.loads(json.dumps(config, default=form))
+    commits = experiment.hub_commits()
+    fields = json.loads(json.dumps(experiment, default=form))
+    return fields | ({"hub": commits} if commits else {})
