@@ -45,7 +45,8 @@ class DatasetConfig:
     split: str = "train"  # Split of a data set of the hub, or a part of it such as `train[:1000]`.
     revision: str | None = None  # Branch, tag or commit of a data set of the hub; None: its main branch.
     map: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
-    """Makes another row of each row that is read, or None to leave it out. It must be a pure function."""
+    """Returns columns to add to a row, or to replace in it, or None to leave the row out. It must be a pure
+    function of the row."""
     chat: bool = False  # Make a user's message of each prompt that is text, for the chat template.
     system_prompt: str | None = None
     """First message of every chat that does not begin with one of its own; implies `chat`."""

@@ -178,7 +178,10 @@ def _place_in(file: RowFile, number: int) -> Callable[[], str]:
 def mapped(
     config: DatasetConfig, row: dict[str, Any], place: Callable[[], str]
 ) -> dict[str, Any] | None:
-    """Return what the map function makes of a row. Raises UserError, which names function and row."""
+    """Return a row with the columns that the map function makes, or None if that leaves the row out.
+
+    Raises UserError, which names the function and the row.
+    """
     if config.map is None:
         return row
     name = f"map function {getattr(config.map, '__qualname__', type(config.map).__name__)}"
@@ -187,9 +190,9 @@ def mapped(
     except Exception as error:
         raise UserError(f"{place()}: {name} failed with {described(error)}") from error
     if made is not None and (not isinstance(made, Mapping) or any(not isinstance(k, str) for k in made)):
-        rule = "it must return a dict by column, or None to leave the row out"
+        rule = "it must return a dict of columns, or None to leave the row out"
         raise UserError(f"{place()}: {name} returned {type(made).__name__}: {rule}")
-    return None if made is None else dict(made)
+    return None if made is None else {**row, **made}
 
 
 def _open_files(config: DatasetConfig) -> list[RowFile]:

@@ -37,8 +37,8 @@ class TokenizedRows:
 
     def __init__(
         self, config: DatasetConfig,
-        *, keys: Sequence[str], tokenizer: Any, sample: int | None = None, row_faults: Sequence[RowFault] = (),
-        mixture: DatasetConfig | None = None, first_row: int = 0,
+        *, keys: Sequence[str], tokenizer: Any, sample: int | None = None,
+        row_faults: Sequence[RowFault] = (), mixture: DatasetConfig | None = None, first_row: int = 0,
     ) -> None:
         """The config may be a part of a mixture; `first_row` is then the number of its first row in that."""
         self.config = config
