@@ -2,15 +2,17 @@
 
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 import networkx as nx
 
 from realhf.calls import OptimizerConfig
 from realhf.checkpoint.peft import resolved
-from realhf.data.dataset import DatasetConfig
+from realhf.data.dataset import DatasetConfig, commits_of_data
 from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
+from realhf.hub import commits_of, find_model
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.step_program import StepRunner
@@ -27,7 +29,8 @@ class Role:
     With `lora`, only its adapters are trained and exported, and the model itself never changes.
     """
 
-    model: str  # Hugging Face model directory; or, with `random_init`, a config.json or shipped name.
+    model: str  # Hugging Face model directory, or the hub's `org/name` or `org/name@revision`.
+    """With `random_init` it may also be a config.json or a shipped name."""
     head: Literal["lm", "score"] = "lm"  # `score` computes one number per token (critics, reward models).
     dtype: Dtype | None = None
     """Type of the weights; None: that which config.json names, else float32. For a role that `follows`
@@ -78,9 +81,23 @@ class Role:
             raise ValueError(f"dtype is not set, and {what}: set it to one of {', '.join(legal)}")
         return named or "float32"
 
-    def resolved_lora(self) -> LoraConfig | None:
-        """Return `lora`, with the settings of the PEFT directory that its adapters start from."""
-        return None if self.lora is None else resolved(self.lora)
+    def model_path(self, *, weights: bool = False) -> Path:
+        """Return `model` as a path; a model of the hub is downloaded if it is not in the cache.
+
+        Without `weights` only its small files are.
+        """
+        return find_model(self.model, weights=weights)
+
+    def resolved_lora(self, *, weights: bool = False) -> LoraConfig | None:
+        """Return `lora`, with the settings and the path of the PEFT directory that its adapters start from.
+
+        Adapters of the hub are downloaded if they are not in the cache; without `weights`, only their
+        settings are.
+        """
+        if self.lora is None or self.lora.adapter is None:
+            return self.lora
+        adapter = find_model(self.lora.adapter, weights=weights)
+        return resolved(replace(self.lora, adapter=str(adapter)))
 
     @property
     def weights_source(self) -> tuple[str | bool, ...]:
@@ -128,7 +145,7 @@ class Experiment:
     `max_lag`, with which generation and training overlap if they have devices of their own, and one more,
     with which long answers go on in the next step on the same devices. None: `max_lag`, at least 1."""
     expected: Expected = field(default_factory=Expected)  # Lengths for the planner.
-    tokenizer: str | None = None  # Directory of the tokenizer; None: that of the first role.
+    tokenizer: str | None = None  # Directory or hub name of the tokenizer; None: that of the first role.
 
     def roles(self) -> dict[str, Role]:
         """Return role name -> Role; the first trainable role is exported."""
@@ -214,7 +231,23 @@ class Experiment:
         raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}: legal are {legal}")
 
     def tokenizer_dir(self) -> str:
-        return self.tokenizer or next(iter(self.roles().values())).model
+        """Return the directory of the tokenizer; one of the hub is downloaded if it is not in the cache."""
+        return str(find_model(self.tokenizer or next(iter(self.roles().values())).model))
+
+    def hub_names(self) -> dict[str, str]:
+        """Return field -> name, of the models, adapters and tokenizer that are named there."""
+        roles = self.roles()
+        names = {f"{name}.model": role.model for name, role in roles.items()}
+        names |= {f"{name}.lora.adapter": role.lora.adapter for name, role in roles.items()
+                  if role.lora is not None and role.lora.adapter is not None}
+        return names | ({"tokenizer": self.tokenizer} if self.tokenizer is not None else {})
+
+    def hub_commits(self) -> dict[str, str]:
+        """Return name -> commit of the models, adapters, tokenizers and data sets of the hub."""
+        found = commits_of(self.hub_names().values())
+        for config in filter(None, (self.dataset, self.eval_dataset)):
+            found |= commits_of_data(config)
+        return found
 
 
 def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:

@@ -30,7 +30,8 @@ class LoraConfig:
     use_rslora: bool = False  # Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023).
     merge: bool = False  # Generate with W + scale B A, in memory that is freed afterwards.
     adapter: str | None = None
-    """PEFT directory to start from, whose rank, alpha, target modules and rslora then apply."""
+    """PEFT directory, or the hub's `org/name`, to start from, whose rank, alpha, target modules and rslora
+    then apply."""
     export_merged: bool = False  # Export whole models with the adapters merged in, not PEFT directories.
 
     def __post_init__(self) -> None:

@@ -185,7 +185,10 @@ class ModelConfig:
 
     @classmethod
     def load(cls, name: str, *, head: str | None = None) -> "ModelConfig":
-        """Load from a model directory, a config.json or a shipped name. ValueErrors name file and field."""
+        """Load from a model directory, a config.json, a shipped name or a name on the hub.
+
+        ValueErrors name file and field.
+        """
         path = resolve(name, kind="models", suffix=".json")
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from realhf.errors import UserError
+from realhf.hub import find_model, parse_hub_name
 
 _PACKAGE = Path(__file__).parent
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def shipped_dir(kind: str) -> Path:
@@ -20,9 +20,10 @@ def shipped_dir(kind: str) -> Path:
 
 
 def resolve(name: str, *, kind: str, suffix: str) -> Path:
-    """Return `name` if it is an existing path, else the shipped file `kind/name.suffix`.
+    """Return `name` if it is an existing path, else the shipped file `kind/name.suffix`, else, of models, the
+    directory in the cache of the one with this name on the hub, with its small files only.
 
-    Raises a UserError that lists the shipped names if there is neither.
+    Raises a UserError that lists the shipped names if there is none of them.
     """
     if (path := Path(name)).exists():
         return path
@@ -30,12 +31,8 @@ def resolve(name: str, *, kind: str, suffix: str) -> Path:
     for candidate in (directory / f"{name}{suffix}", directory / name):
         if candidate.is_file():
             return candidate
-    if kind == "models" and _HUB_NAME.fullmatch(name):
-        download = f"hf download {name} --local-dir {name.rpartition('/')[2]}"
-        raise UserError(
-            f"{name!r} is not on this disk; if it is a model of the Hugging Face hub, download it "
-            f"(`{download}`) and give the directory"
-        )
+    if kind == "models" and parse_hub_name(name) is not None:
+        return find_model(name)
     known = ", ".join(sorted(p.name.removesuffix(suffix) for p in directory.glob(f"*{suffix}"))) or "none"
     raise UserError(f"{name!r} is neither a path nor a shipped name in {kind}; shipped are: {known}")
 

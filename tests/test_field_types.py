@@ -21,7 +21,6 @@ SOUND = GRPO(actor=Role(model="m", optimizer=OptimizerConfig()), dataset=Dataset
         ({"steps": True}, "steps is True: it must be a whole number"),
         ({"actor": "models/m"}, "actor is 'models/m': it must be a Role"),
         ({"dataset": "d.jsonl"}, "dataset is 'd.jsonl': it must be a DatasetConfig"),
-        ({"dataset": DatasetConfig(["d"])}, "dataset.path is ['d']: it must be text"),
         ({"eval_dataset": 3}, "eval_dataset is 3: it must be a DatasetConfig or None"),
         ({"loss": {"kl_coef": 0.1}}, "loss is {'kl_coef': 0.1}: it must be a PolicyLossConfig"),
         ({"kv_cache_gib": "8"}, "kv_cache_gib is '8': it must be a number or None"),
@@ -50,6 +49,8 @@ def test_wrong_types_are_named(changes, sentence):
         (lambda: Role("m", optimizer=1e-3), "optimizer is 0.001: it must be an OptimizerConfig or None"),
         (lambda: Role("m", lora=True), "lora is True: it must be a LoraConfig or None"),
         (lambda: Role(None), "model is None: it must be text"),
+        (lambda: DatasetConfig(3), "path is 3: it must be text or a tuple, each part text"),
+        (lambda: DatasetConfig("d", max_rows="3"), "max_rows is '3': it must be a whole number"),
     ],
 )
 def test_configs_refuse_wrong_types_where_they_are_made(make, sentence):

@@ -17,7 +17,7 @@ NOUNS = (
 )  # fmt: skip
 LAYERS = {
     **dict.fromkeys(("errors", "prepare", "suggest", "units"), 0),
-    "field_types": 0.5,
+    **dict.fromkeys(("field_types", "hub"), 0.5),
     **dict.fromkeys(NOUNS, 1),
     **dict.fromkeys(("dist", "data"), 2),
     "realloc": 2.5,
@@ -47,7 +47,8 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.data.responses", "realhf.interruption"),
     *("realhf.engine.hf_factory", "realhf.runtime.program", "realhf.step_program", "realhf.runtime.warnings"),
-    *("realhf.prepare", "realhf.runtime.run_directory", "realhf.runtime.dry_trace", "realhf.part_executor"),
+    *("realhf.prepare", "realhf.hub", "realhf.runtime.run_directory", "realhf.runtime.dry_trace"),
+    "realhf.part_executor",
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     *(f"realhf.cli.{name}" for name in ("planning_problem", "derived_counts", "init")),
     "realhf.resolved_roles",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realhf.data.light_tokenizer import LightTokenizer
-from realhf.data.tokenized import TokenizedRows
+from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
 from realhf.rewards.scoring import RewardCall, column_key
@@ -46,20 +46,21 @@ def try_out(program: Program) -> Trial:
     for graph, some in ((program.graph, rows), (program.eval_graph, eval_rows)):
         for call in graph.of_kind("host") if graph is not None else ():
             if isinstance(reward := call.work.function, RewardCall) and some is not None:
-                rewards.setdefault((reward.function, some.config.path), (reward, some))
-    for reward, some in rewards.values():
-        _try_reward(reward, some)
-    return Trial(found, rows.num_in_file)
+                for part in some.parts:
+                    rewards.setdefault((reward.function, part.config.path), (reward, part))
+    for reward, part in rewards.values():
+        _try_reward(reward, part)
+    return Trial(found, sum(part.num_in_file for part in rows.parts))
 
 
-def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTokenizer) -> TokenizedRows:
+def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTokenizer) -> MixedRows:
     """Tokenise a sample of the rows, or all of them if every prompt of the sample is too long."""
     config = getattr(program.experiment, name)
     try:
         try:
-            rows = TokenizedRows(config, keys=graph.inputs, tokenizer=tokenizer, sample=_ROWS)
+            rows = tokenize_parts(config, keys=graph.inputs, tokenizer=tokenizer, sample=_ROWS)
         except UserError:
-            rows = TokenizedRows(config, keys=graph.inputs, tokenizer=tokenizer)
+            rows = tokenize_parts(config, keys=graph.inputs, tokenizer=tokenizer)
         check_lengths(program.roles, graph, rows)
     except ValueError as error:
         raise UserError(f"{name}{str(error).removeprefix('dataset')}") from error
@@ -89,7 +90,7 @@ def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
 def _chosen(rows: TokenizedRows, keys: list[str]) -> list[int]:
     """Return the indices of the first, middle and last row, and of one with a null in a column of `keys`."""
     null = [i for i, row in enumerate(rows.rows) if any(row[key] is None for key in keys)][:1]
-    last = len(rows) - 1
+    last = len(rows.rows) - 1
     return list(dict.fromkeys([*null, 0, last // 2, last]))[:_SAMPLES]
 
 

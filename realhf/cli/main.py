@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from realhf.cli import check, init, plan, profile, realloc, run, scaling
 from realhf.cli.experiment_file import load_experiment
+from realhf.cli.hub_files import fetch_models
 from realhf.cli.job import is_worker
 from realhf.cli.overrides import override, print_fields
 from realhf.errors import UserError, one_line
@@ -23,6 +24,8 @@ _COMMANDS = {
 """Modules with HELP, EXAMPLES, `add_options` and `run`."""
 _WITHOUT_EXPERIMENT = (init, realloc, scaling)
 """The commands that take no experiment file."""
+_WITH_WEIGHTS = (run, profile)
+"""The commands that read the weights of models."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command in [command.run for command in _WITHOUT_EXPERIMENT]:
             return options.command(options, words)
         experiment = _read_experiment(options, words)
-        return 0 if experiment is None else options.command(options, experiment, argv)
+        if experiment is None:
+            return 0
+        fetch_models(experiment, weights=options.command in [command.run for command in _WITH_WEIGHTS])
+        return options.command(options, experiment, argv)
     except UserError as error:
         sentence = one_line(str(error))
         text = f"{traceback.format_exc()}realhf: {sentence}" if "--traceback" in argv else None

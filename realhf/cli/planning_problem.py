@@ -10,7 +10,7 @@ import networkx as nx
 
 from realhf.calls import TopLogProbs, longest_response
 from realhf.cluster import Cluster
-from realhf.data.dataset import completion_columns, load_rows
+from realhf.data.dataset import completion_columns, dataset_name, load_rows
 from realhf.experiment import Experiment, Role
 from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
@@ -182,7 +182,7 @@ def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
     keys = ([dataset.prompt_key], columns)
     texts = [[_text(row[key]) for row in rows for key in some if key in row] for some in keys]
     if not texts[0]:
-        raise ValueError(f"dataset {dataset.path} has no column {dataset.prompt_key!r}")
+        raise ValueError(f"dataset {dataset_name(dataset)} has no column {dataset.prompt_key!r}")
     prompt, completion = (
         statistics.fmean(len(tokenizer.encode(text).ids) for text in column or [""]) for column in texts
     )

@@ -23,7 +23,7 @@ EXAMPLES = ("realhf realloc --model llama-7b --src d2t4@0-7 --dst d8@0-7",)
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf realloc`."""
     add = parser.add_argument
-    add("--model", required=True, help="config.json, model directory or shipped name")
+    add("--model", required=True, help="config.json, model directory, shipped name or hub name")
     add("--src", required=True, metavar="LAYOUT", help="where the parameters are, such as d2t4@0-7")
     add("--dst", required=True, metavar="LAYOUT", help="where they are to go")
     add("--cluster", help="cluster file or shipped name; default: one host with NVLink between all ranks")

@@ -93,10 +93,7 @@ def report(sentence: str, *, code: int, text: str | None = None, names_rank: boo
 
 def _train(job: Job, world: World) -> int:
     """Train on all ranks; return the exit code."""
-    plans = world.control.all_gather_json(job.program.plan.to_dict())
-    if different := [rank for rank, plan in enumerate(plans) if plan != plans[0]]:
-        hint = "write one with `realhf plan -o plan.yaml` and give it to all by --plan"
-        raise UserError(f"ranks 0 and {different[0]} have different plans: {hint}")
+    _require_equal_inputs(job, world)
     directory = None
     found: list[Path] = []
     if world.rank == 0:
@@ -128,6 +125,23 @@ def _train(job: Job, world: World) -> int:
             ended = f"ended by {stop.requested or 'a signal'}{ended.removeprefix('ended')}; {how}"
         print(f"realhf: {ended}", file=sys.stderr, flush=True)
     return 1
+
+
+def _require_equal_inputs(job: Job, world: World) -> None:
+    """Raise UserError if the ranks have other plans, or other commits of the hub's models and data."""
+    plans = world.control.all_gather_json(job.program.plan.to_dict())
+    if different := [rank for rank, plan in enumerate(plans) if plan != plans[0]]:
+        hint = "write one with `realhf plan -o plan.yaml` and give it to all by --plan"
+        raise UserError(f"ranks 0 and {different[0]} have different plans: {hint}")
+    commits = world.control.all_gather_json(job.program.experiment.hub_commits())
+    for rank, theirs in enumerate(commits):
+        if other := [name for name in theirs if theirs[name] != commits[0].get(name)]:
+            name = other[0]
+            both = f"{commits[0].get(name)} on rank 0 and {theirs[name]} on rank {rank}"
+            hint = f"name one of them, as in {name.partition('@')[0]}@{theirs[name]}"
+            if (field := name.partition(" ")[0]) != name:
+                hint = f"set revision of {field} to one of them"
+            raise UserError(f"the hosts' caches have different commits of {name}, {both}: {hint}")
 
 
 def _is_finished(job: Job, world: World, out: Path, checkpoint: Checkpoint) -> bool:

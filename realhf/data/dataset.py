@@ -1,135 +1,191 @@
-"""Reads rows of prompts from JSONL or parquet files, and orders them for a run. Imports no torch."""
+"""The settings of data sets, and the columns of their rows that a graph reads. Imports no torch."""
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice, product
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from realhf.data.json_form import json_form
+from realhf.data.hub_dataset import find_dataset
+from realhf.data.order import block_counts
+from realhf.data.rows import SOURCE, RowFault, Rows, first_row, is_of_hub
+from realhf.field_types import check_types, require
 
 IS_CHOSEN = "is_chosen"
 """Key of a graph that reads preference pairs: whether a sample is the chosen one of its prompt's two. Samples
 2i and 2i + 1 are then the chosen and the rejected completion of prompt i."""
 DATASET_ROW = "dataset_row"
-"""Key of a graph for the number of a sample's row in the file, counted from 0."""
+"""Key of a graph for the number of a sample's row in the data set, counted from 0."""
 LOADER_KEYS = ("prompt_ids", "prompt", "sequence_ids", "response_mask", IS_CHOSEN, DATASET_ROW)
 """Keys of a graph that the loader makes; every other key is a column of the file."""
 COLUMN = "column/"
 """Prefix of a column's key in a graph that uses the column's name for something else."""
-_CHAT = "a list of chat messages such as [{\"role\": \"user\", \"content\": \"...\"}]"
+_TEMPLATE_ARGUMENTS = (
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask",
+)  # fmt: skip
+"""Arguments of a chat template that are set otherwise."""
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A file of rows, each with at least a prompt, which is text or a list of chat messages.
+    """Rows, each with at least a prompt, which is text or a list of chat messages.
 
     Columns have JSON's types. Parquet's dates, times, decimal numbers and UUIDs become text.
     """
 
-    path: str = ""  # A .jsonl or .parquet file.
+    path: str | tuple[str, ...] = ""
+    """A .jsonl or .parquet file, a pattern such as `data/*.jsonl`, or the hub's `org/name`; or several."""
     prompt_key: str = "prompt"  # Column of the prompts.
     completion_key: str = "completion"  # Column of the text or messages that supervised fine-tuning learns.
     chosen_key: str = "chosen"  # Column of the better completion of a preference pair.
     rejected_key: str = "rejected"  # Column of the worse completion.
-    max_prompt_tokens: int = 4096  # Rows with longer prompts are left out, and their number is logged.
+    max_prompt_tokens: int = 4096  # Limit of the prompts; `too_long` says what happens to longer ones.
     max_rows: int = 0  # Rows read from the start of the file; 0 reads all.
     shuffle: bool = True  # Draw a new order of rows in every epoch; otherwise keep that of the file.
+    name: str | None = None  # Configuration of a data set of the hub, such as `main`; None: its only one.
+    split: str = "train"  # Split of a data set of the hub, or a part of it such as `train[:1000]`.
+    revision: str | None = None  # Branch, tag or commit of a data set of the hub; None: its main branch.
+    map: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
+    """Returns columns to add to a row, or to replace in it, or None to leave the row out. It must be a pure
+    function of the row."""
+    chat: bool = False  # Make a user's message of each prompt that is text, for the chat template.
+    system_prompt: str | None = None
+    """First message of every chat that does not begin with one of its own; implies `chat`."""
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas for the chat template; implies `chat`.
+    tools_key: str | None = None  # Column of such a list, or null, instead; implies `chat`.
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as {"enable_thinking": False}; implies `chat`."""
+    too_long: Literal["drop", "keep_end", "keep_start", "error"] = "drop"
+    """What happens to prompts of more than `max_prompt_tokens`: the row is left out, the prompt keeps its
+    last or its first tokens, or the run ends."""
+    max_completion_tokens: int | None = None  # Limit of the completions that are learned; None: no limit.
+    completion_too_long: Literal["drop", "keep_start", "error"] = "drop"
+    """What happens to longer completions: the row is left out, the completion keeps its first tokens and
+    loses its eos token, or the run ends."""
+    preload: bool | None = None
+    """Read, check and tokenise all rows at the start, or each row when it comes up. None: all rows if the
+    files have at most 64 MiB."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        several = isinstance(self.path, Sequence) and not isinstance(self.path, str)
+        path = tuple(map(str, self.path)) if several else str(self.path)
+        object.__setattr__(self, "path", path)
+        object.__setattr__(self, "tools", tuple(self.tools))
+        require(not several or len(path) > 0, "path", "an empty list", "name a file")
+        least = 0 if self.too_long == "drop" else 1
+        rule = f"be at least {least}"
+        require(self.max_prompt_tokens >= least, "max_prompt_tokens", self.max_prompt_tokens, rule)
+        limit = self.max_completion_tokens
+        require(limit is None or limit >= 1, "max_completion_tokens", limit, "be at least 1")
+        if self.tools and self.tools_key is not None:
+            raise ValueError(f"tools_key is {self.tools_key!r}: it must be left out if tools are given")
+        if taken := [name for name in self.chat_template_kwargs if name in _TEMPLATE_ARGUMENTS]:
+            raise ValueError(f"chat_template_kwargs has {taken[0]!r}, which it cannot set")
+
+    @property
+    def makes_chats(self) -> bool:
+        """Whether prompts that are text become chats of one message."""
+        settings = (self.chat, self.tools, self.chat_template_kwargs)
+        return any(settings) or self.system_prompt is not None or self.tools_key is not None
+
+    @property
+    def parts(self) -> "tuple[DatasetConfig, ...]":
+        """The data sets that this consists of: itself, or those of a mixture."""
+        return (self,)
 
 
-def load_rows(config: DatasetConfig, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the rows for a graph with these input keys.
+@dataclass(frozen=True)
+class DatasetMixture(DatasetConfig):
+    """Several data sets, of which each prompt is drawn from one: `DatasetMixture(parts=..., weights=...)`.
+
+    Every part has its own settings, order and epochs; `shuffle` and the other fields are those of the parts.
+    Every thousand prompts have the parts in the shares of `weights`, in an order that the seed decides. Rows
+    have the column `dataset`, the path of their part; columns that only other parts have are None.
+    """
+
+    parts: tuple[DatasetConfig, ...] = ()
+    weights: tuple[float, ...] = ()  # Shares of the prompts, of any sum; none: equal shares.
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        object.__setattr__(self, "parts", tuple(self.parts))
+        object.__setattr__(self, "weights", tuple(self.weights) or (1.0,) * len(self.parts))
+        require(len(self.parts) > 0, "parts", "empty", "have at least one DatasetConfig")
+        if other := [part for part in self.parts if type(part) is not DatasetConfig]:
+            raise ValueError(f"parts has a {type(other[0]).__name__}: each part must be a DatasetConfig")
+        if len(self.weights) != len(self.parts):
+            raise ValueError(f"there are {len(self.weights)} weights for {len(self.parts)} parts")
+        if self.path:
+            raise ValueError(f"path is {self.path!r}: a mixture has parts with paths, and none of its own")
+        block_counts(self.weights)
+        # For checks of what a model's positions allow.
+        object.__setattr__(self, "max_prompt_tokens", max(part.max_prompt_tokens for part in self.parts))
+
+
+def open_rows(
+    config: DatasetConfig, keys: Sequence[str], *, mixture: DatasetConfig | None = None,
+    row_faults: Sequence[RowFault] = (),
+) -> Rows:
+    """Return the rows of a data set for a graph with these input keys, as a part of a mixture or alone.
+
+    Raises ValueError if there are no such files.
+    """
+    blank: set[str] = set()
+    source = None
+    if mixture is not None and len(mixture.parts) > 1:
+        source = dataset_name(config)
+        blank = {*extra_columns(mixture)} - {*extra_columns(config)}
+    return Rows(
+        config, columns=needed_columns(config, keys), completions=completion_columns(config, keys),
+        blank=blank, source=source, row_faults=row_faults)
+
+
+def load_rows(
+    config: DatasetConfig, keys: Sequence[str], *, row_faults: Sequence[RowFault] = ()
+) -> list[dict[str, Any]]:
+    """Read the rows for a graph with these input keys; of a large data set, a sample.
 
     Raises ValueError, which names file and line, if a row lacks a column or has an unusable value.
     """
-    rows = read_rows(config)
-    columns = needed_columns(config, keys)
-    require_columns(config, rows, columns)
-    if Path(config.path).suffix == ".parquet":
-        _to_json_form(config, rows, columns)
-    for number, row in enumerate(rows):
-        prompt = row[config.prompt_key]
-        if fault := _fault(prompt):
-            raise ValueError(f"{place(config, number)}: {config.prompt_key} {fault}")
-        columns_of_row = completion_columns(config, keys)
-        for column in columns_of_row:
-            if fault := _fault(row[column], prompt=prompt):
-                raise ValueError(f"{place(config, number)}: {column} {fault}")
-        if len({isinstance(row[column], str) for column in columns_of_row}) > 1:
-            what = " and ".join(columns_of_row)
-            raise ValueError(f"{place(config, number)}: of {what}, one is text and one a list of messages")
-    return rows
+    found: list[dict[str, Any]] = []
+    for part in config.parts:
+        rows = open_rows(part, keys, mixture=config, row_faults=row_faults)
+        found += [row for number in rows.tried() if (row := rows[number]) is not None]
+    if not found:
+        raise ValueError(f"dataset {dataset_name(config)}: the map function leaves out every row")
+    return found
 
 
 def read_rows(config: DatasetConfig) -> list[dict[str, Any]]:
-    """Read all rows. Raises ValueError, which names file and line, if the file is missing or malformed."""
-    path = _path(config)
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        except (ValueError, OSError) as error:
-            raise ValueError(f"dataset {path} cannot be read as parquet: {error}") from error
-    else:
-        rows = list(_parsed_lines(path))
-    if not rows:
-        raise ValueError(f"dataset {path} has no rows")
-    return rows[: config.max_rows or None]
+    """Read all rows as they are. Raises ValueError, which names file and line, if one is malformed."""
+    rows = Rows(config)
+    return [row for number in range(len(rows)) if (row := rows[number]) is not None]
 
 
-def _path(config: DatasetConfig) -> Path:
-    path = Path(config.path)
-    if not path.is_file():
-        raise ValueError(f"dataset.path {config.path!r}: there is no such file")
-    if path.suffix not in (".jsonl", ".json", ".parquet"):
-        raise ValueError(f"dataset.path '{path}' ends in {path.suffix!r}: legal are .jsonl and .parquet")
-    return path
+def dataset_name(config: DatasetConfig) -> str:
+    """Return the path of a data set, in words; of one of the hub, with its configuration."""
+    if len(config.parts) > 1 or not config.path:
+        return " + ".join(dataset_name(part) for part in config.parts) if config.parts != (config,) else ""
+    path = config.path if isinstance(config.path, str) else ", ".join(config.path)
+    return path if config.name is None else f"{path}/{config.name}"
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a JSONL file that are not blank, with their numbers from 1."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, line
-
-
-def _parsed_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in _lines(path):
-        where = f"dataset {path} line {number}"
-        try:
-            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            what = f"byte {error.start} of the line is {line[error.start]:#04x}"
-            raise ValueError(f"{where} is not UTF-8 ({what}): save the file as UTF-8") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON: {error}") from error
-        except RecursionError as error:
-            raise ValueError(f"{where} is nested too deeply") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{where} is {type(row).__name__}: every line must be an object")
-        yield row
-
-
-def place(config: DatasetConfig, number: int) -> str:
-    """Return the file and the line or row of row `number` (from 0), in words."""
-    path = Path(config.path)
-    if path.suffix == ".parquet":
-        return f"dataset {path} row {number}"
-    line = next(islice(_lines(path), number, None))[0]
-    return f"dataset {path} line {line}"
+def commits_of_data(config: DatasetConfig) -> dict[str, str]:
+    """Return the commits of the data sets of the hub, by path, configuration and revision."""
+    found: dict[str, str] = {}
+    for part in config.parts:
+        paths = (part.path,) if isinstance(part.path, str) else part.path
+        for path in (path for path in paths if is_of_hub(path)):
+            name = " ".join(filter(None, (path, part.name, part.revision)))
+            found[name] = find_dataset(path, name=part.name, revision=part.revision).commit
+    return found
 
 
 def needed_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
     """Return the columns of the file that a graph with these input keys reads."""
     made = [config.prompt_key, *completion_columns(config, keys)]
-    return [*made, *(column_of(key) for key in keys if key not in LOADER_KEYS)]
+    tools = [] if config.tools_key is None else [config.tools_key]
+    return [*made, *tools, *(column_of(key) for key in keys if key not in LOADER_KEYS)]
 
 
 def completion_columns(config: DatasetConfig, keys: Sequence[str]) -> list[str]:
@@ -149,90 +205,15 @@ def column_of(key: str) -> str:
     return key.removeprefix(COLUMN)
 
 
-def require_columns(config: DatasetConfig, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Raise ValueError if a row lacks one of the columns."""
-    for (number, row), column in product(enumerate(rows), columns):
-        if column not in row:
-            there = f"its columns are {', '.join(row)}"
-            raise ValueError(f"{place(config, number)}: there is no column {column!r}; {there}")
-
-
 def extra_columns(config: DatasetConfig) -> tuple[str, ...]:
-    """Return the columns of the first row other than the prompt; none if the file does not exist."""
-    if not Path(config.path).is_file():
-        return ()
-    if (path := _path(config)).suffix == ".parquet":
-        import pyarrow.parquet
+    """Return the columns of the first row other than the prompt; none if the file does not exist.
 
-        columns: Sequence[str] = pyarrow.parquet.read_schema(path).names
-    else:
-        columns = list(next(_parsed_lines(path), {}))
-    return tuple(key for key in columns if key != config.prompt_key)
-
-
-def _to_json_form(config: DatasetConfig, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Convert these columns to JSON's types, in place."""
-    for (number, row), column in product(enumerate(rows), columns):
-        try:
-            row[column] = json_form(row[column], as_text=True)
-        except TypeError as error:
-            hint = "store it as text or numbers, or leave the column out"
-            raise ValueError(f"{place(config, number)}: column {column!r} has {error}; {hint}") from error
-
-
-def _fault(value: Any, *, prompt: Any = None) -> str | None:
-    """Return in words the fault of a prompt, or of a completion of `prompt`; None if there is none."""
-    if isinstance(value, str):
-        return _text_fault(value)
-    if not isinstance(value, list):
-        return f"is {_shown(value)}: it must be text, or {_CHAT}"
-    if isinstance(prompt, str):
-        return "is a list of chat messages, but the prompt is text: both must be messages"
-    return _chat_fault(value)
-
-
-def _text_fault(text: str) -> str | None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"has half of a character at position {error.start}: no text has a lone surrogate"
-    return None
-
-
-def _chat_fault(messages: list[Any]) -> str | None:
-    if not messages:
-        return f"is an empty list: it must be text, or {_CHAT}"
-    for message in messages:
-        if not isinstance(message, dict):
-            return f"has the message {_shown(message)}: it must be {_CHAT}"
-        if not isinstance(message.get("role"), str):
-            hint = " (rename `from` to role and `value` to content)" if "from" in message else ""
-            found = ", ".join(message) or "nothing"
-            return f"has a message with {found}: it must have role and content{hint}"
-        content = message.get("content")
-        if isinstance(content, str) and (fault := _text_fault(content)):
-            return fault
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            return f"has a message whose content is {_shown(content)}: it must be text"
-    return None
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:
-    """Return the row indices from `start` to `start + count` of an endless run, shuffled anew each epoch."""
-    if not shuffle:
-        return [i % num_rows for i in range(start, start + count)]
-    offset = start % num_rows
-    epochs = range(start // num_rows, (start + count) // num_rows + 1)
-    orders = [_epoch_order(num_rows, seed, epoch) for epoch in epochs]
-    return np.concatenate(orders)[offset : offset + count].tolist()
-
-
-@lru_cache(maxsize=4)
-def _epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the row indices of an epoch in their random order."""
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+    Of a mixture they are the columns of all parts.
+    """
+    found: dict[str, None] = {}
+    for part in config.parts:
+        row = first_row(part) or {}
+        found |= dict.fromkeys(key for key in row if key != part.prompt_key)
+    if found and len(config.parts) > 1:
+        found[SOURCE] = None
+    return tuple(found)

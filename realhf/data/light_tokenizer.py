@@ -24,7 +24,8 @@ class LightTokenizer:
             raise ValueError(f"{path / 'tokenizer.json'} cannot be read: {error}") from error
         settings = _json_of(path / "special_tokens_map.json") | _json_of(path / "tokenizer_config.json")
         self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
-        self.chat_template = _chat_template(path, settings)
+        self.chat_template = _chat_template(path, settings, "default")
+        self._tool_template = _chat_template(path, settings, "tool_use")
 
     @property
     def largest_id(self) -> int:
@@ -41,13 +42,17 @@ class LightTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, return_dict: bool = True
+        self, messages: list[dict[str, Any]], *, tools: list[Any] | None = None,
+        add_generation_prompt: bool = False, return_dict: bool = True, **arguments: Any,
     ) -> list[int]:
+        """Return the tokens of a chat; `arguments` are further ones of the template."""
         # Imported here, as it is slow and only chats need it.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        settings: dict[str, Any] = {**self._special, "add_generation_prompt": add_generation_prompt}
-        rendered = render_jinja_template([messages], chat_template=self.chat_template, **settings)
+        template = self.chat_template if tools is None else self._tool_template or self.chat_template
+        rendered = render_jinja_template(
+            [messages], tools=tools, chat_template=template, add_generation_prompt=add_generation_prompt,
+            **{**self._special, **arguments})
         return self.encode(rendered[0][0], add_special_tokens=False)
 
 
@@ -64,12 +69,18 @@ def _content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
 
 
-def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
-    """Return the chat template, from its own file if there is one, else from tokenizer_config.json."""
-    if (file := directory / "chat_template.jinja").is_file():
+def _chat_template(directory: Path, settings: dict[str, Any], name: str) -> str | None:
+    """Return the chat template of a name, from its own file if there is one, else from tokenizer_config.json.
+
+    A template without a name is the default one.
+    """
+    file = directory / "chat_template.jinja"
+    if name != "default":
+        file = directory / "additional_chat_templates" / f"{name}.jinja"
+    if file.is_file():
         return file.read_text()
     template = _json_of(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(template, list):  # There are several templates, each with a name.
         by_name = {entry["name"]: entry["template"] for entry in template}
-        return by_name.get("default")
-    return template
+        return by_name.get(name)
+    return template if name == "default" else None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from realhf.data.batch import Batch, Packed
-from realhf.data.dataset import DatasetConfig, reads_pairs, row_order
-from realhf.data.tokenized import TokenizedRows
+from realhf.data.dataset import DatasetConfig, DatasetMixture, reads_pairs
+from realhf.data.order import block_counts, mixture_position, row_order
+from realhf.data.rows import RowFault
+from realhf.data.tokenized import MixedRows, Samples, TokenizedRows
 from realhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,29 +38,73 @@ class Loader(TokenizedRows):
 
     def __init__(
         self, config: DatasetConfig,
-        *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int,
+        *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int, **more: Any,
     ) -> None:
-        super().__init__(config, keys=keys, tokenizer=tokenizer)
+        """`more` are settings of TokenizedRows."""
+        super().__init__(config, keys=keys, tokenizer=tokenizer, **more)
         assert group_size == 2 or not reads_pairs(keys), "a pair has two samples"
         self._group_size = group_size
         self._seed = seed
 
     def batch(self, prompts: Sequence[int]) -> Batch:
         """Return these prompts of the run, by number, each `group_size` times."""
-        order = [row for start, count in _ranges(prompts) for row in row_order(
-            len(self.rows), start=start, count=count, seed=self._seed, shuffle=self.config.shuffle)]
-        rows = [self.samples[i][k % len(self.samples[i])] for i in order for k in range(self._group_size)]
-        ids = [prompt * self._group_size + i for prompt in prompts for i in range(self._group_size)]
-        fields: dict[str, Any] = {key: [row[key] for row in rows] for key in self.keys}
-        for key in fields.keys() & _DTYPES.keys():
-            dtype = _DTYPES[key]
-            sequences = [torch.tensor(value, dtype=dtype) for value in fields[key]]
-            fields[key] = Packed.of(sequences, empty=torch.zeros(0, dtype=dtype))
-        return Batch(ids, fields)
+        samples = [self.at(prompt) for prompt in prompts]
+        return _to_batch(prompts, samples, keys=self.keys, group_size=self._group_size)
+
+    def at(self, prompt: int) -> Samples:
+        """Return the samples of a prompt of an endless run, by its number."""
+        (index,) = row_order(len(self), start=prompt, count=1, seed=self._seed, shuffle=self.config.shuffle)
+        return self.row(index)
 
 
-def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the start and the length of each run of consecutive numbers."""
-    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
-        members = [number for _, number in run]
-        yield members[0], len(members)
+class MixedLoader(MixedRows):
+    """The tokenised rows of a mixture, as batches whose prompts come from the parts in their shares."""
+
+    def __init__(
+        self, config: DatasetMixture, *, keys: Sequence[str], group_size: int, seed: int, **more: Any
+    ) -> None:
+        """`more` are settings of Loader."""
+        loaders: list[Loader] = []
+        for part in config.parts:
+            loaders.append(Loader(
+                part, keys=keys, group_size=group_size, seed=seed, mixture=config,
+                first_row=sum(loader.num_in_file for loader in loaders), **more))
+        super().__init__(loaders)
+        self._loaders = loaders
+        self._keys = tuple(keys)
+        self._counts = block_counts(config.weights)
+        self._group_size = group_size
+        self._seed = seed
+
+    def batch(self, prompts: Sequence[int]) -> Batch:
+        """Return these prompts of the run, by number, each `group_size` times."""
+        places = [mixture_position(prompt, self._counts, seed=self._seed) for prompt in prompts]
+        samples = [self._loaders[part].at(number) for part, number in places]
+        return _to_batch(prompts, samples, keys=self._keys, group_size=self._group_size)
+
+
+def make_loader(
+    config: DatasetConfig,
+    *, keys: Sequence[str], tokenizer: PreTrainedTokenizerBase, group_size: int, seed: int,
+    row_faults: Sequence[RowFault] = (),
+) -> Loader | MixedLoader:
+    """Return the loader of a data set or of a mixture."""
+    if isinstance(config, DatasetMixture):
+        return MixedLoader(
+            config, keys=keys, tokenizer=tokenizer, group_size=group_size, seed=seed, row_faults=row_faults)
+    return Loader(
+        config, keys=keys, tokenizer=tokenizer, group_size=group_size, seed=seed, row_faults=row_faults)
+
+
+def _to_batch(
+    prompts: Sequence[int], samples: Sequence[Samples], *, keys: Sequence[str], group_size: int
+) -> Batch:
+    """Return prompts of the run, each `group_size` times, as a batch."""
+    rows = [some[k % len(some)] for some in samples for k in range(group_size)]
+    ids = [prompt * group_size + i for prompt in prompts for i in range(group_size)]
+    fields: dict[str, Any] = {key: [row[key] for row in rows] for key in keys}
+    for key in fields.keys() & _DTYPES.keys():
+        dtype = _DTYPES[key]
+        sequences = [torch.tensor(value, dtype=dtype) for value in fields[key]]
+        fields[key] = Packed.of(sequences, empty=torch.zeros(0, dtype=dtype))
+    return Batch(ids, fields)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from realhf.data.dataset import (
@@ -13,64 +12,117 @@ from realhf.data.dataset import (
     DatasetConfig,
     column_of,
     completion_columns,
-    load_rows,
-    place,
+    dataset_name,
+    open_rows,
     reads_pairs,
 )
+from realhf.data.rows import RowFault, spread
 from realhf.errors import UserError
+
+Samples = tuple[dict[str, Any], ...]
+"""The different samples of a row, by graph key: one, or chosen and rejected of a pair."""
+_NUM_SKIPPED = 10_000
+"""Rows of a large data set that may be left out one after the other."""
 
 
 class TokenizedRows:
     """The rows that a graph with these input keys reads, with prompts and completions as token ids.
 
-    Rows with a prompt longer than `max_prompt_tokens` are left out. With `sample`, at most that many rows,
-    spread evenly over the file, are tokenised.
+    Rows with too long prompts or completions are left out, if the config says so. With `sample`, at most
+    about that many rows, the first ones and others spread over the file, are tokenised. Of a large data set
+    a sample is in any case, and `row` tokenises the others when they come up.
 
-    `samples` has the different samples of each row, by graph key: one, or chosen and rejected of a pair.
-    `rows` has the first of each.
+    `samples` has the samples of each row, `rows` the first of each.
     """
 
     def __init__(
-        self, config: DatasetConfig, *, keys: Sequence[str], tokenizer: Any, sample: int | None = None
+        self, config: DatasetConfig,
+        *, keys: Sequence[str], tokenizer: Any, sample: int | None = None,
+        row_faults: Sequence[RowFault] = (), mixture: DatasetConfig | None = None, first_row: int = 0,
     ) -> None:
+        """The config may be a part of a mixture; `first_row` is then the number of its first row in that."""
         self.config = config
         self.keys = tuple(keys)
         self.tokenizer = tokenizer
-        rows = load_rows(config, keys)
-        self.num_in_file = len(rows)
+        self._file = open_rows(config, keys, mixture=mixture, row_faults=row_faults)
+        self._first_row = first_row
+        self.num_in_file = len(self._file)
         self.num_unlike_prompt = 0
-        stride = 1 if sample is None else -(-len(rows) // sample)
-        numbers = range(0, len(rows), stride)
-        tokenized = [self._tokenize(rows[number], number) for number in numbers]
-        lengths = [len(samples[0]["prompt_ids"]) for samples in tokenized]
-        if 0 in lengths and "prompt_ids" in keys:
-            raise UserError(f"{place(config, numbers[lengths.index(0)])}: the prompt has no tokens")
-        kept = [i for i, length in enumerate(lengths) if length <= config.max_prompt_tokens]
-        self.samples = [tokenized[i] for i in kept]
+        self.num_unmapped = 0
+        self.num_too_long = 0
+        self.num_long_completions = 0
+        self.num_cut = 0
+        self._shortest: int | None = None
+        self._limit: tuple[int, str] | None = None
+        numbers = self._file.tried() if sample is None else spread(self.num_in_file, sample)
+        tokenized = [(number, samples) for number in numbers if (samples := self._tokenize(number))]
+        self.samples = [samples for _, samples in tokenized]
         self.rows = [samples[0] for samples in self.samples]
-        self._numbers = [numbers[i] for i in kept]
-        self.num_tokenized = len(tokenized)
-        self.num_too_long = len(tokenized) - len(kept)
-        if not kept:
-            limit = f"max_prompt_tokens {config.max_prompt_tokens} (the shortest has {min(lengths)} tokens)"
-            raise UserError(f"dataset {config.path}: every prompt is longer than {limit}")
+        self._numbers = [number for number, _ in tokenized]
+        self.num_tokenized = len(numbers) - self.num_unmapped
+        if not tokenized:
+            raise UserError(self._why_none())
 
     def __len__(self) -> int:
-        return len(self.rows)
+        """Return the number of rows; of a large data set, including those that will be left out."""
+        return self.num_in_file if self.is_lazy else len(self.rows)
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of rows, among those that were tokenised, that are left out."""
+        return self.num_unmapped + self.num_too_long + self.num_long_completions
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether rows are tokenised when they come up."""
+        return self._file.is_large
+
+    @property
+    def parts(self) -> tuple[TokenizedRows, ...]:
+        """The rows of a mixture's parts; these rows alone."""
+        return (self,)
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest prompt, or of the longest sequence if rows have completions."""
         return max(self._lengths())
 
-    def place_of_longest(self) -> str:
-        """Return the file and line of the longest row, in words."""
-        lengths = self._lengths()
-        return place(self.config, self._numbers[lengths.index(max(lengths))])
+    def row(self, index: int) -> Samples:
+        """Return the samples of a row, by its index below `len`.
+
+        In place of a row of a large data set that is left out come those of the next one that is not.
+        """
+        if not self.is_lazy:
+            return self.samples[index]
+        for shift in range(min(self.num_in_file, _NUM_SKIPPED)):
+            number = (index + shift) % self.num_in_file
+            if samples := self._tokenize(number):
+                self._check_limit(number, samples)
+                return samples
+        what = f"{_NUM_SKIPPED} rows in succession are left out"
+        raise UserError(f"{self._file.place(index)}: from this row on, {what}")
+
+    def require_at_most(self, limit: int, reason: str) -> None:
+        """Raise UserError if a whole sequence has more tokens; `reason` follows in the sentence.
+
+        Rows that are tokenised later are checked then.
+        """
+        self._limit = (limit, reason)
+        for number, samples in zip(self._numbers, self.samples, strict=True):
+            self._check_limit(number, samples)
+
+    def _check_limit(self, number: int, samples: Samples) -> None:
+        if self._limit is None or "sequence_ids" not in self.keys:
+            return
+        limit, reason = self._limit
+        longest = max(len(sample["sequence_ids"]) for sample in samples)
+        if longest > limit:
+            has = f"prompt and completion have {longest} tokens"
+            raise UserError(f"{self._file.place(number)}: {has}, and {reason}")
 
     def place_of(self, index: int) -> str:
         """Return the line or row of the file at which a row is, in words."""
-        return place(self.config, self._numbers[index]).rpartition(f"{Path(self.config.path)} ")[2]
+        return self._file.short_place(self._numbers[index])
 
     def equal_pairs(self) -> list[int]:
         """Return the indices of the pairs whose rejected completion is the chosen one."""
@@ -82,63 +134,162 @@ class TokenizedRows:
         key = "sequence_ids" if "sequence_ids" in self.keys else "prompt_ids"
         return [max(len(sample[key]) for sample in samples) for samples in self.samples]
 
-    def _tokenize(self, row: dict[str, Any], number: int) -> tuple[dict[str, Any], ...]:
-        """Return the samples of a row: columns by graph key, and `prompt_ids`."""
+    def _why_none(self) -> str:
+        """Return in words why no row is left."""
+        where = f"dataset {dataset_name(self.config)}"
+        if self.num_unmapped and not self.num_tokenized:
+            return f"{where}: the map function leaves out every row"
+        if self.num_long_completions:
+            limit = f"max_completion_tokens {self.config.max_completion_tokens}"
+            return f"{where}: every completion is longer than {limit}"
+        limit = f"max_prompt_tokens {self.config.max_prompt_tokens}"
+        return f"{where}: every prompt is longer than {limit} (the shortest has {self._shortest} tokens)"
+
+    def _tokenize(self, number: int) -> Samples | None:
+        """Return the samples of a row: columns by graph key, and `prompt_ids`. None: it is left out."""
+        row = self._file[number]
+        if row is None:
+            self.num_unmapped += 1
+            return None
         prompt = row[self.config.prompt_key]
         try:
             made = self._samples(row, number)
         except UserError:
             raise
         except Exception as error:  # A chat template may raise any exception.
-            how = "text" if isinstance(prompt, str) else "chat"
+            how = "text" if isinstance(prompt, str) and not self.config.makes_chats else "chat"
             what = f"the tokenizer refuses the {how}: {type(error).__name__}: {error}"
-            raise UserError(f"{place(self.config, number)}: {what}") from error
+            raise UserError(f"{self._file.place(number)}: {what}") from error
         columns = {key: row[column_of(key)] for key in self.keys if key not in LOADER_KEYS}
-        columns |= {"prompt": prompt, DATASET_ROW: number}
-        return tuple(columns | sample for sample in made)
+        columns |= {"prompt": prompt, DATASET_ROW: self._first_row + number}
+        return tuple(columns | sample for sample in made) if made is not None else None
 
-    def _samples(self, row: dict[str, Any], number: int) -> list[dict[str, Any]]:
-        """Return the keys that the loader makes, once for each completion that the graph reads."""
-        prompt = row[self.config.prompt_key]
-        ids = self._prompt_ids(prompt)
+    def _samples(self, row: dict[str, Any], number: int) -> list[dict[str, Any]] | None:
+        """Return the keys that the loader makes, once for each completion that the graph reads.
+
+        None: the prompt or a completion is too long, and the row is left out.
+        """
+        prompt = self._chat_of(row[self.config.prompt_key])
+        tools = self._tools(row)
+        ids = self._prompt_ids(prompt, tools)
+        if not ids and "prompt_ids" in self.keys:
+            raise UserError(f"{self._file.place(number)}: the prompt has no tokens")
+        cut_ids = self._cut_prompt(ids, number)
+        if cut_ids is None:
+            return None
         columns = completion_columns(self.config, self.keys)
         if not columns:
-            return [{"prompt_ids": ids}]
+            return [{"prompt_ids": cut_ids}]
         samples = []
         is_unlike = False
         for i, column in enumerate(columns):
-            whole, given = self._with_completion(prompt, ids, row[column])
+            whole, given = self._with_completion(prompt, ids, row[column], tools)
             if given == len(whole):
                 what = f"the chat template writes nothing for the {column}"
-                raise UserError(f"{place(self.config, number)}: {what}")
+                raise UserError(f"{self._file.place(number)}: {what}")
             is_unlike |= given < len(ids)
-            mask = [0] * given + [1] * (len(whole) - given)
-            samples.append(
-                {"prompt_ids": ids, "sequence_ids": whole, "response_mask": mask, IS_CHOSEN: i == 0})
+            learned = self._cut_completion(whole[given:], column, number)
+            if learned is None:
+                return None
+            before = whole[:given] if cut_ids is ids else cut_ids
+            mask = [0] * len(before) + [1] * len(learned)
+            samples.append({
+                "prompt_ids": cut_ids, "sequence_ids": [*before, *learned], "response_mask": mask,
+                IS_CHOSEN: i == 0})  # fmt: skip
         self.num_unlike_prompt += is_unlike
         return samples
 
-    def _prompt_ids(self, prompt: Any) -> list[int]:
+    def _cut_prompt(self, ids: list[int], number: int) -> list[int] | None:
+        """Return the tokens of a prompt that are kept; None if its row is left out."""
+        limit = self.config.max_prompt_tokens
+        how = self.config.too_long
+        self._shortest = min(len(ids), self._shortest or len(ids))
+        if len(ids) <= limit:
+            return ids
+        if how == "error":
+            what = f"the prompt has {len(ids)} tokens, and max_prompt_tokens is {limit}"
+            raise UserError(f"{self._file.place(number)}: {what} (too_long is error)")
+        if how == "drop":
+            self.num_too_long += 1
+            return None
+        self.num_cut += 1
+        return ids[:limit] if how == "keep_start" else ids[-limit:]
+
+    def _cut_completion(self, ids: list[int], column: str, number: int) -> list[int] | None:
+        """Return the tokens of a completion that are kept; None if its row is left out."""
+        limit = self.config.max_completion_tokens
+        how = self.config.completion_too_long
+        if limit is None or len(ids) <= limit:
+            return ids
+        if how == "error":
+            what = f"the {column} has {len(ids)} tokens, and max_completion_tokens is {limit}"
+            raise UserError(f"{self._file.place(number)}: {what} (completion_too_long is error)")
+        if how == "drop":
+            self.num_long_completions += 1
+            return None
+        self.num_cut += 1
+        return ids[:limit]
+
+    def _chat_of(self, prompt: Any) -> Any:
+        """Return a prompt with what the config adds to it, as messages if it makes chats."""
+        system = self.config.system_prompt
+        if isinstance(prompt, str) and self.config.makes_chats:
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str) or system is None or prompt[0]["role"] == "system":
+            return prompt
+        return [{"role": "system", "content": system}, *prompt]
+
+    def _tools(self, row: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Return the tools of a row's chat, or None."""
+        if self.config.tools_key is not None:
+            return row[self.config.tools_key] or None
+        return list(self.config.tools) or None
+
+    def _prompt_ids(self, prompt: Any, tools: list[dict[str, Any]] | None) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if self.tokenizer.chat_template is None:
+            where = f"dataset {dataset_name(self.config)}"
             why = "has chat prompts, and the tokenizer has no chat template"
-            raise UserError(f"dataset {self.config.path} {why}: give prompts as text, or add one to it")
-        return self._chat(prompt, add_generation_prompt=True)
+            raise UserError(f"{where} {why}: give prompts as text, or add one to it")
+        return self._chat(prompt, tools, add_generation_prompt=True)
 
-    def _with_completion(self, prompt: Any, prompt_ids: list[int], completion: Any) -> tuple[list[int], int]:
+    def _with_completion(
+        self, prompt: Any, prompt_ids: list[int], completion: Any, tools: list[dict[str, Any]] | None
+    ) -> tuple[list[int], int]:
         """Return the tokens of prompt and completion, and how many of the first ones are the prompt's."""
+        if isinstance(completion, str) and self.config.makes_chats:
+            completion = [{"role": "assistant", "content": completion}]
         if isinstance(completion, str):
             eos = self.tokenizer.eos_token_id
             if eos is None:
                 raise UserError("the tokenizer has no eos token, in which completions end: set its eos_token")
             learned = [*self.tokenizer.encode(completion, add_special_tokens=False), eos]
             return [*prompt_ids, *learned], len(prompt_ids)
-        whole = self._chat([*prompt, *completion])
+        whole = self._chat([*prompt, *completion], tools)
         pairs = enumerate(zip(prompt_ids, whole, strict=False))
         shorter = min(len(prompt_ids), len(whole))
         return whole, next((i for i, (ours, theirs) in pairs if ours != theirs), shorter)
 
-    def _chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
+    def _chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None,
+        *, add_generation_prompt: bool = False,
+    ) -> list[int]:
         return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, return_dict=False,
+            **self.config.chat_template_kwargs)
+
+
+class MixedRows:
+    """The rows of the parts of a mixture."""
+
+    def __init__(self, parts: Sequence[TokenizedRows]) -> None:
+        self.parts = tuple(parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def tokenize_parts(config: DatasetConfig, **settings: Any) -> MixedRows:
+    """Return the rows of each part of a data set; `settings` are those of TokenizedRows."""
+    return MixedRows([TokenizedRows(part, mixture=config, **settings) for part in config.parts])

@@ -8,7 +8,7 @@ from typing import Any
 
 from realhf.calls import longest_response
 from realhf.data.batch import Packed
-from realhf.data.loader import Loader, load_tokenizer
+from realhf.data.loader import load_tokenizer, make_loader
 from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.layout import Layout
@@ -51,7 +51,7 @@ def _sizes(program: Program, world: World) -> Sizes:
     answer = None
     samples = experiment.batch_size * experiment.group_size
     if world.rank == 0:
-        loader = Loader(
+        loader = make_loader(
             experiment.dataset, keys=program.graph.inputs, group_size=experiment.group_size,
             seed=experiment.seed, tokenizer=load_tokenizer(experiment.tokenizer_dir()),
         )  # fmt: skip

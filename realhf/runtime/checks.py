@@ -8,10 +8,12 @@ from typing import Any
 from realhf.calls import TopLogProbs, longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import check_tensors, open_checkpoint
-from realhf.data.dataset import load_rows, place, reads_pairs
+from realhf.data.dataset import load_rows, reads_pairs
+from realhf.data.rows import RowFault
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
+from realhf.hub import is_incomplete
 from realhf.lora import adapter_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import RANK_0, spec_of
@@ -144,16 +146,19 @@ def _check_model(name: str, role: Role) -> None:
     _check_dtype(name, role)
     if role.random_init:
         return
-    if not _has_weights(Path(role.model)):
+    directory = role.model_path()
+    if is_incomplete(directory):
+        return  # A run downloads the rest.
+    if not _has_weights(directory):
         raise ValueError(
             f"{name}.model {role.model!r} holds no safetensors weights: give a Hugging Face model "
             f"directory, or set {name}.random_init"
         )
     try:
         if role.engine == "native":
-            open_checkpoint(Path(role.model), spec)
+            open_checkpoint(directory, spec)
         else:  # transformers checks the rest when it loads them.
-            check_tensors(Path(role.model), spec)
+            check_tensors(directory, spec)
     except ValueError as error:
         raise ValueError(f"{name}.model: {error}") from error
 
@@ -187,7 +192,7 @@ def _check_adapters(name: str, role: Role) -> None:
                     "lora: adapters of random weights fit no model that is kept: train from a model "
                     "directory, or set lora.export_merged"
                 )
-            if lora.adapter is not None:
+            if lora.adapter is not None and not is_incomplete(Path(lora.adapter)):
                 open_adapters(Path(lora.adapter), spec)
     except ValueError as error:
         where = "" if str(error).startswith("lora") else "lora.adapter: "
@@ -282,22 +287,24 @@ def _check_positions(
 
 
 def check_rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:
-    """Check all rows of `dataset` or `eval_dataset`, and return them.
+    """Check all rows of `dataset` or `eval_dataset`, of large files a sample, and return them.
 
     Raises ValueError if the graph cannot read them.
     """
     config = getattr(experiment, name)
     try:
-        rows = load_rows(config, graph.inputs)
-        readers = [call.work.loss for call in graph.of_kind("train_step")]
-        readers += [call.work.function for call in graph.of_kind("host")]
-        for reader in (one for one in readers if hasattr(one, "row_fault")):  # An optional method.
-            for number, row in enumerate(rows):
-                if fault := reader.row_fault(row):
-                    raise ValueError(f"{place(config, number)}: {fault}")
+        if name != "dataset" and len(config.parts) > 1:
+            raise ValueError("dataset is a mixture: held-out rows are of one DatasetConfig")
+        return load_rows(config, graph.inputs, row_faults=row_faults_of(graph))
     except ValueError as error:
         raise ValueError(f"{name}{str(error).removeprefix('dataset')}") from error
-    return rows
+
+
+def row_faults_of(graph: DataflowGraph) -> list[RowFault]:
+    """Return the functions that say what is wrong with a row, of the losses and host calls that have one."""
+    readers = [call.work.loss for call in graph.of_kind("train_step")]
+    readers += [call.work.function for call in graph.of_kind("host")]
+    return [reader.row_fault for reader in readers if hasattr(reader, "row_fault")]
 
 
 def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
@@ -307,8 +314,10 @@ def _check_tokenizer(experiment: Experiment, roles: Mapping[str, Role]) -> None:
         raise ValueError(f"tokenizer {str(directory)!r}: there is no tokenizer.json; set `tokenizer`")
     ours = directory / "tokenizer.json"
     for name, role in roles.items():
-        theirs = Path(role.model) / "tokenizer.json"
-        if role.random_init or not ours.is_file() or not theirs.is_file():
+        if role.random_init or not ours.is_file():
+            continue
+        theirs = role.model_path() / "tokenizer.json"
+        if not theirs.is_file():
             continue
         if (differing := first_difference(ours, theirs)) is not None:
             number, here, there = differing

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -110,7 +109,8 @@ class EngineStore:
             engine = self._engines[home]
             try:
                 if not is_loaded:
-                    engine.load_base(None if settings.random_init else Path(settings.model), seed=seed)
+                    source = None if settings.random_init else settings.model_path(weights=True)
+                    engine.load_base(source, seed=seed)
             except ValueError as error:
                 return f"{role}.model: {error}"
             try:

@@ -7,27 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realhf.experiment import Experiment, Role
+from realhf.hub import TERMS_FILES, TOKENIZER_FILES
 from realhf.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from realhf.checkpoint.write import Beside
 
-_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-    "merges.txt", "tokenizer.model*", "*.tiktoken", "chat_template.*", "additional_chat_templates/*.jinja",
-)  # fmt: skip
-_TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*")
 _GENERATION = "generation_config.json"
 
 
 def files_beside(experiment: Experiment, name: str, *, step: int) -> dict[str, Beside]:
     """Return files or texts by name for the export of a role after step `step`."""
     role = experiment.roles()[name]
-    files: dict[str, Beside] = dict(_matching(Path(experiment.tokenizer_dir()), _TOKENIZER))
-    source = Path(role.model)
+    files: dict[str, Beside] = dict(_matching(Path(experiment.tokenizer_dir()), TOKENIZER_FILES))
+    source = role.model_path()
     source = source.parent if source.name == "config.json" else source
     if source.is_dir():
-        files |= _matching(source, _TERMS + (_GENERATION,) * (role.head == "lm"))
+        files |= _matching(source, TERMS_FILES + (_GENERATION,) * (role.head == "lm"))
     method = type(experiment).__name__
     base = None if role.random_init else base_name(role)
     library = "transformers" if role.lora is None or role.lora.export_merged else "peft"
@@ -55,7 +51,7 @@ def base_name(role: Role) -> str:
 
     The `_name_or_path` of a config is not used, as it can name the model's own predecessor.
     """
-    path = Path(role.model).resolve()
+    path = role.model_path().resolve()
     return hub_name(path) or str(path)
 
 

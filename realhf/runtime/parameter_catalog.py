@@ -23,7 +23,7 @@ class ParameterCatalog:
         self.sets = parameter_sets(roles)
         self.specs = parameter_specs(roles)
         # Read only once, as the directory of the adapters may change during a run.
-        self.loras = {name: role.resolved_lora() for name, role in roles.items()}
+        self.loras = {name: role.resolved_lora(weights=True) for name, role in roles.items()}
         self._homes = homes
 
     def home(self, name: str) -> Layout:

@@ -12,13 +12,15 @@ from typing import Any
 from realhf.checkpoint.names import METRICS
 from realhf.checkpoint.write import Beside
 from realhf.data.dataset import DatasetConfig
-from realhf.data.loader import Loader
+from realhf.data.loader import Loader, MixedLoader, make_loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
+from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
+from realhf.runtime.checks import row_faults_of
 from realhf.runtime.compute import ComputeMeter, flops_by_role, peaks_by_call
 from realhf.runtime.dry_trace import step_runner
 from realhf.runtime.executor import Executor
@@ -103,7 +105,7 @@ class Trainer:
         self._journal = Journal(world, self._outbox, self._recorder, self._progress, self._make_meter())
         if self._recorder is not None:
             calls = {call.name: program.plan[call.name] for call in program.graph.calls}
-            config = _to_json(experiment) | {"roles": _to_json(program.roles)}
+            config = _described(experiment) | {"roles": _to_json(program.roles)}
             self._recorder.start(config, dataclasses.replace(program.plan, calls=calls))
         self._stop = stop
         self._first_step = 1
@@ -116,7 +118,7 @@ class Trainer:
                 self._executor.samples)
             self._first_step = checkpoint.manifest.step + 1
 
-    def _make_executor(self, loader: Loader | None) -> Executor:
+    def _make_executor(self, loader: Loader | MixedLoader | None) -> Executor:
         """Return the executor of training, which tells the watcher what a rank might do otherwise."""
         experiment = self._program.experiment
         may_differ = experiment.has_own_program or experiment.max_lag > 0
@@ -140,15 +142,18 @@ class Trainer:
     def _make_checkpointer(self, directory: Path) -> Checkpointer:
         return Checkpointer(
             self._program, self._world, self._store, self._context, self._runner, self._executor.samples,
-            directory=directory, experiment=_to_json(self._program.experiment),
+            directory=directory, experiment=_described(self._program.experiment),
         )  # fmt: skip
 
-    def _warn(self, loader: Loader | None, eval_loader: Loader | None, checkpoint: Checkpoint | None) -> None:
+    def _warn(
+        self, loader: Loader | MixedLoader | None, eval_loader: Loader | MixedLoader | None,
+        checkpoint: Checkpoint | None,
+    ) -> None:
         """Print what is probably not as the user wants it."""
         program = self._program
         changed = []
         if checkpoint is not None:
-            changed = changed_fields(checkpoint.manifest.experiment, _to_json(program.experiment))
+            changed = changed_fields(checkpoint.manifest.experiment, _described(program.experiment))
         slow = slow_dtypes(program.roles, self._world.device)
         for sentence in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
             warn(sentence)
@@ -305,14 +310,15 @@ class Trainer:
         largest = max(self._context.tokenizer.get_vocab().values())
         check_vocabulary(self._program.roles, largest, tokenizer=self._context.tokenizer_dir)
 
-    def _make_loader(self, config: DatasetConfig, graph: DataflowGraph, group_size: int) -> Loader | None:
+    def _make_loader(
+        self, config: DatasetConfig, graph: DataflowGraph, group_size: int
+    ) -> Loader | MixedLoader | None:
         """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size."""
         if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
             return None
-        loader = Loader(
+        loader = make_loader(
             config, keys=graph.inputs, tokenizer=self._context.tokenizer, group_size=group_size,
-            seed=self._program.experiment.seed,
-        )  # fmt: skip
+            seed=self._program.experiment.seed, row_faults=row_faults_of(graph))
         check_lengths(self._program.roles, graph, loader)
         return loader
 
@@ -340,6 +346,12 @@ def _keeps_caches(program: Program) -> bool:
 
 def _is_multiple(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
+
+
+def _described(experiment: Experiment) -> dict[str, Any]:
+    """Return the experiment's fields as JSON, and as `hub` the commits of models and data sets there."""
+    commits = experiment.hub_commits()
+    return _to_json(experiment) | ({"hub": commits} if commits else {})
 
 
 def _to_json(config: Any) -> dict[str, Any]:

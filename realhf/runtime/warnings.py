@@ -8,10 +8,11 @@ from typing import Any
 from realhf.calls import Generate, longest_response
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.data.dataset import LOADER_KEYS, column_of
-from realhf.data.tokenized import TokenizedRows
+from realhf.data.tokenized import MixedRows, TokenizedRows
 from realhf.errors import UserError
 from realhf.experiment import Role
 from realhf.graph import DataflowGraph
+from realhf.hub import find_model
 from realhf.model_config import ModelConfig
 from realhf.runtime.actions import spec_of
 from realhf.runtime.export import base_name, hub_name
@@ -26,7 +27,7 @@ _SCHEDULE = (
 
 
 def warnings_of(
-    program: Program, rows: TokenizedRows | None, eval_rows: TokenizedRows | None
+    program: Program, rows: TokenizedRows | MixedRows | None, eval_rows: TokenizedRows | MixedRows | None
 ) -> list[str]:
     """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it."""
     parts = [("dataset", program.graph, rows)]
@@ -37,12 +38,18 @@ def warnings_of(
         found += _repeated_rows(program, rows)
     for name, graph, some in parts:
         found += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
-        if some is not None:
-            found += [*_left_out(name, some), *_null_columns(name, some), *_unlike_template(name, some)]
-            found += _equal_pairs(name, some)
-            found += [*_beyond_positions(program.roles, graph, name, some),
-                      *_unknown_end(program.roles, graph, name, some)]
+        for where, part in named_parts(name, some):
+            found += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
+            found += _equal_pairs(where, part)
+            found += [*_beyond_positions(program.roles, graph, where, part),
+                      *_unknown_end(program.roles, graph, where, part)]
     return list(dict.fromkeys(found))
+
+
+def named_parts(name: str, rows: TokenizedRows | MixedRows | None) -> list[tuple[str, TokenizedRows]]:
+    """Return the rows of each part of a data set, with its name for messages."""
+    parts = () if rows is None else rows.parts
+    return [(name if len(parts) == 1 else f"{name}.parts[{i}]", part) for i, part in enumerate(parts)]
 
 
 def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -74,16 +81,20 @@ def check_vocabulary(roles: Mapping[str, Role], largest: int, *, tokenizer: str)
             )
 
 
-def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows) -> None:
-    """Raise UserError if a dataset has a whole sequence that is longer than a model's learned positions."""
-    if "sequence_ids" not in rows.keys:
-        return
-    for name in sorted({call.role for call in graph.calls if call.role is not None}):
-        limit = spec_of(roles[name].config()).config.num_positions
-        if limit is not None and rows.longest > limit:
-            has = f"prompt and completion have {rows.longest} tokens"
-            raise UserError(
-                f"{rows.place_of_longest()}: {has}, and {name}.model has learned {limit} positions")
+def check_lengths(roles: Mapping[str, Role], graph: DataflowGraph, rows: TokenizedRows | MixedRows) -> None:
+    """Raise UserError if a dataset has a whole sequence that is longer than a model's learned positions.
+
+    Rows that are read later are checked then.
+    """
+    limits = {
+        name: spec_of(roles[name].config()).config.num_positions
+        for name in sorted({call.role for call in graph.calls if call.role is not None})
+    }
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    if known:
+        name = min(known, key=lambda role: known[role])
+        for part in rows.parts:
+            part.require_at_most(known[name], f"{name}.model has learned {known[name]} positions")
 
 
 def other_bases(roles: Mapping[str, Role]) -> list[str]:
@@ -97,7 +108,8 @@ def other_bases(roles: Mapping[str, Role]) -> list[str]:
             continue
         adapter = role.lora.adapter
         ours = base_name(role)
-        theirs = json.loads((Path(adapter) / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+        settings = json.loads((find_model(adapter) / CONFIG_FILE).read_text())
+        theirs = settings.get("base_model_name_or_path")
         if not isinstance(theirs, str) or not theirs:
             continue
         names = {Path(ours).name, Path(role.model).name}  # A symbolic link may have another name.
@@ -119,17 +131,26 @@ def _ignored(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
 
 def _left_out(name: str, rows: TokenizedRows) -> Iterator[str]:
     if count := rows.num_too_long:
-        tried = "rows" if rows.num_tokenized == rows.num_in_file else "rows that were tried"
         limit = f"max_prompt_tokens {rows.config.max_prompt_tokens}"
-        which = f"{count} of {rows.num_tokenized} {tried}"
-        yield f"{name}: {which} are left out, as their prompts are longer than {limit}"
+        yield f"{name}: {_share(count, rows)} are left out, as their prompts are longer than {limit}"
+    if count := rows.num_long_completions:
+        limit = f"max_completion_tokens {rows.config.max_completion_tokens}"
+        yield f"{name}: {_share(count, rows)} are left out, as their completions are longer than {limit}"
+    if count := rows.num_cut:
+        yield f"{name}: {count} prompts or completions are cut, as they are longer than their limit"
+
+
+def _share(count: int, rows: TokenizedRows) -> str:
+    """Return how many of the tokenised rows these are, in words."""
+    tried = "rows" if rows.num_tokenized == rows.num_in_file else "rows that were tried"
+    return f"{count} of {rows.num_tokenized} {tried}"
 
 
 def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield warnings about columns that a call reads and that are null in some rows."""
     for key in (key for key in rows.keys if key not in LOADER_KEYS):
         if null := [i for i, row in enumerate(rows.rows) if row[key] is None]:
-            count = f"{len(null)} of {len(rows)} rows"
+            count = f"{len(null)} of {len(rows.rows)} rows"
             yield f"{name}: column {column_of(key)!r} is null in {count}, first in {rows.place_of(null[0])}"
 
 
@@ -142,13 +163,13 @@ def _unlike_template(name: str, rows: TokenizedRows) -> Iterator[str]:
 def _equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
     if equal := rows.equal_pairs():
         columns = f"{rows.config.rejected_key} is the same as {rows.config.chosen_key}"
-        count = f"{len(equal)} of {len(rows)} rows"
+        count = f"{len(equal)} of {len(rows.rows)} rows"
         yield f"{name}: {columns} in {count}, first in {rows.place_of(equal[0])}"
 
 
-def _repeated_rows(program: Program, rows: TokenizedRows) -> Iterator[str]:
+def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterator[str]:
     size = program.experiment.batch_size
-    count = rows.num_in_file - rows.num_too_long
+    count = sum(part.num_in_file - part.num_left_out for part in rows.parts)
     if size > count:
         what = f"there are {count} rows in dataset"
         yield f"batch_size is {size}, and {what}: each step has some rows more than once"

@@ -103,10 +103,6 @@ WORDS: dict[str, list[str]] = {
         "actor.dtype is float16: training in it needs loss scaling, which realhf does not have",
         "set it to bfloat16 or float32",
     ],
-    "--actor.model Qwen/Qwen2.5-0.5B": [
-        "actor.model: 'Qwen/Qwen2.5-0.5B' is not on this disk",
-        "(`hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B`) and give the directory",
-    ],
     "--actor.model {here}/adapters": [
         "actor.model: {here}/adapters holds LoRA adapters of org/base, and no model",
         "set lora.adapter to {here}/adapters",

@@ -17,10 +17,9 @@ from realhf.data.dataset import (
     load_rows,
     needed_columns,
     read_rows,
-    require_columns,
-    row_order,
 )
 from realhf.data.loader import Loader, load_tokenizer
+from realhf.data.order import row_order
 from realhf.errors import UserError
 from tests.runtime.tiny import write_task
 
@@ -213,7 +212,7 @@ def test_missing_columns_are_named(tmp_path, tokenizer):
     assert set(needed_columns(config, ("prompt_ids", "prompt", "answer"))) == {"prompt", "answer"}
     assert set(needed_columns(config, ("sequence_ids", "response_mask"))) == {"prompt", "completion"}
     with pytest.raises(ValueError, match="line 2: there is no column 'answer'; its columns are prompt"):
-        require_columns(config, read_rows(config), ["prompt", "answer"])
+        load_rows(config, ["prompt_ids", "answer"])
     with pytest.raises(ValueError, match="line 1: there is no column 'question'"):
         _loader(path, tokenizer, prompt_key="question")
     with pytest.raises(UserError, match="nowhere"):

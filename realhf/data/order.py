@@ -1,0 +1,76 @@
+"""The order in which a run uses the rows of its data, a function of the prompt's number. Imports no torch."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK = 1000
+"""Prompts of a block of a mixture, in which each part has the same number."""
+_MIXTURE = 0x6D6978
+"""Keeps the random numbers of mixtures apart from those of epochs."""
+
+
+def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool) -> list[int]:
+    """Return the row indices from `start` to `start + count` of an endless run, shuffled anew each epoch."""
+    if not shuffle:
+        return [i % num_rows for i in range(start, start + count)]
+    order: list[int] = []
+    while count > 0:
+        offset = start % num_rows
+        part = _epoch_order(num_rows, seed, start // num_rows)[offset : offset + count]
+        order += part.tolist()
+        start += len(part)
+        count -= len(part)
+    return order
+
+
+@lru_cache(maxsize=8)
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.integer]:
+    """Return the row indices of an epoch in their random order."""
+    order = np.random.default_rng([seed, epoch]).permutation(num_rows)
+    return order.astype(np.int32) if num_rows < 2**31 else order
+
+
+def block_counts(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the prompts of each part in a block of a mixture: the weights' shares, rounded to whole prompts.
+
+    Raises ValueError if a weight is not positive, or so small that its part would have no prompt.
+    """
+    total = sum(weights)
+    if any(not weight > 0 for weight in weights) or not total < float("inf"):
+        raise ValueError(f"weights are {tuple(weights)}: they must be positive numbers")
+    exact = [weight / total * _BLOCK for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: _BLOCK - sum(counts)]:
+        counts[i] += 1
+    if 0 in counts:
+        raise ValueError(
+            f"weights are {tuple(weights)}: each must be at least a thousandth of their sum")
+    return tuple(counts)
+
+
+def mixture_position(prompt: int, counts: tuple[int, ...], *, seed: int) -> tuple[int, int]:
+    """Return the part of a mixture that a prompt is from, and the number of the part's prompts before it.
+
+    Every block of prompts has `counts` prompts of the parts, in a random order of its own.
+    """
+    block, offset = divmod(prompt, _BLOCK)
+    parts, earlier = _block(block, counts, seed)
+    part = int(parts[offset])
+    return part, block * counts[part] + int(earlier[offset])
+
+
+@lru_cache(maxsize=8)
+def _block(
+    block: int, counts: tuple[int, ...], seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the part of each prompt of a block, and how many prompts before it have the same part."""
+    parts = np.repeat(np.arange(len(counts)), counts)
+    parts = np.random.default_rng([seed, block, _MIXTURE]).permutation(parts)
+    earlier = np.zeros(len(parts), np.int64)
+    for part, count in enumerate(counts):
+        earlier[parts == part] = np.arange(count)
+    return parts, earlier

@@ -1,0 +1,197 @@
+"""Reads single rows of JSONL, parquet and Arrow files, of any size. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realhf.errors import UserError
+from realhf.prepare import prepare_once
+
+LARGE_BYTES = 64 << 20
+"""Files of more bytes are not read as a whole: rows are read, checked and tokenised when they come up."""
+_CHUNK_BYTES = 8 << 20
+_NEWLINE = 10
+_BLANK = np.frombuffer(b" \t\r\n\x0b\x0c", np.uint8)
+_ROWS_OF_BATCH = 512
+"""Rows of a record batch of a parquet file's copy, of which single rows are read."""
+
+
+class RowFile:
+    """Rows in a file, by number from 0: dicts by column, which nobody else has."""
+
+    name: str
+    num_bytes: int
+    has_other_types = False
+    """Whether values may have types that JSON does not have."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Return a row. Raises ValueError, which names file and line, if it is malformed."""
+        raise NotImplementedError
+
+    def place(self, number: int) -> str:
+        """Return the line or row of the file, in words."""
+        return f"row {number}"
+
+    def first(self, count: int) -> Iterator[dict[str, Any]]:
+        """Yield the first rows."""
+        for number in range(min(count, len(self))):
+            yield self[number]
+
+
+class JsonlFile(RowFile):
+    """A file with a JSON object on each line. It keeps eight bytes per row, and reads rows when asked for.
+
+    The file is read and not mapped, as mapped pages would count as memory of the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.num_bytes = path.stat().st_size
+        self._file = path.open("rb", buffering=0)
+
+    def __len__(self) -> int:
+        return len(self._index[0])
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        starts = self._index[0]
+        start = int(starts[number])
+        stop = int(starts[number + 1]) if number + 1 < len(starts) else self.num_bytes
+        data = os.pread(self._file.fileno(), stop - start, start)
+        line = data[: data.find(b"\n") + 1 or None]  # Blank lines may follow.
+        return self._parsed(line, self._line_number(number))
+
+    def place(self, number: int) -> str:
+        return f"line {self._line_number(number)}"
+
+    def first(self, count: int) -> Iterator[dict[str, Any]]:
+        with Path(self.name).open("rb") as lines:
+            kept = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+            for number, line in islice(kept, count):
+                yield self._parsed(line, number)
+
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+        where = f"dataset {self.name} line {number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            what = f"byte {error.start} of the line is {line[error.start]:#04x}"
+            raise UserError(f"{where} is not UTF-8 ({what}): save the file as UTF-8") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where} is not JSON: {error}") from error
+        except RecursionError as error:
+            raise UserError(f"{where} is nested too deeply") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is {type(row).__name__}: every line must be an object")
+        return row
+
+    def _line_number(self, number: int) -> int:
+        starts, blank = self._index
+        return number + 1 + int(np.searchsorted(blank, starts[number]))
+
+    @cached_property
+    def _index(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the bytes at which lines with rows start, and those at which blank lines do."""
+        buffer = np.empty(_CHUNK_BYTES, np.uint8)
+        found: list[NDArray[np.int64]] = []
+        suspects: list[NDArray[np.int64]] = []
+        position = 0
+        starts_line = True
+        with Path(self.name).open("rb", buffering=0) as file:
+            while count := file.readinto(buffer.data):
+                chunk = buffer[:count]
+                after = np.flatnonzero(chunk == _NEWLINE) + 1
+                starts = after[after < count]
+                if starts_line:
+                    starts = np.concatenate([np.zeros(1, starts.dtype), starts])
+                found.append(starts + position)
+                suspects.append(starts[np.isin(chunk[starts], _BLANK)] + position)
+                starts_line = bool(chunk[-1] == _NEWLINE)
+                position += count
+        starts = np.concatenate(found) if found else np.zeros(0, np.int64)
+        blank = np.array([s for part in suspects for s in part.tolist() if self._is_blank(s)], np.int64)
+        return (starts[~np.isin(starts, blank)] if len(blank) else starts), blank
+
+    def _is_blank(self, start: int) -> bool:
+        with Path(self.name).open("rb") as file:
+            file.seek(start)
+            return not file.readline().strip()
+
+
+class ArrowFile(RowFile):
+    """Rows of Arrow record batches, which are mapped into memory from files or small."""
+
+    has_other_types = True
+
+    def __init__(self, name: str, batches: Sequence[Any], *, num_bytes: int, start: int = 0) -> None:
+        """`start` is the number of the first row in the file of this name."""
+        self.name = name
+        self.num_bytes = num_bytes
+        self._batches = [batch for batch in batches if batch.num_rows]
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches])
+        self._start = start
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        which = int(np.searchsorted(self._ends, number, side="right"))
+        batch = self._batches[which]
+        return batch.slice(number - int(self._ends[which]) + batch.num_rows, 1).to_pylist()[0]
+
+    def place(self, number: int) -> str:
+        return f"row {self._start + number}"
+
+
+def open_file(path: Path, *, cache: Path) -> RowFile:
+    """Return the rows of a .jsonl or .parquet file; of a large parquet file there is a copy in `cache`."""
+    status = path.stat()
+    return _opened(path, status.st_size, status.st_mtime_ns, cache)
+
+
+@lru_cache(maxsize=64)
+def _opened(path: Path, size: int, modified: int, cache: Path) -> RowFile:
+    if path.suffix != ".parquet":
+        return JsonlFile(path)
+    import pyarrow.parquet
+
+    try:
+        if size <= LARGE_BYTES:
+            batches = pyarrow.parquet.read_table(path).to_batches()
+            return ArrowFile(str(path), batches, num_bytes=size)
+        # Its row groups would have to be decoded as a whole for each row of a random order.
+        key = hashlib.sha256(f"{path.resolve()} {size} {modified}".encode()).hexdigest()[:20]
+        copy = prepare_once(cache / f"{path.stem}-{key}.arrow", lambda target: _copy(path, target))
+        return ArrowFile(str(path), mapped_batches(copy), num_bytes=copy.stat().st_size)
+    except (ValueError, OSError) as error:
+        raise UserError(f"dataset {path} cannot be read as parquet: {error}") from error
+
+
+def mapped_batches(path: Path) -> list[Any]:
+    """Return the record batches of an Arrow stream, mapped into memory."""
+    import pyarrow
+
+    return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all().to_batches()
+
+
+def _copy(path: Path, target: Path) -> None:
+    """Write a parquet file as an Arrow stream, row group by row group."""
+    import pyarrow
+    import pyarrow.parquet
+
+    source = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
+    with pyarrow.ipc.new_stream(str(target), source.schema_arrow) as writer:
+        for batch in source.iter_batches(batch_size=_ROWS_OF_BATCH):
+            writer.write_batch(batch)

@@ -1,0 +1,235 @@
+"""Rows: the rows of one data set, which are read, mapped and checked one at a time. Imports no torch."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from realhf.data.hub_dataset import datasets_cache, open_split
+from realhf.data.json_form import json_form
+from realhf.data.row_faults import fault_of, tools_fault
+from realhf.data.row_files import LARGE_BYTES, RowFile, open_file
+from realhf.errors import UserError, described
+from realhf.hub import parse_hub_name
+
+if TYPE_CHECKING:
+    from realhf.data.dataset import DatasetConfig
+
+SOURCE = "dataset"
+"""Column of a mixture's rows: the name of the part that they are from."""
+RowFault = Callable[[Mapping[str, Any]], "str | None"]
+"""Returns a sentence if a row cannot be used, else None."""
+_NUM_TRIED = 1000
+"""Rows of a large data set that are read at the start."""
+_NUM_FIRST = 100
+"""Rows from the start of a large data set among them."""
+_WILDCARDS = "*?["
+
+
+class Rows:
+    """The rows of a data set, by number from 0 over all of its files. They have JSON's types."""
+
+    def __init__(
+        self, config: DatasetConfig, *, columns: Sequence[str] = (), completions: Sequence[str] = (),
+        blank: Collection[str] = (), source: str | None = None, row_faults: Sequence[RowFault] = (),
+    ) -> None:
+        """`columns` are those that are read, and `completions` those of them with completions.
+
+        Columns in `blank` are None where they are missing. With `source`, the column SOURCE is added.
+        """
+        self.config = config
+        self._columns = list(dict.fromkeys(columns))
+        self._completions = completions
+        self._blank = blank
+        self._source = source
+        self._row_faults = row_faults
+        self._files = _open_files(config)
+        self._ends = np.cumsum([len(file) for file in self._files])
+        if not self._ends[-1]:
+            raise UserError(f"dataset {self.name} has no rows")
+
+    def __len__(self) -> int:
+        total = int(self._ends[-1])
+        return min(self.config.max_rows or total, total)
+
+    @property
+    def name(self) -> str:
+        """The files of the data set, in words."""
+        shown = ", ".join(file.name for file in self._files[:3])
+        return f"{shown}, ..." if len(self._files) > 3 else shown
+
+    @property
+    def is_large(self) -> bool:
+        """Whether rows are read only when they are needed."""
+        if self.config.preload is not None:
+            return not self.config.preload
+        num_bytes = sum(file.num_bytes for file in self._files)
+        return num_bytes * len(self) > LARGE_BYTES * int(self._ends[-1])
+
+    def tried(self, limit: int = _NUM_TRIED) -> Sequence[int]:
+        """Return the rows to read at the start: all, or of a large data set the first and a sample."""
+        return spread(len(self), limit) if self.is_large else range(len(self))
+
+    def __getitem__(self, number: int) -> dict[str, Any] | None:
+        """Return a row; None if the map function leaves it out.
+
+        Raises ValueError, which names file and line, if it lacks a column or has an unusable value.
+        """
+        which, local = self._locate(number)
+        row = mapped(self.config, self._files[which][local], lambda: self.place(number))
+        if row is None:
+            return None
+        if self._source is not None:
+            row.setdefault(SOURCE, self._source)
+        for column in self._columns:
+            if column not in row and column in self._blank:
+                row[column] = None
+        converts = self.config.map is not None or self._files[which].has_other_types
+        if converts and (fault := self._to_json_form(row)):
+            raise UserError(f"{self.place(number)}: {fault}")
+        if fault := self._fault(row):
+            raise UserError(f"{self.place(number)}: {fault}")
+        return row
+
+    def place(self, number: int) -> str:
+        """Return the file and the line or row of a row, in words."""
+        return f"dataset {self.name_of(number)} {self.short_place(number)}"
+
+    def short_place(self, number: int) -> str:
+        """Return the line or row of a row, in words; with its file if there are several."""
+        which, local = self._locate(number)
+        line = self._files[which].place(local)
+        return line if len(self._files) == 1 else f"{line} of {self._files[which].name}"
+
+    def name_of(self, number: int) -> str:
+        """Return the file of a row."""
+        return self._files[self._locate(number)[0]].name
+
+    def _locate(self, number: int) -> tuple[int, int]:
+        """Return the file of a row, and its number in it."""
+        which = int(np.searchsorted(self._ends, number, side="right"))
+        return which, number - int(self._ends[which]) + len(self._files[which])
+
+    def _to_json_form(self, row: dict[str, Any]) -> str | None:
+        """Convert the columns of a row to JSON's types; return in words why one cannot be, or None."""
+        for column in (column for column in self._columns if column in row):
+            try:
+                row[column] = json_form(row[column], as_text=True)
+            except TypeError as error:
+                hint = "store it as text or numbers, or leave the column out"
+                return f"column {column!r} has {error}; {hint}"
+        return None
+
+    def _fault(self, row: dict[str, Any]) -> str | None:
+        """Return in words what is wrong with a row, or None."""
+        config = self.config
+        for column in self._columns:
+            if column not in row:
+                return f"there is no column {column!r}; its columns are {', '.join(row)}"
+        if not self._columns:
+            return None
+        prompt = row[config.prompt_key]
+        if fault := fault_of(prompt):
+            return f"{config.prompt_key} {fault}"
+        for column in self._completions:
+            if fault := fault_of(row[column], prompt=None if config.makes_chats else prompt):
+                return f"{column} {fault}"
+        if len({isinstance(row[column], str) for column in self._completions}) > 1:
+            return f"of {' and '.join(self._completions)}, one is text and one a list of messages"
+        if config.tools_key is not None and (fault := tools_fault(row[config.tools_key])):
+            return f"{config.tools_key} {fault}"
+        return next(filter(None, (find(row) for find in self._row_faults)), None)
+
+
+def spread(total: int, limit: int) -> Sequence[int]:
+    """Return at most about `limit` of `total` row numbers: the first ones, and others spread evenly."""
+    if total <= limit:
+        return range(total)
+    first = min(_NUM_FIRST, limit // 2)
+    stride = -(-total // (limit - first))
+    return sorted({*range(first), *range(0, total, stride)})
+
+
+def first_row(config: DatasetConfig) -> dict[str, Any] | None:
+    """Return the first row that the map function keeps, without reading others; None if there is no file."""
+    try:
+        files = _open_files(config)
+    except ValueError:
+        if any(map(is_of_hub, (config.path,) if isinstance(config.path, str) else config.path)):
+            raise
+        return None
+    rows = ((file, i, row) for file in files for i, row in enumerate(file.first(_NUM_TRIED)))
+    for file, i, row in islice(rows, config.max_rows or None):
+        made = mapped(config, row, _place_in(file, i))
+        if made is not None:
+            return made
+    return None
+
+
+def _place_in(file: RowFile, number: int) -> Callable[[], str]:
+    return lambda: f"dataset {file.name} {file.place(number)}"
+
+
+def mapped(
+    config: DatasetConfig, row: dict[str, Any], place: Callable[[], str]
+) -> dict[str, Any] | None:
+    """Return a row with the columns that the map function makes, or None if that leaves the row out.
+
+    Raises UserError, which names the function and the row.
+    """
+    if config.map is None:
+        return row
+    name = f"map function {getattr(config.map, '__qualname__', type(config.map).__name__)}"
+    try:
+        made = config.map(row)
+    except Exception as error:
+        raise UserError(f"{place()}: {name} failed with {described(error)}") from error
+    if made is not None and (not isinstance(made, Mapping) or any(not isinstance(k, str) for k in made)):
+        rule = "it must return a dict of columns, or None to leave the row out"
+        raise UserError(f"{place()}: {name} returned {type(made).__name__}: {rule}")
+    return None if made is None else {**row, **made}
+
+
+def _open_files(config: DatasetConfig) -> list[RowFile]:
+    """Return the files of a data set, those of the hub included.
+
+    Raises ValueError if there is none, or if one is of another kind.
+    """
+    paths = (config.path,) if isinstance(config.path, str) else config.path
+    return [file for path in paths for file in _open_path(config, path)]
+
+
+def _open_path(config: DatasetConfig, path: str) -> Iterator[RowFile]:
+    if Path(path).is_file():
+        found = [path]
+    elif set(path) & set(_WILDCARDS):
+        found = [name for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
+        if not found:
+            raise UserError(f"dataset.path {path!r}: no file matches")
+    elif is_of_hub(path):
+        try:
+            yield from open_split(path, name=config.name, split=config.split, revision=config.revision)
+        except ValueError as error:
+            raise UserError(f"dataset.path {error}") from error
+        return
+    else:
+        raise UserError(f"dataset.path {path!r}: there is no such file")
+    for name in found:
+        file = Path(name)
+        if file.suffix not in (".jsonl", ".json", ".parquet"):
+            raise UserError(f"dataset.path '{file}' ends in {file.suffix!r}: legal are .jsonl and .parquet")
+        yield open_file(file, cache=datasets_cache() / "realhf" if _is_large_parquet(file) else Path())
+
+
+def is_of_hub(path: str) -> bool:
+    """Return whether a path names a data set of the hub, and nothing here."""
+    return not set(path) & set(_WILDCARDS) and not Path(path).exists() and parse_hub_name(path) is not None
+
+
+def _is_large_parquet(file: Path) -> bool:
+    return file.suffix == ".parquet" and file.stat().st_size > LARGE_BYTES

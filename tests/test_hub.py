@@ -1,0 +1,201 @@
+"""Models and data sets by their names, from a hub on this machine and with real processes."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from realhf.hub import HubName, parse_hub_name
+from tests.cli_tools import REPO
+from tests.hub import Hub, Repository, gsm8k_repository, gsm8k_rows, hub, model_repository
+
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+         "chat_template.jinja", "LICENSE"}  # fmt: skip
+EXPERIMENT = """
+from realhf import GRPO, DatasetConfig, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
+
+def right(completions, answer):
+    return [float(a in c) for c, a in zip(completions, answer)]
+
+def number_only(row):
+    return {"answer": row["answer"].rpartition("#### ")[2]}
+
+experiment = GRPO(
+    actor=Role(model="Qwen/Qwen2.5-0.5B-Instruct", optimizer=OptimizerConfig(lr=1e-3)),
+    dataset=DatasetConfig("openai/gsm8k", name="main", split="train", prompt_key="question", map=number_only,
+                          system_prompt="Be brief."),
+    eval_dataset=DatasetConfig("openai/gsm8k", name="main", split="test[:8]", prompt_key="question",
+                               map=number_only, chat=True),
+    reward_function=right, sampling=SamplingConfig(max_new_tokens=6), loss=PolicyLossConfig(kl_coef=0.01),
+    batch_size=4, group_size=2, steps=1,
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    pickled = model_repository("org/pickled")
+    del pickled.files["model.safetensors"]
+    gated = Repository("org/gated", {"config.json": b"{}"}, is_gated=True)
+    with hub([model_repository(MODEL), gsm8k_repository(), pickled, gated]) as running:
+        yield running
+
+
+def realhf(server: Hub, home: Path, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with its cache in `home`."""
+    command = [sys.executable, "-m", "realhf", *map(str, words)]
+    settings = server.environment(home, PYTHONPATH=str(REPO), OMP_NUM_THREADS="1", **environment)
+    return subprocess.run(command, env=settings, cwd=REPO, capture_output=True, text=True)
+
+
+def python(server: Hub, home: Path, code: str, **environment: str) -> str:
+    """Run Python code with its cache in `home`, and return what it prints."""
+    settings = server.environment(home, PYTHONPATH=str(REPO), **environment)
+    done = subprocess.run([sys.executable, "-c", code], env=settings, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_names_of_the_hub_and_other_texts():
+    assert parse_hub_name(MODEL) == HubName(MODEL)
+    assert parse_hub_name(f"{MODEL}@refs/pr/3") == HubName(MODEL, "refs/pr/3")
+    for other in ("tiny", "a/b/c", "/a/b", "../b", "a/../b", "data/rows.jsonl", "a/b.json", "a/b@", "", "a/"):
+        assert parse_hub_name(other) is None
+
+
+def test_an_experiment_that_names_model_and_data(server, tmp_path):
+    """`check` downloads the small files, `run` the weights, and the next commands nothing at all."""
+    home = tmp_path / "home"
+    experiment = tmp_path / "gsm8k.py"
+    experiment.write_text(EXPERIMENT)
+    server.requests.clear()
+    checked = realhf(server, home, "check", experiment)
+    assert checked.returncode == 0, checked.stderr
+    data = {"main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet", "README.md"}
+    assert server.downloads() == dict.fromkeys(SMALL | data, 1)
+
+    server.requests.clear()
+    first = realhf(server, home, "run", experiment, "--out", tmp_path / "run")
+    assert first.returncode == 0, first.stderr
+    assert server.downloads() == {"model.safetensors": 1}
+
+    server.requests.clear()
+    again = realhf(server, home, "check", experiment, HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
+    planned = realhf(server, home, "plan", experiment, "--cluster", "cpu-laptop", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert server.requests == []
+
+    commits = json.loads((tmp_path / "run/config.json").read_text())["hub"]
+    model, data = server.repositories[:2]
+    assert commits == {MODEL: model.commit, "openai/gsm8k main": data.commit}
+    rows = [json.loads(line) for line in (tmp_path / "run/eval.jsonl").read_text().splitlines()]
+    expected = {row["question"]: row["answer"].split("#### ")[1] for row in gsm8k_rows(8, seed=1)}
+    assert {row["prompt"]: row["answer"] for row in rows} == expected
+    card = (tmp_path / "run/hf/step_1/README.md").read_text()
+    assert f'base_model: "{MODEL}"' in card
+    assert (tmp_path / "run/hf/step_1/LICENSE").read_bytes() == model.files["LICENSE"]
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one_does_and_ask_the_hub_no_more(server, tmp_path):
+    experiment = tmp_path / "gsm8k.py"
+    experiment.write_text(EXPERIMENT)
+    server.requests.clear()
+    for count in (2, 1):
+        done = realhf(server, tmp_path / "home", "run", experiment, "--nproc", count, "--out", tmp_path / f"{count}")
+        assert done.returncode == 0, done.stderr
+    assert set(server.downloads().values()) == {1}
+    one, two = ((tmp_path / f"{count}/eval.jsonl").read_text() for count in (1, 2))
+    assert one == two
+
+
+def test_processes_that_ask_at_once_download_each_file_once(server, tmp_path):
+    code = (
+        "from realhf.hub import find_model\nfrom realhf.data.hub_dataset import find_dataset\n"
+        f"print(find_model({MODEL!r}, weights=True))\n"
+        "print(find_dataset('openai/gsm8k', name='main', revision=None).commit)")
+    server.requests.clear()
+    printed: list[str] = []
+    threads = [threading.Thread(target=lambda: printed.append(python(server, tmp_path, code))) for _ in "12"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(printed) == 2 and printed[0] == printed[1]
+    assert set(server.downloads().values()) == {1} and server.downloads().keys() >= SMALL
+    assert not any(path.endswith(".bin") for _, path in server.requests)
+    torch_free = "import sys\n" + code + "\nassert 'torch' not in sys.modules"
+    server.requests.clear()
+    assert python(server, tmp_path, torch_free) == printed[0] and server.requests == []
+
+
+def test_a_branch_stays_at_its_commit_and_a_revision_can_be_named(tmp_path):
+    repository = model_repository("org/moving")
+    old = repository.commit
+    show = "from realhf.hub import find_model\nfor name in {}: print(find_model(name).name)"
+    with hub([repository]) as server:
+        assert python(server, tmp_path, show.format(["org/moving"])).split() == [old]
+        repository.update({"README.md": b"# Another commit\n"})
+        names = ["org/moving", f"org/moving@{repository.commit}", f"org/moving@{old}"]
+        assert repository.commit != old
+        assert python(server, tmp_path, show.format(names)).split() == [old, repository.commit, old]
+
+
+def test_what_cannot_be_found_is_said_in_one_sentence(server, tmp_path):
+    code = """
+import sys
+from realhf.data.hub_dataset import open_split
+from realhf.hub import find_model
+cases = {
+    "unknown": lambda: find_model("org/unknown"),
+    "gated": lambda: find_model("org/gated"),
+    "revision": lambda: find_model("Qwen/Qwen2.5-0.5B-Instruct@v9"),
+    "pickled": lambda: find_model("org/pickled", weights=True),
+    "data": lambda: open_split("org/unknown", name=None, split="train", revision=None),
+    "config": lambda: open_split("openai/gsm8k", name="mian", split="train", revision=None),
+    "no config": lambda: open_split("openai/gsm8k", name=None, split="train", revision=None),
+    "split": lambda: open_split("openai/gsm8k", name="main", split="dev", revision=None),
+}
+for case in sys.stdin.read().split(","):
+    try:
+        cases[case]()
+    except ValueError as error:
+        print(error)
+"""
+    cases = ["unknown", "gated", "revision", "pickled", "data", "config", "no config", "split"]
+    settings = server.environment(tmp_path, PYTHONPATH=str(REPO))
+    done = subprocess.run([sys.executable, "-c", code], env=settings, input=",".join(cases),
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    log_in = "set HF_TOKEN or log in with `hf auth login`"
+    here = server.endpoint
+    assert done.stdout.splitlines() == [
+        f"'org/unknown' is no file or directory here, and the hub at {here} shows no such model: check the "
+        f"name; if it is private, {log_in}",
+        f"'org/gated' is gated: accept its terms at {here}/org/gated, and {log_in}",
+        f"the hub's model '{MODEL}' has no branch, tag or commit 'v9': see its page for those that it has",
+        "'org/pickled' has no safetensors weights on the hub; pickled weights (*.bin) are never downloaded, as "
+        "reading them runs code: take another model or convert it",
+        f"'org/unknown' is no file or directory here, and the hub at {here} shows no such data set: check the "
+        f"name; if it is private, {log_in}",
+        "'openai/gsm8k': name is 'mian': it must be one of main, socratic",
+        "'openai/gsm8k': name is None: it must be one of main, socratic",
+        "'openai/gsm8k': split is 'dev': it must be one of train, test, or a part such as train[:100]",
+    ]
+
+
+def test_no_network_and_nothing_in_the_cache(server, tmp_path):
+    experiment = tmp_path / "gsm8k.py"
+    experiment.write_text(EXPERIMENT)
+    missing = f"actor.model: '{MODEL}' is no file or directory here, and the model is not in the hub's cache"
+    offline = realhf(server, tmp_path, "check", experiment, HF_HUB_OFFLINE="1")
+    assert (offline.returncode, offline.stderr) == (2, (
+        f"realhf: {missing} {tmp_path / 'hub'}, and HF_HUB_OFFLINE is set: unset it once to download it\n"))
+    cut = realhf(server, tmp_path, "check", experiment, HF_ENDPOINT="http://127.0.0.1:9")
+    assert cut.returncode == 2 and cut.stderr.count("\n") == 1
+    assert f"{missing} {tmp_path / 'hub'}, and the hub at http://127.0.0.1:9 cannot be reached" in cut.stderr
+    assert "set HF_ENDPOINT to a mirror, or give a local path" in cut.stderr
