@@ -151,8 +151,11 @@ def test_values_and_scores_are_those_of_transformers(made):
 def test_a_train_step_is_that_of_a_plain_loop(made, recompute):
     directory, _ = made("phi")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-    adamw = torch.optim.AdamW(
-        model.parameters(), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, weight_decay=0.1)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     rows = [(torch.tensor([p + c]), len(p)) for p, c in ROWS]
     cross_entropy = partial(torch.nn.functional.cross_entropy, reduction="sum")
     losses = [cross_entropy(model(ids).logits[0, start - 1 : -1], ids[0, start:]) for ids, start in rows]
