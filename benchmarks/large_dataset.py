@@ -88,7 +88,8 @@ def run(data: Path, directory: Path) -> Measured:
     out = directory / f"run-{data.name}"
     experiment = directory / f"{data.stem}_experiment.py"
     experiment.write_text(_EXPERIMENT.format(model=str(directory / "model"), data=str(data)))
-    words = [sys.executable, "-m", "realhf", "run", str(experiment), "--nproc", str(_NPROC), "--out", str(out)]
+    words = [sys.executable, "-m", "realhf", "run", str(experiment), "--nproc", str(_NPROC)]
+    words += ["--out", str(out)]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(directory / "home")}
     peaks: dict[int, float] = {}
@@ -107,7 +108,8 @@ def run(data: Path, directory: Path) -> Measured:
     reader.join()
     if process.returncode:
         raise RuntimeError(b"".join(errors).decode()[-2000:])
-    return Measured(seconds or time.monotonic() - started, tuple(sorted(peaks.values(), reverse=True)[: _NPROC + 1]))
+    largest = sorted(peaks.values(), reverse=True)[: _NPROC + 1]
+    return Measured(seconds or time.monotonic() - started, tuple(largest))
 
 
 def _tree(pid: int) -> list[int]:
@@ -129,11 +131,13 @@ def _peak_gib(pid: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the file in GB; default: 2")
-    parser.add_argument("--row-bytes", type=int, default=1000, help="bytes of a row; default: 1000")
-    parser.add_argument("--parquet", action="store_true", help="write the rows as parquet, too, and read that")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--gb", type=float, default=2.0, help="size of the file in GB; default: 2")
+    add("--row-bytes", type=int, default=1000, help="bytes of a row; default: 1000")
+    add("--parquet", action="store_true", help="write the rows as parquet, too, and read that")
+    add("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args()
     num_bytes = options.gb * 1e9
     with harness.scratch_directory(int(num_bytes * 3)) as scratch:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
         Values,
     )
     from realhf.cluster import Cluster
-    from realhf.data.dataset import DatasetConfig
+    from realhf.data.dataset import DatasetConfig, DatasetMixture
     from realhf.experiment import Expected, Experiment, Role
     from realhf.graph import DataflowGraph, FunctionCall
     from realhf.interruption import Interruption
@@ -78,7 +78,7 @@ _PUBLIC = {
     "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
               "TopLogProbs", "TrainStep", "Values"),
     "cluster": ("Cluster",),
-    "data.dataset": ("DatasetConfig",),
+    "data.dataset": ("DatasetConfig", "DatasetMixture"),
     "experiment": ("Expected", "Experiment", "Role"),
     "graph": ("DataflowGraph", "FunctionCall"),
     "interruption": ("Interruption",),
@@ -98,8 +98,8 @@ _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in name
 
 __all__ = [
     "AdvantageConfig", "BradleyTerry", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree",
-    "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DeviceMesh", "Distillation",
-    "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate",
+    "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DatasetMixture", "DeviceMesh",
+    "Distillation", "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate",
     "HostFunction", "Interruption", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy",
     "OptimizerConfig", "PPO", "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss",
     "PolicyLossConfig", "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL",

@@ -55,7 +55,8 @@ def realhf(server: Hub, home: Path, *words: object, **environment: str) -> subpr
 def python(server: Hub, home: Path, code: str, **environment: str) -> str:
     """Run Python code with its cache in `home`, and return what it prints."""
     settings = server.environment(home, PYTHONPATH=str(REPO), **environment)
-    done = subprocess.run([sys.executable, "-c", code], env=settings, cwd=REPO, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=settings, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -107,7 +108,8 @@ def test_two_processes_answer_as_one_does_and_ask_the_hub_no_more(server, tmp_pa
     experiment.write_text(EXPERIMENT)
     server.requests.clear()
     for count in (2, 1):
-        done = realhf(server, tmp_path / "home", "run", experiment, "--nproc", count, "--out", tmp_path / f"{count}")
+        options = ("--nproc", count, "--out", tmp_path / f"{count}")
+        done = realhf(server, tmp_path / "home", "run", experiment, *options)
         assert done.returncode == 0, done.stderr
     assert set(server.downloads().values()) == {1}
     one, two = ((tmp_path / f"{count}/eval.jsonl").read_text() for count in (1, 2))
@@ -178,10 +180,10 @@ for case in sys.stdin.read().split(","):
         f"name; if it is private, {log_in}",
         f"'org/gated' is gated: accept its terms at {here}/org/gated, and {log_in}",
         f"the hub's model '{MODEL}' has no branch, tag or commit 'v9': see its page for those that it has",
-        "'org/pickled' has no safetensors weights on the hub; pickled weights (*.bin) are never downloaded, as "
-        "reading them runs code: take another model or convert it",
-        f"'org/unknown' is no file or directory here, and the hub at {here} shows no such data set: check the "
-        f"name; if it is private, {log_in}",
+        "'org/pickled' has no safetensors weights on the hub; pickled weights (*.bin) are never downloaded, "
+        "as reading them runs code: take another model or convert it",
+        f"'org/unknown' is no file or directory here, and the hub at {here} shows no such data set: check "
+        f"the name; if it is private, {log_in}",
         "'openai/gsm8k': name is 'mian': it must be one of main, socratic",
         "'openai/gsm8k': name is None: it must be one of main, socratic",
         "'openai/gsm8k': split is 'dev': it must be one of train, test, or a part such as train[:100]",

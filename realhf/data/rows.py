@@ -98,17 +98,14 @@ class Rows:
 
     def place(self, number: int) -> str:
         """Return the file and the line or row of a row, in words."""
-        return f"dataset {self.name_of(number)} {self.short_place(number)}"
+        which, local = self._locate(number)
+        return _place_in(self._files[which], local)()
 
     def short_place(self, number: int) -> str:
         """Return the line or row of a row, in words; with its file if there are several."""
         which, local = self._locate(number)
         line = self._files[which].place(local)
         return line if len(self._files) == 1 else f"{line} of {self._files[which].name}"
-
-    def name_of(self, number: int) -> str:
-        """Return the file of a row."""
-        return self._files[self._locate(number)[0]].name
 
     def _locate(self, number: int) -> tuple[int, int]:
         """Return the file of a row, and its number in it."""

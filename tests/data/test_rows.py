@@ -1,0 +1,186 @@
+"""Rows of several files, of large ones and through map functions, compared with what the files hold."""
+
+import json
+import random
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from realhf.data import row_files
+from realhf.data.dataset import DatasetConfig, extra_columns, load_rows, read_rows
+from realhf.data.light_tokenizer import LightTokenizer
+from realhf.data.loader import Loader
+from realhf.data.row_files import JsonlFile
+from realhf.data.rows import Rows, spread
+from realhf.errors import UserError
+from tests.runtime.tiny import write_task
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return LightTokenizer(str(write_task(tmp_path_factory.mktemp("task"))))
+
+
+def _write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _loader(config, tokenizer, keys=("prompt_ids", "prompt"), **more):
+    return Loader(config, keys=keys, tokenizer=tokenizer, group_size=1, seed=0, **more)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+def test_single_lines_of_a_file_with_blank_ones(tmp_path, monkeypatch, chunk):
+    """Every way to cut the file into chunks finds the lines that Python's own reader finds."""
+    monkeypatch.setattr(row_files, "_CHUNK_BYTES", chunk)
+    rng = random.Random(chunk)
+    ends = ("\n", "\r\n", "\n\n", "\n \t\n", "\n\r\n\n")
+    lines = [json.dumps({"prompt": "é" * rng.randrange(9)}) + rng.choice(ends) for _ in range(60)]
+    text = "\n" + "".join(lines)
+    for last in ("", '  {"prompt": "no end of line"}'):
+        path = tmp_path / f"rows{len(last)}.jsonl"
+        path.write_bytes((text + last).encode())
+        expected = [(i, line) for i, line in enumerate(path.open("rb"), start=1) if line.strip()]
+        file = JsonlFile(path)
+        assert len(file) == len(expected)
+        order = rng.sample(range(len(expected)), len(expected))
+        assert [file[i] for i in order] == [json.loads(expected[i][1]) for i in order]
+        assert [file.place(i) for i in order] == [f"line {expected[i][0]}" for i in order]
+        assert list(file.first(5)) == [file[i] for i in range(5)]
+
+
+def test_patterns_and_lists_of_files_are_read_in_order(tmp_path, tokenizer):
+    parts = [[{"prompt": f"{i}"} for i in range(start, start + 4)] for start in (0, 4, 8)]
+    for name, rows in zip("abc", parts, strict=True):
+        _write(tmp_path / f"{name}.jsonl", rows)
+    table = pyarrow.Table.from_pylist([{"prompt": "12"}])
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    everything = [row for rows in parts for row in rows]
+    assert read_rows(DatasetConfig(f"{tmp_path}/*.jsonl")) == everything
+    several = DatasetConfig([f"{tmp_path}/c.jsonl", tmp_path / "d.parquet", f"{tmp_path}/[ab].jsonl"])
+    assert read_rows(several) == [*parts[2], {"prompt": "12"}, *parts[0], *parts[1]]
+    assert read_rows(DatasetConfig(f"{tmp_path}/*.jsonl", max_rows=6)) == everything[:6]
+    batch = _loader(DatasetConfig(f"{tmp_path}/*.jsonl", shuffle=False), tokenizer).batch(range(12))
+    assert batch["prompt"] == [row["prompt"] for row in everything]
+    _write(tmp_path / "b.jsonl", [{"prompt": "1"}, {"prompt": 2}])
+    with pytest.raises(UserError, match=r"b.jsonl line 2: prompt is 2: it must be text"):
+        load_rows(DatasetConfig(f"{tmp_path}/*.jsonl"), ["prompt_ids"])
+    with pytest.raises(UserError, match=r"dataset.path '.*/\*.csv': no file matches"):
+        read_rows(DatasetConfig(f"{tmp_path}/*.csv"))
+    with pytest.raises(ValueError, match="path is an empty list: it must name a file"):
+        DatasetConfig([])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_that_are_read_when_they_come_up_are_those_of_the_file(tmp_path, tokenizer, monkeypatch, kind):
+    """Without long prompts, both ways give the same batches; parquet is copied in pieces of a few rows."""
+    monkeypatch.setattr(row_files, "LARGE_BYTES", 0)
+    monkeypatch.setattr(row_files, "_ROWS_OF_BATCH", 7)
+    monkeypatch.setattr("realhf.data.rows.LARGE_BYTES", 0)
+    monkeypatch.setattr("realhf.data.rows.datasets_cache", lambda: tmp_path)
+    rows = [{"prompt": f"{i}+{i}=", "level": i, "tags": [str(i)] * (i % 3)} for i in range(50)]
+    path = _write(tmp_path / "rows.jsonl", rows)
+    if kind == "parquet":
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=20)
+    keys = ("prompt_ids", "prompt", "level", "tags", "dataset_row")
+    lazy = _loader(DatasetConfig(str(path)), tokenizer, keys)
+    eager = _loader(DatasetConfig(str(path), preload=True), tokenizer, keys)
+    assert (lazy.is_lazy, eager.is_lazy) == (True, False)
+    ours, theirs = lazy.batch(range(120)), eager.batch(range(120))
+    assert ours["prompt_ids"].values.tolist() == theirs["prompt_ids"].values.tolist()
+    assert all(ours[key] == theirs[key] for key in keys[1:])
+    assert sorted(ours["level"][:50]) == list(range(50))
+    assert list((tmp_path / "realhf").glob("*")) == [] if kind == "jsonl" else True
+
+
+def test_only_a_sample_of_a_large_file_is_checked_at_the_start(tmp_path, tokenizer):
+    """A mistake in a row that is not tried ends the run when the row comes up, with the same sentence."""
+    rows: list[dict] = [{"prompt": str(i)} for i in range(5000)]
+    tried = set(spread(5000, 1000))
+    assert set(range(100)) < tried and len(tried) <= 1001 and max(tried) > 4990
+    wrong = next(i for i in range(2000, 5000) if i not in tried)
+    rows[wrong] = {"prompt": None}
+    path = _write(tmp_path / "rows.jsonl", rows)
+    config = DatasetConfig(str(path), preload=False, shuffle=False)
+    assert len(load_rows(config, ["prompt_ids"])) == len(tried)
+    loader = _loader(config, tokenizer)
+    assert len(loader) == 5000 and loader.batch([wrong - 1])["prompt"] == [str(wrong - 1)]
+    sentence = f"rows.jsonl line {wrong + 1}: prompt is null: it must be text"
+    with pytest.raises(UserError, match=sentence):
+        loader.batch([wrong])
+    with pytest.raises(UserError, match=sentence):
+        load_rows(DatasetConfig(str(path), preload=True), ["prompt_ids"])
+    refuse = DatasetConfig(str(_write(tmp_path / "few.jsonl", rows[:10])), preload=False)
+    with pytest.raises(UserError, match="few.jsonl line 8: seven is unlucky"):
+        load_rows(refuse, ["prompt_ids"],
+                  row_faults=[lambda row: "seven is unlucky" if row["prompt"] == "7" else None])
+
+
+def test_a_long_prompt_of_a_large_file_is_replaced_by_the_next_that_fits(tmp_path, tokenizer):
+    lengths = [1, 9, 9, 3, 2, 9]
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": "1" * length} for length in lengths])
+    loader = _loader(DatasetConfig(str(path), preload=False, max_prompt_tokens=4, shuffle=False), tokenizer)
+    assert [len(prompt) for prompt in loader.batch(range(8))["prompt"]] == [1, 3, 3, 3, 2, 1, 1, 3]
+    assert loader.batch([13])["prompt"] == loader.batch([1])["prompt"]  # It does not depend on earlier ones.
+    with pytest.raises(UserError, match="longer than max_prompt_tokens 0 .the shortest has 1 tokens"):
+        _loader(DatasetConfig(str(path), preload=False, max_prompt_tokens=0), tokenizer)
+
+
+def _question(row):
+    if row["n"] % 3 == 2:
+        return None
+    return {"prompt": f"{row['n']}=", "answer": (row["n"],)}
+
+
+@pytest.mark.parametrize("preload", [True, False])
+def test_a_map_function_makes_columns_and_leaves_out_rows(tmp_path, tokenizer, preload):
+    path = _write(tmp_path / "rows.jsonl", [{"n": n} for n in range(2, 11)])
+    config = DatasetConfig(str(path), map=_question, shuffle=False, preload=preload)
+    assert extra_columns(config) == ("n", "answer")  # The first row is left out.
+    loader = _loader(config, tokenizer, ("prompt_ids", "prompt", "answer", "n", "dataset_row"))
+    if preload:
+        kept = [n for n in range(2, 11) if n % 3 != 2]
+        assert len(loader) == len(kept) == 6 and loader.num_unmapped == 3
+        assert loader.batch(range(6))["n"] == kept
+    else:
+        assert loader.batch(range(4))["n"] == [3, 3, 4, 6]
+    batch = loader.batch(range(2))
+    assert all(answer == [n] for answer, n in zip(batch["answer"], batch["n"], strict=True))
+    assert all(row == n - 2 for row, n in zip(batch["dataset_row"], batch["n"], strict=True))
+
+
+@pytest.mark.parametrize(
+    "function, sentence",
+    [
+        (lambda row: {"prompt": row["question"]},
+         r"line 1: map function .*<lambda> failed with KeyError: 'question' \(.*test_rows.py:\d+\)"),
+        (lambda row: [row["prompt"]], "line 1: .* returned list: it must return a dict of columns"),
+        (lambda row: {"prompt": {1}}, "rows.jsonl line 1: column 'prompt' has a value of type set"),
+        (lambda row: None, "rows.jsonl: the map function leaves out every row"),
+    ],
+)
+def test_faults_of_map_functions_name_them_and_the_line(tmp_path, function, sentence):
+    path = _write(tmp_path / "rows.jsonl", [{"prompt": "1"}])
+    with pytest.raises(ValueError, match=sentence):
+        load_rows(DatasetConfig(str(path), map=function), ["prompt_ids"])
+
+
+def test_sequences_beyond_learned_positions_are_refused_when_they_come_up(tmp_path, tokenizer):
+    keys = ("prompt_ids", "sequence_ids", "response_mask")
+    number = next(i for i in range(1500, 1600) if i not in spread(3001, 1000))
+    rows = [{"prompt": "1", "completion": "1" * (30 if i == number else 3)} for i in range(3001)]
+    path = _write(tmp_path / "rows.jsonl", rows)
+    loader = _loader(DatasetConfig(str(path), preload=False, shuffle=False), tokenizer, keys)
+    loader.require_at_most(20, "the model has 20")
+    loader.batch([number - 1])
+    with pytest.raises(UserError, match=f"line {number + 1}: prompt and completion have 32 tokens, and"):
+        loader.batch([number])
+
+
+def test_places_are_found_without_tokens(tmp_path):
+    rows = Rows(DatasetConfig([str(_write(tmp_path / f"{name}.jsonl", [{"prompt": "1"}])) for name in "ab"]))
+    assert rows.place(1) == f"dataset {tmp_path}/b.jsonl line 1"
+    assert rows.short_place(1) == f"line 1 of {tmp_path}/b.jsonl"
