@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from realhf.calls import GenerateOutputs
 from realhf.data.batch import Batch, Packed
 from realhf.data.responses import response_lengths
+from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.rollout_buffer import PromptGroup
 
@@ -24,7 +25,11 @@ def _limits(samples: Batch, inputs: Sequence[str]) -> list[int | None]:
     """Return the limit of each sample's response; None: it has none of its own."""
     if len(inputs) < 2 or inputs[1] not in samples.fields:
         return [None] * len(samples)
-    return list(samples[inputs[1]])
+    limits = [int(limit) for limit in samples[inputs[1]]]
+    for i, limit in zip(samples.ids, limits, strict=True):
+        if limit < 1:
+            raise UserError(f"{inputs[1]} of sample {i} is {limit}: it must be at least 1")
+    return [*limits]
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from realhf.calls import TopLogProbs, longest_response
+from realhf.calls import TokenLimits, TopLogProbs, longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import check_tensors, open_checkpoint
-from realhf.data.dataset import load_rows, place, reads_pairs
+from realhf.data.dataset import column_of, load_rows, place, reads_pairs
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
@@ -16,6 +16,7 @@ from realhf.lora import adapter_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import RANK_0, spec_of
 from realhf.runtime.dry_trace import checked_parts, try_step_program
+from realhf.runtime.sampling_checks import check_sampling
 
 
 def check_numbers(experiment: Experiment) -> None:
@@ -247,6 +248,8 @@ def check_data(
     """Raise ValueError unless the models have enough positions for the dataset and fit the tokenizer, and the
     graph can read the rows."""
     _check_positions(experiment, roles, graph, eval_graph)
+    for one in filter(None, (graph, eval_graph)):
+        check_sampling(one, roles)
     check_rows(experiment, "dataset", graph)
     _check_tokenizer(experiment, roles)
 
@@ -281,6 +284,8 @@ def check_rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[
         rows = load_rows(config, graph.inputs)
         readers = [call.work.loss for call in graph.of_kind("train_step")]
         readers += [call.work.function for call in graph.of_kind("host")]
+        limits = [key for call in graph.of_kind("generate") for key in call.inputs[1:2]]
+        readers += [TokenLimits(column_of(key)) for key in limits if graph.producer(key) is None]
         for reader in (one for one in readers if hasattr(one, "row_fault")):  # An optional method.
             for number, row in enumerate(rows):
                 if fault := reader.row_fault(row):
