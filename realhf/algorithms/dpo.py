@@ -108,7 +108,9 @@ class DPO(Experiment):
 
     def eval_graph(self) -> DataflowGraph:
         inputs = ("response_mask", IS_CHOSEN, "logprobs", "ref_logprobs")
-        answers = scored_answers(self.reward_function, self.sampling, self.eval_dataset or self.dataset)
+        dataset = self.eval_dataset or self.dataset
+        answers = scored_answers(
+            self.reward_function, self.sampling, dataset, tokenizer=self.tokenizer_dir())
         forwards = (_log_probs("ref", "ref_logprobs"), _log_probs("actor", "logprobs"))
         return graph_of(*forwards, held_out_loss(self.loss, inputs), *answers)
 

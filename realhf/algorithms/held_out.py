@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +50,12 @@ def held_out_loss(loss: Loss, inputs: Sequence[str], *, with_perplexity: bool = 
 
 
 def scored_answers(
-    function: RewardFunction | None, sampling: SamplingConfig, dataset: DatasetConfig
+    function: RewardFunction | None, sampling: SamplingConfig, dataset: DatasetConfig, *, tokenizer: str
 ) -> tuple[FunctionCall, ...]:
     """Return the calls that answer prompts greedily and score the answers; none without a function."""
     if function is None:
         return ()
-    greedy = Generate(sampling=replace(sampling, temperature=0.0, top_k=0, top_p=1.0))
+    greedy = Generate(sampling=sampling.greedy(), tokenizer=tokenizer if sampling.reads_text else None)
     written = (*GREEDY_ANSWER, "gen_logprobs", "finished")
     columns = reward_columns(function, extra_columns(dataset))
     reward = HostFunction(RewardCall(function, columns, sequence=GREEDY_ANSWER), splittable=True)

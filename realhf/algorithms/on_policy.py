@@ -50,6 +50,9 @@ class OnPolicy(Experiment):
     eval_function: RewardFunction | None = None
     """Scores the answers to `eval_dataset`; None: the training reward scores them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    max_new_tokens_key: str | None = None
+    """Column of the dataset with the most new tokens of each prompt's answers, whole numbers of at least 1;
+    `sampling.max_new_tokens` is the limit of all. None: there is no such column."""
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     minibatches: int = 1  # Optimizer steps per epoch of a step, each on an equal part of the samples.
     minibatch_size: int | None = None  # Prompts of each optimizer step; give this or `minibatches`.
@@ -91,9 +94,12 @@ class OnPolicy(Experiment):
         settings = {setting.name: getattr(self, setting.name) for setting in fields(Generate)}
         if self.interruption is not None:
             settings["interruption"] = self.interruption.tokenized(self.tokenizer_dir())
+        settings["tokenizer"] = self.tokenizer_dir() if self.sampling.reads_text else None
         work = Generate(**settings)
+        limits = () if self.max_new_tokens_key is None else (column_key(self.max_new_tokens_key),)
+        inputs = ("prompt_ids", *limits)
         outputs = (*ANSWER, *self.version_keys)
-        return FunctionCall("actor_generate", "generate", ("prompt_ids",), outputs, role="actor", work=work)
+        return FunctionCall("actor_generate", "generate", inputs, outputs, role="actor", work=work)
 
     @property
     def with_versions(self) -> bool:
@@ -212,11 +218,14 @@ class OnPolicy(Experiment):
     @property
     def greedy_sampling(self) -> SamplingConfig:
         """The settings of sampling, but always with the most probable token."""
-        return replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0)
+        return self.sampling.greedy()
 
     def eval_graph(self) -> DataflowGraph | None:
         function = self.eval_function or self.reward_function
-        greedy = replace(self, sampling=self.greedy_sampling)
+        limits = self.max_new_tokens_key
+        if limits not in extra_columns(self.eval_dataset or self.dataset):
+            limits = None
+        greedy = replace(self, sampling=self.greedy_sampling, max_new_tokens_key=limits)
         generate = replace(greedy.actor_generate(), outputs=ANSWER)
         if function is not None:
             reward = self._reward_call(function, self.eval_dataset or self.dataset)

@@ -64,7 +64,8 @@ class SFT(Experiment):
 
     def eval_graph(self) -> DataflowGraph:
         dataset = self.eval_dataset or self.dataset
-        answers = scored_answers(self.reward_function, self.sampling, dataset)
+        answers = scored_answers(
+            self.reward_function, self.sampling, dataset, tokenizer=self.tokenizer_dir())
         if answers and dataset.completion_key not in extra_columns(dataset):
             return graph_of(*answers)
         forward = FunctionCall(

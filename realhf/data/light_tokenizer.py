@@ -28,6 +28,11 @@ class LightTokenizer:
         self._tool_template = _chat_template(path, settings, "tool_use")
 
     @property
+    def backend(self) -> Any:
+        """The tokenizer of the library `tokenizers`."""
+        return self._tokenizer
+
+    @property
     def largest_id(self) -> int:
         return max(self._tokenizer.get_vocab().values())
 

@@ -170,7 +170,10 @@ class Engine(ABC):
             return CallResult(Batch([]), metrics)
         (batch,) = minibatches
         if call.kind == "generate":
-            begun = Batch([]) if unfinished is None or not unfinished.ids else unfinished.pick(call.outputs)
+            begun = Batch([])
+            if unfinished is not None and unfinished.ids:
+                limits = [key for key in call.inputs[1:2] if key in unfinished.fields]
+                begun = unfinished.pick([*call.outputs, *limits])
             round_ = Round(begun, budget, version)
             ended, unfinished = self._generate(call, work, batch, round_, report)
             return CallResult(ended, {}, unfinished)

@@ -78,7 +78,7 @@ class NativeEngine(Engine):
         held = Batch([])
         if keeps:
             generation, held = self._kept.setdefault(call.name, (generation, held))
-        generation.submit(self._share(prompt_groups(batch, call.inputs[0])))
+        generation.submit(self._share(prompt_groups(batch, call.inputs)))
         generation.resume(self._share(round_.groups(call)))
         queue = PromptQueue(self.groups, stealing=work.work_stealing and not keeps)
         merges = self.adapters is not None and self.adapters.lora.merge
@@ -87,7 +87,7 @@ class NativeEngine(Engine):
         round_ = round_.after(held)
         made = output_batch(call, *generation.take())
         made = queue.collect_results(made, [*round_.unfinished.ids, *batch.ids])
-        ended, unfinished = round_.join(call, made)
+        ended, unfinished = round_.join(call, made, batch)
         if keeps:
             self._kept[call.name] = (generation, unfinished)
         return ended, unfinished

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,13 +68,13 @@ class TransformersEngine(Engine):
                 "to 'recompute'")
         config = self.model.config
         sampling = for_vocabulary(work.sampling, config.vocab_size)
-        groups = [*round_.groups(call), *prompt_groups(batch, call.inputs[0])]
+        groups = [*round_.groups(call), *prompt_groups(batch, call.inputs)]
         for size in agreed_sizes(groups, self.groups.dp_control.all_gather_json):
             check_positions(size.num_undrawn, sampling.max_new_tokens, config.num_positions)
         samples = RolloutBuffer(
-            len(groups), max_new_tokens=sampling.max_new_tokens, eos_ids=config.eos_token_ids,
+            len(groups), work=work, eos_ids=config.eos_token_ids,
             seed=stream_seed(work.seed, call.name), device=self.flat.device, budget=round_.budget,
-            phrase=work.interruption)
+            vocab_range=(0, config.vocab_size))
         for group in groups:
             samples.add(group)
         order = sorted(range(len(groups)), key=lambda i: (len(groups[i].tokens), i))  # Little padding.
@@ -83,7 +84,7 @@ class TransformersEngine(Engine):
             _Sampler(self.model, sampling, samples, rows, prefixed(report, prefix)).run()
         ids = [i for group in groups for i in group.ids]
         made = output_batch(call, ids, output_columns([samples], wide=self.model.wide))
-        return round_.join(call, made)
+        return round_.join(call, made, batch)
 
     def flush_cache(self, call: str) -> None:
         """Do nothing, as no call keeps a cache."""
@@ -128,7 +129,6 @@ class _Sampler:
     @torch.no_grad()
     def run(self) -> None:
         """Continue the samples until all have ended."""
-        eos = self.model.config.eos_token_ids
         device = self.model.flat.device
         prompts = [torch.tensor(self.samples.prompts[row], device=device) for row in self.rows]
         masks = [torch.ones_like(prompt) for prompt in prompts]
@@ -137,21 +137,29 @@ class _Sampler:
             for rows in (prompts, masks))
         config = import_module("transformers").GenerationConfig(
             max_new_tokens=int(self.samples.limits(self.rows).max()), do_sample=False, use_cache=True,
-            eos_token_id=list(eos) or None, pad_token_id=eos[0] if eos else 0)
+            eos_token_id=self.model.config.vocab_size, pad_token_id=0)  # No token: `have_ended` ends rows.
         self.model.hf.generate(
-            input_ids=ids_BL, attention_mask=mask_BL, generation_config=config, logits_processor=[self])
+            input_ids=ids_BL, attention_mask=mask_BL, generation_config=config, logits_processor=[self],
+            stopping_criteria=[self.have_ended])
+
+    def have_ended(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        """Return which rows have ended: a stopping criterion for generate, which ends when all have."""
+        ended_B = torch.ones(len(self.rows), dtype=torch.bool, device=input_ids.device)
+        ended_B[self.running] = False
+        return ended_B
 
     def __call__(self, input_ids: Tensor, logits_BV: Tensor) -> Tensor:
         """Draw tokens and return logits that leave no other token possible."""
         samples = self.samples
-        tokens_B, logprobs_B = sample(
-            logits_BV, samples.draws(self.rows), config=self.sampling, vocab_start=0,
-            group=self.model.groups.tp)
         running = [self.rows[i] for i in self.running]
+        drawn_B, logprobs_B = sample(
+            logits_BV[self.running], samples.draws(running), config=self.sampling, vocab_start=0,
+            group=self.model.groups.tp, processing=samples.processing(running))
         insertions = samples.insertions(running)
-        tokens_B[self.running] = samples.record(
-            samples.at(running), tokens_B[self.running], logprobs_B[self.running], insertions)
-        ended = samples.append(running, tokens_B[self.running])
+        drawn_B = samples.record(samples.at(running), drawn_B, logprobs_B, insertions)
+        tokens_B = drawn_B.new_zeros(len(self.rows))
+        tokens_B[self.running] = drawn_B
+        ended = samples.append(running, drawn_B)
         self.running = [i for i, has_ended in zip(self.running, ended, strict=True) if not has_ended]
         num_drawn = samples.lengths[self.rows].max()
         most = self.samples.limits(self.rows).max()

@@ -48,8 +48,8 @@ class Cohort:
         self._sampling = for_vocabulary(limits.work.sampling, model.config.vocab_size)
         capacity = sum(len(group.ids) for group in groups) + (0 if kept is None else len(kept.rows))
         self.samples = RolloutBuffer(
-            capacity, max_new_tokens=self._sampling.max_new_tokens, eos_ids=model.config.eos_token_ids,
-            seed=seed, device=self._device, budget=limits.budget, phrase=limits.work.interruption)
+            capacity, work=limits.work, eos_ids=model.config.eos_token_ids, seed=seed, device=self._device,
+            vocab_range=model.vocab_range if self._parallel.is_last_stage else None, budget=limits.budget)
         self._step: Step | None = None
         self._drawn = torch.zeros(0, dtype=torch.long)
         self._in_lockstep = self._parallel.ep.size > 1
@@ -128,13 +128,14 @@ class Cohort:
         draws_B = self.samples.draws(step.samples)
         at = self.samples.at(step.samples)
         insertions = self.samples.insertions(step.samples) if self._parallel.is_last_stage else None
+        processing = self.samples.processing(step.samples)
         hidden = self._pass(step)
         self._drawn = self._integers([])
         if not self._parallel.is_last_stage or not step.samples:
             return
         tokens_B, logprobs_B = sample(
             self._model.logits(hidden), draws_B, config=self._sampling,
-            vocab_start=self._model.vocab_range[0], group=self._parallel.tp)
+            vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing)
         self._drawn = self.samples.record(at, tokens_B, logprobs_B, insertions)
         messages = [(stage, self._drawn) for stage in range(self._parallel.at.pp)]
         self._sent.append(self._parallel.pp_back.post(messages, []))

@@ -50,6 +50,8 @@ class Generation:
         `limit` does. Raises UserError if the model cannot keep its cache."""
         assert keeps or not in_turns, "samples in turns need a cache that is kept"
         assert work.interruption is None or not in_turns, "a phrase has no place in samples in turns"
+        reads_response = work.sampling.stop or work.sampling.penalizes
+        assert not (reads_response and in_turns), "responses in turns have an environment's tokens in them"
         if keeps and model.rope_boundary is not None:
             raise UserError(
                 f"{stream}: cache_on_update is 'keep', but a longrope model must compute its cache again at "

@@ -1,19 +1,27 @@
 """RolloutBuffer: the samples of a generation, and the tokens that have been drawn for them so far."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from realhf.calls import Generate
 from realhf.data.batch import Packed
+from realhf.data.token_texts import word_tokens
 from realhf.inference.block_tables import Integers
+from realhf.inference.logit_processors import LogitProcessors
 from realhf.inference.phrase_insertion import Insertions, PhraseInserter
 from realhf.inference.sampling import Draws
 from realhf.inference.scheduler import Prompt
-from realhf.interruption import InsertedPhrase
+from realhf.inference.stop_strings import StopStrings, stop_matcher
 from realhf.nn.packed import token_positions
+
+Processing = Callable[[torch.Tensor], torch.Tensor]
+"""Returns changed logits of samples, from which their next tokens are drawn."""
 
 
 class Size(NamedTuple):
@@ -33,12 +41,13 @@ class PromptGroup(NamedTuple):
     """A prompt, and the ids of the samples that continue it.
 
     The tokens of samples that were begun in an earlier round are a prompt, too; `num_drawn` of them were
-    drawn.
+    drawn. Each sample may have a limit of its own for the tokens of its response, over all rounds.
     """
 
     tokens: list[int]
     ids: list[int]
     num_drawn: int = 0
+    limit: int | None = None
 
     @property
     def size(self) -> Size:
@@ -47,28 +56,34 @@ class PromptGroup(NamedTuple):
 
 def join_equal(groups: Sequence[PromptGroup]) -> list[PromptGroup]:
     """Join adjacent groups that have equal tokens."""
-    runs = groupby(groups, key=lambda group: (group.tokens, group.num_drawn))
-    return [PromptGroup(tokens, [i for group in run for i in group.ids], n) for (tokens, n), run in runs]
+    runs = groupby(groups, key=lambda group: (group.tokens, group.num_drawn, group.limit))
+    return [
+        PromptGroup(tokens, [i for group in run for i in group.ids], *rest) for (tokens, *rest), run in runs]
 
 
 class RolloutBuffer:
     """Samples, numbered in the order of their arrival; it grows when more than `capacity` arrive.
 
-    A sample stops at an end-of-sequence token, at `max_new_tokens` drawn tokens, and for this round when
-    `budget` tokens have been drawn (None: there is no such limit). Tokens of an inserted `phrase` count as
-    drawn.
+    A sample ends as `work.sampling` says: at an end-of-sequence token, at a stop, or when it has its most
+    tokens; and for this round when `budget` tokens have been drawn (None: there is no such limit). Tokens of
+    an inserted phrase count as drawn.
     """
 
     def __init__(
-        self, capacity: int, *, max_new_tokens: int, eos_ids: Sequence[int], seed: int,
-        device: torch.device, budget: int | None = None, phrase: InsertedPhrase | None = None,
+        self, capacity: int, *, work: Generate, eos_ids: Sequence[int], seed: int, device: torch.device,
+        vocab_range: tuple[int, int] | None, budget: int | None = None,
     ) -> None:  # fmt: skip
+        """`vocab_range` is the shard of the vocabulary from which this rank samples; None: it does not."""
+        sampling = work.sampling
+        max_new_tokens = sampling.max_new_tokens
         self.prompts: list[list[int]] = []
         self.ids = np.zeros(capacity, np.int64)
         self.lengths = np.zeros(capacity, np.int64)
         """Tokens drawn for each sample in this round."""
         self.num_drawn = np.zeros(capacity, np.int64)
         """Tokens drawn for each sample in earlier rounds."""
+        self._most_drawn = np.zeros(capacity, np.int64)
+        """The most tokens that each sample may have, over all rounds."""
         self.finished = np.zeros(capacity, bool)
         self.num_ended = 0
         """Samples that get no more tokens in this round."""
@@ -80,10 +95,20 @@ class RolloutBuffer:
         self.logprobs = torch.zeros(capacity, self._most + 1, dtype=torch.float64, device=device)
         self.inserted = torch.zeros(capacity, self._most + 1, dtype=torch.bool, device=device)
         """Whether a token is one of the phrase, and not sampled; known where log-probs are."""
+        phrase = work.interruption
         self._inserter = None if phrase is None else PhraseInserter(phrase, device)
         self._max_new_tokens = max_new_tokens
+        self._min_new_tokens = sampling.min_new_tokens
         self._draws = Draws(seed)
-        self._eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        end_ids = [*(() if sampling.ignore_eos else eos_ids), *sampling.stop_token_ids]
+        self._end_ids = torch.tensor(end_ids, dtype=torch.long, device=device)
+        self._stops: StopStrings | None = None
+        if sampling.stop:
+            assert work.tokenizer is not None, "Generate requires it"
+            self._stops = StopStrings(stop_matcher(work.tokenizer, sampling.stop))
+        self._processors: LogitProcessors | None = None
+        if vocab_range is not None:
+            self._processors = _processors(work, end_ids, eos_ids, vocab_range, device)
 
     def add(self, group: PromptGroup) -> Prompt:
         """Add the samples of a group and return it in the scheduler's form."""
@@ -93,11 +118,14 @@ class RolloutBuffer:
             self._grow(max(lacking, len(self.ids) // 8))
         self.ids[first : len(self.prompts)] = group.ids
         self.num_drawn[first : len(self.prompts)] = group.num_drawn
+        limit = self._max_new_tokens if group.limit is None else min(group.limit, self._max_new_tokens)
+        self._most_drawn[first : len(self.prompts)] = limit
         return Prompt(group.tokens, list(range(first, len(self.prompts))))
 
     def _grow(self, count: int) -> None:
-        self.ids, self.lengths, self.num_drawn = (
-            np.pad(numbers, (0, count)) for numbers in (self.ids, self.lengths, self.num_drawn))
+        self.ids, self.lengths, self.num_drawn, self._most_drawn = (
+            np.pad(numbers, (0, count))
+            for numbers in (self.ids, self.lengths, self.num_drawn, self._most_drawn))
         self.finished = np.pad(self.finished, (0, count))
         self.tokens, self.logprobs, self.inserted = (
             torch.cat([x, x.new_zeros(count, x.shape[1])])
@@ -115,14 +143,15 @@ class RolloutBuffer:
             length = self.lengths[number]
             history = self.prompts[number] + tokens[number, 1 : 1 + length].tolist()
             num_drawn = int(self.num_drawn[number] + length)
-            groups.append(PromptGroup(history, [int(self.ids[number])], num_drawn))
+            limit = int(self._most_drawn[number])
+            groups.append(PromptGroup(history, [int(self.ids[number])], num_drawn, limit))
         return groups
 
     def may_go_on(self, number: int, *, in_turns: bool) -> bool:
         """Return whether a sample may get tokens in later rounds; `in_turns`, an end-of-sequence token ends
         only its turn."""
         drawn = self.num_drawn[number] + self.lengths[number]
-        return (in_turns or not self.finished[number]) and drawn < self._max_new_tokens
+        return bool((in_turns or not self.finished[number]) and drawn < self._most_drawn[number])
 
     def set_last_tokens(self, numbers: Sequence[int]) -> None:
         """Write the last token before the round of these samples, which continue from a cache."""
@@ -135,6 +164,17 @@ class RolloutBuffer:
         positions = self.num_drawn[rows] + self.lengths[rows]
         draws = self._draws(rows, sample_ids=self.ids[rows], positions=positions)
         return torch.from_numpy(draws).to(self.tokens.device)
+
+    def processing(self, numbers: Sequence[int]) -> Processing | None:
+        """Return what changes the logits of the next tokens of these samples; None if nothing does.
+
+        All calls for tokens that are then sampled come in turn.
+        """
+        if self._processors is None or not numbers:
+            return None
+        rows = np.array(numbers, np.int64)
+        drawn_B = torch.from_numpy(self.num_drawn[rows] + self.lengths[rows]).to(self.tokens.device)
+        return partial(self._processors, rows_B=self._processors.prepare(self, numbers), drawn_B=drawn_B)
 
     def insertions(self, numbers: Sequence[int]) -> Insertions | None:
         """Return what replaces the tokens to be sampled for these samples, if anything does."""
@@ -155,17 +195,29 @@ class RolloutBuffer:
         """Append one token to each of these samples; return for each whether that was its last of the
         round."""
         self.tokens[self.at(numbers)] = tokens_B
-        finished = torch.isin(tokens_B, self._eos_ids).cpu().numpy()
+        finished = self._are_finished(numbers, tokens_B)
         self.lengths[numbers] += 1
         self.finished[numbers] = finished
         ended = finished | (self.lengths[numbers] == self.limits(numbers))
         self.num_ended += int(ended.sum())
         self.num_tokens += len(ended)
+        if self._processors is not None:
+            self._processors.release(np.array(numbers, np.int64)[ended].tolist())
         return ended.tolist()
+
+    def _are_finished(self, numbers: Sequence[int], tokens_B: torch.Tensor) -> NDArray[np.bool_]:
+        """Return which of these samples end with their next tokens, whatever their limits are."""
+        rows = np.array(numbers, np.int64)
+        finished = torch.isin(tokens_B, self._end_ids).cpu().numpy()
+        if self._stops is not None:
+            finished |= self._stops.advance(self, rows, tokens_B.cpu().numpy())
+        if self._min_new_tokens:
+            finished &= self.num_drawn[rows] + self.lengths[rows] >= self._min_new_tokens
+        return finished
 
     def limits(self, numbers: Sequence[int]) -> Integers:
         """Return the most tokens that each of these samples may get in this round."""
-        return np.minimum(self._most, self._max_new_tokens - self.num_drawn[numbers])
+        return np.minimum(self._most, self._most_drawn[numbers] - self.num_drawn[numbers])
 
     def at(self, numbers: Sequence[int], *, back: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the index in `tokens` and `logprobs` of each sample's next token, or of the one `back`
@@ -173,6 +225,23 @@ class RolloutBuffer:
         device = self.tokens.device
         rows_B = torch.tensor(numbers, dtype=torch.long, device=device)
         return rows_B, torch.from_numpy(self.lengths[numbers] + 1 - back).to(device)
+
+
+def _processors(
+    work: Generate, end_ids: Sequence[int], eos_ids: Sequence[int], vocab_range: tuple[int, int],
+    device: torch.device,
+) -> LogitProcessors | None:  # fmt: skip
+    """Return what changes logits before sampling; None if the settings do not ask for it.
+
+    As in transformers, an end-of-sequence token is no bad word.
+    """
+    sampling = work.sampling
+    texts = () if work.tokenizer is None else word_tokens(work.tokenizer, sampling.bad_words)
+    bad_words = [word for word in (*sampling.bad_word_ids, *texts) if word not in [(i,) for i in eos_ids]]
+    if not (sampling.logit_bias or sampling.penalizes or bad_words or sampling.min_new_tokens):
+        return None
+    return LogitProcessors(
+        sampling, end_ids=end_ids, bad_words=bad_words, vocab_range=vocab_range, device=device)
 
 
 def output_columns(parts: Sequence[RolloutBuffer], *, wide: torch.dtype) -> list:

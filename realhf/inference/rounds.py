@@ -10,22 +10,35 @@ from dataclasses import dataclass, field, replace
 from realhf.calls import GenerateOutputs
 from realhf.data.batch import Batch, Packed
 from realhf.data.responses import response_lengths
+from realhf.errors import UserError
 from realhf.graph import FunctionCall
 from realhf.inference.rollout_buffer import PromptGroup
 
 
-def prompt_groups(prompts: Batch, key: str) -> list[PromptGroup]:
-    """Return new samples, one in each group."""
-    samples = zip(prompts.ids, prompts[key].split(), strict=True)
-    return [PromptGroup(prompt.tolist(), [i]) for i, prompt in samples]
+def prompt_groups(prompts: Batch, inputs: Sequence[str]) -> list[PromptGroup]:
+    """Return new samples, one in each group, from the inputs of a call (see Generate)."""
+    samples = zip(prompts.ids, prompts[inputs[0]].split(), _limits(prompts, inputs), strict=True)
+    return [PromptGroup(prompt.tolist(), [i], limit=limit) for i, prompt, limit in samples]
+
+
+def _limits(samples: Batch, inputs: Sequence[str]) -> list[int | None]:
+    """Return the limit of each sample's response; None: it has none of its own."""
+    if len(inputs) < 2 or inputs[1] not in samples.fields:
+        return [None] * len(samples)
+    limits = [int(limit) for limit in samples[inputs[1]]]
+    for i, limit in zip(samples.ids, limits, strict=True):
+        if limit < 1:
+            raise UserError(f"{inputs[1]} of sample {i} is {limit}: it must be at least 1")
+    return [*limits]
 
 
 @dataclass(frozen=True)
 class Round:
     """One round of a generation. Weights may change between rounds, not in them.
 
-    `unfinished` are the samples of earlier rounds, with all columns of the call's outputs. Every sample gets
-    at most `budget` tokens in this round (None: as many as the call allows), all of the same `version`.
+    `unfinished` are the samples of earlier rounds, with all columns of the call's outputs, and of its second
+    input if it has one: the most tokens of their responses. Every sample gets at most `budget` tokens in this
+    round (None: as many as the call allows), all of the same `version`.
     """
 
     unfinished: Batch = field(default_factory=lambda: Batch([]))
@@ -42,19 +55,21 @@ class Round:
         outputs = GenerateOutputs.of(call)
         sequences = self.unfinished[outputs.sequences].split()
         num_drawn = response_lengths(self.unfinished[outputs.mask]).tolist()
-        samples = zip(sequences, self.unfinished.ids, num_drawn, strict=True)
-        return [PromptGroup(tokens.tolist(), [i], count) for tokens, i, count in samples]
+        limits = _limits(self.unfinished, call.inputs)
+        samples = zip(sequences, self.unfinished.ids, num_drawn, limits, strict=True)
+        return [PromptGroup(tokens.tolist(), [i], *rest) for tokens, i, *rest in samples]
 
     def after(self, held: Batch) -> "Round":
         """Return the same round with further unfinished samples, which come first."""
         parts = [batch for batch in (held, self.unfinished) if batch.ids]
         return replace(self, unfinished=Batch.concat(parts) if parts else Batch([]))
 
-    def join(self, call: FunctionCall, made: Batch) -> tuple[Batch, Batch]:
+    def join(self, call: FunctionCall, made: Batch, new: Batch) -> tuple[Batch, Batch]:
         """Return finished and unfinished samples with whole columns, given what this round has `made`.
 
-        The first columns of `made` are the outputs of `call`; its response masks and log-probs are 0 on all
-        tokens of earlier rounds. A batch without columns stays one.
+        `new` are the inputs of the samples that have begun in this round. The first columns of `made` are the
+        outputs of `call`; its response masks and log-probs are 0 on all tokens of earlier rounds. A batch
+        without columns stays one.
         """
         if not made.fields:
             return made, Batch([])
@@ -72,11 +87,23 @@ class Round:
         if self.budget is None:
             return whole, Batch([])
         num_drawn = response_lengths(whole[outputs.mask]).tolist()
-        most = call.work.sampling.max_new_tokens
-        flags = zip(whole[outputs.finished].tolist(), num_drawn, strict=True)
-        has_ended = [bool(finished) or drawn == most for finished, drawn in flags]
+        most = self._most_drawn(call, made.ids, new)
+        flags = zip(whole[outputs.finished].tolist(), num_drawn, most, strict=True)
+        has_ended = [bool(finished) or drawn >= limit for finished, drawn, limit in flags]
         ended = whole.select([i for i, end in enumerate(has_ended) if end])
-        return ended, whole.select([i for i, end in enumerate(has_ended) if not end])
+        unfinished = whole.select(going_on := [i for i, end in enumerate(has_ended) if not end])
+        for key in call.inputs[1:2]:
+            unfinished.fields[key] = [most[i] for i in going_on]
+        return ended, unfinished
+
+    def _most_drawn(self, call: FunctionCall, ids: Sequence[int], new: Batch) -> list[int]:
+        """Return the most tokens of the responses of samples that are unfinished or new."""
+        limit_of: dict[int, int | None] = {}
+        for samples in (self.unfinished, new):
+            limit_of |= zip(samples.ids, _limits(samples, call.inputs), strict=True)
+        limits = [limit_of.get(i) for i in ids]
+        most: int = call.work.sampling.max_new_tokens
+        return [most if limit is None else min(limit, most) for limit in limits]
 
     def _copy_old(self, column: Packed, ids: Sequence[int], key: str) -> None:
         """Overwrite the values of tokens of earlier rounds with those of the unfinished samples."""

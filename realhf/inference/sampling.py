@@ -11,8 +11,9 @@ the tensor-parallel group.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import log
 
 import numpy as np
 import torch
@@ -99,28 +100,40 @@ def for_vocabulary(config: SamplingConfig, vocab_size: int) -> SamplingConfig:
 
 
 def sample(
-    logits_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, vocab_start: int, group: Group
-) -> tuple[Tensor, Tensor]:
-    """Return token ids (int64) and their log-probs before top-k and top-p (float64), on all ranks of `group`.
+    logits_BV: Tensor, uniform_B: Tensor, *, config: SamplingConfig, vocab_start: int, group: Group,
+    processing: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return token ids (int64) and their log-probs (float64), on all ranks of `group`.
 
-    Exponentials are computed in the logits' dtype and summed in float64.
+    `processing` changes the logits of which the tokens are drawn. The log-probs are those of `logits_BV` at
+    the temperature, before it and before the filters. Exponentials are computed in the logits' dtype and
+    summed in float64.
     """
     greedy = config.temperature == 0
+    scores_BV = logits_BV if processing is None else processing(logits_BV)
     if config.temperature not in (0, 1):
         logits_BV = logits_BV / config.temperature
-    max_B, argmax_B = logits_BV.max(-1)
-    kept_BV = logits_BV if greedy else _filter(logits_BV, config, group=group)
+        scores_BV = logits_BV if processing is None else scores_BV / config.temperature
+    max_B, argmax_B = scores_BV.max(-1)
+    own_max_B = max_B  # The maximum of the logits themselves.
+    if processing is not None:
+        own_max_B = logits_BV.max(-1).values
+        max_B = max_B.clamp(min=torch.finfo(max_B.dtype).min)  # All tokens of a shard may be forbidden.
+    kept_BV = scores_BV if greedy else _filter(scores_BV, max_B, config, group=group)
     cdf_BC = _chunk_sums(kept_BV, max_B).cumsum(-1)
-    sum_B = cdf_BC[:, -1] if kept_BV is logits_BV else _chunk_sums(logits_BV, max_B).sum(-1)
+    sum_B = cdf_BC[:, -1] if kept_BV is logits_BV else _chunk_sums(logits_BV, own_max_B).sum(-1)
     if group.size == 1:
         local_B = argmax_B if greedy else _inverse_cdf(kept_BV, max_B, cdf_BC, uniform_B * cdf_BC[:, -1])
         chosen_B = logits_BV.gather(-1, local_B[:, None])[:, 0]
-        return local_B, chosen_B.double().sub_(max_B).sub_(sum_B.log())
-    shards = group.all_gather(torch.stack([max_B.to(sum_B.dtype), sum_B, cdf_BC[:, -1]]))
-    max_RB, sum_RB, kept_RB = shards.unbind(1)
-    top_B = max_RB.max(0).values
-    scale_RB = (max_RB - top_B).exp()
-    log_total_B = top_B + (sum_RB * scale_RB).sum(0).log()
+        return local_B, chosen_B.double().sub_(own_max_B).sub_(sum_B.log())
+    sums = [own_max_B.to(sum_B.dtype), sum_B, cdf_BC[:, -1]]
+    sums += [] if processing is None else [max_B.to(sum_B.dtype)]
+    shards = group.all_gather(torch.stack(sums))
+    own_max_RB, sum_RB, kept_RB = shards[:, :3].unbind(1)
+    max_RB = shards[:, -1] if processing is not None else own_max_RB
+    scale_RB = (max_RB - max_RB.max(0).values).exp()
+    own_top_B = own_max_RB.max(0).values
+    log_total_B = own_top_B + (sum_RB * (own_max_RB - own_top_B).exp()).sum(0).log()
     owner_B, local_B = max_RB.argmax(0), argmax_B
     if not greedy:
         owner_B, inside_B = _in_shard(cdf_BC, kept_RB * scale_RB, uniform_B, index=group.index)
@@ -192,8 +205,9 @@ def _before(x: Tensor) -> Tensor:
     return torch.nextafter(x, torch.zeros_like(x))
 
 
-def _filter(logits_BV: Tensor, config: SamplingConfig, *, group: Group) -> Tensor:
-    """Set logits outside top-k, then those outside the nucleus (Holtzman et al. 2020), to minus infinity."""
+def _filter(logits_BV: Tensor, max_B: Tensor, config: SamplingConfig, *, group: Group) -> Tensor:
+    """Set logits outside top-k to minus infinity, then those outside the nucleus (Holtzman et al. 2020), then
+    those below `min_p` of the maximum (Nguyen et al. 2024), of which `max_B` is the shard's."""
     size = logits_BV.shape[-1]
     if config.top_k > 0:
         largest = _gather(logits_BV.topk(min(config.top_k, size), -1).values, width=config.top_k, group=group)
@@ -205,6 +219,9 @@ def _filter(logits_BV: Tensor, config: SamplingConfig, *, group: Group) -> Tenso
         probs = ranked.softmax(-1)
         outside = probs.cumsum(-1) - probs >= config.top_p
         threshold_B = ranked.masked_fill(outside, torch.inf).min(-1).values
+        logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
+    if config.min_p > 0:
+        threshold_B = (max_B if group.size == 1 else group.all_gather(max_B).amax(0)) + log(config.min_p)
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], -torch.inf)
     return logits_BV
 

@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from realhf.calls import TopLogProbs, longest_response
+from realhf.calls import TokenLimits, TopLogProbs, longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import check_tensors, open_checkpoint
-from realhf.data.dataset import load_rows, reads_pairs
+from realhf.data.dataset import column_of, load_rows, reads_pairs
 from realhf.data.rows import RowFault
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
@@ -18,6 +18,7 @@ from realhf.lora import adapter_spec
 from realhf.plan import ExecutionPlan
 from realhf.runtime.actions import RANK_0, spec_of
 from realhf.runtime.dry_trace import checked_parts, try_step_program
+from realhf.runtime.sampling_checks import check_sampling
 
 
 def check_numbers(experiment: Experiment) -> None:
@@ -262,6 +263,8 @@ def check_data(
     """Raise ValueError unless the models have enough positions for the dataset and fit the tokenizer, and the
     graph can read the rows."""
     _check_positions(experiment, roles, graph, eval_graph)
+    for one in filter(None, (graph, eval_graph)):
+        check_sampling(one, roles)
     check_rows(experiment, "dataset", graph)
     _check_tokenizer(experiment, roles)
 
@@ -304,6 +307,8 @@ def row_faults_of(graph: DataflowGraph) -> list[RowFault]:
     """Return the functions that say what is wrong with a row, of the losses and host calls that have one."""
     readers = [call.work.loss for call in graph.of_kind("train_step")]
     readers += [call.work.function for call in graph.of_kind("host")]
+    limits = [key for call in graph.of_kind("generate") for key in call.inputs[1:2]]
+    readers += [TokenLimits(column_of(key)) for key in limits if graph.producer(key) is None]
     return [reader.row_fault for reader in readers if hasattr(reader, "row_fault")]
 
 

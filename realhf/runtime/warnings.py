@@ -17,6 +17,7 @@ from realhf.model_config import ModelConfig
 from realhf.runtime.actions import spec_of
 from realhf.runtime.export import base_name, hub_name
 from realhf.runtime.program import Program
+from realhf.runtime.sampling_checks import off_policy
 from realhf.transformers_config import TransformersConfig
 
 _SCHEDULE = (
@@ -34,6 +35,7 @@ def warnings_of(
     if program.eval_graph is not None:
         parts.append(("eval_dataset", program.eval_graph, eval_rows))
     found = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
+    found += off_policy(program.graph)
     if rows is not None:
         found += _repeated_rows(program, rows)
     for name, graph, some in parts:
@@ -190,7 +192,8 @@ def _listed(ranks: list[int]) -> str:
 
 def _endless(roles: Mapping[str, Role], graph: DataflowGraph) -> Iterator[str]:
     for call in graph.of_kind("generate"):
-        if call.role is not None and not roles[call.role].config().eos_token_ids:
+        has_stops = call.work.sampling.stop or call.work.sampling.stop_token_ids
+        if call.role is not None and not has_stops and not roles[call.role].config().eos_token_ids:
             what = f"{call.role}.model has no eos_token_id in config.json or generation_config.json"
             limit = f"sampling.max_new_tokens {call.work.sampling.max_new_tokens}"
             yield f"{what}: every answer runs to {limit}"

@@ -17,7 +17,7 @@ from realhf.interruption import InsertedPhrase, Interruption
 from tests.runtime.tiny import CHARACTERS, write_task
 
 CHANGED = {
-    "sampling": SamplingConfig(max_new_tokens=7), "seed": 3, "max_rows": 5, "kv_cache_gib": 0.25,
+    "sampling": SamplingConfig(max_new_tokens=7, stop="1="), "seed": 3, "max_rows": 5, "kv_cache_gib": 0.25,
     "prefill_tokens": 9, "work_stealing": False, "cuda_graphs": False, "cache_on_update": "keep",
 }  # fmt: skip
 
@@ -31,14 +31,16 @@ def test_a_generation_option_has_the_same_default_in_experiments_and_calls(name)
 
 
 def test_every_generation_option_of_an_experiment_reaches_the_call(tmp_path):
-    """An interruption is a text there, and becomes ids of the tokenizer, which has a token per character."""
+    """An interruption is a text there, and becomes ids of the tokenizer, which has a token per character. The
+    tokenizer's directory reaches the call if the options have texts."""
     phrase = InsertedPhrase(3, phrase=(2 + CHARACTERS.index("1"), 2 + CHARACTERS.index("=")),
                             end=(2 + CHARACTERS.index("a"),))  # fmt: skip
-    changed = CHANGED | {"interruption": phrase}
+    changed = CHANGED | {"interruption": phrase, "tokenizer": str(write_task(tmp_path))}
     assert {field.name for field in fields(Generate)} == set(changed)
     text = Interruption(3, phrase="1=", end="a")
-    experiment = OnPolicy(**CHANGED, interruption=text, tokenizer=str(write_task(tmp_path)))
+    experiment = OnPolicy(**CHANGED, interruption=text, tokenizer=str(tmp_path))
     assert experiment.actor_generate().work == Generate(**changed)
+    assert replace(experiment, sampling=SamplingConfig()).actor_generate().work.tokenizer is None
 
 
 SEQUENCE = ("sequence_ids", "response_mask")

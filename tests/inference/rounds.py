@@ -35,11 +35,15 @@ class Case:
     options: dict = field(default_factory=dict)  # Fields of Generate.
     model: str | None = None  # Directory of version v, with "{}" for v; None: random experts.
     changes: bool = False  # Whether round r has the weights of version r, instead of version 0.
+    sampling: dict = field(default_factory=dict)  # Fields of SamplingConfig.
+    limits: dict = field(default_factory=dict)  # Sample id -> its own limit; empty: there is no such input.
 
     @property
     def call(self):
-        work = Generate(SamplingConfig(max_new_tokens=self.max_new), **{"seed": SEED} | self.options)
-        return FunctionCall("gen", "generate", ("prompts",), OUTPUTS, role="actor", work=work)
+        sampling = SamplingConfig(max_new_tokens=self.max_new, **self.sampling)
+        work = Generate(sampling, **{"seed": SEED} | self.options)
+        inputs = ("prompts", "limits") if self.limits else ("prompts",)
+        return FunctionCall("gen", "generate", inputs, OUTPUTS, role="actor", work=work)
 
     def ids(self, number):
         """Return the ids of the samples that arrive in a round."""
@@ -55,7 +59,9 @@ class Case:
         """Return some of the samples that arrive in a round."""
         first = min(self.ids(number), default=0)
         prompts = [torch.tensor(self.batches[number][i - first]) for i in chosen]
-        return Batch(list(chosen), {"prompts": Packed.of(prompts, empty=torch.zeros(0, dtype=torch.long))})
+        fields = {"prompts": Packed.of(prompts, empty=torch.zeros(0, dtype=torch.long))}
+        limits = {"limits": [self.limits.get(i, 1000) for i in chosen]} if self.limits else {}
+        return Batch(list(chosen), fields | limits)
 
 
 def write_versions(directory, count):
@@ -154,14 +160,15 @@ def inserted_token(case, response):
     return None if has_ended else phrase.phrase[len(response) - phrase.after_tokens]
 
 
-def expected_rows(case, models, *, keep, flushed=()):
+def expected_rows(case, models, *, keep, flushed=(), reference=None):
     """Decode one row at a time: {id: (sequence, log-probs of the response's tokens, their versions)}.
 
     The log-probs and versions of inserted tokens are 0.
 
     Version v of the weights is models[v], and round r has version r. Without `keep`, the whole history is
     computed for each token. With it, keys and values stay in a cache when a round ends, except at the
-    beginning of the rounds in `flushed`.
+    beginning of the rounds in `flushed`. A `reference` (see sampling_reference) says which tokens are drawn
+    and where responses end.
     """
     numbers = stream_seed(SEED, "gen")
     rows = {}
@@ -169,7 +176,8 @@ def expected_rows(case, models, *, keep, flushed=()):
         for i, prompt in zip(case.ids(first), case.batches[first], strict=True):
             tokens, logprobs, versions = list(prompt), [], []
             number, left, cache = first, case.budget(first), transformers.DynamicCache()
-            while len(logprobs) < case.max_new and not (logprobs and tokens[-1] in EOS):
+            most = case.max_new if reference is None else reference.limit(i, case.max_new)
+            while len(logprobs) < most and not _has_finished(tokens[len(prompt) :], reference):
                 if left == 0:
                     number += 1
                     left = case.budget(number)
@@ -181,10 +189,13 @@ def expected_rows(case, models, *, keep, flushed=()):
                 with torch.no_grad():
                     model = models[number if case.changes else 0]
                     logits = model(fresh, past_key_values=cache, use_cache=True).logits[0, -1]
-                logp = logits.log_softmax(-1)
+                logp = (logits / ((reference and reference.temperature) or 1.0)).log_softmax(-1)
                 position = torch.tensor([len(logprobs)]).numpy()
                 draw = uniform(numbers, sample_ids=torch.tensor([i]).numpy(), positions=position)[0]
-                token = int((logp.exp().cumsum(0) <= draw).sum())
+                if reference is None:
+                    token = int((logp.exp().cumsum(0) <= draw).sum())
+                else:
+                    token = reference.token(tokens, len(prompt), logits, draw)
                 inserted = inserted_token(case, tokens[len(prompt) :])
                 tokens.append(token if inserted is None else inserted)
                 logprobs.append(float(logp[token]) if inserted is None else 0.0)
@@ -194,7 +205,13 @@ def expected_rows(case, models, *, keep, flushed=()):
     return rows
 
 
-def check_rows(found, expected, case):
+def _has_finished(response, reference):
+    if reference is not None:
+        return reference.has_finished(response)
+    return bool(response) and response[-1] in EOS
+
+
+def check_rows(found, expected, case, *, reference=None, rtol=1e-8):
     """Check rows of the engine against `expected_rows`."""
     assert found.keys() == expected.keys()
     prompts = dict(enumerate(prompt for batch in case.batches for prompt in batch))
@@ -204,9 +221,9 @@ def check_rows(found, expected, case):
         assert sequence.tolist() == tokens, i
         assert mask.tolist() == zeros + [int(logprob != 0) for logprob in logprobs]
         assert found_versions.tolist() == zeros + versions
-        assert bool(finished) == (tokens[-1] in EOS)
+        assert bool(finished) == _has_finished(tokens[len(prompts[i]) :], reference)
         theirs = torch.tensor(zeros + logprobs, dtype=torch.float64)
-        torch.testing.assert_close(found_logprobs, theirs, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(found_logprobs, theirs, rtol=rtol, atol=rtol / 10)
 
 
 def prompts_of(seed, lengths):
