@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.plan import CallPlan, ExecutionPlan
     from realhf.prepare import prepare_once
     from realhf.rewards.limits import RewardLimits
+    from realhf.rewards.reward import Reward
     from realhf.rewards.shaping import (
         CosineReward,
         RepetitionPenalty,
@@ -72,6 +73,7 @@ _PUBLIC = {
     "algorithms.remax": ("ReMax",),
     "algorithms.reward_model": ("BradleyTerry", "PairwiseRewardModel", "RewardModel"),
     "rewards.limits": ("RewardLimits",),
+    "rewards.reward": ("Reward",),
     "algorithms.rloo": ("RLOO",),
     "algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
     "algorithms.sft": ("SFT",),
@@ -99,10 +101,10 @@ _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in name
 __all__ = [
     "AdvantageConfig", "BradleyTerry", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree",
     "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DeviceMesh", "Distillation",
-    "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate",
-    "HostFunction", "Interruption", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy",
-    "OptimizerConfig", "PPO", "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss",
-    "PolicyLossConfig", "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL",
+    "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction",
+    "Interruption", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy", "OptimizerConfig",
+    "PPO", "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss", "PolicyLossConfig",
+    "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "Reward", "RewardKL",
     "RewardLimits", "RewardModel", "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig", "ScaleRL",
     "ScoreShaping", "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward", "TopLogProbs",
     "TrainStep", "ValueLoss", "Values", "graph_of", "prepare_once", "scalerl_actor",

@@ -9,7 +9,8 @@ from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import TokenizedRows
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
-from realhf.rewards.scoring import RewardCall, column_key
+from realhf.rewards.reward import column_key
+from realhf.rewards.scoring import RewardCall
 from realhf.runtime.program import Program
 from realhf.runtime.warnings import check_lengths, check_vocabulary, warnings_of
 
@@ -39,7 +40,8 @@ def try_out(program: Program) -> list[str]:
     for graph, some in ((program.graph, rows), (program.eval_graph, eval_rows)):
         for call in graph.of_kind("host") if graph is not None else ():
             if isinstance(reward := call.work.function, RewardCall) and some is not None:
-                rewards.setdefault((reward.function, some.config.path), (reward, some))
+                functions = tuple(id(one.function) for one in reward.rewards)
+                rewards.setdefault((functions, some.config.path), (reward, some))
     for reward, some in rewards.values():
         _try_reward(reward, some)
     return found
@@ -60,7 +62,7 @@ def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTok
 
 
 def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
-    """Call a reward function with made-up completions.
+    """Call reward functions with made-up completions.
 
     They are the rows' answers, or their prompts if they have no answers; the last one is empty.
     """
