@@ -16,7 +16,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call has returned, or the error that it has raised."""
+    """The result of a call: what it has returned, or the error that it has raised."""
 
     value: Any = None
     error: BaseException | None = None

@@ -35,7 +35,7 @@ class Answers:
 
 @dataclass
 class Scored:
-    """What one reward function has returned and logged, with an entry for each sample."""
+    """The values of one reward function, and what it has logged, with an entry for each sample."""
 
     values: list[Any]
     """A number for each sample, None if the reward does not apply to it, and NaN if it has failed."""
@@ -45,7 +45,7 @@ class Scored:
 
 @dataclass
 class _Log:
-    """What a call has logged."""
+    """The metrics and columns that a call has logged."""
 
     metrics: dict[str, list[float]] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
