@@ -44,7 +44,13 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.part_executor import Samples
     from realhf.plan import CallPlan, ExecutionPlan
     from realhf.prepare import prepare_once
+    from realhf.rewards.answers import ExactMatch, FormatReward, RegexMatch
     from realhf.rewards.limits import RewardLimits
+    from realhf.rewards.math_answer import MathAnswer
+    from realhf.rewards.puzzles import ReasoningGym
+    from realhf.rewards.remote_judge import RemoteJudge
+    from realhf.rewards.reward import Reward
+    from realhf.rewards.sandbox import Sandbox
     from realhf.rewards.shaping import (
         CosineReward,
         RepetitionPenalty,
@@ -52,6 +58,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
         SoftOverlongPenalty,
         TokenReward,
     )
+    from realhf.rewards.unit_tests import UnitTests
     from realhf.sample_pool import Pool
     from realhf.step_program import StepRunner
 
@@ -72,6 +79,13 @@ _PUBLIC = {
     "algorithms.remax": ("ReMax",),
     "algorithms.reward_model": ("BradleyTerry", "PairwiseRewardModel", "RewardModel"),
     "rewards.limits": ("RewardLimits",),
+    "rewards.answers": ("ExactMatch", "FormatReward", "RegexMatch"),
+    "rewards.math_answer": ("MathAnswer",),
+    "rewards.puzzles": ("ReasoningGym",),
+    "rewards.remote_judge": ("RemoteJudge",),
+    "rewards.reward": ("Reward",),
+    "rewards.sandbox": ("Sandbox",),
+    "rewards.unit_tests": ("UnitTests",),
     "algorithms.rloo": ("RLOO",),
     "algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
     "algorithms.sft": ("SFT",),
@@ -99,13 +113,15 @@ _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in name
 __all__ = [
     "AdvantageConfig", "BradleyTerry", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree",
     "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DatasetMixture", "DeviceMesh",
-    "Distillation", "ExecutionPlan", "Expected", "Experiment", "FunctionCall", "GRPO", "GSPO", "Generate",
-    "HostFunction", "Interruption", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy",
-    "OptimizerConfig", "PPO", "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss",
-    "PolicyLossConfig", "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL",
-    "RewardLimits", "RewardModel", "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig", "ScaleRL",
-    "ScoreShaping", "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward", "TopLogProbs",
-    "TrainStep", "ValueLoss", "Values", "graph_of", "prepare_once", "scalerl_actor",
+    "Distillation", "ExactMatch", "ExecutionPlan", "Expected", "Experiment", "FormatReward",
+    "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction", "Interruption", "Layout", "LogProbs",
+    "LoraConfig", "MathAnswer", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
+    "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss", "PolicyLossConfig", "Pool",
+    "RLOO", "ReMax", "ReasoningGym", "RegexMatch", "ReinforcePlusPlus", "RemoteJudge",
+    "RepetitionPenalty", "Reward", "RewardKL", "RewardLimits", "RewardModel", "Role", "SEQUENCE", "SFT",
+    "Samples", "SamplingConfig", "Sandbox", "ScaleRL", "ScoreShaping", "Scores", "SoftOverlongPenalty",
+    "StepRunner", "TokenReward", "TopLogProbs", "TrainStep", "UnitTests", "ValueLoss", "Values",
+    "graph_of", "prepare_once", "scalerl_actor",
 ]
 __version__ = "0.1.0"
 

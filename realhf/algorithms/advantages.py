@@ -60,12 +60,14 @@ class AdvantageInputs:
     score_shaping: ScoreShaping | None = None
     token_returns: bool = False  # Whether the batch has `token_returns`, which are added to the advantages.
     age_limit: AgeLimit | None = None
+    reward_logs: tuple[str, ...] = ()  # Columns of rewards that are only for metrics.
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys of the columns that this needs."""
         versions = ("versions",) if self.age_limit is not None else ()
-        return (*(("token_returns",) if self.token_returns else ()), *versions)
+        returns = ("token_returns",) if self.token_returns else ()
+        return (*self.reward_logs, *returns, *versions)
 
     def shaped(self, score: Tensor, mask: Packed, finished: Tensor) -> Tensor:
         """Return the scores of responses after shaping; the score of a failed reward stays NaN."""

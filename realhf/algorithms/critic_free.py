@@ -75,7 +75,8 @@ class CriticFree(OnPolicy):
         return self.with_checked_ages(graph_of(*before, self._advantages_call(), self.actor_train()))
 
     def _advantages_call(self) -> FunctionCall:
-        inputs = AdvantageInputs(self.shaping(), bool(self.token_rewards), self.age_limit())
+        inputs = AdvantageInputs(
+            self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs())
         by_prompt = self.loss.average == "prompt"
         function = SampleAdvantages(
             self.group_size, self.baseline, self.normalize, self.deviation, inputs, self.reward_kl,

@@ -22,7 +22,7 @@ from realhf.calls import HostFunction, LogProbs, TopLogProbs, TrainStep
 from realhf.experiment import Role
 from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.rewards.scoring import column_key
+from realhf.rewards.reward import column_key
 
 if TYPE_CHECKING:
     from torch import Tensor

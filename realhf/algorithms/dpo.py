@@ -18,7 +18,7 @@ from realhf.data.dataset import IS_CHOSEN
 from realhf.experiment import Experiment, Role
 from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.rewards.scoring import RewardFunction
+from realhf.rewards.reward import RewardFunctions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ class DPO(Experiment):
     ref: Role | None = None  # The reference model; None: the actor's initial weights.
     loss: DPOLoss = field(default_factory=DPOLoss)
     group_size: int = PAIR  # Samples per prompt: the chosen and the rejected completion.
-    reward_function: RewardFunction | None = None  # Scores greedy answers to `eval_dataset`, if given.
+    reward_function: RewardFunctions | None = None  # Scores greedy answers to `eval_dataset`, if given.
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # Limits the length of those answers.
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""

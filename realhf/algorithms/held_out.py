@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from realhf.calls import Generate, HostFunction, Loss, SamplingConfig
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.graph import FunctionCall
-from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, reward_columns
+from realhf.rewards.reward import RewardFunctions, reward_columns
+from realhf.rewards.scoring import RewardCall
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
@@ -50,17 +51,16 @@ def held_out_loss(loss: Loss, inputs: Sequence[str], *, with_perplexity: bool = 
 
 
 def scored_answers(
-    function: RewardFunction | None, sampling: SamplingConfig, dataset: DatasetConfig, *, tokenizer: str
+    given: RewardFunctions | None, sampling: SamplingConfig, dataset: DatasetConfig, *, tokenizer: str
 ) -> tuple[FunctionCall, ...]:
     """Return the calls that answer prompts greedily and score the answers; none without a function."""
-    if function is None:
+    if given is None:
         return ()
     greedy = Generate(sampling=sampling.greedy(), tokenizer=tokenizer if sampling.reads_text else None)
     written = (*GREEDY_ANSWER, "gen_logprobs", "finished")
-    columns = reward_columns(function, extra_columns(dataset))
-    reward = HostFunction(RewardCall(function, columns, sequence=GREEDY_ANSWER), splittable=True)
-    read = ("prompt", *GREEDY_ANSWER, *(column_key(column) for column in columns))
+    call = RewardCall(given, reward_columns(given, extra_columns(dataset)), sequence=GREEDY_ANSWER)
+    reward = HostFunction(call, splittable=True)
     return (
         FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=greedy),
-        FunctionCall("reward_forward", "host", read, ("score", "completion"), work=reward),
+        FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=reward),
     )

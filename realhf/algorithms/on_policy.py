@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from realhf.algorithms.policy_loss import PolicyLoss, PolicyLossConfig
+from realhf.algorithms.responses import REWARD_LOGS
 from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.data.dataset import DatasetConfig, extra_columns
@@ -15,7 +16,8 @@ from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.interruption import Interruption
 from realhf.rewards.limits import RewardLimits
-from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, decode_responses, reward_columns
+from realhf.rewards.reward import RewardFunctions, reward_columns
+from realhf.rewards.scoring import RewardCall, decode_responses
 from realhf.rewards.shaping import ScoreShaping, TokenReward, check_shaping, token_returns
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ class OnPolicy(Experiment):
     reward: Role | None = None  # A reward model, when there is no reward function.
     reward_scores: Scores = field(default_factory=Scores)
     """Whether the reward model's score is its logit or its probability."""
-    reward_function: RewardFunction | None = None  # Scores the answers, when there is no reward model.
+    reward_function: RewardFunctions | None = None
+    """Scores the answers, when there is no reward model: a function, or a list of functions and `Reward`s."""
     reward_limits: RewardLimits = field(default_factory=RewardLimits)
     """What happens when a reward function fails, or takes too long."""
     score_shaping: ScoreShaping | None = None
@@ -47,7 +50,7 @@ class OnPolicy(Experiment):
     token_rewards: tuple[TokenReward, ...] = ()
     """Rewards of single tokens, each with its own discount, such as `RepetitionPenalty`; their returns are
     added to the advantages."""
-    eval_function: RewardFunction | None = None
+    eval_function: RewardFunctions | None = None
     """Scores the answers to `eval_dataset`; None: the training reward scores them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_new_tokens_key: str | None = None
@@ -161,11 +164,15 @@ class OnPolicy(Experiment):
         work = self.reward_scores
         return FunctionCall("reward_forward", "forward", SEQUENCE[:1], ("score",), role="reward", work=work)
 
-    def _reward_call(self, function: RewardFunction, dataset: DatasetConfig) -> FunctionCall:
-        columns = reward_columns(function, extra_columns(dataset))
-        work = HostFunction(RewardCall(function, columns, self.reward_limits), splittable=True)
-        inputs = ("prompt", *SEQUENCE, *(column_key(column) for column in columns))
-        return FunctionCall("reward_forward", "host", inputs, ("score", "completion"), work=work)
+    def _reward_call(self, given: RewardFunctions, dataset: DatasetConfig) -> FunctionCall:
+        columns = reward_columns(given, extra_columns(dataset))
+        call = RewardCall(given, columns, self.reward_limits)
+        work = HostFunction(call, splittable=True)
+        return FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=work)
+
+    def reward_logs(self) -> tuple[str, ...]:
+        """Return the keys of what the call that scores writes for metrics, such as the scores by name."""
+        return tuple(key for key in self.reward_forward().outputs if key in REWARD_LOGS)
 
     def token_rewards_call(self) -> tuple[FunctionCall, ...]:
         """Return the call that computes the returns of single tokens' rewards, if there are any."""

@@ -177,7 +177,8 @@ class PPO(OnPolicy):
         return self.loss.kl_coef > 0 or self.advantage.kl_coef > 0
 
     def graph(self) -> DataflowGraph:
-        inputs = AdvantageInputs(self.shaping(), bool(self.token_rewards), self.age_limit())
+        inputs = AdvantageInputs(
+            self.shaping(), bool(self.token_rewards), self.age_limit(), self.reward_logs())
         by_prompt = self.loss.average == "prompt"
         require(not by_prompt, "loss.average", self.loss.average, "be sequence, token or constant for PPO")
         read = ("response_mask", *self.advantage.keys, "values", "score", "finished", *inputs.keys)

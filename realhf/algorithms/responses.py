@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from realhf.data.responses import response_lengths
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from realhf.data.batch import Batch, Packed
+
+
+REWARD_LOGS = ("reward_scores", "reward_metrics")
+"""Columns with a dict for each sample: the value of each reward by name, and what rewards have logged."""
 
 
 def without_dropped(mask: Packed, values_T: Tensor) -> tuple[Packed, Tensor]:
@@ -56,7 +62,11 @@ def normalized(values: Tensor, *, correction: int = 0, eps: float = 1e-8) -> Ten
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """Return reward and length statistics of a batch with `score`, `response_mask` and `finished`."""
+    """Return reward and length statistics of a batch with `score`, `response_mask` and `finished`.
+
+    If it has the columns of `REWARD_LOGS`, there are the means of all rewards over the samples to which they
+    apply, too.
+    """
     if not len(batch):
         return {}
     score = batch["score"].double()
@@ -65,11 +75,30 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         raise UserError("the reward of every sample of the step has failed: none is left to train on")
     failures = {"reward/failed": failed.double().mean().item()} if failed.any() else {}
     score = score[~failed]
-    return failures | {
+    return failures | _reward_logs(batch) | {
         "reward/mean": score.mean().item(),
         "reward/std": score.std(correction=0).item(),
         **length_metrics(batch),
     }
+
+
+def _reward_logs(batch: Batch) -> dict[str, float]:
+    """Return the mean of what each reward has logged, and mean and deviation of each reward by name."""
+    logged, scores = (batch.fields.get(key, []) for key in ("reward_metrics", "reward_scores"))
+    metrics = {name: fmean(values) for name, values in _by_name(logged).items()}
+    for name, values in _by_name(scores).items():
+        metrics |= {f"reward/{name}": fmean(values), f"reward/{name}/std": pstdev(values)}
+    return metrics
+
+
+def _by_name(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """Return the values that are not None by name."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None:
+                found.setdefault(name, []).append(value)
+    return found
 
 
 def length_metrics(batch: Batch) -> dict[str, float]:

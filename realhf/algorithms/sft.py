@@ -12,7 +12,7 @@ from realhf.calls import LogProbs, OptimizerConfig, SamplingConfig, TrainStep
 from realhf.data.dataset import extra_columns
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.rewards.scoring import RewardFunction
+from realhf.rewards.reward import RewardFunctions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class SFT(Experiment):
     """
 
     actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))
-    reward_function: RewardFunction | None = None  # Scores greedy answers to `eval_dataset`, if given.
+    reward_function: RewardFunctions | None = None  # Scores greedy answers to `eval_dataset`, if given.
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # Limits the length of those answers.
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""

@@ -9,7 +9,8 @@ from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
 from realhf.errors import UserError
 from realhf.graph import DataflowGraph
-from realhf.rewards.scoring import RewardCall, column_key
+from realhf.rewards.reward import column_key
+from realhf.rewards.scoring import RewardCall
 from realhf.runtime.program import Program
 from realhf.runtime.warnings import check_lengths, check_vocabulary, warnings_of
 
@@ -46,8 +47,9 @@ def try_out(program: Program) -> Trial:
     for graph, some in ((program.graph, rows), (program.eval_graph, eval_rows)):
         for call in graph.of_kind("host") if graph is not None else ():
             if isinstance(reward := call.work.function, RewardCall) and some is not None:
+                functions = tuple(id(one.function) for one in reward.rewards)
                 for part in some.parts:
-                    rewards.setdefault((reward.function, part.config.path), (reward, part))
+                    rewards.setdefault((functions, part.config.path), (reward, part))
     for reward, part in rewards.values():
         _try_reward(reward, part)
     return Trial(found, sum(part.num_in_file for part in rows.parts))
@@ -68,7 +70,7 @@ def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTok
 
 
 def _try_reward(reward: RewardCall, rows: TokenizedRows) -> None:
-    """Call a reward function with made-up completions.
+    """Call reward functions with made-up completions.
 
     They are the rows' answers, or their prompts if they have no answers; the last one is empty.
     """

@@ -1,83 +1,26 @@
-"""RewardCall: runs a reward function on a batch and checks that it returns one finite number per sample."""
+"""RewardCall: scores responses by one or several reward functions, as a host function of a graph."""
 
 from __future__ import annotations
 
-import inspect
 import math
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from realhf.data.dataset import COLUMN, LOADER_KEYS
 from realhf.data.responses import in_response
-from realhf.errors import UserError, described, warn
-from realhf.rewards.limits import LimitedCall, RewardLimits
+from realhf.errors import warn
+from realhf.rewards.limited_call import run_together
+from realhf.rewards.limits import RewardLimits
+from realhf.rewards.reward import RewardFunctions, answers_by, column_key, rewards_of
+from realhf.rewards.scorer import Answers, Scored, Scorer
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
-RewardFunction = Callable[..., Any]
-"""A function of (prompts, completions, completion_ids, **columns) that returns a list of numbers, as in TRL.
-It may be `async`. None in the list means that the reward does not apply to the sample, and counts as 0."""
-_SEARCH_SECONDS = 5.0
-"""Time to search for the one sample on which a function raises."""
-_MAX_SHOWN = 200
-"""Most characters of a prompt in a message."""
 _SEQUENCE = ("sequence_ids", "response_mask")
-_STANDARD = ("prompts", "completions", "completion_ids")
-_NOT_EXTRA = ("prompt", "completion")
-"""Columns that **columns do not receive, as in TRL: they would repeat the standard ones."""
-_TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "finished", "advantages",
-          "values", "returns", "versions", "prox_logprobs", "prompt_tokens", "token_returns", "greedy_ids",
-          "greedy_mask", "greedy_logprobs", "greedy_finished", "greedy_score", "answer_ids", "answer_mask",
-          "logprobs", "scores", "teacher_weights")  # fmt: skip
-"""Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
-_FORM = "its form is f(prompts, completions, completion_ids, **columns)"
-
-
-def reward_columns(function: RewardFunction, available: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the columns to pass to a reward function.
-
-    Parameters without a default are required; parameters with a default and **columns get `available`
-    columns. Raises UserError if `function` is not a reward function.
-    """
-    parameters = _parameters(function)
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    columns = [name for name, p in named.items() if p.default is p.empty or name in available]
-    if _takes_any(parameters):
-        columns += [name for name in available if name not in named and name not in _NOT_EXTRA]
-    return tuple(name for name in columns if name not in _STANDARD)
-
-
-def column_key(column: str) -> str:
-    """Return the key of a graph under which a reward function's call reads a column of the dataset."""
-    return COLUMN + column if column in _TAKEN else column
-
-
-def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
-    if not callable(function):
-        raise UserError(f"reward_function is {function!r}: it must be a function")
-    name = _name(function)
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError as error:
-        raise UserError(f"reward function {name} does not tell its parameters: {_FORM}") from error
-    if positional := [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]:
-        raise UserError(
-            f"reward function {name}: {positional[0]} is positional only, and all are passed by name")
-    if not _takes_any(parameters) and not {"completions", "completion_ids"} & {p.name for p in parameters}:
-        lacks = "has no parameter `completions` or `completion_ids`"
-        raise UserError(f"reward function {name} {lacks}: {_FORM}")
-    return parameters
-
-
-def _takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
-    return any(p.kind == p.VAR_KEYWORD for p in parameters)
-
-
-def _name(function: RewardFunction) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
+_LOGS = {"log_metric": "reward_metrics", "log_extra": "reward_extra"}
+"""Arguments by which functions log, and the columns that have what was logged: a dict for each sample."""
 
 
 def decode_responses(
@@ -93,158 +36,103 @@ def decode_responses(
     return token_ids, [context.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
 
 
-class RewardCall:
-    """A host function that decodes responses and returns them as `completion`, with the reward as `score`.
+@dataclass(frozen=True)
+class AnswerScores:
+    """The scores of samples, with an entry for each."""
 
-    It reads their tokens and masks under the keys `sequence`.
+    totals: list[float]
+    """The weighted sum of the rewards that apply; 0 if none applies, NaN for a sample to drop."""
+    by_name: list[dict[str, float | None]]
+    """The value of each reward, without its weight; None if it does not apply or has failed."""
+    metrics: list[dict[str, float]]
+    extra: list[dict[str, Any]]
+
+
+class RewardCall:
+    """A host function that decodes responses, returns them as `completion`, and scores them.
+
+    `score` is the weighted sum of the rewards, and `reward_scores` has a dict with the value of each by name.
+    It reads tokens and masks under the keys `sequence`.
     """
 
     def __init__(
-        self, function: RewardFunction, columns: Sequence[str], limits: RewardLimits | None = None,
+        self, given: RewardFunctions, columns: Sequence[str], limits: RewardLimits | None = None,
         *, sequence: tuple[str, str] = _SEQUENCE,
     ) -> None:  # fmt: skip
-        self.function = function
+        self.rewards = rewards_of(given)
         self.columns = tuple(columns)
         self.sequence = sequence
-        self.name = _name(function)
-        parameters = _parameters(function)
-        names = [p.name for p in parameters]
-        self._standard = [name for name in _STANDARD if name in names or _takes_any(parameters)]
         self.limits = limits or RewardLimits()
-        self._limited = LimitedCall(function, seconds=self.limits.timeout_seconds)
+        self.answer_of: Callable[[str], Any] | None = answers_by(given)
+        """Returns the answer that a text gives, for votes; None if no reward function tells it."""
+        self._scorers = [Scorer(reward, self.columns, self.limits) for reward in self.rewards]
         self._has_warned_of_none = False
-        self._has_warned_of_failures = False
-        self._first_failure = ""
-        """Why the function failed on a sample for the first time."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Keys of the columns that the call returns."""
+        extras = {name for scorer in self._scorers for name in scorer.extras}
+        logs = (key for name, key in _LOGS.items() if name in extras)
+        return ("score", "completion", "reward_scores", *logs)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Keys of the columns that the call reads."""
+        return ("prompt", *self.sequence, *(column_key(column) for column in self.columns))
 
     def __call__(self, batch: Batch, context: Any) -> dict[str, Any]:
         completion_ids, completions = decode_responses(batch, context, sequence=self.sequence)
         columns = {name: batch[column_key(name)] for name in self.columns}
-        scores = self.scores(batch.ids, batch["prompt"], completions, completion_ids, columns)
-        return {"score": batch[self.sequence[1]].values.new_tensor(scores), "completion": completions}
+        step = getattr(context, "step", 0)
+        found = self.scored(Answers(batch.ids, batch["prompt"], completions, completion_ids, columns, step))
+        made = {
+            "score": batch[self.sequence[1]].values.new_tensor(found.totals), "completion": completions,
+            "reward_scores": found.by_name, "reward_metrics": found.metrics, "reward_extra": found.extra,
+        }  # fmt: skip
+        return {key: made[key] for key in self.outputs}
 
     def scores(
         self, ids: Sequence[int], prompts: list[Any], completions: list[str], completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
     ) -> list[float]:  # fmt: skip
-        """Return a score for each sample, NaN for those to drop. Raises UserError if the function fails.
+        """Return the score of each sample, NaN for those to drop. Raises UserError if a function fails."""
+        return self.scored(Answers(ids, prompts, completions, completion_ids, columns)).totals
 
-        The function gets completions of chats as messages, as in TRL.
+    def scored(self, answers: Answers) -> AnswerScores:
+        """Score the samples by all rewards, at the same time if they are `async`, limited or concurrent.
+
+        Raises UserError if a function fails: the first one of the list, if several do.
         """
-        if not ids:
-            return []
-        standard = {"prompts": prompts, "completion_ids": completion_ids, "completions": [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, completions, strict=True)]}  # fmt: skip
-        arguments = {name: standard[name] for name in self._standard} | columns
-        drops = self.limits.on_failure == "drop"
-        try:
-            scores = self._call(arguments)
-        except (Exception, SystemExit) as error:
-            if not drops or isinstance(error, SystemExit):
-                raise self._explain(error, arguments, ids, prompts) from error
-            scores = self._one_by_one(arguments, len(ids))
-        self._check_length(scores, ids)
-        if drops:
-            scores = self._without_failed(scores, ids)
-        else:
-            self._check_finite(scores, ids, prompts)
-        self._warn_of_none([i for i, score in zip(ids, scores, strict=True) if score is None], len(ids))
-        return [0.0 if score is None else float(score) for score in scores]
+        work = [partial(scorer, answers) for scorer in self._scorers]
+        outcomes = run_together(work, here=[scorer.runs_here for scorer in self._scorers])
+        scored: list[Scored] = [outcome.unwrap() for outcome in outcomes]
+        names = [reward.label for reward in self.rewards]
+        by_name = []
+        totals = []
+        for row in zip(*(one.values for one in scored), strict=True):
+            values = [None if value is None else float(value) for value in row]
+            applied = [(r.weight, x) for r, x in zip(self.rewards, values, strict=True) if x is not None]
+            totals.append(float(sum(weight * value for weight, value in applied)))
+            shown = [None if value is None or math.isnan(value) else value for value in values]
+            by_name.append(dict(zip(names, shown, strict=True)))
+        self._warn_of_none(answers.ids, scored)
+        return AnswerScores(totals, by_name, _merged([one.metrics for one in scored]),
+                      _merged([one.extra for one in scored]))  # fmt: skip
 
-    def _check_length(self, scores: Any, ids: Sequence[int]) -> None:
-        """Raise UserError unless the function has returned a list, or the like, of one value per sample."""
-        is_list = hasattr(scores, "__len__") and not isinstance(scores, str | bytes | dict | set)
-        if is_list and len(scores) == len(ids):
-            return
-        returned = f"{len(scores)} values" if is_list else type(scores).__name__
-        samples = f"{len(ids)} samples ({ids[0]} to {ids[-1]})"
-        rule = "it must return a list with one number per completion"
-        raise UserError(f"reward function {self.name} returned {returned} for {samples}: {rule}")
-
-    def _check_finite(self, scores: Sequence[Any], ids: Sequence[int], prompts: list[Any]) -> None:
-        """Raise UserError that names the first sample whose score is neither None nor a finite number."""
-        for score, sample_id, prompt in zip(scores, ids, prompts, strict=True):
-            if score is not None and not _is_finite(score):
-                sample = f"sample {sample_id} with the prompt {_short(prompt)}"
-                rule = "it must be a finite number"
-                raise UserError(f"reward function {self.name} returned {score!r} for {sample}: {rule}")
-
-    def _call(self, arguments: dict[str, list[Any]]) -> Any:
-        """Call the function, again if it fails and may be retried."""
-        for _ in range(self.limits.retries):
-            with suppress(Exception):
-                return self._limited(**arguments)
-        return self._limited(**arguments)
-
-    def _one_by_one(self, arguments: dict[str, list[Any]], num_samples: int) -> list[Any]:
-        """Return the scores from one call per sample: NaN for a sample whose call fails.
-
-        After ten times the time limit, the samples that are left count as failed.
-        """
-        seconds = self.limits.timeout_seconds
-        deadline = math.inf if seconds is None else time.monotonic() + 10 * seconds
-        scores: list[Any] = []
-        for i in range(num_samples):
-            score: Any = math.nan
-            if time.monotonic() < deadline:
-                try:
-                    score = self._limited(**_sample(arguments, i))[0]
-                except Exception as error:
-                    self._first_failure = self._first_failure or described(error)
-            scores.append(score)
-        return scores
-
-    def _without_failed(self, scores: Sequence[Any], ids: Sequence[int]) -> list[Any]:
-        """Return the scores, NaN for each that is neither None nor a finite number; warn the first time."""
-        usable = [score is None or _is_finite(score) for score in scores]
-        if not all(usable) and not self._has_warned_of_failures:
-            self._has_warned_of_failures = True
-            first = usable.index(False)
-            cause = self._first_failure or f"it returned {list(scores)[first]!r}"
-            failure = f"failed on {usable.count(False)} of {len(ids)} samples (sample {ids[first]} first)"
-            warn(f"reward function {self.name} {failure}: {cause}; they are dropped with their groups")
-        return [score if is_usable else math.nan for score, is_usable in zip(scores, usable, strict=True)]
-
-    def _warn_of_none(self, ids: Sequence[int], num_samples: int) -> None:
-        """Warn the first time that the scores of some samples, those in `ids`, are None."""
-        if ids and not self._has_warned_of_none:
+    def _warn_of_none(self, ids: Sequence[int], scored: Sequence[Scored]) -> None:
+        """Warn the first time that no reward applies to some samples."""
+        values = zip(*(one.values for one in scored), strict=True)
+        none = [i for i, row in zip(ids, values, strict=True) if all(value is None for value in row)]
+        if none and not self._has_warned_of_none:
             self._has_warned_of_none = True
-            samples = f"{len(ids)} of {num_samples} samples (sample {ids[0]} first)"
-            warn(f"reward function {self.name} returned None for {samples}: None counts as 0")
-
-    def _explain(
-        self, error: BaseException, arguments: dict[str, list[Any]], ids: Sequence[int], prompts: list[Any]
-    ) -> UserError:
-        """Return the error for the user. If the function fails on one sample alone, the error names it."""
-        which = f"samples {ids[0]} to {ids[-1]}"
-        deadline = time.monotonic() + max(_SEARCH_SECONDS, 2 * (self.limits.timeout_seconds or 0.0))
-        for i, sample_id in enumerate(ids):
-            if time.monotonic() > deadline:
-                break
-            try:
-                self._limited(**_sample(arguments, i))
-            except (Exception, SystemExit) as alone:
-                error = alone
-                which = f"sample {sample_id} with the prompt {_short(prompts[i])}"
-                break
-        return UserError(f"reward function {self.name} raised {described(error)} on {which}")
+            samples = f"{len(none)} of {len(ids)} samples (sample {none[0]} first)"
+            if len(self._scorers) == 1:
+                who = f"reward function {self._scorers[0].name} returned None"
+                warn(f"{who} for {samples}: None counts as 0")
+            else:
+                warn(f"all reward functions returned None for {samples}: the score is 0")
 
 
-def _sample(arguments: dict[str, list[Any]], i: int) -> dict[str, list[Any]]:
-    """Return the arguments of a call with sample i alone."""
-    return {name: values[i : i + 1] for name, values in arguments.items()}
-
-
-def _short(prompt: Any) -> str:
-    text = repr(prompt)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _is_finite(score: Any) -> bool:
-    if isinstance(score, str | bytes):
-        return False
-    try:
-        return math.isfinite(float(score))
-    except (TypeError, ValueError, OverflowError):
-        return False
+def _merged(columns: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return for each sample the union of its dicts."""
+    return [{k: v for part in row for k, v in part.items()} for row in zip(*columns, strict=True)]

@@ -21,7 +21,7 @@ from realhf import (
     SoftOverlongPenalty,
 )
 from realhf.plan import ExecutionPlan
-from realhf.rewards.scoring import column_key
+from realhf.rewards.reward import column_key
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.runtime.tiny import common, role, some_reward, write_task

@@ -47,17 +47,17 @@ SEQUENCE = ("sequence_ids", "response_mask")
 TODAY = {
     "grpo": {
         "actor_generate": (("prompt_ids",), (*SEQUENCE, "gen_logprobs", "finished")),
-        "reward_forward": (("prompt", *SEQUENCE), ("score", "completion")),
-        "advantages": (("score", "response_mask", "finished"), ("advantages",)),
+        "reward_forward": (("prompt", *SEQUENCE), ("score", "completion", "reward_scores")),
+        "advantages": (("score", "response_mask", "finished", "reward_scores"), ("advantages",)),
         "actor_train": ((*SEQUENCE, "gen_logprobs", "advantages"), ()),
     },
     "ppo": {
         "actor_generate": (("prompt_ids",), (*SEQUENCE, "gen_logprobs", "finished")),
-        "reward_forward": (("prompt", *SEQUENCE), ("score", "completion")),
+        "reward_forward": (("prompt", *SEQUENCE), ("score", "completion", "reward_scores")),
         "ref_forward": (SEQUENCE, ("ref_logprobs",)),
         "critic_forward": (SEQUENCE, ("values",)),
         "advantages": (
-            ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished"),
+            ("response_mask", "gen_logprobs", "ref_logprobs", "values", "score", "finished", "reward_scores"),
             ("advantages", "returns"),
         ),
         "actor_train": ((*SEQUENCE, "gen_logprobs", "advantages"), ()),

@@ -14,7 +14,8 @@ from realhf.algorithms.ppo import AdvantageConfig, TokenAdvantages, ValueLoss
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
 from realhf.errors import UserError
-from realhf.rewards.scoring import RewardCall, reward_columns
+from realhf.rewards.reward import reward_columns
+from realhf.rewards.scoring import RewardCall
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
 from tests.cli_tools import read_jsonl

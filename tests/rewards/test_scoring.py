@@ -12,7 +12,8 @@ import torch
 from realhf.data.batch import Batch, Packed
 from realhf.data.loader import load_tokenizer
 from realhf.errors import UserError
-from realhf.rewards.scoring import RewardCall, reward_columns
+from realhf.rewards.reward import reward_columns
+from realhf.rewards.scoring import RewardCall
 from tests.runtime.tiny import CHARACTERS, write_task
 
 

@@ -1,0 +1,134 @@
+"""Rewards that look at the text of an answer: ExactMatch, RegexMatch and FormatReward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from realhf.field_types import check_types, require
+
+
+def text_of(completion: Any) -> str:
+    """Return the text of a completion, which may be a list of chat messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message.get("content") or "") for message in completion)
+
+
+def _compiled(pattern: str, name: str) -> re.Pattern[str]:
+    """Return the compiled pattern. Raises ValueError if it is none."""
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{name} is {pattern!r}: it must be a regular expression ({error})") from error
+
+
+def _last(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the first group of a pattern's last match, or the whole match; None without one."""
+    matches = list(pattern.finditer(text))
+    return matches[-1][1 if pattern.groups else 0] if matches else None
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """A reward of 1 if the answer is the text in a column, else 0.
+
+    Spaces at both ends do not count. The reward does not apply to rows in which the column is null.
+    """
+
+    answer_key: str = "answer"  # The column with the right answer.
+    extract: str | None = None
+    """A regular expression, whose last match in the completion is the answer: its first group, or all of it.
+    Such as `<answer>(.*?)</answer>`. None: the whole completion is the answer."""
+    ignore_case: bool = False
+    __name__: ClassVar[str] = "exact_match"
+
+    def __post_init__(self) -> None:
+        check_types(self, "ExactMatch.")
+        self._pattern  # noqa: B018 - checks it.
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns that the reward reads."""
+        return (self.answer_key,)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
+        return None if self.extract is None else _compiled(self.extract, "ExactMatch.extract")
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Return the reward of each completion."""
+        found = [self.answer_of(text_of(completion)) for completion in completions]
+        return [None if right is None else float(answer == self._normal(str(right)))
+                for answer, right in zip(found, columns[self.answer_key], strict=True)]  # fmt: skip
+
+    def answer_of(self, completion: str) -> str | None:
+        """Return the answer of a text; None without one."""
+        found = completion if self._pattern is None else _last(self._pattern, completion)
+        return None if found is None else self._normal(found)
+
+    def _normal(self, text: str) -> str:
+        return text.strip().casefold() if self.ignore_case else text.strip()
+
+
+@dataclass(frozen=True)
+class RegexMatch:
+    """A reward of 1 if a regular expression is found in the completion, else 0. A dot matches line ends."""
+
+    pattern: str
+    whole: bool = False  # Whether it must match the whole completion, apart from spaces at both ends.
+    __name__: ClassVar[str] = "regex_match"
+
+    def __post_init__(self) -> None:
+        check_types(self, "RegexMatch.")
+        self._compiled  # noqa: B018 - checks it.
+
+    @cached_property
+    def _compiled(self) -> re.Pattern[str]:
+        return _compiled(self.pattern, "RegexMatch.pattern")
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Return the reward of each completion."""
+        find = self._compiled.fullmatch if self.whole else self._compiled.search
+        return [float(find(text_of(completion).strip()) is not None) for completion in completions]
+
+    def answer_of(self, completion: str) -> str | None:
+        """Return what the last match has found, its first group if it has groups; None without a match."""
+        return _last(self._compiled, completion)
+
+
+@dataclass(frozen=True)
+class FormatReward:
+    """A reward of 1 if a completion consists of sections like `<think>...</think><answer>...</answer>`.
+
+    Each tag occurs once, in this order, with nothing but spaces between the sections and around them.
+    """
+
+    tags: tuple[str, ...] = ("think", "answer")
+    opened: bool = False  # Whether the prompt has already written the first opening tag.
+    __name__: ClassVar[str] = "format"
+
+    def __post_init__(self) -> None:
+        check_types(self, "FormatReward.")
+        named = bool(self.tags) and all(re.fullmatch(r"[\w-]+", tag) for tag in self.tags)
+        require(named, "FormatReward.tags", self.tags, "have the names of tags, without brackets")
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Return the reward of each completion."""
+        return [float(self._is_sound(text_of(completion).strip())) for completion in completions]
+
+    def _is_sound(self, text: str) -> bool:
+        """Return whether a text consists of the sections."""
+        if self.opened:
+            text = f"<{self.tags[0]}>{text}"
+        once = all(text.count(f"<{tag}>") == text.count(f"</{tag}>") == 1 for tag in self.tags)
+        sections = r"\s*".join(f"<{tag}>.*</{tag}>" for tag in self.tags)
+        return once and re.fullmatch(sections, text, re.DOTALL) is not None
+
+    def answer_of(self, completion: str) -> str | None:
+        """Return the text of the last section; None without one."""
+        found = _last(_compiled(f"<{self.tags[-1]}>(.*?)</{self.tags[-1]}>", "tags"), completion)
+        return None if found is None else found.strip()

@@ -1,0 +1,75 @@
+"""A process that parses and compares mathematical answers, started by `MathAnswer`.
+
+It reads one job per line, as JSON, and writes one result per line. The kernel ends it if a job takes too
+long.
+"""
+
+import json
+import logging
+import re
+import resource
+import signal
+import sys
+from typing import Any
+
+_ANCHOR = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_MEMORY_BYTES = 2 << 30
+
+
+def main() -> None:
+    """Answer jobs until standard input ends; the arguments are the most seconds of a job."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    seconds = float(sys.argv[1])
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    results = sys.stdout
+    sys.stdout = sys.stderr
+    print("ready", file=results, flush=True)
+    for line in sys.stdin:
+        # When the time is over, the signal ends the process, even within a long computation in C.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        result = _answer(math_verify, json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        print(json.dumps(result), file=results, flush=True)
+
+
+def _answer(math_verify: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Return whether a text gives the right answer, None if this cannot be parsed; and the text's answer."""
+    found = _parse(math_verify, job["text"], anchored=job["anchored"])
+    result: dict[str, Any] = {"answer": _normal_form(found)}
+    if job.get("gold") is not None:
+        gold = _parse_gold(math_verify, job["gold"])
+        right = bool(found) and math_verify.verify(gold, found, timeout_seconds=None) if gold else None
+        result["right"] = right
+    return result
+
+
+def _parse(math_verify: Any, text: str, *, anchored: bool = False) -> list[Any]:
+    """Return the answer at the end of a text, a boxed one first, as the library parses it."""
+    latex = math_verify.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not anchored)
+    kinds = [latex] if anchored else [latex, math_verify.ExprExtractionConfig()]
+    return list(math_verify.parse(text, extraction_config=kinds, parsing_timeout=None))
+
+
+def _parse_gold(math_verify: Any, text: str) -> list[Any]:
+    """Return the right answer: text with LaTeX, a number, or a solution that ends like `#### 72`."""
+    text = text.rsplit("####", maxsplit=1)[-1].strip()
+    found = _parse(math_verify, text)
+    if found or _ANCHOR.search(text) or _WORD.search(re.sub(r"\\[A-Za-z]+", "", text)):
+        return found
+    return _parse(math_verify, f"${text}$")  # Such as (1,2), which is no answer within other text.
+
+
+def _normal_form(found: list[Any]) -> str | None:
+    """Return a text that is the same for equal numbers, such as 0.5 and 1/2; None without an answer."""
+    if not found:
+        return None
+    import sympy  # type: ignore[import-untyped]
+
+    value = found[0]
+    if isinstance(value, sympy.Basic) and value.is_number:
+        value = sympy.nsimplify(value.doit(), rational=True)
+    return str(value)

@@ -1,0 +1,149 @@
+"""Reward: a reward function with its weight and its name. Also finds the columns that functions read."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from realhf.data.dataset import COLUMN, LOADER_KEYS
+from realhf.errors import UserError
+from realhf.field_types import check_types, require
+
+RewardFunction = Callable[..., Any]
+"""A function of (prompts, completions, completion_ids, **columns) that returns a list of numbers, as in TRL.
+It may be `async`. None in the list means that the reward does not apply to the sample.
+
+An object may have `column_names`, the columns that it reads, instead of naming them as parameters. It may
+also have a method `answer_of(completion)`, which returns the answer that a text gives, or None; answers that
+are equal count as the same in a vote."""
+STANDARD = ("prompts", "completions", "completion_ids")
+EXTRAS = ("log_metric", "log_extra", "trainer_state")
+"""Arguments that a function gets if it names them, as in TRL."""
+_NOT_EXTRA = ("prompt", "completion")
+"""Columns that **columns do not receive, as in TRL: they would repeat the standard ones."""
+_TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "finished", "advantages",
+          "values", "returns", "versions", "prox_logprobs", "prompt_tokens", "token_returns", "greedy_ids",
+          "greedy_mask", "greedy_logprobs", "greedy_finished", "greedy_score", "answer_ids", "answer_mask",
+          "logprobs", "scores", "teacher_weights", "reward_scores", "reward_extra",
+          "reward_metrics")  # fmt: skip
+"""Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
+_METRICS = ("mean", "std", "failed", "shaped_mean", "token_return", "zero_std_groups")
+"""Names that metrics `reward/...` of all rewards together have."""
+_FORM = "its form is f(prompts, completions, completion_ids, **columns)"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function, its weight in the score, and how it is called."""
+
+    function: RewardFunction
+    weight: float = 1.0
+    """The score of a sample is the sum of weight times value, over the rewards that apply to the sample."""
+    name: str | None = None  # The reward is logged as `reward/<name>`; None: the function's name.
+    concurrency: int | None = None
+    """How many calls run at once, each with one sample; None: one call with all samples of a rank. Calls of
+    plain functions run in threads, those of `async` functions in one event loop."""
+    timeout_seconds: float | None = None  # Longest time of a call; None: that of `reward_limits`.
+
+    def __post_init__(self) -> None:
+        if isinstance(self.function, Reward):
+            raise ValueError("Reward.function is a Reward: give the function itself")
+        check_types(self, "Reward.")
+        finite = abs(self.weight) < float("inf")
+        require(finite, "Reward.weight", self.weight, "be a finite number")
+        many = self.concurrency is None or self.concurrency >= 1
+        require(many, "Reward.concurrency", self.concurrency, "be at least 1, or None")
+        above = self.timeout_seconds is None or self.timeout_seconds > 0
+        require(above, "Reward.timeout_seconds", self.timeout_seconds, "be above 0, or None")
+
+    @property
+    def label(self) -> str:
+        """The name under which the reward is logged."""
+        return self.name or str(getattr(self.function, "__name__", type(self.function).__name__))
+
+
+RewardFunctions = RewardFunction | Reward | Sequence[RewardFunction | Reward]
+"""One reward function or several, each with its weight and name, or without."""
+
+
+def rewards_of(given: RewardFunctions) -> tuple[Reward, ...]:
+    """Return the rewards that a field `reward_function` gives. Raises UserError if they are no rewards."""
+    several: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if not several:
+        raise UserError("reward_function is empty: give at least one function")
+    rewards = tuple(one if isinstance(one, Reward) else Reward(one) for one in several)
+    for reward in rewards:
+        parameters_of(reward.function)
+    labels = [reward.label for reward in rewards]
+    for label, count in Counter(labels).items():
+        if count > 1:
+            rule = "give them names by Reward(f, name=...)"
+            raise UserError(f"{count} reward functions are named {label!r}: {rule}")
+        if label in _METRICS:
+            taken = f"the metric reward/{label} is that of all rewards together"
+            raise UserError(f"a reward function is named {label!r}: {taken}; use Reward(f, name=...)")
+    return rewards
+
+
+def answers_by(given: RewardFunctions) -> Callable[[str], Any] | None:
+    """Return the method `answer_of` of the first reward function that has one; None if there is none."""
+    methods = [getattr(reward.function, "answer_of", None) for reward in rewards_of(given)]
+    return next((method for method in methods if method is not None), None)
+
+
+def reward_columns(given: RewardFunctions, available: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the columns to pass to reward functions.
+
+    Parameters without a default are required; parameters with a default and **columns get `available`
+    columns. Raises UserError if one is not a reward function.
+    """
+    rewards = rewards_of(given)
+    return tuple(dict.fromkeys(name for one in rewards for name in columns_of(one.function, available)))
+
+
+def columns_of(function: RewardFunction, available: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns to pass to one reward function; see `reward_columns`."""
+    parameters = parameters_of(function)
+    if (declared := getattr(function, "column_names", None)) is not None:
+        return tuple(declared)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    columns = [name for name, p in named.items() if p.default is p.empty or name in available]
+    if takes_any(parameters):
+        columns += [name for name in available if name not in named and name not in _NOT_EXTRA]
+    return tuple(name for name in columns if name not in (*STANDARD, *EXTRAS))
+
+
+def column_key(column: str) -> str:
+    """Return the key of a graph under which a reward function's call reads a column of the dataset."""
+    return COLUMN + column if column in _TAKEN else column
+
+
+def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
+    """Return the parameters of a reward function. Raises UserError if it is none."""
+    if not callable(function):
+        raise UserError(f"reward_function is {function!r}: it must be a function")
+    name = name_of(function)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError as error:
+        raise UserError(f"reward function {name} does not tell its parameters: {_FORM}") from error
+    if positional := [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]:
+        raise UserError(
+            f"reward function {name}: {positional[0]} is positional only, and all are passed by name")
+    if not takes_any(parameters) and not {"completions", "completion_ids"} & {p.name for p in parameters}:
+        lacks = "has no parameter `completions` or `completion_ids`"
+        raise UserError(f"reward function {name} {lacks}: {_FORM}")
+    return parameters
+
+
+def takes_any(parameters: Sequence[inspect.Parameter]) -> bool:
+    """Return whether a function with these parameters has one like `**columns`."""
+    return any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def name_of(function: RewardFunction) -> str:
+    """Return a function's name for messages."""
+    return getattr(function, "__qualname__", type(function).__name__)

@@ -1,0 +1,267 @@
+"""Scorer: calls one reward function on samples, and checks that it returns one finite number for each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from realhf.errors import UserError, described, warn
+from realhf.rewards.limited_call import LimitedCall, is_async
+from realhf.rewards.limits import RewardLimits
+from realhf.rewards.reward import EXTRAS, STANDARD, Reward, columns_of, name_of, parameters_of, takes_any
+
+_SEARCH_SECONDS = 5.0
+"""Time to search for the one sample on which a function raises."""
+_MAX_SHOWN = 200
+"""Most characters of a prompt in a message."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The samples to score: ids, and lists with an entry for each sample."""
+
+    ids: Sequence[int]
+    prompts: list[Any]
+    completions: list[str]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]  # Columns of the dataset.
+    step: int = 0
+
+
+@dataclass
+class Scored:
+    """The values of one reward function, and what it has logged, with an entry for each sample."""
+
+    values: list[Any]
+    """A number for each sample, None if the reward does not apply to it, and NaN if it has failed."""
+    metrics: list[dict[str, float]]  # What the sample's call has passed to `log_metric`, by name.
+    extra: list[dict[str, Any]]  # What the sample's call has passed to `log_extra`, by column.
+
+
+@dataclass
+class _Log:
+    """The metrics and columns that a call has logged."""
+
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        self.extra[str(column)] = list(values)
+
+
+class Scorer:
+    """Calls a reward's function on samples, within limits."""
+
+    def __init__(self, reward: Reward, columns: Sequence[str], limits: RewardLimits) -> None:
+        self.reward = reward
+        self.limits = limits
+        self.name = name_of(reward.function)
+        self.columns = columns_of(reward.function, columns)
+        parameters = parameters_of(reward.function)
+        names = [p.name for p in parameters]
+        self._standard = [name for name in STANDARD if name in names or takes_any(parameters)]
+        self.extras = [name for name in EXTRAS if name in names]
+        own = reward.timeout_seconds
+        self._seconds = limits.timeout_seconds if own is None else own
+        setting = "reward_limits.timeout_seconds" if own is None else "Reward.timeout_seconds"
+        self._limited = LimitedCall(reward.function, seconds=self._seconds, setting=setting)
+        self._has_warned_of_failures = False
+        self._first_failure = ""
+        """Why the function failed on a sample for the first time."""
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the function runs in the thread that calls it, so that no other runs at the same time."""
+        runs_elsewhere = self._seconds is not None or self.reward.concurrency is not None
+        return not runs_elsewhere and not is_async(self.reward.function)
+
+    def __call__(self, answers: Answers) -> Scored:
+        """Score the samples. Raises UserError if the function fails and samples may not be dropped.
+
+        The function gets completions of chats as messages, as in TRL.
+        """
+        if not answers.ids:
+            return Scored([], [], [])
+        standard = {
+            "prompts": answers.prompts, "completion_ids": answers.completion_ids, "completions": [
+                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                for prompt, text in zip(answers.prompts, answers.completions, strict=True)]}  # fmt: skip
+        arguments = {name: standard[name] for name in self._standard}
+        arguments |= {name: answers.columns[name] for name in self.columns}
+        drops = self.limits.on_failure == "drop"
+        if self.reward.concurrency is not None:
+            scored = self._pooled(arguments, answers)
+        else:
+            scored = self._together(arguments, answers)
+        if drops:
+            scored.values = self._without_failed(scored.values, answers.ids)
+        else:
+            self._check_finite(scored.values, answers)
+        return scored
+
+    def _together(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
+        """Call the function with all samples."""
+        try:
+            values, log = self._call(arguments, answers.step)
+        except (Exception, SystemExit) as error:
+            if self.limits.on_failure == "stop" or isinstance(error, SystemExit):
+                raise self._explain(error, arguments, answers) from error
+            return self._one_by_one(arguments, answers)
+        self._check_length(values, answers.ids)
+        return self._scored(list(values), log)
+
+    def _pooled(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
+        """Call the function with one sample at a time, several times at once."""
+        logs: dict[int, _Log] = {}
+
+        def maker(i: int) -> Callable[[], dict[str, Any]]:
+            def make() -> dict[str, Any]:
+                logs[i] = _Log()  # A call that is made again logs anew.
+                return _sample(arguments, i) | self._callables(logs[i], answers.step)
+
+            return make
+
+        concurrency = self.reward.concurrency or 1
+        makers = [maker(i) for i in range(len(answers.ids))]
+        outcomes = self._limited.each(makers, concurrency=concurrency, retries=self.limits.retries)
+        whole = Scored([], [], [])
+        for i, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                if self.limits.on_failure == "stop" or not isinstance(outcome.error, Exception):
+                    raise self._failure(outcome.error, _sample_words(answers, i)) from outcome.error
+                self._add_failed(whole, outcome.error)
+                continue
+            self._check_length(outcome.value, answers.ids[i : i + 1])
+            _extend(whole, self._scored(list(outcome.value), logs[i]))
+        return whole
+
+    def _one_by_one(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
+        """Score with one call per sample; a sample whose call fails has NaN.
+
+        After ten times the time limit, the samples that are left count as failed.
+        """
+        deadline = math.inf if self._seconds is None else time.monotonic() + 10 * self._seconds
+        whole = Scored([], [], [])
+        for i in range(len(answers.ids)):
+            try:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("the time for calls with single samples is over")
+                log = _Log()
+                given = _sample(arguments, i) | self._callables(log, answers.step)
+                _extend(whole, self._scored([self._limited(**given)[0]], log))
+            except Exception as error:
+                self._add_failed(whole, error)
+        self._check_length(whole.values, answers.ids)
+        return whole
+
+    def _call(self, arguments: dict[str, list[Any]], step: int) -> tuple[Any, _Log]:
+        """Call the function, again if it fails and may be retried."""
+        for _ in range(self.limits.retries):
+            with suppress(Exception):
+                log = _Log()
+                return self._limited(**arguments, **self._callables(log, step)), log
+        log = _Log()
+        return self._limited(**arguments, **self._callables(log, step)), log
+
+    def _callables(self, log: _Log, step: int) -> dict[str, Any]:
+        """Return those arguments of TRL that are no lists, as far as the function names them."""
+        made = {"log_metric": log.log_metric, "log_extra": log.log_extra,
+                "trainer_state": SimpleNamespace(global_step=step)}  # fmt: skip
+        return {name: made[name] for name in self.extras}
+
+    def _scored(self, values: list[Any], log: _Log) -> Scored:
+        """Return the values of a call with what it has logged."""
+        for column, given in log.extra.items():
+            if len(given) != len(values):
+                what = f"passed {len(given)} values to log_extra({column!r})"
+                raise UserError(f"reward function {self.name} {what} for {len(values)} samples")
+        means = {name: sum(all_values) / len(all_values) for name, all_values in log.metrics.items()}
+        extra = [{column: given[i] for column, given in log.extra.items()} for i in range(len(values))]
+        return Scored(values, [means for _ in values], extra)
+
+    def _add_failed(self, whole: Scored, error: Exception) -> None:
+        """Add a sample whose call has failed."""
+        self._first_failure = self._first_failure or described(error)
+        _extend(whole, Scored([math.nan], [{}], [{}]))
+
+    def _check_length(self, scores: Any, ids: Sequence[int]) -> None:
+        """Raise UserError unless the function has returned a list, or the like, of one value per sample."""
+        is_list = hasattr(scores, "__len__") and not isinstance(scores, str | bytes | dict | set)
+        if is_list and len(scores) == len(ids):
+            return
+        returned = f"{len(scores)} values" if is_list else type(scores).__name__
+        samples = f"{len(ids)} samples ({ids[0]} to {ids[-1]})"
+        rule = "it must return a list with one number per completion"
+        raise UserError(f"reward function {self.name} returned {returned} for {samples}: {rule}")
+
+    def _check_finite(self, scores: Sequence[Any], answers: Answers) -> None:
+        """Raise UserError that names the first sample whose score is neither None nor a finite number."""
+        for i, score in enumerate(scores):
+            if score is not None and not _is_finite(score):
+                returned = f"returned {score!r} for {_sample_words(answers, i)}"
+                raise UserError(f"reward function {self.name} {returned}: it must be a finite number")
+
+    def _without_failed(self, scores: Sequence[Any], ids: Sequence[int]) -> list[Any]:
+        """Return the scores, NaN for each that is neither None nor a finite number; warn the first time."""
+        usable = [score is None or _is_finite(score) for score in scores]
+        if not all(usable) and not self._has_warned_of_failures:
+            self._has_warned_of_failures = True
+            first = usable.index(False)
+            cause = self._first_failure or f"it returned {list(scores)[first]!r}"
+            failure = f"failed on {usable.count(False)} of {len(ids)} samples (sample {ids[first]} first)"
+            warn(f"reward function {self.name} {failure}: {cause}; they are dropped with their groups")
+        return [score if is_usable else math.nan for score, is_usable in zip(scores, usable, strict=True)]
+
+    def _explain(
+        self, error: BaseException, arguments: dict[str, list[Any]], answers: Answers
+    ) -> UserError:
+        """Return the error for the user. If the function fails on one sample alone, the error names it."""
+        which = f"samples {answers.ids[0]} to {answers.ids[-1]}"
+        deadline = time.monotonic() + max(_SEARCH_SECONDS, 2 * (self._seconds or 0.0))
+        for i in range(len(answers.ids)):
+            if time.monotonic() > deadline:
+                break
+            try:
+                self._limited(**_sample(arguments, i), **self._callables(_Log(), answers.step))
+            except (Exception, SystemExit) as alone:
+                error = alone
+                which = _sample_words(answers, i)
+                break
+        return self._failure(error, which)
+
+    def _failure(self, error: BaseException, which: str) -> UserError:
+        return UserError(f"reward function {self.name} raised {described(error)} on {which}")
+
+
+def _sample(arguments: dict[str, list[Any]], i: int) -> dict[str, list[Any]]:
+    """Return the arguments of a call with sample i alone."""
+    return {name: values[i : i + 1] for name, values in arguments.items()}
+
+
+def _extend(whole: Scored, part: Scored) -> None:
+    whole.values += part.values
+    whole.metrics += part.metrics
+    whole.extra += part.extra
+
+
+def _sample_words(answers: Answers, i: int) -> str:
+    text = repr(answers.prompts[i])
+    short = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return f"sample {answers.ids[i]} with the prompt {short}"
+
+
+def _is_finite(score: Any) -> bool:
+    if isinstance(score, str | bytes):
+        return False
+    try:
+        return math.isfinite(float(score))
+    except (TypeError, ValueError, OverflowError):
+        return False
