@@ -1,22 +1,23 @@
-"""Evaluation on held-out rows: the loss of their completions, and the scores of greedy answers."""
+"""Evaluation on held-out rows: the loss of their completions, and the scores of answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Any
 
 from realhf.calls import Generate, HostFunction, Loss, SamplingConfig
-from realhf.data.dataset import DatasetConfig, extra_columns
+from realhf.data.dataset import extra_columns
+from realhf.evaluation.sets import Evaluation
 from realhf.graph import FunctionCall
 from realhf.rewards.scoring import RewardCall, RewardFunction, column_key, reward_columns
 
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
-GREEDY_ANSWER = ("answer_ids", "answer_mask")
-"""Keys of greedy answers. Those of `SEQUENCE` are the completions of the rows."""
+HELD_OUT_ANSWER = ("answer_ids", "answer_mask")
+"""Keys of the answers. Those of `SEQUENCE` are the completions of the rows."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,21 @@ def held_out_loss(loss: Loss, inputs: Sequence[str], *, with_perplexity: bool = 
 
 
 def scored_answers(
-    function: RewardFunction | None, sampling: SamplingConfig, dataset: DatasetConfig
+    function: RewardFunction | None, sampling: SamplingConfig, held_out: Evaluation
 ) -> tuple[FunctionCall, ...]:
-    """Return the calls that answer prompts greedily and score the answers; none without a function."""
+    """Return the calls that answer prompts and score the answers; none without a function.
+
+    The function and the sampling of the held-out set, if it has them, come before these.
+    """
+    function = held_out.function or function
     if function is None:
         return ()
-    greedy = Generate(sampling=replace(sampling, temperature=0.0, top_k=0, top_p=1.0))
-    written = (*GREEDY_ANSWER, "gen_logprobs", "finished")
-    columns = reward_columns(function, extra_columns(dataset))
-    reward = HostFunction(RewardCall(function, columns, sequence=GREEDY_ANSWER), splittable=True)
-    read = ("prompt", *GREEDY_ANSWER, *(column_key(column) for column in columns))
+    generate = Generate(sampling=held_out.answer_sampling(sampling))
+    written = (*HELD_OUT_ANSWER, "gen_logprobs", "finished")
+    columns = reward_columns(function, extra_columns(held_out.dataset))
+    reward = HostFunction(RewardCall(function, columns, sequence=HELD_OUT_ANSWER), splittable=True)
+    read = ("prompt", *HELD_OUT_ANSWER, *(column_key(column) for column in columns))
     return (
-        FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=greedy),
+        FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=generate),
         FunctionCall("reward_forward", "host", read, ("score", "completion"), work=reward),
     )

@@ -10,6 +10,7 @@ from realhf.algorithms.staleness import AgeLimit
 from realhf.calls import Generate, HostFunction, LogProbs, OptimizerConfig, SamplingConfig, Scores, TrainStep
 from realhf.data.dataset import DatasetConfig, extra_columns
 from realhf.data.responses import in_response
+from realhf.evaluation.sets import greedy
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.interruption import Interruption
@@ -196,18 +197,19 @@ class OnPolicy(Experiment):
     @property
     def greedy_sampling(self) -> SamplingConfig:
         """The settings of sampling, but always with the most probable token."""
-        return replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0)
+        return greedy(self.sampling)
 
     def eval_graph(self) -> DataflowGraph | None:
-        function = self.eval_function or self.reward_function
-        greedy = replace(self, sampling=self.greedy_sampling)
-        generate = replace(greedy.actor_generate(), outputs=ANSWER)
+        held_out = self.evaluation
+        function = held_out.function or self.eval_function or self.reward_function
+        answering = replace(self, sampling=held_out.answer_sampling(self.sampling))
+        generate = replace(answering.actor_generate(), outputs=ANSWER)
         if function is not None:
-            reward = self._reward_call(function, self.eval_dataset or self.dataset)
+            reward = self._reward_call(function, held_out.dataset)
             return graph_of(generate, reward)
         work = HostFunction(_decode, splittable=True)
         decode = FunctionCall("eval_decode", "host", SEQUENCE, ("completion",), work=work)
-        return graph_of(generate, greedy.reward_forward(), decode)
+        return graph_of(generate, answering.reward_forward(), decode)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import TokenizedRows
 from realhf.errors import UserError
@@ -27,27 +28,34 @@ def try_out(program: Program) -> list[str]:
     directory = program.experiment.tokenizer_dir()
     if not (Path(directory) / "tokenizer.json").is_file():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
-        return [*warnings_of(program, None, None), untried]
+        return [*warnings_of(program, None, {}), untried]
     tokenizer = LightTokenizer(directory)
     check_vocabulary(program.roles, tokenizer.largest_id, tokenizer=directory)
-    rows = _rows(program, "dataset", program.graph, tokenizer)
-    eval_rows = None
-    if program.eval_graph is not None:
-        eval_rows = _rows(program, "eval_dataset", program.eval_graph, tokenizer)
-    found = warnings_of(program, rows, eval_rows)
-    rewards: dict[Any, tuple[RewardCall, TokenizedRows]] = {}
-    for graph, some in ((program.graph, rows), (program.eval_graph, eval_rows)):
-        for call in graph.of_kind("host") if graph is not None else ():
-            if isinstance(reward := call.work.function, RewardCall) and some is not None:
-                rewards.setdefault((reward.function, some.config.path), (reward, some))
-    for reward, some in rewards.values():
-        _try_reward(reward, some)
+    experiment = program.experiment
+    rows = _rows(program, experiment.dataset, "dataset", program.graph, tokenizer)
+    held_out = {
+        one.name: _rows(program, one.evaluation.dataset, one.field, one.graph, tokenizer)
+        for one in program.evaluations}
+    found = warnings_of(program, rows, held_out)
+    sets = [("", program.graph, rows)]
+    sets += [(one.field, one.graph, held_out[one.name]) for one in program.evaluations]
+    rewards: dict[Any, tuple[str, RewardCall, TokenizedRows]] = {}
+    for field, graph, some in sets:
+        for call in graph.of_kind("host"):
+            if isinstance(reward := call.work.function, RewardCall):
+                rewards.setdefault((reward.function, some.config.path), (field, reward, some))
+    for field, reward, some in rewards.values():
+        try:
+            _try_reward(reward, some)
+        except UserError as error:
+            raise UserError(f"{field}: {error}" if "." in field else str(error)) from error
     return found
 
 
-def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTokenizer) -> TokenizedRows:
+def _rows(
+    program: Program, config: DatasetConfig, name: str, graph: DataflowGraph, tokenizer: LightTokenizer
+) -> TokenizedRows:
     """Tokenise a sample of the rows, or all of them if every prompt of the sample is too long."""
-    config = getattr(program.experiment, name)
     try:
         try:
             rows = TokenizedRows(config, keys=graph.inputs, tokenizer=tokenizer, sample=_ROWS)

@@ -26,12 +26,14 @@ _SCHEDULE = (
 
 
 def warnings_of(
-    program: Program, rows: TokenizedRows | None, eval_rows: TokenizedRows | None
+    program: Program, rows: TokenizedRows | None, held_out: Mapping[str, TokenizedRows | None]
 ) -> list[str]:
-    """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it."""
+    """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it.
+
+    `held_out` are those of the evaluations, by the names of the sets.
+    """
     parts = [("dataset", program.graph, rows)]
-    if program.eval_graph is not None:
-        parts.append(("eval_dataset", program.eval_graph, eval_rows))
+    parts += [(one.field, one.graph, held_out.get(one.name)) for one in program.evaluations]
     found = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
     if rows is not None:
         found += _repeated_rows(program, rows)
@@ -155,8 +157,8 @@ def _repeated_rows(program: Program, rows: TokenizedRows) -> Iterator[str]:
 
 
 def _idle_ranks(program: Program) -> Iterator[str]:
-    graphs = [program.graph, *([program.eval_graph] if program.eval_graph is not None else [])]
-    busy = {rank for graph in graphs for call in graph.calls for rank in program.plan[call.name].layout.ranks}
+    parts = [(program.graph, program.plan), *((one.graph, one.plan) for one in program.evaluations)]
+    busy = {rank for graph, plan in parts for call in graph.calls for rank in plan[call.name].layout.ranks}
     if idle := [rank for rank in range(program.num_ranks) if rank not in busy]:
         which = f"rank {idle[0]} has" if len(idle) == 1 else f"{len(idle)} ranks ({_listed(idle)}) have"
         yield f"{which} no call in the plan and will do nothing, of {program.num_ranks} ranks"

@@ -79,7 +79,7 @@ def program(task):
 def test_plain_lines_come_only_in_long_steps(capsys, program):
     activity = Activity(step="step 1/3")
     shown = Progress(program, activity, patience_seconds=0.6)
-    shown.start([], num_held_out=0)
+    shown.start([], held_out={})
     head = len(capsys.readouterr().err.splitlines())
     with activity.doing("actor_generate"):
         activity.note("3 of 24 samples")
@@ -101,7 +101,7 @@ def test_a_terminal_shows_it_live(tmp_path, program):
     shown = Progress(program, activity)
     with (tmp_path / "terminal").open("w+") as terminal:
         shown._console = Console(file=terminal, force_terminal=True, width=100, highlight=False)
-        shown.start([], num_held_out=0)
+        shown.start([], held_out={})
         with activity.doing("reward_forward"):
             time.sleep(1.5)  # It is drawn anew four times a second.
         shown.stop()
