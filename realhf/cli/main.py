@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from realhf.cli import check, plan, profile, realloc, run, scaling
+from realhf.cli import eval as evaluate
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.job import is_worker
 from realhf.cli.overrides import override, print_fields
@@ -18,9 +19,10 @@ from realhf.experiment import Experiment
 
 _COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
+    "eval": evaluate,
 }  # fmt: skip
 """Modules with HELP, EXAMPLES, `add_options` and `run`."""
-_WITHOUT_EXPERIMENT = (realloc, scaling)
+_WITHOUT_EXPERIMENT = (realloc, scaling, evaluate)
 """The commands that take no experiment file."""
 
 

@@ -240,26 +240,24 @@ def _check_is_frozen(call: FunctionCall, roles: Mapping[str, Role]) -> None:
 
 
 def check_data(
-    experiment: Experiment, roles: Mapping[str, Role], graph: DataflowGraph,
-    held_out: Mapping[str, tuple[DatasetConfig, DataflowGraph]],
+    experiment: Experiment, roles: Mapping[str, Role],
+    datasets: Mapping[str, tuple[DatasetConfig, DataflowGraph]],
 ) -> None:  # fmt: skip
     """Raise ValueError unless the models have enough positions for the datasets and fit the tokenizer.
 
-    The graph must be able to read the rows of `dataset`. `held_out` has the other datasets and their graphs by the names of their fields.
+    The datasets and the graphs that read them go by the names of the experiment's fields.
     """
-    datasets = {"dataset": (experiment.dataset, graph), **held_out}
-    _check_positions(datasets, roles, graph)
-    check_rows(experiment.dataset, "dataset", graph)
+    _check_positions(datasets, roles)
     _check_tokenizer(experiment, roles)
 
 
 def _check_positions(
-    datasets: Mapping[str, tuple[DatasetConfig, DataflowGraph]], roles: Mapping[str, Role],
-    graph: DataflowGraph,
-) -> None:  # fmt: skip
+    datasets: Mapping[str, tuple[DatasetConfig, DataflowGraph]], roles: Mapping[str, Role]
+) -> None:
     """Raise ValueError if a sequence can become longer than a model has positions."""
     new = max(longest_response(graph) for _, graph in datasets.values())
-    for name in {call.role for call in graph.calls if call.role is not None}:
+    calls = [call for _, graph in datasets.values() for call in graph.calls]
+    for name in {call.role for call in calls if call.role is not None}:
         limit = spec_of(roles[name].config()).config.num_positions
         long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})"
                 for key, (dataset, _) in datasets.items()

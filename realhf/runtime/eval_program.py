@@ -92,8 +92,7 @@ def compile_evaluations(
     """
     compiled = []
     for one in sets:
-        own = {call.name: plan.calls[found[0]] for call in one.graph.calls
-               if (found := [name for name in _names(one, call.name) if name in plan.calls])}  # fmt: skip
+        own = _own(one, plan)
         with _naming_own(one, own):
             whole = complete_plan(
                 _plan_of(one, plan, own), one.graph, homes, offloaded=offloaded)
@@ -104,6 +103,29 @@ def compile_evaluations(
         first_tag += len(actions)
         compiled.append(replace(one, graph=graph, plan=whole, actions=actions))
     return tuple(compiled)
+
+
+def evaluation_homes(sets: Sequence[EvaluationProgram], plan: ExecutionPlan) -> dict[str, Layout]:
+    """Return the home of each role in a program without training: the layout of its first call.
+
+    Raises ValueError if the plan has none for it.
+    """
+    homes: dict[str, Layout] = {}
+    for one in sets:
+        planned = _plan_of(one, plan, _own(one, plan))
+        for call in one.graph.order:
+            if call.role is not None and call.role not in homes:
+                if call.name not in planned.calls:
+                    raise ValueError(f"calls.{call.name} is missing: the plan must give it a layout")
+                homes[call.role] = planned[call.name].layout
+    return homes
+
+
+def _own(one: EvaluationProgram, plan: ExecutionPlan) -> dict[str, CallPlan]:
+    """Return what the plan says of a set's calls for evaluations alone."""
+    return {
+        call.name: plan.calls[found[0]] for call in one.graph.calls
+        if (found := [name for name in _names(one, call.name) if name in plan.calls])}
 
 
 def _plan_of(one: EvaluationProgram, plan: ExecutionPlan, own: Mapping[str, CallPlan]) -> ExecutionPlan:

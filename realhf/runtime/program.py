@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from realhf.data.dataset import DatasetConfig
 from realhf.dist.tags import FIRST_INPUT
 from realhf.experiment import Experiment, Role
 from realhf.graph import DataflowGraph
@@ -21,6 +22,7 @@ from realhf.runtime.eval_program import (
     EvaluationProgram,
     compile_evaluations,
     evaluation_graphs,
+    evaluation_homes,
     legal_names,
     with_max_rows,
 )
@@ -81,8 +83,9 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
     offloaded = _offloaded_roles(graph, plan)
     checks.check_roles(roles)
     checks.check_plan(graph, plan, roles, offloaded)
-    held_out = {one.field: (one.evaluation.dataset, one.graph) for one in eval_sets}
-    checks.check_data(experiment, roles, graph, held_out)
+    checks.check_rows(experiment.dataset, "dataset", graph)
+    datasets = {"dataset": (experiment.dataset, graph)}
+    checks.check_data(experiment, roles, datasets | _datasets(eval_sets))
     checks.check_step(experiment, graph, roles)
     graph = with_max_rows(graph, plan)
     parts = compile_parts(
@@ -90,6 +93,44 @@ def compile_program(experiment: Experiment, plan: ExecutionPlan | None, *, world
         in_rounds=experiment.num_rounds > 1)
     program = Program(experiment, roles, graph, plan, homes, world_size, offloaded, parts)
     return with_evaluations(program, eval_sets)
+
+
+def compile_evaluation(experiment: Experiment, plan: ExecutionPlan | None, *, world_size: int) -> Program:
+    """Return a program that only evaluates, with frozen roles. Raises ValueError at the first fault.
+
+    Without a plan, every call is split over all ranks by dp.
+    """
+    eval_sets = evaluation_graphs(experiment)
+    if not eval_sets:
+        raise ValueError("eval_dataset is not set, or the experiment does not evaluate it")
+    used = {call.role for one in eval_sets for call in one.graph.calls}
+    roles = {name: _frozen(role) for name, role in experiment.roles().items() if name in used}
+    checks.check_role_names(roles)
+    if plan is None:
+        everywhere = Layout.parse(f"d{world_size}@0-{world_size - 1}")
+        graphs = [one.graph for one in eval_sets]
+        plan = ExecutionPlan(
+            {n: call for g in graphs for n, call in ExecutionPlan.single(g, everywhere).calls.items()})
+    legal = {*legal_names(eval_sets), *(call.name for call in experiment.graph().calls)}
+    if unknown := [name for name in plan.calls if name not in legal]:
+        there_are = ", ".join(call.name for call in eval_sets[0].graph.calls)
+        raise ValueError(f"calls.{unknown[0]}: the evaluation has no such call; its calls are {there_are}")
+    homes = evaluation_homes(eval_sets, plan)
+    checks.check_roles(roles)
+    checks.check_data(experiment, roles, _datasets(eval_sets))
+    offloaded = frozenset[str]().union(*(_offloaded_roles(one.graph, plan) for one in eval_sets))
+    program = Program(experiment, roles, eval_sets[0].graph, plan, homes, world_size, offloaded, {})
+    return with_evaluations(program, eval_sets)
+
+
+def _frozen(role: Role) -> Role:
+    """Return the role without training; fresh adapters, which change nothing, are left out."""
+    lora = role.lora if role.lora is not None and role.lora.adapter is not None else None
+    return replace(role, optimizer=None, lora=lora, follows=None)
+
+
+def _datasets(eval_sets: Sequence[EvaluationProgram]) -> dict[str, tuple[DatasetConfig, DataflowGraph]]:
+    return {one.field: (one.evaluation.dataset, one.graph) for one in eval_sets}
 
 
 def with_evaluations(program: Program, eval_sets: Sequence[EvaluationProgram]) -> Program:
@@ -103,4 +144,5 @@ def with_evaluations(program: Program, eval_sets: Sequence[EvaluationProgram]) -
 
 def _offloaded_roles(graph: DataflowGraph, plan: ExecutionPlan) -> frozenset[str]:
     """Return the roles that have a call planned with `offload`."""
-    return frozenset(call.role for call in graph.calls if call.role is not None and plan[call.name].offload)
+    calls = [call for call in graph.calls if call.role is not None and call.name in plan.calls]
+    return frozenset(call.role for call in calls if call.role is not None and plan[call.name].offload)
