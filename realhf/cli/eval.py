@@ -47,7 +47,7 @@ _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf eval`."""
     add = parser.add_argument
-    text = "model directory, run directory (its newest hf/step_N), or experiment file, whose sets are evaluated"
+    text = "model directory, run directory (its newest hf/step_N), or experiment file, whose sets count"
     add("target", metavar="MODEL", help=text)
     text = "rows to evaluate: a file, or NAME=FILE; repeat it for several sets"
     add("--data", action="append", metavar="FILE", help=text)
@@ -137,14 +137,15 @@ def _of_model(options: Namespace, words: Sequence[str]) -> Experiment:
         temperature = 0.0 if samples == 1 else 1.0
     new = {"max_new_tokens": options.max_new_tokens, "top_p": options.top_p}
     given = {name: value for name, value in new.items() if value is not None}
-    role = Role(options.target) if options.dtype is None else Role(options.target, dtype=options.dtype)
     try:
+        role = Role(options.target) if options.dtype is None else Role(options.target, dtype=options.dtype)
         sampling = SamplingConfig(temperature=temperature, **given)
         sets = {
             name: Evaluation(config, samples, sampling, options.max_rows or 0, reward)
             for name, config in _datasets(options).items()}
     except ValueError as error:
-        raise UserError(_FIELD.sub(_option, str(error))) from error
+        text = f"--{error}" if str(error).startswith("dtype ") else _FIELD.sub(_option, str(error))
+        raise UserError(text) from error
     if options.reward in (None, *SHIPPED):
         _require_answers(sets, options.answer_key or "answer")
     first = next(iter(sets.values()))

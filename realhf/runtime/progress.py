@@ -32,6 +32,8 @@ _COLUMNS = {
 }
 _ROWS = 12
 _EVAL = "eval/"
+_SHORT = {"response_length/mean": "length", "response_length/clip_ratio": "cut off"}
+"""Short names of metrics of evaluations."""
 _PATIENCE_SECONDS = 30.0
 """Seconds without output after which a plain line says what is going on."""
 
@@ -95,7 +97,7 @@ class Progress:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         lines = evaluation_lines(metrics, [one.prefix for one in self._program.evaluations])
-        self._score = "\n".join([f"held out, after step {step}: {lines[0]}", *lines[1:]])
+        self._score = "\n".join([f"held out, after step {step}: {lines[0]}".rstrip(), *lines[1:]])
         if self._live is not None:
             self._live.refresh()
         else:
@@ -151,7 +153,8 @@ def evaluation_lines(metrics: Mapping[str, float], prefixes: Sequence[str]) -> l
     lines = []
     for prefix in prefixes if len(prefixes) > 1 else [_EVAL]:
         own = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        text = ", ".join(f"{name} {value:.3f}" for name, value in own.items())
+        shown = {name: x for name, x in own.items() if not name.startswith("mean@")}  # It is the score.
+        text = ", ".join(f"{_SHORT.get(name, name)} {value:.3f}" for name, value in shown.items())
         lines.append(text if prefix == _EVAL else f"  {prefix.removeprefix(_EVAL).rstrip('/')}: {text}")
     return lines if len(lines) == 1 else ["", *lines]
 

@@ -196,7 +196,7 @@ def _unknown_end(
 def _greedy(program: Program) -> Iterator[str]:
     generating = program.graph.of_kind("generate")
     count = program.experiment.group_size
-    if count > 1 and any(call.work.sampling.temperature == 0 for call in generating):
+    if program.parts and count > 1 and any(call.work.sampling.temperature == 0 for call in generating):
         yield f"sampling.temperature is 0: the {count} samples of a prompt are all the same"
 
 
