@@ -38,7 +38,7 @@ EXAMPLES = (
     "realhf eval examples/grpo.py --model runs/grpo",
 )
 _OF_MODEL = ("data", "prompt_key", "answer_key", "split", "name", "reward", "samples", "temperature", "top_p",
-             "max_new_tokens", "max_rows", "seed", "dtype")  # fmt: skip
+             "max_new_tokens", "max_rows", "dtype")  # fmt: skip
 """Options that an experiment file replaces by fields."""
 _FIELD = re.compile(r"\b(?:Evaluation\.sampling|Evaluation|sampling)\.(\w+)")
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
@@ -114,6 +114,8 @@ def _of_file(options: Namespace, words: Sequence[str]) -> Experiment:
         what = f"{option} is for a model: an experiment has its own eval_dataset"
         raise UserError(f"{what}; change its fields by overrides such as --eval-dataset.path")
     experiment = override(load_experiment(options.target), words)
+    if options.seed is not None:
+        experiment.seed = options.seed
     if options.model is not None:
         if not isinstance(actor := getattr(experiment, "actor", None), Role):
             raise UserError(f"--model: the experiment {options.target} has no actor")
