@@ -25,7 +25,7 @@ _EVAL = "eval/"
 
 @dataclass
 class SetRecord:
-    """What one rank has of the evaluation of one set, as JSON values: metrics, events, and its answers."""
+    """The part of a set's evaluation that one rank has, as JSON values: metrics, events and answers."""
 
     record: StepRecord = field(default_factory=StepRecord)
     answers: list[dict[str, Any]] = field(default_factory=list)
