@@ -4,10 +4,15 @@ import json
 
 import pytest
 
+from realhf import GRPO, DatasetConfig, Evaluation, SamplingConfig
 from realhf.cli.main import main
+from realhf.cli.overrides import override
+from realhf.errors import UserError
+from realhf.rewards.by_name import reward_by_name
 from tests.cli_tools import REALHF, Command, grpo_run, read_jsonl, write_experiment
 from tests.runtime.tiny import some_reward
 
+DATA = DatasetConfig("data.jsonl")
 REWARD = "from tests.runtime.tiny import some_reward\n\nVALUE = 3\n"
 SETS = """
 from realhf import Evaluation
@@ -83,6 +88,36 @@ def test_the_sets_of_an_experiment_are_evaluated(run, tmp_path, capsys):
     assert f"--out {out} already holds an evaluation" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "name", "expected"),
+    [
+        ("--eval-dataset.first.path x.jsonl", "first", DatasetConfig("x.jsonl")),
+        ("--eval-dataset.second.samples 5 --steps 9", "second", Evaluation(DATA, samples=5)),
+        ("--eval-dataset.second.dataset.max-rows 7", "second",
+         Evaluation(DatasetConfig("data.jsonl", max_rows=7), samples=2)),
+        ("--eval-dataset.second.sampling.temperature 0.5", "second",
+         Evaluation(DATA, samples=2, sampling=SamplingConfig(temperature=0.5))),
+    ],
+)  # fmt: skip
+def test_fields_of_named_sets_can_be_overridden(words, name, expected):
+    sets = {"first": DATA, "second": Evaluation(DATA, samples=2)}
+    experiment = GRPO(eval_dataset=sets, reward_function=some_reward)
+    found = override(experiment, words.split()).eval_dataset
+    assert found == {**sets, name: expected}
+    with pytest.raises(UserError, match="unknown override '--eval-dataset.third.path'.*did you mean --eval-d"):
+        override(experiment, ["--eval-dataset.third.path", "x"])
+
+
+def test_fields_of_a_single_set_can_be_overridden():
+    for held_out, words, expected in [
+        (DATA, "--eval-dataset.path x.jsonl", DatasetConfig("x.jsonl")),
+        (None, "--eval-dataset.path x.jsonl", DatasetConfig("x.jsonl")),
+        (Evaluation(DATA), "--eval-dataset.samples 4", Evaluation(DATA, samples=4)),
+        (Evaluation(DATA), "--eval-dataset.dataset.path x", Evaluation(DatasetConfig("x"))),
+    ]:
+        assert override(GRPO(eval_dataset=held_out), words.split()).eval_dataset == expected
+
+
 FAULTS = {
     "{run}": "realhf eval MODEL needs --data FILE",
     "/nowhere --data {data}": "MODEL: '/nowhere' is neither a path nor a shipped name",
@@ -120,17 +155,13 @@ def test_wrong_input_is_a_sentence(run, data, reward, tmp_path, capsys, words):
 
 
 def test_the_shipped_reward_is_one_for_the_answer_alone():
-    from realhf.rewards.by_name import reward_by_name
-
     exact = reward_by_name("exact", answer_key="ground_truth")
     texts = [" 7\n", "8", [{"role": "assistant", "content": "7"}]]
     assert exact(texts, ground_truth=[7, "7", "7"]) == [1.0, 0.0, 1.0]
     assert (exact.answer_of(" 7 "), exact.answer_of(" ")) == ("7", None)
 
 
-def test_the_table_of_a_reward_file_is_the_users_own(reward):
-    from realhf.rewards.by_name import reward_by_name
-
+def test_a_reward_may_be_a_function_of_a_file(reward):
     found = reward_by_name(reward, answer_key="answer")
     ids = [[3, 4], [5]]
     assert found(None, ["a", "b"], ids, None) == some_reward(None, ["a", "b"], ids, None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf import DPO, DatasetConfig, Evaluation, FunctionCall, HostFunction, SamplingConfig
+from realhf import DPO, DatasetConfig, Evaluation, FunctionCall, HostFunction, SamplingConfig, graph_of
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
@@ -303,6 +303,35 @@ def test_what_is_refused(task):
 def test_the_first_and_last_values_without_evaluations():
     found = first_and_last([], [])
     assert found == {"eval_metric": None, "eval_first": None, "eval_last": None, "evals": {}}
+
+
+def _by_name(batch, context):
+    """Return scores of a call that knows several rewards; one fails, and one does not apply everywhere."""
+    lengths = [len(ids) for ids in batch["sequence_ids"].split()]
+    named = [{"even": float(n % 2 == 0), "long": None if n < 12 else float(n)} for n in lengths]
+    scores = [math.nan if i == 0 else float(i) for i in range(len(lengths))]
+    return {"score": scores, "completion": [str(n) for n in lengths], "reward_scores": named}
+
+
+def test_scores_by_reward_and_failed_rewards(task, tmp_path):
+    data = DatasetConfig(str(task / "data.jsonl"))
+    experiment = _experiment(task, steps=1, eval_dataset={"a": Evaluation(data, samples=2, max_rows=6)})
+    graph = experiment.eval_graph()
+    outputs = ("score", "completion", "reward_scores")
+    work = HostFunction(_by_name)
+    scored = FunctionCall("reward_forward", "host", ("sequence_ids",), outputs, work=work)
+    experiment.eval_graph = lambda: graph_of(graph["actor_generate"], scored)
+    program = compile_program(experiment, None, world_size=1)
+    last = Trainer(program, World(), quiet=True, out=tmp_path).run().metrics[-1]
+    answers = read_jsonl(tmp_path / "evals/a/step_1.jsonl")
+    assert [answer["score"] for answer in answers] == [None, *map(float, range(1, 12))]
+    named = [answer["scores"] for answer in answers]
+    assert last["eval/a/even"] == pytest.approx(sum(one["even"] for one in named) / 12)
+    long = [one["long"] for one in named if one["long"] is not None]
+    assert 0 < len(long) < 12 and last["eval/a/long"] == pytest.approx(sum(long) / len(long))
+    assert last["eval/a/score"] == sum(range(12)) / 11
+    assert last["eval/a/best@2"] == sum((1, 3, 5, 7, 9, 11)) / 6
+    assert last["eval/a/pass@2"] == 1.0  # The prompt with a failed reward has one sample only.
 
 
 def test_held_out_losses_of_several_sets(task):
