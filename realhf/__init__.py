@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     )
     from realhf.cluster import Cluster
     from realhf.data.dataset import DatasetConfig, DatasetMixture
+    from realhf.evaluation.sets import Evaluation
     from realhf.experiment import Expected, Experiment, Role
     from realhf.graph import DataflowGraph, FunctionCall
     from realhf.interruption import Interruption
@@ -93,6 +94,7 @@ _PUBLIC = {
               "TopLogProbs", "TrainStep", "Values"),
     "cluster": ("Cluster",),
     "data.dataset": ("DatasetConfig", "DatasetMixture"),
+    "evaluation.sets": ("Evaluation",),
     "experiment": ("Expected", "Experiment", "Role"),
     "graph": ("DataflowGraph", "FunctionCall"),
     "interruption": ("Interruption",),
@@ -113,7 +115,7 @@ _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in name
 __all__ = [
     "AdvantageConfig", "BradleyTerry", "CISPO", "CallPlan", "Cluster", "CosineReward", "CriticFree",
     "DAPO", "DPO", "DPOLoss", "DataflowGraph", "DatasetConfig", "DatasetMixture", "DeviceMesh",
-    "Distillation", "ExactMatch", "ExecutionPlan", "Expected", "Experiment", "FormatReward",
+    "Distillation", "Evaluation", "ExactMatch", "ExecutionPlan", "Expected", "Experiment", "FormatReward",
     "FunctionCall", "GRPO", "GSPO", "Generate", "HostFunction", "Interruption", "Layout", "LogProbs",
     "LoraConfig", "MathAnswer", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
     "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss", "PolicyLossConfig", "Pool",

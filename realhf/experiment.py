@@ -1,5 +1,6 @@
 """Experiment: the roles, graph, data and schedule that a user defines. Free of torch."""
 
+import copy
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import networkx as nx
 from realhf.calls import OptimizerConfig
 from realhf.checkpoint.peft import resolved
 from realhf.data.dataset import DatasetConfig, commits_of_data
+from realhf.evaluation.sets import EvalSets, Evaluation, named_sets, sampling_seed
 from realhf.field_types import check_types, require
 from realhf.graph import DataflowGraph
 from realhf.hub import commits_of, find_model
@@ -124,8 +126,9 @@ class Experiment:
     """The base class of all experiments; an algorithm adds its settings and overrides `roles` and `graph`."""
 
     dataset: DatasetConfig = field(default_factory=DatasetConfig)  # Prompts (and answers) to train on.
-    eval_dataset: DatasetConfig | None = None
-    """Held-out rows: prompts to answer greedily, or completions whose loss is computed."""
+    eval_dataset: EvalSets | None = None
+    """Held-out rows: prompts to answer greedily, or completions whose loss is computed. An `Evaluation` says
+    more about them, such as the samples of each prompt; a dict has several sets by name."""
     steps: int = 100  # Training steps of the run.
     batch_size: int = 32  # Prompts per step.
     group_size: int = 1  # Samples per prompt: a step has `batch_size * group_size` samples.
@@ -158,10 +161,27 @@ class Experiment:
     def eval_graph(self) -> DataflowGraph | None:
         """Return the calls of an evaluation on `eval_dataset`; None: no evaluation.
 
-        They write `completion` and `score`, which go to eval.jsonl, or return metrics from host calls, which
+        It is called for each set, on a copy of the experiment with that set as `self.evaluation`. The calls
+        write `completion` and `score`, which go to eval.jsonl, or return metrics from host calls, which
         are logged as `eval/<name>`, or both. A host call that is not splittable sees all samples at once.
         """
         return None
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The set that `eval_graph` is for; the first of several, and without any the training rows."""
+        return next(iter(named_sets(self.eval_dataset).values()), Evaluation(self.dataset))
+
+    def eval_graphs(self) -> dict[str, tuple[Evaluation, DataflowGraph]]:
+        """Return each set of held-out rows and its graph, by name; a single set has an empty name."""
+        found = {}
+        for name, evaluation in named_sets(self.eval_dataset).items():
+            about_set = copy.copy(self)
+            about_set.eval_dataset = evaluation if name else self.eval_dataset
+            graph = about_set.eval_graph()
+            if graph is not None:
+                found[name] = (evaluation, seeded(graph, sampling_seed(self.seed, name)))
+        return found
 
     def parts(self, graph: DataflowGraph) -> dict[str, tuple[str, ...]]:
         """Return the parts of a step, by name: the calls that run together, each in one part only.
@@ -216,8 +236,7 @@ class Experiment:
 
     def seeded(self, graph: DataflowGraph) -> DataflowGraph:
         """Return the graph with the experiment's seed in every generating call."""
-        generating = graph.of_kind("generate")
-        return graph.replace(*(replace(call, work=replace(call.work, seed=self.seed)) for call in generating))
+        return seeded(graph, self.seed)
 
     def checkpoint_period(self) -> tuple[int, float]:
         """Return the steps and the seconds between checkpoints; the one that is not used is 0.
@@ -245,9 +264,16 @@ class Experiment:
     def hub_commits(self) -> dict[str, str]:
         """Return name -> commit of the models, adapters, tokenizers and data sets of the hub."""
         found = commits_of(self.hub_names().values())
-        for config in filter(None, (self.dataset, self.eval_dataset)):
+        held_out = [evaluation.dataset for evaluation in named_sets(self.eval_dataset).values()]
+        for config in (self.dataset, *held_out):
             found |= commits_of_data(config)
         return found
+
+
+def seeded(graph: DataflowGraph, seed: int) -> DataflowGraph:
+    """Return the graph with this seed in every generating call."""
+    generating = graph.of_kind("generate")
+    return graph.replace(*(replace(call, work=replace(call.work, seed=seed)) for call in generating))
 
 
 def lagged_parts(graph: DataflowGraph) -> dict[str, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from os import PathLike
@@ -84,6 +84,9 @@ def _is_legal(value: Any, hint: Any) -> bool:
         return value in options
     if origin is tuple:
         return _is_legal_tuple(value, options)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            _is_legal(part, hint) for pair in value.items() for part, hint in zip(pair, options, strict=True))
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     if hint is str:
@@ -112,5 +115,7 @@ def _describe(hint: Any) -> str:
         return f"a tuple, each part {_describe(options[0])}"
     if origin is tuple:
         return f"a tuple of {len(options)}: {', '.join(_describe(option) for option in options)}"
+    if origin is Mapping:
+        return f"a dict from {_describe(options[0])} to {_describe(options[1])}"
     name = getattr(hint, "__name__", str(hint))
     return _WORDS.get(hint) or f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

@@ -81,8 +81,9 @@ def snippet(*, beginning: str) -> str:
     return text
 
 
-def hand_written_plan() -> str:
-    (text,) = blocks("yaml")
+def hand_written_plan(*, evaluates: bool = False) -> str:
+    """Return the plan that the pages show, or the one with layouts of evaluations."""
+    (text,) = (text for text in blocks("yaml") if ("eval/" in text) == evaluates)
     return text
 
 
@@ -91,6 +92,9 @@ def write_files(directory: Path) -> None:
     (directory / "examples").symlink_to(REPO / "examples")
     (directory / "first.py").write_text(snippet(beginning="# first.py"))
     (directory / "my-plan.yaml").write_text(hand_written_plan())
+    for name in ("held_out", "easy", "other", "hard"):
+        (directory / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (directory / "rewards.py").write_text("def score(completions): return [0.0 for text in completions]\n")
     (directory / DOWNLOAD.split()[-1]).symlink_to(MODEL)
 
 
@@ -191,6 +195,7 @@ LAGGED = "due = run.batch"
 FILTER = "def drop_long"
 OWN = "from dataclasses import dataclass, replace\nfrom realhf import GRPO, HostFunction"
 TEACHERS = "experiment = Distillation("
+SETS = "from realhf import DatasetConfig, Evaluation"
 
 
 @pytest.mark.parametrize("beginning", ACTORS)
@@ -205,7 +210,8 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 
 def test_every_snippet_of_python_is_tried():
-    others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS)
+    others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
+              SETS)  # fmt: skip
     beginnings = ("# first.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
@@ -217,6 +223,13 @@ def test_the_limits_of_rewards_are_a_field_of_the_first_experiment(workplace, ca
     path = workplace / "limited.py"
     path.write_text(text + "\nexperiment.reward_limits = reward_limits\n")
     assert main(["check", str(path)]) == 0, capsys.readouterr().err
+
+
+def test_the_sets_and_the_plan_of_evaluations_fit_the_first_experiment(workplace, capsys):
+    path = workplace / "evaluated.py"
+    path.write_text(snippet(beginning="# first.py") + "\n" + snippet(beginning=SETS))
+    (workplace / "eval-plan.yaml").write_text(hand_written_plan(evaluates=True))
+    assert main(["check", str(path), "--plan", "eval-plan.yaml"]) == 0, capsys.readouterr().err
 
 
 def test_the_step_programs_shown_are_those_that_run():

@@ -21,7 +21,8 @@ SOUND = GRPO(actor=Role(model="m", optimizer=OptimizerConfig()), dataset=Dataset
         ({"steps": True}, "steps is True: it must be a whole number"),
         ({"actor": "models/m"}, "actor is 'models/m': it must be a Role"),
         ({"dataset": "d.jsonl"}, "dataset is 'd.jsonl': it must be a DatasetConfig"),
-        ({"eval_dataset": 3}, "eval_dataset is 3: it must be a DatasetConfig or None"),
+        ({"eval_dataset": 3}, "eval_dataset is 3: it must be a DatasetConfig or an Evaluation or "
+              "a dict from text to a DatasetConfig or an Evaluation or None"),
         ({"loss": {"kl_coef": 0.1}}, "loss is {'kl_coef': 0.1}: it must be a PolicyLossConfig"),
         ({"kv_cache_gib": "8"}, "kv_cache_gib is '8': it must be a number or None"),
         ({"filter_groups": 1}, "filter_groups is 1: it must be true or false"),

@@ -31,6 +31,7 @@ LAYERS = {
     "sample_ledger": 4.3,
     "sample_pool": 4.4,
     "step_program": 4.5,
+    "evaluation": 4.8,
     "experiment": 5,
     "resolved_roles": 5.5,
     **dict.fromkeys(("algorithms", "rewards", "runtime", "scaling"), 6),
@@ -43,7 +44,7 @@ SIDEWAYS |= {("__main__", "cli")}
 FORBIDDEN = [("realhf.runtime", "realhf.planner.search"), ("realhf.runtime", "realhf.algorithms")]
 TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf", "realhf.calls", "realhf.experiment", "realhf.algorithms", "realhf.rewards", "realhf.planner"),
-    "realhf.scaling",
+    "realhf.scaling", "realhf.evaluation",
     *("realhf.data.dataset", "realhf.data.tokenized", "realhf.data.light_tokenizer"),
     *("realhf.data.responses", "realhf.interruption"),
     *("realhf.engine.hf_factory", "realhf.runtime.program", "realhf.step_program", "realhf.runtime.warnings"),

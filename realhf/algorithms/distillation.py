@@ -210,7 +210,8 @@ class Distillation(OnPolicy):
         return self.with_checked_ages(graph, ages_of="teacher_weights")
 
     def eval_graph(self) -> DataflowGraph | None:
-        return None if self.eval_function is None else super().eval_graph()
+        function = self.evaluation.function or self.eval_function
+        return None if function is None else super().eval_graph()
 
     def _teacher_forward(self, name: str) -> FunctionCall:
         """Return the call in which a teacher reads the answers."""

@@ -89,7 +89,7 @@ class DPO(Experiment):
     ref: Role | None = None  # The reference model; None: the actor's initial weights.
     loss: DPOLoss = field(default_factory=DPOLoss)
     group_size: int = PAIR  # Samples per prompt: the chosen and the rejected completion.
-    reward_function: RewardFunctions | None = None  # Scores greedy answers to `eval_dataset`, if given.
+    reward_function: RewardFunctions | None = None  # Scores answers to `eval_dataset`, if given.
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # Limits the length of those answers.
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
@@ -108,9 +108,8 @@ class DPO(Experiment):
 
     def eval_graph(self) -> DataflowGraph:
         inputs = ("response_mask", IS_CHOSEN, "logprobs", "ref_logprobs")
-        dataset = self.eval_dataset or self.dataset
         answers = scored_answers(
-            self.reward_function, self.sampling, dataset, tokenizer=self.tokenizer_dir())
+            self.reward_function, self.sampling, self.evaluation, tokenizer=self.tokenizer_dir())
         forwards = (_log_probs("ref", "ref_logprobs"), _log_probs("actor", "logprobs"))
         return graph_of(*forwards, held_out_loss(self.loss, inputs), *answers)
 

@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows: the loss of their completions, and the scores of greedy answers."""
+"""Evaluation on held-out rows: the loss of their completions, and the scores of answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from math import exp
 from typing import TYPE_CHECKING, Any
 
 from realhf.calls import Generate, HostFunction, Loss, SamplingConfig
-from realhf.data.dataset import DatasetConfig, extra_columns
+from realhf.data.dataset import extra_columns
+from realhf.evaluation.sets import Evaluation
 from realhf.graph import FunctionCall
 from realhf.rewards.reward import RewardFunctions, reward_columns
 from realhf.rewards.scoring import RewardCall
@@ -16,8 +17,8 @@ from realhf.rewards.scoring import RewardCall
 if TYPE_CHECKING:
     from realhf.data.batch import Batch
 
-GREEDY_ANSWER = ("answer_ids", "answer_mask")
-"""Keys of greedy answers. Those of `SEQUENCE` are the completions of the rows."""
+HELD_OUT_ANSWER = ("answer_ids", "answer_mask")
+"""Keys of the answers. Those of `SEQUENCE` are the completions of the rows."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,22 @@ def held_out_loss(loss: Loss, inputs: Sequence[str], *, with_perplexity: bool = 
 
 
 def scored_answers(
-    given: RewardFunctions | None, sampling: SamplingConfig, dataset: DatasetConfig, *, tokenizer: str
+    given: RewardFunctions | None, sampling: SamplingConfig, held_out: Evaluation, *, tokenizer: str
 ) -> tuple[FunctionCall, ...]:
-    """Return the calls that answer prompts greedily and score the answers; none without a function."""
+    """Return the calls that answer prompts and score the answers; none without a function.
+
+    The function and the sampling of the held-out set, if it has them, come before these.
+    """
+    given = held_out.function or given
     if given is None:
         return ()
-    greedy = Generate(sampling=sampling.greedy(), tokenizer=tokenizer if sampling.reads_text else None)
-    written = (*GREEDY_ANSWER, "gen_logprobs", "finished")
-    call = RewardCall(given, reward_columns(given, extra_columns(dataset)), sequence=GREEDY_ANSWER)
+    chosen = held_out.answer_sampling(sampling)
+    generate = Generate(sampling=chosen, tokenizer=tokenizer if chosen.reads_text else None)
+    written = (*HELD_OUT_ANSWER, "gen_logprobs", "finished")
+    columns = reward_columns(given, extra_columns(held_out.dataset))
+    call = RewardCall(given, columns, sequence=HELD_OUT_ANSWER)
     reward = HostFunction(call, splittable=True)
     return (
-        FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=greedy),
+        FunctionCall("actor_generate", "generate", ("prompt_ids",), written, role="actor", work=generate),
         FunctionCall("reward_forward", "host", call.inputs, call.outputs, work=reward),
     )

@@ -16,7 +16,7 @@ from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.interruption import Interruption
 from realhf.rewards.limits import RewardLimits
-from realhf.rewards.reward import RewardFunctions, reward_columns
+from realhf.rewards.reward import RewardFunctions, column_key, reward_columns
 from realhf.rewards.scoring import RewardCall, decode_responses
 from realhf.rewards.shaping import ScoreShaping, TokenReward, check_shaping, token_returns
 
@@ -228,18 +228,20 @@ class OnPolicy(Experiment):
         return self.sampling.greedy()
 
     def eval_graph(self) -> DataflowGraph | None:
-        function = self.eval_function or self.reward_function
+        held_out = self.evaluation
+        function = held_out.function or self.eval_function or self.reward_function
         limits = self.max_new_tokens_key
-        if limits not in extra_columns(self.eval_dataset or self.dataset):
+        if limits not in extra_columns(held_out.dataset):
             limits = None
-        greedy = replace(self, sampling=self.greedy_sampling, max_new_tokens_key=limits)
-        generate = replace(greedy.actor_generate(), outputs=ANSWER)
+        answering = replace(
+            self, sampling=held_out.answer_sampling(self.sampling), max_new_tokens_key=limits)
+        generate = replace(answering.actor_generate(), outputs=ANSWER)
         if function is not None:
-            reward = self._reward_call(function, self.eval_dataset or self.dataset)
+            reward = self._reward_call(function, held_out.dataset)
             return graph_of(generate, reward)
         work = HostFunction(_decode, splittable=True)
         decode = FunctionCall("eval_decode", "host", SEQUENCE, ("completion",), work=work)
-        return graph_of(generate, greedy.reward_forward(), decode)
+        return graph_of(generate, answering.reward_forward(), decode)
 
 
 @dataclass(frozen=True)

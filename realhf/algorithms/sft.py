@@ -47,7 +47,7 @@ class SFT(Experiment):
     """
 
     actor: Role = field(default_factory=lambda: Role(model="", optimizer=OptimizerConfig()))
-    reward_function: RewardFunctions | None = None  # Scores greedy answers to `eval_dataset`, if given.
+    reward_function: RewardFunctions | None = None  # Scores answers to `eval_dataset`, if given.
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # Limits the length of those answers.
     router_aux_loss_coef: float = 0.0
     """Weight of the routers' load-balancing loss, for an actor with experts."""
@@ -63,10 +63,10 @@ class SFT(Experiment):
         return graph_of(FunctionCall("actor_train", "train_step", SEQUENCE, role="actor", work=work))
 
     def eval_graph(self) -> DataflowGraph:
-        dataset = self.eval_dataset or self.dataset
+        held_out = self.evaluation
         answers = scored_answers(
-            self.reward_function, self.sampling, dataset, tokenizer=self.tokenizer_dir())
-        if answers and dataset.completion_key not in extra_columns(dataset):
+            self.reward_function, self.sampling, held_out, tokenizer=self.tokenizer_dir())
+        if answers and held_out.dataset.completion_key not in extra_columns(held_out.dataset):
             return graph_of(*answers)
         forward = FunctionCall(
             "actor_forward", "forward", SEQUENCE, ("logprobs",), role="actor", work=LogProbs())

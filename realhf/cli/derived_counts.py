@@ -37,7 +37,7 @@ def derived_counts(program: Program, *, num_rows: int | None) -> dict[str, Any]:
         "own_step_program": experiment.has_own_program,
         "calls": {call.name: _of_call(program, call) for call in program.graph.order},
         "roles": {name: _of_role(program, name, role) for name, role in program.roles.items()},
-        "evaluations": _times(experiment.eval_every, experiment.steps) + 1 if program.eval_graph else 0,
+        "evaluations": _times(experiment.eval_every, experiment.steps) + 1 if program.evaluations else 0,
         "exports": _times(experiment.export_every, experiment.steps),
         "checkpoint_every": experiment.checkpoint_every,
         "checkpoints": _num_checkpoints(program),

@@ -2,9 +2,11 @@
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from realhf.data.dataset import DatasetConfig
 from realhf.data.light_tokenizer import LightTokenizer
 from realhf.data.tokenized import MixedRows, TokenizedRows, tokenize_parts
 from realhf.errors import UserError
@@ -35,29 +37,41 @@ def try_out(program: Program) -> Trial:
     directory = program.experiment.tokenizer_dir()
     if not (Path(directory) / "tokenizer.json").is_file():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
-        return Trial([*warnings_of(program, None, None), untried], None)
+        return Trial([*warnings_of(program, None, {}), untried], None)
     tokenizer = LightTokenizer(directory)
     check_vocabulary(program.roles, tokenizer.largest_id, tokenizer=directory)
-    rows = _rows(program, "dataset", program.graph, tokenizer)
-    eval_rows = None
-    if program.eval_graph is not None:
-        eval_rows = _rows(program, "eval_dataset", program.eval_graph, tokenizer)
-    found = warnings_of(program, rows, eval_rows)
-    rewards: dict[Any, tuple[RewardCall, TokenizedRows]] = {}
-    for graph, some in ((program.graph, rows), (program.eval_graph, eval_rows)):
-        for call in graph.of_kind("host") if graph is not None else ():
-            if isinstance(reward := call.work.function, RewardCall) and some is not None:
-                functions = tuple(id(one.function) for one in reward.rewards)
-                for part in some.parts:
-                    rewards.setdefault((functions, part.config.path), (reward, part))
-    for reward, part in rewards.values():
-        _try_reward(reward, part)
+    experiment = program.experiment
+    rows = _rows(program, experiment.dataset, "dataset", program.graph, tokenizer)
+    held_out = {
+        one.name: _rows(program, one.evaluation.dataset, one.field, one.graph, tokenizer)
+        for one in program.evaluations}
+    found = warnings_of(program, rows, held_out)
+    sets = [("", program.graph, rows)]
+    sets += [(one.field, one.graph, held_out[one.name]) for one in program.evaluations]
+    _try_rewards(sets)
     return Trial(found, sum(part.num_in_file for part in rows.parts))
 
 
-def _rows(program: Program, name: str, graph: DataflowGraph, tokenizer: LightTokenizer) -> MixedRows:
+def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> None:
+    """Call each reward function of graphs once with rows of each data set that it scores."""
+    rewards: dict[Any, tuple[str, RewardCall, TokenizedRows]] = {}
+    for field, graph, some in sets:
+        for call in graph.of_kind("host"):
+            if isinstance(reward := call.work.function, RewardCall):
+                functions = tuple(id(one.function) for one in reward.rewards)
+                for part in some.parts:
+                    rewards.setdefault((functions, part.config.path), (field, reward, part))
+    for field, reward, part in rewards.values():
+        try:
+            _try_reward(reward, part)
+        except UserError as error:
+            raise UserError(f"{field}: {error}" if "." in field else str(error)) from error
+
+
+def _rows(
+    program: Program, config: DatasetConfig, name: str, graph: DataflowGraph, tokenizer: LightTokenizer
+) -> MixedRows:
     """Tokenise a sample of the rows, or all of them if every prompt of the sample is too long."""
-    config = getattr(program.experiment, name)
     try:
         try:
             rows = tokenize_parts(config, keys=graph.inputs, tokenizer=tokenizer, sample=_ROWS)

@@ -109,6 +109,10 @@ def _options(config: Any, prefix: str = "", *, unset: bool = True) -> dict[str, 
     Optional parts that are not set are included if `unset`.
     """
     found: dict[str, tuple[str, Any]] = {}
+    if isinstance(config, Mapping):  # Several sets of held-out rows by name.
+        for key, part in config.items():
+            found |= _options(part, f"{prefix}{key}.", unset=unset)
+        return found
     for field in fields(config):
         value = getattr(config, field.name)
         if (kind := _unset_part(config, field.name)) is not None:
@@ -116,7 +120,7 @@ def _options(config: Any, prefix: str = "", *, unset: bool = True) -> dict[str, 
                 continue
             value = kind()
         name = f"{prefix}{field.name}"
-        if is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, Mapping) and value and all(map(_is_config, value.values())) or _is_config(value):
             found |= _options(value, f"{name}.", unset=unset)
         else:
             hint = typing.get_type_hints(type(config))[field.name]
@@ -143,7 +147,10 @@ def _check_switch(options: Mapping[str, tuple[str, Any]], word: str, following: 
 def _with_part(value: Any, path: Sequence[str]) -> Any:
     """Return the config with the unset optional parts on a path, such as `actor.lora`, at their defaults."""
     name, *rest = path
-    if not is_dataclass(value) or isinstance(value, type) or not hasattr(value, name):
+    if isinstance(value, Mapping) and name in value:
+        made = _with_part(value[name], rest) if rest else value[name]
+        return value if made is value[name] else {**value, name: made}
+    if not _is_config(value) or not hasattr(value, name):
         return value
     kind = _unset_part(value, name)
     if kind is not None and not _has_defaults(kind):
@@ -162,6 +169,10 @@ def _unset_part(value: Any, name: str) -> type[Any] | None:
         return None
     kinds = typing.get_args(typing.get_type_hints(type(value))[name])
     return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
+
+
+def _is_config(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
 
 
 def _has_defaults(kind: Any) -> bool:

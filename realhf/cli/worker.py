@@ -9,11 +9,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from realhf.checkpoint.names import find_checkpoints
+from realhf.cli.eval import print_summary
 from realhf.cli.job import LOCAL_LAUNCHER, Job, resume_command
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
@@ -23,6 +25,7 @@ from realhf.dist.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
+from realhf.runtime.evaluate_only import evaluate as run_evaluations
 from realhf.runtime.run_directory import (
     RunDirectory,
     find_restarted,
@@ -70,6 +73,11 @@ class Place:
 def work(job: Job) -> int:
     """Train and return the exit code."""
     return _serve(_train, job)
+
+
+def evaluate(job: Job, *, as_json: bool) -> int:
+    """Evaluate a model and return the exit code."""
+    return _serve(partial(_evaluate, as_json=as_json), job)
 
 
 def profile(job: Job) -> int:
@@ -174,6 +182,17 @@ def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
     if not found.checkpoints:
         print(f"realhf: {found.out} has no checkpoint: the run starts anew", file=sys.stderr, flush=True)
     return RunDirectory(found.out, stem=job.name, resumes=True), list(found.checkpoints.values())
+
+
+def _evaluate(job: Job, world: World, *, as_json: bool) -> int:
+    """Evaluate on all ranks; rank 0 prints the metrics."""
+    out = None
+    if world.rank == 0:
+        out = RunDirectory(job.out or new_run_directory(job.name), stem=job.name).path
+    summary = run_evaluations(job.program, world, out=out)
+    if world.rank == 0:
+        print_summary(summary, out=out, as_json=as_json)
+    return 0
 
 
 def _measure(job: Job, world: World) -> int:

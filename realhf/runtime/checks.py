@@ -8,7 +8,7 @@ from typing import Any
 from realhf.calls import TokenLimits, TopLogProbs, longest_response
 from realhf.checkpoint.peft import open_adapters
 from realhf.checkpoint.read import check_tensors, open_checkpoint
-from realhf.data.dataset import column_of, load_rows, reads_pairs
+from realhf.data.dataset import DatasetConfig, column_of, load_rows, reads_pairs
 from realhf.data.rows import RowFault
 from realhf.data.vocabulary import first_difference
 from realhf.experiment import Experiment, Role
@@ -16,7 +16,7 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.hub import is_incomplete
 from realhf.lora import adapter_spec
 from realhf.plan import ExecutionPlan
-from realhf.runtime.actions import RANK_0, spec_of
+from realhf.runtime.actions import spec_of
 from realhf.runtime.dry_trace import checked_parts, try_step_program
 from realhf.runtime.sampling_checks import check_sampling
 
@@ -235,8 +235,6 @@ def check_plan(
 
 def _check_layout(call: FunctionCall, plan: ExecutionPlan, roles: Mapping[str, Role]) -> None:
     layout = plan[call.name].layout
-    if call.name == "eval_record" and layout != RANK_0:
-        raise ValueError(f"calls.eval_record.layout {layout}: answers are recorded at {RANK_0}")
     if call.kind == "host" and not call.work.splittable and layout.dp > 1:
         raise ValueError(f"calls.{call.name}.layout {layout}: this call needs all samples on one rank")
     if call.role is not None:
@@ -258,29 +256,30 @@ def _check_is_frozen(call: FunctionCall, roles: Mapping[str, Role]) -> None:
 
 
 def check_data(
-    experiment: Experiment, roles: Mapping[str, Role], graph: DataflowGraph, eval_graph: DataflowGraph | None
-) -> None:
-    """Raise ValueError unless the models have enough positions for the dataset and fit the tokenizer, and the
-    graph can read the rows."""
-    _check_positions(experiment, roles, graph, eval_graph)
-    for one in filter(None, (graph, eval_graph)):
-        check_sampling(one, roles)
-    check_rows(experiment, "dataset", graph)
+    experiment: Experiment, roles: Mapping[str, Role],
+    datasets: Mapping[str, tuple[DatasetConfig, DataflowGraph]],
+) -> None:  # fmt: skip
+    """Raise ValueError unless the models have enough positions for the datasets and fit the tokenizer.
+
+    The datasets and the graphs that read them go by the names of the experiment's fields.
+    """
+    _check_positions(datasets, roles)
+    for _, graph in datasets.values():
+        check_sampling(graph, roles)
     _check_tokenizer(experiment, roles)
 
 
 def _check_positions(
-    experiment: Experiment, roles: Mapping[str, Role], graph: DataflowGraph, eval_graph: DataflowGraph | None
+    datasets: Mapping[str, tuple[DatasetConfig, DataflowGraph]], roles: Mapping[str, Role]
 ) -> None:
     """Raise ValueError if a sequence can become longer than a model has positions."""
-    datasets = {"dataset": experiment.dataset}
-    if eval_graph is not None and experiment.eval_dataset is not None:
-        datasets["eval_dataset"] = experiment.eval_dataset
-    new = max(map(longest_response, filter(None, (graph, eval_graph))))
-    for name in {call.role for call in graph.calls if call.role is not None}:
+    new = max(longest_response(graph) for _, graph in datasets.values())
+    calls = [call for _, graph in datasets.values() for call in graph.calls]
+    for name in {call.role for call in calls if call.role is not None}:
         limit = spec_of(roles[name].config()).config.num_positions
-        long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})" for key, dataset in datasets.items()
-                if limit is not None and dataset.max_prompt_tokens + new > limit]
+        long = [f"{key}.max_prompt_tokens ({dataset.max_prompt_tokens})"
+                for key, (dataset, _) in datasets.items()
+                if limit is not None and dataset.max_prompt_tokens + new > limit]  # fmt: skip
         if limit is not None and long:
             raise ValueError(
                 f"{name}.model has {limit} positions, and responses may have {new} tokens: "
@@ -289,12 +288,11 @@ def _check_positions(
             )
 
 
-def check_rows(experiment: Experiment, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:
-    """Check all rows of `dataset` or `eval_dataset`, of large files a sample, and return them.
+def check_rows(config: DatasetConfig, name: str, graph: DataflowGraph) -> list[dict[str, Any]]:
+    """Check all rows of a dataset, of large files a sample, and return them; `name` is the field's name.
 
     Raises ValueError if the graph cannot read them.
     """
-    config = getattr(experiment, name)
     try:
         if name != "dataset" and len(config.parts) > 1:
             raise ValueError("dataset is a mixture: held-out rows are of one DatasetConfig")

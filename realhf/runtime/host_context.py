@@ -21,7 +21,7 @@ class HostContext:
     run_state: Mapping[str, Any] = field(default_factory=dict)
     """`run.state` of the step program, equal on all ranks; host functions may only read it."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of the last evaluation, on rank 0."""
+    """The answers that an evaluation has just kept on this rank."""
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -11,6 +11,8 @@ from realhf.dist import tags
 from realhf.dist.group import Outbox, Pending
 from realhf.dist.world import World
 from realhf.runtime.compute import ComputeMeter
+from realhf.runtime.eval_program import EvaluationProgram
+from realhf.runtime.evaluations import SetRecord, report
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder, merge_metrics
 from realhf.runtime.step_record import StepRecord
@@ -30,9 +32,10 @@ class Journal:
 
     def __init__(
         self, world: World, outbox: Outbox, recorder: Recorder | None, progress: Progress | None,
-        meter: ComputeMeter,
+        meter: ComputeMeter, eval_sets: Sequence[EvaluationProgram] = (),
     ) -> None:  # fmt: skip
         self._world = world
+        self._eval_sets = eval_sets
         self._outbox = outbox
         self._recorder = recorder
         self._progress = progress
@@ -58,22 +61,21 @@ class Journal:
         self,
         step: int,
         record: StepRecord | None,
-        evaluation: StepRecord | None = None,
+        evaluation: Sequence[SetRecord] = (),
         *,
-        answers: Sequence[Mapping[str, Any]] = (),
         pauses: bool = False,
     ) -> None:
-        """Add this rank's records of a step and of the evaluation after it; either may be None.
+        """Add this rank's records of a step, which may be None, and of the evaluation after it: one for each
+        set, or none.
 
-        `answers` are those of the evaluation, on rank 0. `pauses`: the next step does not follow at once.
+        `pauses`: the next step does not follow at once.
         """
-        mine = (record, evaluation)
         if self._world.rank == 0:
-            self.last = self._thread.submit(self._write, step, mine, answers, pauses)
+            self.last = self._thread.submit(self._write, step, record, evaluation, pauses)
             self._running.append(self.last)
             self._drop_finished()
         else:
-            documents = [r and dataclasses.asdict(r) for r in mine]
+            documents = [record and dataclasses.asdict(record), [one.to_json() for one in evaluation]]
             self._sent = self._world.control.send_json(documents, [0], tag=tags.RECORD)
             self._outbox.add(self._sent)
 
@@ -102,27 +104,21 @@ class Journal:
             self._running.pop(0).result()
 
     def _write(
-        self,
-        step: int,
-        mine: tuple[StepRecord | None, StepRecord | None],
-        answers: Sequence[Mapping[str, Any]],
-        pauses: bool,
+        self, step: int, record: StepRecord | None, evaluation: Sequence[SetRecord], pauses: bool
     ) -> int:
         peers = range(1, self._world.size)
         theirs = [self._world.control.recv_json(rank, tag=tags.RECORD) for rank in peers]
-        steps, evaluations = (  # Each is a list with one record per rank, or empty.
-            [own, *(StepRecord(**documents[i]) for documents in theirs)] if own is not None else []
-            for i, own in enumerate(mine)
-        )
-        # Reallocations of the evaluation count for this step: they spare the next step the same ones.
-        reallocs = [StepRecord([], [e for e in r.events if e["kind"] == "realloc"]) for r in evaluations]
+        steps = [record, *(StepRecord(**of_step) for of_step, _ in theirs)] if record is not None else []
         metrics = self._step(step, steps) if steps else self._meter.totals()
-        if evaluations:
-            metrics = {**merge_metrics(reallocs), **self._evaluation(step, evaluations, answers), **metrics}
+        events: list[StepRecord] = []
+        if evaluation:
+            of_others = [[SetRecord.from_json(one) for one in of_sets] for _, of_sets in theirs]
+            found, events = self._evaluation(step, [evaluation, *of_others])
+            metrics = {**found, **metrics}
         if steps:
             self.history.append(metrics)
         self._pauses = self._pauses or pauses
-        return 0 if self._recorder is None else self._recorder.step(step, metrics, [*steps, *reallocs])
+        return 0 if self._recorder is None else self._recorder.step(step, metrics, [*steps, *events])
 
     def _step(self, step: int, records: Sequence[StepRecord]) -> dict[str, float]:
         metrics = merge_metrics(records)
@@ -145,18 +141,19 @@ class Journal:
         return metrics
 
     def _evaluation(
-        self, step: int, records: Sequence[StepRecord], answers: Sequence[Mapping[str, Any]]
-    ) -> dict[str, float]:
-        """Return the metrics of an evaluation: the mean score of its answers, and those of host calls."""
-        metrics = {}
-        if answers:
-            scores = [row["score"] for row in answers if not math.isnan(row["score"])]  # Some may fail.
-            metrics[f"{_EVAL}score"] = float(sum(scores) / len(scores)) if scores else math.nan
-        of_calls = merge_metrics([StepRecord(record.metrics) for record in records])
-        metrics |= {f"{_EVAL}{name.removeprefix(_EVAL)}": value for name, value in of_calls.items()}
-        self.evaluations.append(metrics)
-        if self._recorder is not None and answers:
-            self._recorder.evaluation(answers)
+        self, step: int, by_rank: Sequence[Sequence[SetRecord]]
+    ) -> tuple[dict[str, float], list[StepRecord]]:
+        """Write the answers of an evaluation; return its metrics and events.
+
+        Its reallocations count for the step: they spare the next step the same ones.
+        """
+        result = report(self._eval_sets, by_rank)
+        self.evaluations.append(dict(result.metrics))
+        if self._recorder is not None:
+            self._recorder.evaluation(step, result.answers)
         if self._progress is not None:
-            self._progress.evaluation(step, metrics)
-        return metrics
+            self._progress.evaluation(step, result.metrics)
+        of_ranks = [[event for one in found for event in one.record.events] for found in by_rank]
+        records = [StepRecord([], [e for e in events if e["kind"] == "realloc"]) for events in of_ranks]
+        others = [event for event in result.events if event["kind"] != "realloc"]
+        return merge_metrics(records) | dict(result.metrics), [*records, StepRecord([], others)]

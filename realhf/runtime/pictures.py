@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 _MOVE = "move data, or wait for it"
+_EVALUATION = "eval/"
+"""Beginning of the names of calls of an evaluation, which the timeline of a step leaves out."""
 _CURVES = (("reward/mean", "mean reward"), ("actor/loss", "loss"), ("reward/accuracy", "accuracy"))
 
 
@@ -20,7 +22,7 @@ def draw_pictures(run: Path) -> None:
         for name in ("metrics.jsonl", "timeline.jsonl")
     )
     _draw_curve(steps, run / "reward.png")
-    if events:
+    if events := [event for event in events if not event["name"].startswith(_EVALUATION)]:
         _draw_timeline(events, run / "timeline.png")
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -31,6 +31,9 @@ _COLUMNS = {
     "perf/tokens_per_s": "tokens/s",
 }
 _ROWS = 12
+_EVAL = "eval/"
+_SHORT = {"response_length/mean": "length", "response_length/clip_ratio": "cut off"}
+"""Short names of metrics of evaluations."""
 _PATIENCE_SECONDS = 30.0
 """Seconds without output after which a plain line says what is going on."""
 
@@ -51,11 +54,11 @@ class Progress:
         self._rows: deque[tuple[str, Mapping[str, float]]] = deque(maxlen=_ROWS)
         self._score = ""
 
-    def start(self, dataset: Sized | None, *, num_held_out: int) -> None:
+    def start(self, dataset: Sized | None, *, held_out: Mapping[str, int]) -> None:
         e = self._program.experiment
         self._console.print(
             f"{e.steps} steps of {e.batch_size} prompts x {e.group_size} = {e.batch_size * e.group_size} "
-            f"samples; {len(dataset or ())} training prompts, {num_held_out} held out"
+            f"samples; {len(dataset or ())} training prompts, {_counts(held_out)}"
         )
         for call in self._program.graph.order:
             self._console.print(f"  {call.name:<18} {call.kind:<10} {self._program.plan[call.name].layout}")
@@ -93,8 +96,8 @@ class Progress:
             self._print(f"step {label}: {', '.join(shown)}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items()]
-        self._score = f"held out, after step {step}: {', '.join(shown)}"
+        lines = evaluation_lines(metrics, [one.prefix for one in self._program.evaluations])
+        self._score = "\n".join([f"held out, after step {step}: {lines[0]}".rstrip(), *lines[1:]])
         if self._live is not None:
             self._live.refresh()
         else:
@@ -106,6 +109,7 @@ class Progress:
         if (first := summary["eval_first"]) is not None:
             name = summary["eval_metric"].removeprefix("eval/")
             lines.append(f"held-out {name}: {first:.3f} before, {summary['eval_last']:.3f} after")
+            lines += self._other_sets(summary)
         for role, realloc in summary["realloc"].items():
             moved = f"{realloc['bytes_per_step'] / 1e6:.2f} MB per step"
             rate = realloc["gbytes_per_s"]
@@ -117,6 +121,17 @@ class Progress:
             lines.append(f"metrics, pictures and TensorBoard files: {out}")
             lines.append(f"Hugging Face model: {summary['hf_dir']}")
         self._console.print("\n".join(lines))
+
+    def _other_sets(self, summary: Mapping[str, Any]) -> list[str]:
+        """Return a line about the score, or else the loss, of each set but the first."""
+        lines = []
+        for one in self._program.evaluations[1:]:
+            names = [name for name in (f"{one.prefix}score", f"{one.prefix}loss") if name in summary["evals"]]
+            for name in names[:1]:
+                ends = summary["evals"][name]
+                shown = name.removeprefix("eval/")
+                lines.append(f"held-out {shown}: {ends['first']:.3f} before, {ends['last']:.3f} after")
+        return lines
 
     def stop(self) -> None:
         """Release the terminal; a second call does nothing."""
@@ -130,3 +145,23 @@ class Progress:
         for label, metrics in self._rows:
             table.add_row(label, *(f"{metrics[name]:.4g}" if name in metrics else "" for name in names))
         return Group(table, *filter(None, [self._score, str(self._activity)]))
+
+
+def evaluation_lines(metrics: Mapping[str, float], prefixes: Sequence[str]) -> list[str]:
+    """Return the metrics of an evaluation as text: a line for each of several sets, which begins with its
+    name, or one line."""
+    lines = []
+    for prefix in prefixes if len(prefixes) > 1 else [_EVAL]:
+        own = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
+        shown = {name: x for name, x in own.items() if not name.startswith("mean@")}  # It is the score.
+        text = ", ".join(f"{_SHORT.get(name, name)} {value:.3f}" for name, value in shown.items())
+        lines.append(text if prefix == _EVAL else f"  {prefix.removeprefix(_EVAL).rstrip('/')}: {text}")
+    return lines if len(lines) == 1 else ["", *lines]
+
+
+def _counts(held_out: Mapping[str, int]) -> str:
+    """Return how many prompts are held out, by set if there are several."""
+    total = f"{sum(held_out.values())} held out"
+    if len(held_out) < 2:
+        return total
+    return f"{total} ({', '.join(f'{name} {count}' for name, count in held_out.items())})"

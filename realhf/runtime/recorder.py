@@ -1,7 +1,6 @@
 """Recorder: writes metrics and events of a run into its directory, on rank 0."""
 
 import json
-import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, TextIO
 from realhf.checkpoint.names import METRICS
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
+from realhf.runtime.answer_files import AnswerFiles
 from realhf.runtime.pictures import draw_pictures
 from realhf.runtime.step_record import StepRecord
 
@@ -106,7 +106,7 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 class Recorder:
-    """The writer of metrics.jsonl, timeline.jsonl, TensorBoard files, eval.jsonl and summary.json.
+    """The writer of metrics.jsonl, timeline.jsonl, TensorBoard files, answers and summary.json.
 
     A resumed run continues the files after the step of its checkpoint, whose `history` of metrics is a file.
     Raises UserError if something cannot be written.
@@ -122,6 +122,9 @@ class Recorder:
         with _explained(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._open(SummaryWriter)
+            last = self.history[-1]["step"] if self.history else -1
+            earlier = None if history is None else history.absolute().parent.parent.parent
+            self._answers = AnswerFiles(directory, last=last, earlier=earlier)
 
     def _open(self, writer: Callable[[str], Any]) -> None:
         """Begin all files with what is known of earlier steps; `writer` makes that of TensorBoard's."""
@@ -163,11 +166,10 @@ class Recorder:
             if name != "step":
                 self._tensorboard.add_scalar(name, value, record["step"], walltime)
 
-    def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace eval.jsonl with this evaluation: one object per held-out prompt; failed scores are null."""
-        known = [{**row, "score": None if math.isnan(row["score"]) else row["score"]} for row in rows]
+    def evaluation(self, step: int, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Write the answers of the evaluation after a step, by set."""
         with _explained(self.directory):
-            (self.directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
+            self._answers.write(step, answers)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         with _explained(self.directory):

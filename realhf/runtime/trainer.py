@@ -5,7 +5,6 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, 
 from realhf.runtime.checks import row_faults_of
 from realhf.runtime.compute import ComputeMeter, flops_by_role, peaks_by_call
 from realhf.runtime.dry_trace import step_runner
+from realhf.runtime.evaluations import Evaluations, first_and_last
 from realhf.runtime.executor import Executor
 from realhf.runtime.export import config_fields, files_beside
 from realhf.runtime.host_context import HostContext
@@ -48,10 +48,6 @@ class RunResult:
     """The last step of a run that a signal has stopped early."""
 
 
-_EVALUATION = "evaluation"
-"""Name of the only part of the evaluation's graph."""
-
-
 class Trainer:
     """Runs a program on this world; rank 0 writes the run directory `out`, if there is one.
 
@@ -74,14 +70,10 @@ class Trainer:
             self._check_vocabulary()
         loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
         self._loader = loader
-        eval_loader = None
-        if program.eval_graph is not None and experiment.eval_dataset is not None:
-            eval_loader = self._make_loader(
-                experiment.eval_dataset, program.eval_graph, program.eval_group_size)
+        self._evaluations = Evaluations(program, world, self._context)
         if self._is_main and not quiet:
-            self._warn(loader, eval_loader, checkpoint)
-        counts = world.control.all_gather_json(0 if eval_loader is None else len(eval_loader))
-        self._num_held_out = max(counts)
+            self._warn(loader, checkpoint)
+        self._held_out = self._evaluations.count_prompts()
         self._store = ModelStore(
             world, program.roles, program.homes, program.actions, seed=experiment.seed,
             offloaded=program.offloaded, links=program.links,
@@ -91,10 +83,7 @@ class Trainer:
         self._outbox = Outbox()
         self._activity = world.activity
         self._executor = self._make_executor(loader)
-        self._evaluator = Executor(
-            world, {_EVALUATION: program.eval_actions}, program.plan, self._store, self._context,
-            read=None if eval_loader is None else eval_loader.batch, is_evaluation=True, outbox=self._outbox,
-            group_size=program.eval_group_size)
+        self._evaluations.start(self._store)
         self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
         if checkpoint is not None:
             check_step_program(checkpoint, program, self._runner)
@@ -102,11 +91,11 @@ class Trainer:
         if self._is_main and out is not None:
             self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
         self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
-        self._journal = Journal(world, self._outbox, self._recorder, self._progress, self._make_meter())
+        self._journal = Journal(
+            world, self._outbox, self._recorder, self._progress, self._make_meter(), program.evaluations)
         if self._recorder is not None:
-            calls = {call.name: program.plan[call.name] for call in program.graph.calls}
             config = _described(experiment) | {"roles": _to_json(program.roles)}
-            self._recorder.start(config, dataclasses.replace(program.plan, calls=calls))
+            self._recorder.start(config, program.plan)
         self._stop = stop
         self._first_step = 1
         self._checkpointer = None if out is None else self._make_checkpointer(out / "checkpoints")
@@ -145,17 +134,14 @@ class Trainer:
             directory=directory, experiment=_described(self._program.experiment),
         )  # fmt: skip
 
-    def _warn(
-        self, loader: Loader | MixedLoader | None, eval_loader: Loader | MixedLoader | None,
-        checkpoint: Checkpoint | None,
-    ) -> None:
+    def _warn(self, loader: Loader | MixedLoader | None, checkpoint: Checkpoint | None) -> None:
         """Print what is probably not as the user wants it."""
         program = self._program
         changed = []
         if checkpoint is not None:
             changed = changed_fields(checkpoint.manifest.experiment, _described(program.experiment))
         slow = slow_dtypes(program.roles, self._world.device)
-        for sentence in [*changed, *warnings_of(program, loader, eval_loader), *slow]:
+        for sentence in [*changed, *warnings_of(program, loader, self._evaluations.loaders), *slow]:
             warn(sentence)
 
     def run(self) -> RunResult:
@@ -178,9 +164,9 @@ class Trainer:
         started = time.time()
         steps = self._program.experiment.steps
         if self._progress is not None:
-            self._progress.start(self._loader, num_held_out=self._num_held_out)
+            self._progress.start(self._loader, held_out=self._held_out)
         if self._evaluates and self._first_step == 1:
-            self._journal.add(0, None, self._evaluate(), answers=self._context.answers, pauses=True)
+            self._journal.add(0, None, self._evaluations.run(), pauses=True)
         stopped_after = None
         self._decisions.begin(self._first_step)
         for step in range(self._first_step, steps + 1):
@@ -194,6 +180,7 @@ class Trainer:
             if self._checkpointer is not None:
                 self._checkpointer.finish()
             self._outbox.wait()
+            self._evaluations.wait()
             self._require_equal_steps()  # This also waits until every rank's part of the export is written.
         if not self._is_main:
             return RunResult([], {}, stopped_after)
@@ -209,18 +196,17 @@ class Trainer:
 
     @property
     def _evaluates(self) -> bool:
-        return self._program.eval_graph is not None
+        return bool(self._program.evaluations)
 
     def _complete_step(self, step: int, *, is_last: bool) -> None:
         """Run a step, and the evaluation and the export that are due after it."""
         experiment = self._program.experiment
         record = self._step(step)
-        evaluation = None
+        evaluation = []
         if self._evaluates and (is_last or _is_multiple(step, experiment.eval_every)):
-            evaluation = self._evaluate()
+            evaluation = self._evaluations.run()
         exports = is_last or _is_multiple(step, experiment.export_every)
-        pauses = exports or evaluation is not None
-        self._journal.add(step, record, evaluation, answers=self._context.answers, pauses=pauses)
+        self._journal.add(step, record, evaluation, pauses=exports or bool(evaluation))
         if exports:
             self._export(step)
 
@@ -252,14 +238,6 @@ class Trainer:
             self._runner.execute(experiment.step)
         return self._executor.take_record()
 
-    def _evaluate(self) -> StepRecord:
-        """Run the evaluation on all held-out rows; rank 0 keeps the answers, if there are any."""
-        self._activity.step = f"evaluation after step {self._context.step}"
-        self._evaluator.begin_step()
-        self._evaluator.run(_EVALUATION, range(self._num_held_out), updates=self._context.updates)
-        self._evaluator.forget(range(self._num_held_out))
-        return self._evaluator.take_record()
-
     def _export(self, step: int) -> None:
         """Write trainable roles as Hugging Face directories, or their adapters as PEFT's.
 
@@ -284,7 +262,7 @@ class Trainer:
         steps = self._program.experiment.steps
         history = self._journal.history
         summary: dict[str, Any] = {
-            **_first_and_last(self._journal.evaluations),
+            **first_and_last(self._journal.evaluations, self._program.evaluations),
             "steps": steps,
             "seconds": seconds,
             "hf_dir": str(self._out / "hf" / f"step_{steps}") if self._out else None,
@@ -321,21 +299,6 @@ class Trainer:
             seed=self._program.experiment.seed, row_faults=row_faults_of(graph))
         check_lengths(self._program.roles, graph, loader)
         return loader
-
-
-def _first_and_last(evaluations: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the first and the last value of the evaluations' main metric: the score, else the loss.
-
-    Without both it is the first metric that they have.
-    """
-    names = evaluations[0] if evaluations else {}
-    main = next((name for name in ("eval/score", "eval/loss", *names) if name in names), None)
-    values = [evaluation[main] for evaluation in evaluations if main in evaluation] if main else []
-    return {
-        "eval_metric": main,
-        "eval_first": values[0] if values else None,
-        "eval_last": values[-1] if values else None,
-    }
 
 
 def _keeps_caches(program: Program) -> bool:

@@ -28,12 +28,15 @@ _SCHEDULE = (
 
 
 def warnings_of(
-    program: Program, rows: TokenizedRows | MixedRows | None, eval_rows: TokenizedRows | MixedRows | None
+    program: Program, rows: TokenizedRows | MixedRows | None,
+    held_out: Mapping[str, TokenizedRows | MixedRows | None],
 ) -> list[str]:
-    """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it."""
+    """Return warnings, one sentence each; `rows` are a whole dataset, or in `realhf check` a sample of it.
+
+    `held_out` are those of the evaluations, by the names of the sets.
+    """
     parts = [("dataset", program.graph, rows)]
-    if program.eval_graph is not None:
-        parts.append(("eval_dataset", program.eval_graph, eval_rows))
+    parts += [(one.field, one.graph, held_out.get(one.name)) for one in program.evaluations]
     found = [*other_bases(program.roles), *_greedy(program), *_idle_ranks(program)]
     found += off_policy(program.graph)
     if rows is not None:
@@ -178,8 +181,8 @@ def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterato
 
 
 def _idle_ranks(program: Program) -> Iterator[str]:
-    graphs = [program.graph, *([program.eval_graph] if program.eval_graph is not None else [])]
-    busy = {rank for graph in graphs for call in graph.calls for rank in program.plan[call.name].layout.ranks}
+    parts = [(program.graph, program.plan), *((one.graph, one.plan) for one in program.evaluations)]
+    busy = {rank for graph, plan in parts for call in graph.calls for rank in plan[call.name].layout.ranks}
     if idle := [rank for rank in range(program.num_ranks) if rank not in busy]:
         which = f"rank {idle[0]} has" if len(idle) == 1 else f"{len(idle)} ranks ({_listed(idle)}) have"
         yield f"{which} no call in the plan and will do nothing, of {program.num_ranks} ranks"
@@ -218,7 +221,7 @@ def _unknown_end(
 def _greedy(program: Program) -> Iterator[str]:
     generating = program.graph.of_kind("generate")
     count = program.experiment.group_size
-    if count > 1 and any(call.work.sampling.temperature == 0 for call in generating):
+    if program.parts and count > 1 and any(call.work.sampling.temperature == 0 for call in generating):
         yield f"sampling.temperature is 0: the {count} samples of a prompt are all the same"
 
 

@@ -108,6 +108,23 @@ def test_evaluation_gets_the_columns_of_its_own_rows(check, tmp_path):
     assert (code, err) == (0, "")
 
 
+def test_rows_and_rewards_of_all_sets_are_tried(check, tmp_path):
+    (tmp_path / "hard.jsonl").write_text(json.dumps({"prompt": "1", "answer": 3}) + "\n")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1" * 9, "answer": "3"}) + "\n")
+    path = f"DatasetConfig({str(tmp_path / 'hard.jsonl')!r})"
+    body = (
+        "from realhf import Evaluation\n"
+        "def lengths(completions, answer):\n"
+        "    return [float(len(a)) for a in answer]\n"
+        f"experiment.eval_dataset = {{'easy': dataset, 'hard': Evaluation({path}, function=lengths)}}\n"
+    )
+    code, _, err = check([ROW] * 3, body)
+    assert code == 2 and "mine.py: eval_dataset.hard: reward function lengths raised TypeError" in err
+    path = f"DatasetConfig({str(tmp_path / 'long.jsonl')!r}, max_prompt_tokens=3)"
+    code, _, err = check([ROW] * 3, f"experiment.eval_dataset = {{'easy': dataset, 'long': {path}}}")
+    assert code == 2 and f"eval_dataset.long {tmp_path / 'long.jsonl'}: every prompt is longer than" in err
+
+
 def test_a_column_may_have_the_name_of_a_key(check):
     row = {**ROW, "score": 1, "values": "x", "response_mask": [2]}
     body = (

@@ -190,7 +190,7 @@ def test_an_evaluation_offloads_what_training_does(task):
     graph = replace(experiment.eval_graph(), calls=(*calls, score))
     experiment.eval_graph = lambda: graph
     program = compile_program(experiment, _plan(PPO, reward_forward="offload"), world_size=4)
-    assert program.offloaded == {"reward"} and program.plan["eval_reward"].offload
+    assert program.offloaded == {"reward"} and program.evaluations[0].plan["eval_reward"].offload
     layouts = {**PPO, "eval_reward": "d1@0"}
     with pytest.raises(ValueError, match=r"^calls\.eval_reward\.offload is false: all calls of role 'rew"):
         compile_program(experiment, _plan(layouts, reward_forward="offload"), world_size=4)

@@ -35,12 +35,13 @@ CALLS = {
     "dpo": ("ref_forward", "actor_train"), "lora": ("ref_forward", "actor_train"),
     "pairwise": ("reward_train",), "outcome": ("reward_train",), "sft": ("actor_train",),
 }  # fmt: skip
+ANSWERED = {"score", "response_length/mean", "response_length/clip_ratio"}
 EVALUATED = {
-    "dpo": {"loss", "score", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"},
+    "dpo": {"loss", *ANSWERED, "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"},
     "lora": {"loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"},
     "pairwise": {"loss", "accuracy", "margin", "mean_reward"},
     "outcome": {"loss", "accuracy"},
-    "sft": {"loss", "perplexity", "score"},
+    "sft": {"loss", "perplexity", *ANSWERED},
 }
 CASES = [
     ("dpo", ("d2@0-1", "d2@0-1")), ("dpo", ("t2@0-1", "t2@0-1")), ("dpo", ("d4@0-3", "p2@0-1")),
@@ -140,7 +141,7 @@ def test_what_is_logged(reference, kind):
     names = {name.removeprefix("eval/") for name in last if name.startswith("eval/")}
     assert names == EVALUATED[kind] and not any("eval/loss" in step for step in steps)
     prefix = "reward/" if kind in ("pairwise", "outcome") else "actor/"
-    trained = EVALUATED[kind] - {"score", "perplexity"}
+    trained = EVALUATED[kind] - {*ANSWERED, "perplexity"}
     assert {name if "/" in name else prefix + name for name in trained} <= set(last)
     assert all(step[prefix + "grad_norm"] > 1e-3 for step in reference[kind])
 

@@ -6,6 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
+from realhf import DatasetConfig, Evaluation
 from realhf.dist.activity import Activity
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
@@ -79,7 +80,7 @@ def program(task):
 def test_plain_lines_come_only_in_long_steps(capsys, program):
     activity = Activity(step="step 1/3")
     shown = Progress(program, activity, patience_seconds=0.6)
-    shown.start([], num_held_out=0)
+    shown.start([], held_out={})
     head = len(capsys.readouterr().err.splitlines())
     with activity.doing("actor_generate"):
         activity.note("3 of 24 samples")
@@ -101,12 +102,32 @@ def test_a_terminal_shows_it_live(tmp_path, program):
     shown = Progress(program, activity)
     with (tmp_path / "terminal").open("w+") as terminal:
         shown._console = Console(file=terminal, force_terminal=True, width=100, highlight=False)
-        shown.start([], num_held_out=0)
+        shown.start([], held_out={})
         with activity.doing("reward_forward"):
             time.sleep(1.5)  # It is drawn anew four times a second.
         shown.stop()
         terminal.seek(0)
         assert "step 1/3: reward_forward, 1 s" in terminal.read()
+
+
+def test_an_evaluation_of_several_sets_has_a_line_for_each(task, capsys):
+    data = DatasetConfig(str(task / "data.jsonl"), max_rows=5)
+    sets = {"one": data, "two": Evaluation(data, samples=2, max_rows=3)}
+    for held_out, counted, lines in [
+        (data, "40 training prompts, 5 held out", ["held out, after step 0: score 0.500"]),
+        (sets, "40 training prompts, 8 held out (one 5, two 3)",
+         ["held out, after step 0:", "  one: score 0.500, length 3.000", "  two: score 0.250, pass@2 1.000"]),
+    ]:  # fmt: skip
+        program = compile_program(make_experiment("grpo", task, eval_dataset=held_out), None, world_size=1)
+        metrics = {"eval/score": 0.5} if held_out is data else {
+            "eval/one/score": 0.5, "eval/one/response_length/mean": 3.0, "eval/two/score": 0.25,
+            "eval/two/mean@2": 0.25, "eval/two/pass@2": 1.0}  # fmt: skip
+        shown = Progress(program, Activity())
+        shown.start(range(40), held_out={"": 5} if held_out is data else {"one": 5, "two": 3})
+        assert counted in capsys.readouterr().err
+        shown.evaluation(0, metrics)
+        shown.stop()
+        assert capsys.readouterr().err.splitlines() == lines
 
 
 PLACES = {

@@ -100,11 +100,11 @@ def test_ranks_without_a_call(task):
     experiment = make_experiment("grpo", task)
     calls = {call.name: {"layout": "d2@1-2"} for call in experiment.graph().calls if call.role is not None}
     plan = ExecutionPlan.from_dict({"calls": calls})
-    found = warnings_of(compile_program(experiment, plan, world_size=3), None, None)
+    found = warnings_of(compile_program(experiment, plan, world_size=3), None, {})
     assert found == []  # Host calls are on rank 0.
-    found = warnings_of(compile_program(experiment, plan, world_size=5), None, None)
+    found = warnings_of(compile_program(experiment, plan, world_size=5), None, {})
     assert found == ["2 ranks (3, 4) have no call in the plan and will do nothing, of 5 ranks"]
-    found = warnings_of(compile_program(experiment, plan, world_size=4), None, None)
+    found = warnings_of(compile_program(experiment, plan, world_size=4), None, {})
     assert found == ["rank 3 has no call in the plan and will do nothing, of 4 ranks"]
 
 

@@ -1,0 +1,245 @@
+"""`realhf eval`: evaluates a model without training, on one or several local workers. Free of torch."""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from realhf.algorithms.evaluate import Evaluate
+from realhf.calls import SamplingConfig
+from realhf.checkpoint.names import find_checkpoints
+from realhf.checkpoint.peft import CONFIG_FILE
+from realhf.cli.experiment_file import load_experiment
+from realhf.cli.hub_files import fetch_models
+from realhf.cli.job import Job, is_worker
+from realhf.cli.overrides import override
+from realhf.data.dataset import DatasetConfig, extra_columns
+from realhf.errors import UserError
+from realhf.evaluation.sets import Evaluation, metric_prefix
+from realhf.experiment import Experiment, Role
+from realhf.lora import LoraConfig
+from realhf.plan import ExecutionPlan
+from realhf.rewards.by_name import SHIPPED, reward_by_name
+from realhf.runtime.program import Program, compile_evaluation
+from realhf.runtime.run_directory import check_run_directory, new_run_directory
+
+HELP = "evaluate a model on held-out rows, without training"
+EXAMPLES = (
+    "realhf eval runs/first --data held_out.jsonl --reward exact --samples 8",
+    "realhf eval Qwen2.5-0.5B --data easy=a.jsonl --data hard=b.jsonl --reward rewards.py:score --json",
+    "realhf eval examples/grpo.py --model runs/grpo",
+)
+_OF_MODEL = ("data", "prompt_key", "answer_key", "split", "name", "reward", "samples", "temperature", "top_p",
+             "max_new_tokens", "max_rows", "dtype")  # fmt: skip
+"""Options that an experiment file replaces by fields."""
+_FIELD = re.compile(r"\b(?:Evaluation\.sampling|Evaluation|sampling)\.(\w+)")
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of `realhf eval`."""
+    add = parser.add_argument
+    text = "model directory or hub name, run directory (its newest hf/step_N), or experiment file"
+    add("target", metavar="MODEL", help=text)
+    text = "rows to evaluate: a file or a hub name, or NAME=FILE; repeat it for several sets"
+    add("--data", action="append", metavar="FILE", help=text)
+    add("--prompt-key", help="column of the prompts; default: prompt")
+    add("--answer-key", help="column of the answers, for shipped rewards; default: answer")
+    add("--split", help="split of a data set of the hub")
+    add("--name", help="configuration of a data set of the hub")
+    add("--reward", help=f"{', '.join(SHIPPED)}, or FILE.py:FUNCTION; default: exact")
+    add("--samples", type=int, help="answers to each prompt; default: 1")
+    add("--temperature", type=float, help="of sampling; default: 0 (greedy), with several samples 1")
+    add("--top-p", type=float, help="sample among the most probable tokens with this probability")
+    add("--max-new-tokens", type=int, help="most tokens of an answer; default: 256")
+    add("--max-rows", type=int, help="most rows of each set, spread evenly; default: all")
+    add("--seed", type=int, help="decides the sampled tokens; default: 0")
+    add("--dtype", help="type of the weights; default: the role's")
+    add("--model", help="with an experiment file: the model to evaluate, in the place of its actor's")
+    add("--out", help="directory of answers and summary; default: a new one, runs/eval-MODEL")
+    add("--nproc", type=int, help="local workers; default: as many as the plan uses, else 1")
+    add("--plan", help="plan file; default: calls split over all ranks by dp")
+    add("--json", action="store_true", help="print one JSON document")
+    add("--traceback", action="store_true", help="show the traceback of an error, too")
+
+
+def run(options: Namespace, words: Sequence[str]) -> int:
+    """Evaluate, print the metrics and return the exit code."""
+    target = Path(options.target)
+    is_file = target.suffix == ".py"
+    experiment = _of_file(options, words) if is_file else _of_model(options, words)
+    fetch_models(experiment, weights=True)
+    program, num_ranks = _compile(experiment, options, renames=not is_file)
+    name = f"eval-{target.stem if is_file else target.resolve().name}"
+    out = None if options.out is None else Path(options.out)
+    if out is not None and (not is_worker() or os.environ["RANK"] == "0"):
+        _check_out(out)
+    if is_worker() or num_ranks == 1:
+        job = Job(program, name, out, 600.0, None, options.traceback)
+        return importlib.import_module("realhf.cli.worker").evaluate(job, as_json=options.json)
+    out = out or new_run_directory(name)
+    argv = [*_words(options, words), "--out", str(out)]
+    return importlib.import_module("realhf.cli.launch").launch(argv, num_ranks)
+
+
+def _words(options: Namespace, words: Sequence[str]) -> list[str]:
+    """Return the words of this command without --out, for the workers."""
+    found = ["eval", options.target, *words]
+    for name, value in vars(options).items():
+        option = f"--{name.replace('_', '-')}"
+        if name in ("target", "command", "out") or value is None or value is False:
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            found += [option] if one is True else [option, str(one)]
+    return found
+
+
+def _check_out(out: Path) -> None:
+    check_run_directory(out)
+    if (out / "summary.json").exists():
+        raise UserError(f"--out {out} already holds an evaluation: choose another directory or remove it")
+
+
+def _of_file(options: Namespace, words: Sequence[str]) -> Experiment:
+    """Return the experiment of a file, with overrides and with the model to evaluate."""
+    if given := [name for name in _OF_MODEL if getattr(options, name) is not None]:
+        option = f"--{given[0].replace('_', '-')}"
+        what = f"{option} is for a model: an experiment has its own eval_dataset"
+        raise UserError(f"{what}; change its fields by overrides such as --eval-dataset.path")
+    experiment = override(load_experiment(options.target), words)
+    if options.seed is not None:
+        experiment.seed = options.seed
+    if options.model is not None:
+        if not isinstance(actor := getattr(experiment, "actor", None), Role):
+            raise UserError(f"--model: the experiment {options.target} has no actor")
+        kept = dataclasses.replace(actor, optimizer=None, lora=None, random_init=False)
+        experiment.actor = _role(options.model, kept)  # type: ignore[attr-defined]
+    return experiment
+
+
+def _of_model(options: Namespace, words: Sequence[str]) -> Experiment:
+    """Return the experiment that evaluates a model as the options say."""
+    if words:
+        raise UserError(f"realhf eval has no option {words[0]!r}: see realhf eval --help")
+    if options.model is not None:
+        raise UserError("--model is for an experiment file: name the model in its place")
+    if not options.data:
+        raise UserError("realhf eval MODEL needs --data FILE")
+    reward = reward_by_name(options.reward or "exact", answer_key=options.answer_key or "answer")
+    samples = 1 if options.samples is None else options.samples
+    temperature = options.temperature
+    if temperature is None:
+        temperature = 0.0 if samples == 1 else 1.0
+    new = {"max_new_tokens": options.max_new_tokens, "top_p": options.top_p}
+    given = {name: value for name, value in new.items() if value is not None}
+    try:
+        role = Role(options.target) if options.dtype is None else Role(options.target, dtype=options.dtype)
+        sampling = SamplingConfig(temperature=temperature, **given)
+        sets = {
+            name: Evaluation(config, samples, sampling, options.max_rows or 0, reward)
+            for name, config in _datasets(options).items()}
+    except ValueError as error:
+        text = f"--{error}" if str(error).startswith("dtype ") else _FIELD.sub(_option, str(error))
+        raise UserError(text) from error
+    if options.reward in (None, *SHIPPED):
+        _require_answers(sets, options.answer_key or "answer")
+    first = next(iter(sets.values()))
+    held_out: Any = sets if len(sets) > 1 or "" not in sets else first
+    return Evaluate(
+        dataset=first.dataset, eval_dataset=held_out, seed=options.seed or 0, sampling=sampling,
+        actor=_role(options.target, role), reward_function=reward)
+
+
+def _option(match: re.Match[str]) -> str:
+    return f"--{match[1].replace('_', '-')}"
+
+
+def _datasets(options: Namespace) -> dict[str, DatasetConfig]:
+    """Return the datasets by the names of the sets; a single one without a name has an empty one."""
+    about = {"prompt_key": options.prompt_key, "split": options.split, "name": options.name}
+    about = {name: value for name, value in about.items() if value is not None}
+    found: dict[str, DatasetConfig] = {}
+    for given in options.data:
+        named = None if Path(given).exists() else _NAMED.fullmatch(given)
+        path = given if named is None else named[2]
+        name = Path(path).stem if named is None else named[1]
+        name = "" if named is None and len(options.data) == 1 else name
+        if name in found:
+            raise UserError(f"--data {given}: there are two sets named {name!r}: write NAME=FILE")
+        found[name] = DatasetConfig(path, shuffle=False, **about)
+    return found
+
+
+def _require_answers(sets: Mapping[str, Evaluation], answer_key: str) -> None:
+    """Raise UserError if a dataset lacks the column of the answers."""
+    for evaluation in sets.values():
+        columns = extra_columns(evaluation.dataset)
+        if columns and answer_key not in columns:
+            there_are = f"its other columns are {', '.join(columns)}"
+            path = evaluation.dataset.path
+            raise UserError(f"--answer-key {answer_key!r}: {path} has no such column; {there_are}")
+
+
+def _role(model: str, role: Role) -> Role:
+    """Return the role with the model of a directory: a model, adapters, or a run's newest export."""
+    path = Path(model)
+    if (path / "metrics.jsonl").is_file() or (path / "hf").is_dir():
+        exports = find_checkpoints(path / "hf")
+        if not exports:
+            raise UserError(f"{model} is the directory of a run without an exported model (hf/step_N)")
+        path = exports[max(exports)]
+        model = str(path)
+    if not (path / CONFIG_FILE).is_file():
+        return dataclasses.replace(role, model=model)
+    base = json.loads((path / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{path / CONFIG_FILE} names no base_model_name_or_path: merge the adapters first")
+    return dataclasses.replace(role, model=base, lora=LoraConfig(adapter=model))
+
+
+def _compile(experiment: Experiment, options: Namespace, *, renames: bool) -> tuple[Program, int]:
+    """Return the program and its number of ranks. Messages have the names of options if `renames`."""
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
+    plan = None if options.plan is None else ExecutionPlan.load(options.plan)
+    num_ranks = int(os.environ["WORLD_SIZE"]) if is_worker() else options.nproc
+    num_ranks = num_ranks or (plan.num_ranks if plan is not None else 1)
+    try:
+        return compile_evaluation(experiment, plan, world_size=num_ranks), num_ranks
+    except ValueError as error:
+        text = str(error)
+        if renames:
+            text = re.sub(r"eval_dataset(\.[\w.-]+?)?\.path\b", "--data", text)
+            text = re.sub(r"^eval_dataset(\.[\w-]+)?", "--data", text).replace("actor.model", "MODEL")
+        where = f"plan {options.plan}: " if text.startswith("calls.") and options.plan else ""
+        prefix = where or ("" if renames else f"{options.target}: ")
+        raise UserError(f"{prefix}{text}") from error
+
+
+def print_summary(summary: Mapping[str, Any], *, out: Path | None, as_json: bool) -> None:
+    """Print the metrics on standard output: a table with a column for each set, or one JSON document."""
+    if as_json:
+        print(json.dumps({**summary, "out": None if out is None else str(out)}))
+        return
+    table = Table("metric", *(name or "value" for name in summary["sets"]), title=summary["model"])
+    columns = []
+    for name in summary["sets"]:
+        prefix = metric_prefix(name)
+        own = {key.removeprefix(prefix): value for key, value in summary["metrics"].items()
+               if key.startswith(prefix)}  # fmt: skip
+        columns.append(own)
+    for metric in dict.fromkeys(metric for column in columns for metric in column):
+        table.add_row(metric, *(f"{column[metric]:.4f}" if metric in column else "" for column in columns))
+    counts = [f"{one['prompts']} x {one['samples']}" for one in summary["sets"].values()]
+    table.add_row("prompts x samples", *counts)
+    Console().print(table)
+    print(f"realhf: answers and summary: {out}", file=sys.stderr)

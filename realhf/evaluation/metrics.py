@@ -1,0 +1,107 @@
+"""Metrics of scored answers, several to each prompt. Plain Python.
+
+A score is NaN if its reward has failed. Such samples do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb, isnan, nan
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ScoredAnswer:
+    """An answer as the metrics see it; `vote` is what a majority compares, None if there is no answer."""
+
+    score: float
+    vote: str | None = None
+
+
+def pass_at(k: int, *, num_samples: int, num_correct: int) -> float:
+    """Return the unbiased estimate of the probability that one of k samples is correct.
+
+    It is 1 - C(n - c, k) / C(n, k) for n samples of which c are correct, the share of the subsets of size k
+    that have a correct one (Chen et al. 2021, arXiv:2107.03374).
+    """
+    assert 1 <= k <= num_samples, "k samples are drawn without replacement"
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def majority_score(answers: Sequence[ScoredAnswer]) -> float:
+    """Return the score of the most frequent answer of one prompt.
+
+    Samples without an answer do not vote, unless none has one. The score of an answer is the mean over the
+    samples that give it. Between answers that are equally frequent a fair lot decides, and this is its
+    expected score, so that the order of the samples does not matter.
+    """
+    votes: dict[str | None, list[float]] = {}
+    for answer in answers:
+        votes.setdefault(answer.vote, []).append(answer.score)
+    if len(votes) > 1:
+        votes.pop(None, None)
+    most = max(len(scores) for scores in votes.values())
+    return mean(mean(scores) for scores in votes.values() if len(scores) == most)
+
+
+def pass_sizes(samples: int) -> list[int]:
+    """Return the values of k for which pass@k is logged: powers of two, and the number of samples."""
+    powers = [1 << i for i in range(samples.bit_length()) if 1 << i <= samples]
+    return powers if powers[-1] == samples else [*powers, samples]
+
+
+def sample_metrics(
+    prompts: Sequence[Sequence[ScoredAnswer]], *, samples: int, correct_above: float
+) -> dict[str, float]:
+    """Return the metrics of scored answers, given as the answers to each prompt.
+
+    It is `score`, the mean over all answers; with several samples per prompt also `mean@k` (the same), and
+    means over prompts of `pass@1`, `pass@2` and so on, `majority@k` and `best@k`, where k is the number of
+    samples. A prompt with fewer samples than a pass@k needs does not count there.
+    """
+    known = [[answer for answer in answers if not isnan(answer.score)] for answers in prompts]
+    known = [answers for answers in known if answers]
+    score = mean(answer.score for answers in known for answer in answers)
+    metrics = {"score": score}
+    if samples == 1:
+        return metrics
+    metrics[f"mean@{samples}"] = score
+    for k in pass_sizes(samples):
+        counts = [(len(some), sum(answer.score > correct_above for answer in some)) for some in known]
+        metrics[f"pass@{k}"] = mean(pass_at(k, num_samples=n, num_correct=c) for n, c in counts if n >= k)
+    metrics[f"majority@{samples}"] = mean(majority_score(answers) for answers in known)
+    metrics[f"best@{samples}"] = mean(max(answer.score for answer in answers) for answers in known)
+    return metrics
+
+
+def named_scores(scores: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Return the mean of each reward, given by name for each sample, if there are several of them.
+
+    None and NaN do not count.
+    """
+    names = dict.fromkeys(name for some in scores for name in some)
+    if len(names) < 2:
+        return {}
+    return {name: mean(known_values(some.get(name) for some in scores)) for name in names}
+
+
+def known_values(values: Iterable[float | None]) -> list[float]:
+    """Return the values that are neither None nor NaN."""
+    return [value for value in values if value is not None and not isnan(value)]
+
+
+def length_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean length in tokens of answers, and the share of those that were cut off."""
+    if not rows or "length" not in rows[0]:
+        return {}
+    return {
+        "response_length/mean": mean(float(row["length"]) for row in rows),
+        "response_length/clip_ratio": mean(float(not row["finished"]) for row in rows),
+    }
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of the values; NaN if there are none."""
+    known = list(values)
+    return sum(known) / len(known) if known else nan

@@ -1,0 +1,100 @@
+"""Evaluation: a set of held-out rows and how it is evaluated. Free of torch."""
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any
+
+from realhf.calls import SamplingConfig
+from realhf.data.dataset import DatasetConfig
+from realhf.field_types import check_types, require
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Legal names of sets, which are also names of folders."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A set of held-out rows, the samples of each prompt, and how they are drawn and scored.
+
+    Its rows are read in the order of the file.
+    """
+
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    samples: int = 1  # Answers to each prompt.
+    sampling: SamplingConfig | None = None
+    """How answers are drawn. None: greedily if `samples` is 1, else as in training."""
+    max_rows: int = 0  # Most rows, spread evenly over those of the dataset; 0: all of them.
+    function: Any = None
+    """Scores the answers, in the place of the experiment's `eval_function` or `reward_function`."""
+    correct_above: float = 0.5  # An answer counts as correct (in pass@k) if its score is above this.
+
+    def __post_init__(self) -> None:
+        check_types(self, "Evaluation.")
+        require(self.samples >= 1, "Evaluation.samples", self.samples, "be at least 1")
+        require(self.max_rows >= 0, "Evaluation.max_rows", self.max_rows, "not be negative")
+        require(isfinite(self.correct_above), "Evaluation.correct_above", self.correct_above, "be finite")
+        if self.sampling is not None:
+            self._require_random(self.sampling, "Evaluation.sampling.temperature")
+
+    def answer_sampling(self, training: SamplingConfig) -> SamplingConfig:
+        """Return how answers are drawn in an experiment with this sampling. Raises ValueError if all samples
+        of a prompt would be equal."""
+        if self.sampling is not None:
+            return self.sampling
+        if self.samples == 1:
+            return training.greedy()
+        self._require_random(training, "sampling.temperature")
+        return training
+
+    def _require_random(self, sampling: SamplingConfig, name: str) -> None:
+        rule = f"be above 0, as Evaluation.samples is {self.samples}"
+        require(self.samples == 1 or sampling.temperature > 0, name, sampling.temperature, rule)
+
+    def chosen_rows(self, num_rows: int) -> list[int]:
+        """Return the numbers of the rows to evaluate: all, or `max_rows` of them, spread evenly."""
+        if not 0 < self.max_rows < num_rows:
+            return list(range(num_rows))
+        return [i * num_rows // self.max_rows for i in range(self.max_rows)]
+
+
+EvalSets = DatasetConfig | Evaluation | Mapping[str, DatasetConfig | Evaluation]
+"""The held-out rows of an experiment: one set, or several by name."""
+
+
+def named_sets(given: EvalSets | None) -> dict[str, Evaluation]:
+    """Return the sets of an experiment by name; a single one has an empty name.
+
+    Raises ValueError if a name is illegal, or a set has a field with an illegal value.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, DatasetConfig):
+        return {"": Evaluation(given)}
+    sets = given if isinstance(given, Mapping) else {"": given}
+    found = {}
+    for name, one in sets.items():
+        if isinstance(given, Mapping) and not _NAME.fullmatch(name):
+            legal = "letters, digits, '.', '_' and '-', and begin with a letter or a digit"
+            raise ValueError(f"eval_dataset has a set named {name!r}: a name must have {legal}")
+        evaluation = one if isinstance(one, Evaluation) else Evaluation(one)
+        check_types(evaluation.dataset, f"{set_field(name)}.")
+        found[name] = replace(evaluation, dataset=replace(evaluation.dataset, shuffle=False))
+    return found
+
+
+def set_field(name: str) -> str:
+    """Return how messages call the set of this name."""
+    return f"eval_dataset.{name}" if name else "eval_dataset"
+
+
+def metric_prefix(name: str) -> str:
+    """Return the beginning of the names of a set's metrics."""
+    return f"eval/{name}/" if name else "eval/"
+
+
+def sampling_seed(seed: int, name: str) -> int:
+    """Return the seed of a set's answers. Each set has its own random numbers, as has training."""
+    return seed ^ zlib.crc32(metric_prefix(name).encode())

@@ -1,0 +1,48 @@
+"""Finds reward functions by the names that `realhf eval --reward` takes. Free of torch."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from realhf.errors import UserError
+from realhf.rewards.answers import ExactMatch
+from realhf.rewards.math_answer import MathAnswer
+from realhf.suggest import did_you_mean
+
+SHIPPED: dict[str, Callable[[str], Any]] = {"exact": ExactMatch, "math": MathAnswer}
+"""The shipped rewards by name: each takes the column of the answers."""
+
+
+def reward_by_name(name: str, *, answer_key: str) -> Any:
+    """Return a shipped reward, or the function of a file (`file.py:function`).
+
+    Raises UserError if there is none of this name.
+    """
+    path, _, function = name.rpartition(":")
+    if path.endswith(".py"):
+        return _from_file(Path(path), function)
+    if name not in SHIPPED:
+        legal = f"legal are {', '.join(SHIPPED)} and FILE.py:FUNCTION"
+        raise UserError(f"--reward {name!r}{did_you_mean(name, list(SHIPPED))}: {legal}")
+    return SHIPPED[name](answer_key)
+
+
+def _from_file(path: Path, function: str) -> Any:
+    """Execute the user's file as a module and return one of its functions."""
+    if not path.is_file():
+        raise UserError(f"--reward {path}:{function}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"realhf_reward_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "its name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(path.parent.resolve()))  # At the end, so that files there hide no other module.
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"--reward {path}: {type(error).__name__}: {error}") from error
+    if not callable(found := getattr(module, function, None)):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UserError(f"--reward {path}:{function}: the file's functions are {', '.join(names) or 'none'}")
+    return found

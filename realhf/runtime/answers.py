@@ -1,0 +1,104 @@
+"""The calls of an evaluation that keep its scored answers. Free of torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from realhf.calls import GenerateOutputs, HostFunction
+from realhf.data.dataset import DATASET_ROW
+from realhf.data.responses import response_lengths
+from realhf.graph import DataflowGraph, FunctionCall
+
+RECORD = "eval_record"
+"""The call that keeps the answers."""
+SHOWN = ("prompt", "answer", "ground_truth", "completion", "score")
+"""Fields of an answer that eval.jsonl has."""
+REWARD_SCORES = "reward_scores"
+"""Key of the scores by reward: a dict for each sample."""
+
+
+def with_record(
+    graph: DataflowGraph, rows: Sequence[Mapping[str, Any]], *, samples_per_prompt: int, keeps_all: bool
+) -> DataflowGraph:
+    """Return the graph with a last call that keeps the answers, if it scores answers.
+
+    `rows` are those of the dataset. Without `keeps_all`, only the first answer to each prompt is kept.
+    """
+    if graph.producer("score") is None:
+        return graph
+    shown = [key for key in ("answer", "ground_truth") if all(key in row for row in rows)]
+    mask = finished = None
+    if len(generating := graph.of_kind("generate")) == 1:
+        outputs = GenerateOutputs.of(generating[0])
+        mask = outputs.mask
+        finished = outputs.finished
+    scores = () if graph.producer(REWARD_SCORES) is None else (REWARD_SCORES,)
+    keep = KeepAnswers(
+        samples_per_prompt, keeps_all=keeps_all, shown=("prompt", *shown), mask=mask, finished=finished,
+        answer_of=_answer_of(graph))
+    lengths = () if mask is None or finished is None else (mask, finished)
+    keys = ("prompt", *shown, DATASET_ROW, "completion", "score", *scores, *lengths)
+    record = FunctionCall(RECORD, "host", keys, work=HostFunction(keep))
+    from_dataset = [key for key in ("prompt", *shown, DATASET_ROW) if graph.producer(key) is None]
+    return graph.add(record, inputs=[key for key in from_dataset if key not in graph.inputs])
+
+
+def _answer_of(graph: DataflowGraph) -> Any:
+    """Return the function with which a reward of the graph finds the answer in a completion, if there is one.
+    """
+    functions = [call.work.function for call in graph.of_kind("host")]
+    for function in functions:  # It grows: rewards may wrap other rewards.
+        if callable(found := getattr(function, "answer_of", None)):
+            return found
+        inner = [getattr(function, "function", None), *_listed(getattr(function, "functions", None))]
+        functions += [one for one in inner if one is not None]
+    return None
+
+
+def _listed(functions: Any) -> list[Any]:
+    return list(functions) if isinstance(functions, list | tuple) else []
+
+
+@dataclass(frozen=True)
+class KeepAnswers:
+    """A host function that keeps the scored answers of an evaluation as `context.answers`.
+
+    An answer is a dict with the row of its prompt in the file, the number of the sample among those of the
+    prompt, the prompt's columns `shown`, completion, score, and, if they are known: scores by reward, length
+    in tokens, whether it has ended by itself, and the answer that was found in the completion.
+    """
+
+    samples_per_prompt: int
+    keeps_all: bool = False
+    """Whether all samples of a prompt are kept; else the first one is, as the samples of a pair have the same
+    prompt, and so the same greedy answer."""
+    shown: tuple[str, ...] = ("prompt",)
+    mask: str | None = None  # Keys of the response mask, and of whether the response has ended.
+    finished: str | None = None
+    answer_of: Any = None
+
+    def __call__(self, batch: Any, context: Any) -> dict[str, Any]:
+        kept = [i for i, sample in enumerate(batch.ids) if self.keeps_all or not self._number(sample)]
+        batch = batch.select(kept)
+        answers: list[dict[str, Any]] = [
+            {"dataset_row": row, "sample": self._number(sample)}
+            for row, sample in zip(batch[DATASET_ROW], batch.ids, strict=True)]
+        for key in (*self.shown, "completion", "score", REWARD_SCORES):
+            if key in batch.fields:
+                self._add(answers, "scores" if key == REWARD_SCORES else key, batch[key])
+        if self.mask is not None and self.finished is not None:
+            self._add(answers, "length", response_lengths(batch[self.mask]))
+            self._add(answers, "finished", [bool(ended) for ended in batch[self.finished].tolist()])
+        if self.answer_of is not None:
+            found = [self.answer_of(text) for text in batch["completion"]]
+            self._add(answers, "final_answer", [None if one is None else str(one) for one in found])
+        context.answers = answers
+        return {}
+
+    def _number(self, sample: int) -> int:
+        return sample % self.samples_per_prompt
+
+    def _add(self, answers: list[dict[str, Any]], key: str, column: Any) -> None:
+        values = column if isinstance(column, list) else column.tolist()
+        for answer, value in zip(answers, values, strict=True):
+            answer[key] = value

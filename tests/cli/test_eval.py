@@ -1,0 +1,167 @@
+"""`realhf eval`: a model, a run or an experiment, without training; wrong input ends with one sentence."""
+
+import json
+
+import pytest
+
+from realhf import GRPO, DatasetConfig, Evaluation, SamplingConfig
+from realhf.cli.main import main
+from realhf.cli.overrides import override
+from realhf.errors import UserError
+from realhf.rewards.by_name import reward_by_name
+from tests.cli_tools import REALHF, Command, grpo_run, read_jsonl, write_experiment
+from tests.runtime.tiny import some_reward
+
+DATA = DatasetConfig("data.jsonl")
+REWARD = "from tests.runtime.tiny import some_reward\n\nVALUE = 3\n"
+SETS = """
+from realhf import Evaluation
+
+data = experiment.eval_dataset
+experiment.eval_dataset = {"first": data, "second": Evaluation(data, samples=2, max_rows=2)}
+"""
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Return the directory of a finished run."""
+    return grpo_run()[2]
+
+
+@pytest.fixture(scope="module")
+def data(run):
+    return json.loads((run / "config.json").read_text())["eval_dataset"]["path"]
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "my_rewards.py"
+    path.write_text(REWARD)
+    return f"{path}:some_reward"
+
+
+def _words(run, data, out, *more):
+    words = ("eval", run, "--data", data, "--max-new-tokens", 7, "--out", out, *more)
+    return [str(word) for word in words]
+
+
+def test_a_run_is_evaluated_as_at_its_end(run, data, reward, tmp_path, capsys):
+    """The run's own evaluation was greedy on the first five rows, in float64."""
+    out = tmp_path / "out"
+    words = ("--reward", reward, "--json", "--dtype", "float64")
+    assert main(_words(run, data, out, *words)) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["out"] == str(out) and answer["model"] == str(run / "hf/step_2")
+    found, expected = read_jsonl(out / "evals/step_0.jsonl"), read_jsonl(run / "eval.jsonl")
+    assert [row["completion"] for row in found[:5]] == [row["completion"] for row in expected]
+    assert [row["score"] for row in found[:5]] == pytest.approx([row["score"] for row in expected])
+    assert answer["metrics"]["eval/score"] == pytest.approx(sum(row["score"] for row in found) / 40)
+    assert answer["sets"] == {"": {"path": data, "prompts": 40, "samples": 1}}
+    assert json.loads((out / "summary.json").read_text()).items() <= answer.items()
+
+
+def test_two_processes_give_the_same_answers(run, data, reward, tmp_path):
+    options = ("--data", f"again={data}", "--samples", 3, "--max-rows", 4, "--reward", reward)
+    options += ("--dtype", "float64")
+    assert main(_words(run, data, tmp_path / "one", *options, "--json")) == 0
+    words = _words(run, data, tmp_path / "two", *options, "--nproc", 2)
+    with Command(*REALHF, *words) as command:
+        code, out, err = command.finish()
+    assert code == 0, err
+    assert "pass@3" in out and "again" in out and "4 x 3" in out
+    for name in ("data", "again"):
+        found, expected = (read_jsonl(tmp_path / n / f"evals/{name}/step_0.jsonl") for n in ("two", "one"))
+        assert found == expected and len(found) == 12
+    names = {name: len({row["completion"] for row in found}) for name in ("data", "again")}
+    assert min(names.values()) > 4
+
+
+def test_the_sets_of_an_experiment_are_evaluated(run, tmp_path, capsys):
+    path = write_experiment(tmp_path, body=SETS)
+    out = tmp_path / "out"
+    assert main(["eval", str(path), "--model", str(run), "--json", "--out", str(out), "--seed", "3"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    last = json.loads((run / "summary.json").read_text())["eval_last"]
+    assert answer["metrics"]["eval/first/score"] == pytest.approx(last)
+    assert answer["eval_metric"] == "eval/first/score" and "eval/second/pass@2" in answer["metrics"]
+    assert main(["eval", str(path), "--out", str(out)]) == 2
+    assert f"--out {out} already holds an evaluation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "expected"),
+    [
+        ("--eval-dataset.first.path x.jsonl", "first", DatasetConfig("x.jsonl")),
+        ("--eval-dataset.second.samples 5 --steps 9", "second", Evaluation(DATA, samples=5)),
+        ("--eval-dataset.second.dataset.max-rows 7", "second",
+         Evaluation(DatasetConfig("data.jsonl", max_rows=7), samples=2)),
+        ("--eval-dataset.second.sampling.temperature 0.5", "second",
+         Evaluation(DATA, samples=2, sampling=SamplingConfig(temperature=0.5))),
+    ],
+)  # fmt: skip
+def test_fields_of_named_sets_can_be_overridden(words, name, expected):
+    sets = {"first": DATA, "second": Evaluation(DATA, samples=2)}
+    experiment = GRPO(eval_dataset=sets, reward_function=some_reward)
+    found = override(experiment, words.split()).eval_dataset
+    assert found == {**sets, name: expected}
+    with pytest.raises(UserError, match="unknown override '--eval-dataset.third.path': did you mean --eval-"):
+        override(experiment, ["--eval-dataset.third.path", "x"])
+
+
+def test_fields_of_a_single_set_can_be_overridden():
+    for held_out, words, expected in [
+        (DATA, "--eval-dataset.path x.jsonl", DatasetConfig("x.jsonl")),
+        (None, "--eval-dataset.path x.jsonl", DatasetConfig("x.jsonl")),
+        (Evaluation(DATA), "--eval-dataset.samples 4", Evaluation(DATA, samples=4)),
+        (Evaluation(DATA), "--eval-dataset.dataset.path x", Evaluation(DatasetConfig("x"))),
+    ]:
+        assert override(GRPO(eval_dataset=held_out), words.split()).eval_dataset == expected
+
+
+FAULTS = {
+    "{run}": "realhf eval MODEL needs --data FILE",
+    "/nowhere --data {data}": "MODEL: '/nowhere' is neither a path nor a shipped name",
+    "{tmp} --data {data}": "MODEL: model {tmp}: there is no {tmp}/config.json",
+    "{run} --data nowhere.jsonl": "--data 'nowhere.jsonl': there is no such file",
+    "{run} --data a=nowhere.jsonl --data {data}": "--data 'nowhere.jsonl': there is no such file",
+    "{run} --data {data} --data {data}": "--data {data}: there are two sets named 'data': write NAME=FILE",
+    "{run} --data {data} --prompt-key x": "--data {data} line 1: there is no column 'x'",
+    "{run} --data {data} --answer-key x": "--answer-key 'x': {data} has no such column; its other ",
+    "{run} --data {data} --reward exct": "--reward 'exct' (did you mean exact?): legal are exact",
+    "{run} --data {data} --reward nowhere.py:f": "there is no file nowhere.py",
+    "{run} --data {data} --reward {rewards}:nothing": "the file's functions are some_reward",
+    "{run} --data {data} --samples 0": "--samples is 0: it must be at least 1",
+    "{run} --data {data} --samples 2 --temperature 0": "--temperature is 0.0: it must be above 0",
+    "{run} --data {data} --top-p 2": "--top-p is 2.0: it must be above 0 and at most 1",
+    "{run} --data {data} --dtype int": "--dtype is 'int': it must be 'float32'",
+    "{run} --data {data} --steps 3": "realhf eval has no option '--steps'",
+    "{run} --data {data} --model x": "--model is for an experiment file",
+    "{run} --data {data} --nproc 0": "--nproc is 0: it must be at least 1",
+    "{run} --data {data} --out {run}": "--out {run} already holds a run",
+    "{run} --data {data} --plan {plan}": "calls.actor_train: the evaluation has no such call",
+    "{experiment} --data {data}": "--data is for a model: an experiment has its own eval_dataset",
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_wrong_input_is_a_sentence(run, data, reward, tmp_path, capsys, words):
+    experiment, plan, _ = grpo_run()
+    names = {"run": run, "data": data, "tmp": tmp_path, "rewards": reward.partition(":")[0], "plan": plan,
+             "experiment": experiment}  # fmt: skip
+    out = [] if "--out" in words else ["--out", str(tmp_path / "out")]
+    assert main(["eval", *words.format(**names).split(), *out]) == 2
+    err = capsys.readouterr().err.strip()
+    assert FAULTS[words].format(**names) in err and "\n" not in err
+
+
+def test_the_shipped_reward_is_one_for_the_answer_alone():
+    exact = reward_by_name("exact", answer_key="ground_truth")
+    texts = [" 7\n", "8", [{"role": "assistant", "content": "7"}]]
+    assert exact(texts, ground_truth=[7, "7", "7"]) == [1.0, 0.0, 1.0]
+    assert (exact.answer_of(" 7 "), exact.answer_of(" ")) == ("7", None)
+
+
+def test_a_reward_may_be_a_function_of_a_file(reward):
+    found = reward_by_name(reward, answer_key="answer")
+    ids = [[3, 4], [5]]
+    assert found(None, ["a", "b"], ids, None) == some_reward(None, ["a", "b"], ids, None)
