@@ -75,15 +75,28 @@ def override(experiment: Experiment, words: Sequence[str], *, also: Sequence[str
         if isinstance(error, SystemExit):
             complaint = _sentence(complaints.getvalue())
             complaint = _no_number(options, complaint) or complaint
+        if "fixed argument" in complaint:  # The parser's words for options that it does not know.
+            others = [word for word in words if word.startswith("--") and _option(word) not in options]
+            _refuse_unknown(others, options, also)
         raise UserError(f"overrides {' '.join(words)!r}: {complaint}") from error
-    if unknown:
-        name = "--" + ".".join(_path(unknown[0])).replace("_", "-")
-        if name in options:
-            raise UserError(f"override {unknown[0]!r}: this field can only be changed in the experiment file")
-        near = _near(unknown[0], [*options, *also])
-        hint = f"did you mean {' or '.join(near)}?" if near else "--help behind the experiment lists them all"
-        raise UserError(f"unknown override {unknown[0]!r}: {hint}")
+    _refuse_unknown(unknown, options, also)
     return changed
+
+
+def _refuse_unknown(unknown: Sequence[str], options: Mapping[str, Any], also: Sequence[str]) -> None:
+    """Raise UserError, with a suggestion, if there are unknown words."""
+    if not unknown:
+        return
+    if _option(unknown[0]) in options:
+        raise UserError(f"override {unknown[0]!r}: this field can only be changed in the experiment file")
+    near = _near(unknown[0], [*options, *also])
+    hint = f"did you mean {' or '.join(near)}?" if near else "--help behind the experiment lists them all"
+    raise UserError(f"unknown override {unknown[0]!r}: {hint}")
+
+
+def _option(word: str) -> str:
+    """Return the option that a word of the command line names, without its value and with hyphens."""
+    return "--" + ".".join(_path(word)).replace("_", "-")
 
 
 def _near(word: str, options: Sequence[str]) -> list[str]:

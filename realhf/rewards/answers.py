@@ -62,13 +62,13 @@ class ExactMatch:
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return the reward of each completion."""
         found = [self.answer_of(text_of(completion)) for completion in completions]
-        return [None if right is None else float(answer == self._normal(str(right)))
+        return [None if right is None else float(answer == (self._normal(str(right)) or None))
                 for answer, right in zip(found, columns[self.answer_key], strict=True)]  # fmt: skip
 
     def answer_of(self, completion: str) -> str | None:
-        """Return the answer of a text; None without one."""
+        """Return the answer of a text; None if there is none, or an empty one."""
         found = completion if self._pattern is None else _last(self._pattern, completion)
-        return None if found is None else self._normal(found)
+        return None if found is None else self._normal(found) or None
 
     def _normal(self, text: str) -> str:
         return text.strip().casefold() if self.ignore_case else text.strip()
