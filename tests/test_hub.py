@@ -6,9 +6,15 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
+from realhf.checkpoint.peft import adapter_config
+from realhf.checkpoint.read import tensor_shapes
 from realhf.hub import HubName, parse_hub_name
+from realhf.lora import LoraConfig, adapter_spec
+from realhf.model_config import ModelConfig
 from tests.cli_tools import REPO
 from tests.hub import Hub, Repository, gsm8k_repository, gsm8k_rows, hub, model_repository
 
@@ -146,6 +152,60 @@ def test_a_branch_stays_at_its_commit_and_a_revision_can_be_named(tmp_path):
         names = ["org/moving", f"org/moving@{repository.commit}", f"org/moving@{old}"]
         assert repository.commit != old
         assert python(server, tmp_path, show.format(names)).split() == [old, repository.commit, old]
+
+
+def test_every_field_with_a_directory_takes_a_name(tmp_path):
+    """Adapters, tokenizers and configs are found by name; weights are downloaded when they are asked for."""
+    model = model_repository("org/base")
+    config = ModelConfig.from_hf(json.loads(model.files["config.json"]))
+    lora = LoraConfig(rank=4, target_modules=("q_proj",))
+    shapes = tensor_shapes(adapter_spec(config, lora))
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    adapter = Repository("org/adapter", {
+        "adapter_config.json": json.dumps(adapter_config(config, lora, base="org/base")).encode(),
+        "adapter_model.safetensors": safetensors.numpy.save(tensors),
+    })  # fmt: skip
+    code = """
+from pathlib import Path
+from realhf import SFT, LoraConfig, ModelConfig, OptimizerConfig, Role
+from realhf.runtime.export import base_name
+from realhf.runtime.warnings import other_bases
+role = Role("org/base", optimizer=OptimizerConfig(), lora=LoraConfig(adapter="org/adapter"))
+print(ModelConfig.load("org/base").hidden_size, role.config().hidden_size)
+print(role.resolved_lora().rank, base_name(role), other_bases({"actor": role}))
+print(sorted(path.name for path in Path(role.resolved_lora().adapter).iterdir()))
+print(sorted(path.name for path in Path(role.resolved_lora(weights=True).adapter).iterdir()))
+experiment = SFT(actor=Role("tiny", random_init=True), tokenizer="org/base")
+print(Path(experiment.tokenizer_dir(), "tokenizer.json").is_file(), list(experiment.hub_commits()))
+"""
+    with hub([model, adapter]) as server:
+        printed = python(server, tmp_path, code).splitlines()
+        assert not server.downloads().keys() & {"model.safetensors", "pytorch_model.bin"}
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    assert printed == ["32 32", "4 org/base []", str(files[:1]), str(files), "True ['org/base']"]
+
+
+@pytest.mark.slow
+def test_ranks_with_different_commits_do_not_start(tmp_path):
+    """Each rank has a cache of its own here, as each host has."""
+    repository = model_repository(MODEL)
+    old = repository.commit
+    rows = "".join(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n" for _ in range(4))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    text = EXPERIMENT.replace('"openai/gsm8k"', repr(str(tmp_path / "rows.jsonl")))
+    own_cache = f"import os\nos.environ['HF_HOME'] = {str(tmp_path)!r} + '/' + os.environ.get('RANK', '0')\n"
+    experiment = tmp_path / "gsm8k.py"
+    experiment.write_text(own_cache + text)
+    fetch = f"from realhf.hub import find_model\nfind_model({MODEL!r}, weights=True)"
+    with hub([repository]) as server:
+        python(server, tmp_path / "0", fetch)
+        repository.update({"README.md": b"# Another commit\n"})
+        python(server, tmp_path / "1", fetch)
+        done = realhf(server, tmp_path, "run", experiment, "--nproc", 2, "--out", tmp_path / "run")
+    assert done.returncode == 2
+    both = f"{old} on rank 0 and {repository.commit} on rank 1"
+    sentence = f"the hosts' caches have different commits of {MODEL}, {both}: name one of them, as in"
+    assert f"realhf: {sentence} {MODEL}@{repository.commit}\n" in done.stderr
 
 
 def test_what_cannot_be_found_is_said_in_one_sentence(server, tmp_path):

@@ -10,7 +10,7 @@ import networkx as nx
 
 from realhf.calls import TopLogProbs, longest_response
 from realhf.cluster import Cluster
-from realhf.data.dataset import completion_columns, dataset_name, load_rows
+from realhf.data.dataset import completion_columns, load_rows
 from realhf.experiment import Experiment, Role
 from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
@@ -169,20 +169,21 @@ def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
                if getattr(experiment.expected, name) is None and (name == "prompt_tokens" or not limit)]
     options = " ".join(f"--{name.replace('_', '-')} N" for name in unknown)
     hint = f"set {' and '.join(unknown)} ({options}) to plan without data and tokenizer"
+    dataset = experiment.dataset
     try:
-        rows = load_rows(experiment.dataset, ("prompt_ids",))[:_ROWS]
+        rows = [load_rows(part, ("prompt_ids",))[:_ROWS] for part in dataset.parts]
     except ValueError as error:
         raise ValueError(f"{error}; {hint}") from error
     path = Path(experiment.tokenizer_dir()) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"tokenizer {experiment.tokenizer_dir()!r} has no tokenizer.json; {hint}")
     tokenizer = Tokenizer.from_file(str(path))
-    dataset = experiment.dataset
-    columns = completion_columns(dataset, experiment.graph().inputs) or [dataset.completion_key]
-    keys = ([dataset.prompt_key], columns)
-    texts = [[_text(row[key]) for row in rows for key in some if key in row] for some in keys]
-    if not texts[0]:
-        raise ValueError(f"dataset {dataset_name(dataset)} has no column {dataset.prompt_key!r}")
+    texts: tuple[list[str], list[str]] = ([], [])
+    inputs = experiment.graph().inputs
+    for part, some in zip(dataset.parts, rows, strict=True):
+        completions = completion_columns(part, inputs) or [part.completion_key]
+        for found, keys in zip(texts, ([part.prompt_key], completions), strict=True):
+            found += [_text(row[key]) for row in some for key in keys if key in row]
     prompt, completion = (
         statistics.fmean(len(tokenizer.encode(text).ids) for text in column or [""]) for column in texts
     )

@@ -45,7 +45,7 @@ class Rows:
         self.config = config
         self._columns = list(dict.fromkeys(columns))
         self._completions = completions
-        self._blank = blank
+        self.blank = blank
         self._source = source
         self._row_faults = row_faults
         self._files = _open_files(config)
@@ -87,7 +87,7 @@ class Rows:
         if self._source is not None:
             row.setdefault(SOURCE, self._source)
         for column in self._columns:
-            if column not in row and column in self._blank:
+            if column not in row and column in self.blank:
                 row[column] = None
         converts = self.config.map is not None or self._files[which].has_other_types
         if converts and (fault := self._to_json_form(row)):

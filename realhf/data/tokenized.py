@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from realhf.data.dataset import (
@@ -66,6 +66,11 @@ class TokenizedRows:
     def __len__(self) -> int:
         """Return the number of rows; of a large data set, including those that will be left out."""
         return self.num_in_file if self.is_lazy else len(self.rows)
+
+    @property
+    def absent(self) -> Collection[str]:
+        """Columns that only other parts of the mixture have, and that are None here."""
+        return self._file.blank
 
     @property
     def num_left_out(self) -> int:

@@ -153,7 +153,8 @@ def _share(count: int, rows: TokenizedRows) -> str:
 
 def _null_columns(name: str, rows: TokenizedRows) -> Iterator[str]:
     """Yield warnings about columns that a call reads and that are null in some rows."""
-    for key in (key for key in rows.keys if key not in LOADER_KEYS):
+    known = (key for key in rows.keys if key not in LOADER_KEYS and column_of(key) not in rows.absent)
+    for key in known:
         if null := [i for i, row in enumerate(rows.rows) if row[key] is None]:
             count = f"{len(null)} of {len(rows.rows)} rows"
             yield f"{name}: column {column_of(key)!r} is null in {count}, first in {rows.place_of(null[0])}"
