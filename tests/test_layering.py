@@ -21,7 +21,7 @@ LAYERS = {
     **dict.fromkeys(NOUNS, 1),
     **dict.fromkeys(("dist", "data"), 2),
     "realloc": 2.5,
-    "interruption": 2.6,
+    **dict.fromkeys(("interruption", "sampling_config"), 2.6),
     "calls": 2.7,
     "learning_rates": 2.8,
     **dict.fromkeys(("nn", "planner"), 3),

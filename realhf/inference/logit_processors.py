@@ -18,6 +18,7 @@ from torch import Tensor
 
 from realhf.calls import SamplingConfig
 from realhf.inference.block_tables import Integers
+from realhf.inference.sampling import parts_of
 
 
 class Samples(Protocol):
@@ -183,31 +184,33 @@ class LogitProcessors:
 
     def __call__(self, logits_BV: Tensor, rows_B: Tensor | None, drawn_B: Tensor) -> Tensor:
         """Return other logits; `drawn_B` is how many tokens each response has."""
-        sampling = self._sampling
-        logits_BV = logits_BV.clone()
-        if self._bias_V is not None:
-            logits_BV += self._bias_V
-        if self._history is not None:
-            assert rows_B is not None
-            logits_BV = self._penalize(logits_BV, self._history, rows_B)
-            self._forbid_long_words(logits_BV, self._history, rows_B)
-        if self._is_bad_V is not None:
-            logits_BV.masked_fill_(self._is_bad_V, -torch.inf)
-        if self._is_end_V is not None:
-            is_short_B1 = drawn_B[:, None] < sampling.min_new_tokens
-            logits_BV.masked_fill_(is_short_B1 & self._is_end_V, -torch.inf)
-        return logits_BV
+        changed_BV = logits_BV.clone()
+        for at in parts_of(changed_BV):
+            part_BV = changed_BV[at]
+            if self._bias_V is not None:
+                part_BV += self._bias_V
+            if self._history is not None:
+                assert rows_B is not None
+                self._penalize(part_BV, self._history, rows_B[at])
+                self._forbid_long_words(part_BV, self._history, rows_B[at])
+            if self._is_bad_V is not None:
+                part_BV.masked_fill_(self._is_bad_V, -torch.inf)
+            if self._is_end_V is not None:
+                is_short_B1 = drawn_B[at, None] < self._sampling.min_new_tokens
+                part_BV.masked_fill_(is_short_B1 & self._is_end_V, -torch.inf)
+        return changed_BV
 
-    def _penalize(self, logits_BV: Tensor, history: TokenHistory, rows_B: Tensor) -> Tensor:
-        penalty = self._sampling.repetition_penalty
+    def _penalize(self, logits_BV: Tensor, history: TokenHistory, rows_B: Tensor) -> None:
+        """Apply the penalties, in place."""
+        sampling = self._sampling
+        penalty = sampling.repetition_penalty
         if penalty != 1:
             penalized_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
-            logits_BV = torch.where(history.seen_RV[rows_B], penalized_BV, logits_BV)
+            torch.where(history.seen_RV[rows_B], penalized_BV, logits_BV, out=logits_BV)
         if history.counts_RV.shape[1]:
             counts_BV = history.counts_RV[rows_B]
-            logits_BV -= self._sampling.frequency_penalty * counts_BV
-            logits_BV -= self._sampling.presence_penalty * (counts_BV > 0)
-        return logits_BV
+            logits_BV.sub_(counts_BV, alpha=sampling.frequency_penalty)
+            logits_BV.sub_(counts_BV.clamp_(max=1), alpha=sampling.presence_penalty)
 
     def _forbid_long_words(self, logits_BV: Tensor, history: TokenHistory, rows_B: Tensor) -> None:
         """Set the logits of tokens that would complete a bad word to minus infinity, in place."""

@@ -11,7 +11,7 @@ the tensor-parallel group.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import log
 
@@ -148,15 +148,21 @@ def _chunk_sums(logits_BV: Tensor, max_B: Tensor) -> Tensor:
     """Return the sums of exp(logits - max) over each chunk of the vocabulary: sums_BC in float64."""
     parts = []
     whole = logits_BV.shape[1] // _CHUNK * _CHUNK
-    numel = _PART_NUMEL * (_CUDA_PARTS if logits_BV.is_cuda else 1)
-    step = max(1, numel // logits_BV.shape[1])
-    for at in (slice(start, start + step) for start in range(0, len(logits_BV), step)):
+    for at in parts_of(logits_BV):
         weights = (logits_BV[at] - max_B[at, None]).exp_()
         sums = [weights[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)] if whole else []
         if whole < weights.shape[1]:
             sums.append(weights[:, whole:].sum(-1, keepdim=True))
         parts.append(sums[0] if len(sums) == 1 else torch.cat(sums, dim=1))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
+
+
+def parts_of(logits_BV: Tensor) -> Iterator[slice]:
+    """Yield the rows that are processed at a time."""
+    numel = _PART_NUMEL * (_CUDA_PARTS if logits_BV.is_cuda else 1)
+    step = max(1, numel // max(1, logits_BV.shape[1]))
+    for start in range(0, len(logits_BV), step):
+        yield slice(start, start + step)
 
 
 def _in_shard(

@@ -88,7 +88,7 @@ def _generate_counting(engine, call, batch):
     cp, queue = engine.groups.cp, PromptQueue(engine.groups, stealing=call.work.work_stealing)
     part = batch.select(range(*even_split(len(batch), cp.size, cp.index)))
     generation = Generation(engine.model, call.work, stream=call.name, limit=CacheLimit(engine.groups))
-    generation.submit(prompt_groups(part, "prompts"))
+    generation.submit(prompt_groups(part, ["prompts"]))
     generation.advance(queue)
     ids, columns = generation.take()
     made = queue.collect_results(output_batch(call, ids, columns), batch.ids)

@@ -9,6 +9,7 @@ import pytest
 
 from realhf import DatasetConfig, FunctionCall, HostFunction, SamplingConfig
 from realhf.calls import TokenLimits
+from realhf.cli.overrides import override
 from realhf.data.loader import load_tokenizer
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
@@ -184,3 +185,19 @@ def test_words_are_tokens_of_the_experiments_tokenizer(task):
     work = _experiment(task).graph()["actor_generate"].work
     assert work.tokenizer == str(task)
     assert load_tokenizer(str(task)).encode("a1") == [2 + CHARACTERS.index("a"), 2 + CHARACTERS.index("1")]
+
+
+def test_options_can_be_given_on_the_command_line(task):
+    words = (
+        "--sampling.stop </answer> Question: --sampling.stop-token-ids 3 4 --sampling.min-p 0.1 "
+        "--sampling.logit-bias 5 1.5 7 -2 --sampling.bad-words ab c --sampling.bad-word-ids 3 5 "
+        "--sampling.repetition-penalty 1.1 --sampling.presence-penalty 0.2 --sampling.frequency-penalty -0.3 "
+        "--sampling.min-new-tokens 2 --sampling.ignore-eos --max-new-tokens-key most"
+    )
+    changed = override(make_experiment("grpo", task), words.split())
+    assert changed.max_new_tokens_key == "most"
+    assert changed.sampling == SamplingConfig(
+        max_new_tokens=7, stop=("</answer>", "Question:"), stop_token_ids=(3, 4), min_p=0.1,
+        logit_bias=((5, 1.5), (7, -2.0)), bad_words=("ab", "c"), bad_word_ids=((3, 5),),
+        repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=-0.3, min_new_tokens=2,
+        ignore_eos=True)
