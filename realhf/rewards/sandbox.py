@@ -162,8 +162,9 @@ class _Watch:
         command = [os.path.realpath(sys.executable), "-s", "-S", "-B", "-c", code]
         try:
             self.process = subprocess.Popen(
-                [*command, str(job_fd), str(report_fd)], stdin=input_fd, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                pass_fds=(job_fd, report_fd), env=_environment(self.folder), cwd="/", start_new_session=True)
+                [*command, str(job_fd), str(report_fd)], stdin=input_fd, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, pass_fds=(job_fd, report_fd), env=_environment(self.folder), cwd="/",
+                start_new_session=True)
         finally:
             os.close(report_fd)
         sources = {"report": report, "stdout": self.process.stdout.fileno(),

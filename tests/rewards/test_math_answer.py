@@ -1,0 +1,59 @@
+"""MathAnswer against the library math-verify, and its limits."""
+
+import math_verify
+import pytest
+
+from realhf import MathAnswer
+from realhf.rewards.reward import reward_columns
+
+PAIRS = [
+    ("72", "#### 72"), ("72", r"so \boxed{72}."), ("72", "it is 73"), (r"$\frac{1}{2}$", r"\boxed{0.5}"),
+    (r"\frac{1}{2}", "$1/2$"), ("0.5", r"\boxed{\frac12}"), (r"\boxed{x^2+1}", r"\boxed{1+x^2}"),
+    (r"\boxed{x^2+1}", r"\boxed{2+x^2}"), ("1,234", "1234"), ("5", "no idea"), ("-3", "$-3$"), ("50%", "0.5"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reward():
+    return MathAnswer(processes=1)
+
+
+def test_scores_are_those_of_the_library(reward):
+    golds, texts = zip(*PAIRS, strict=True)
+    expected = [float(math_verify.verify(math_verify.parse(gold), math_verify.parse(text)))
+                for gold, text in PAIRS]  # fmt: skip
+    assert set(expected) == {0.0, 1.0}
+    assert reward(completions=list(texts), answer=list(golds)) == expected
+
+
+def test_forms_of_the_right_answer(reward):
+    golds = ["5 + 5 = 10, so\n#### 72", 72, "(1, 2)", "none of these", None, ""]
+    texts = ["72", r"\boxed{72}", "$(1,2)$", "7", "7", "7"]
+    assert reward(completions=texts, answer=golds) == [1.0, 1.0, 1.0, None, None, None]
+    strict = MathAnswer("gold", unparsed_gold=0.0, anchored=True, processes=1)
+    assert reward_columns(strict) == ("gold",)
+    assert strict(completions=["72", "$72$", "7"], gold=["72", "72", ""]) == [0.0, 1.0, 0.0]
+
+
+def test_equal_answers_have_one_form(reward):
+    forms = {reward.answer_of(text) for text in (r"\boxed{\frac{1}{2}}", "0.5", "so it is $1/2$")}
+    assert forms == {"1/2"}
+    assert reward.answer_of("nothing") is None and reward.answer_of("#### 72") == "72"
+
+
+def test_an_answer_that_takes_too_long_is_wrong():
+    reward = MathAnswer(timeout_seconds=1.0, processes=2)
+    metrics = {}
+    texts = [r"$9^{9^{9^{9}}}$", "5", "5", "5"]
+    scores = reward(completions=texts, answer=["5"] * 4, log_metric=metrics.__setitem__)
+    assert scores == [0.0, 1.0, 1.0, 1.0] and metrics == {"math_answer/timeout": 0.25}
+    assert reward(completions=["5"], answer=["5"]) == [1.0]  # The process was started again.
+
+
+def test_chats(reward):
+    assert reward(completions=[[{"role": "assistant", "content": "72"}]], answer=["72"]) == [1.0]
+
+
+def test_wrong_settings():
+    with pytest.raises(ValueError, match="MathAnswer.processes is 0"):
+        MathAnswer(processes=0)

@@ -1,0 +1,224 @@
+"""Sandbox: hostile code fails with its reason, in bounded time, and leaves nothing behind."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from realhf import Sandbox, UnitTests
+from realhf.errors import UserError
+from realhf.rewards import confinement
+from realhf.rewards.system_calls import NEWEST, system_calls
+
+ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the sandbox needs Linux")
+OUTSIDE = Path(tempfile.gettempdir()) / f"realhf-outside-{os.getpid()}"
+HOSTILE = {
+    "endless loop": ("while True: pass", "timeout"),
+    "sleep": ("import time\ntime.sleep(1000)", "timeout"),
+    "fork bomb": ("import os\nwhile True: os.fork()", "processes"),
+    "patient fork bomb": (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "timeout"),
+    "threads": (
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+        "processes"),
+    "subprocess": ("import subprocess\nsubprocess.run(['ls'])", "processes"),
+    "exec": ("import os\nos.execv('/bin/ls', ['ls'])", "processes"),
+    "10 GiB": ("x = bytearray(10 << 30)", "memory"),
+    "network": ("import socket\nsocket.create_connection(('127.0.0.1', 80))", "network"),
+    "local socket": ("import socket\nsocket.socket(socket.AF_UNIX)", "network"),
+    "name look-up": ("import urllib.request\nurllib.request.urlopen('http://example.com')", "network"),
+    "file outside": (f"open({str(OUTSIDE)!r}, 'w').write('x')", "files"),
+    "file by ctypes": (
+        f"import ctypes, os\nl = ctypes.CDLL(None, use_errno=True)\n"
+        f"n = l.open({str(OUTSIDE)!r}.encode(), 0o101, 0o600)\n"
+        "if n < 0: raise OSError(ctypes.get_errno(), 'open')", "files"),
+    "secrets of this process": ("import os\nopen(f'/proc/{os.getppid()}/environ').read()", "files"),
+    "kill": ("import os\nos.kill(os.getppid(), 9)", "error"),
+    "more rights": ("import os\nos.setuid(0)", "error"),
+    "output": ("while True: print('x' * 1000)", "output"),
+    "early end": ("import os\nos._exit(0)", "ended"),
+    "crash": ("import ctypes\nctypes.string_at(0)", "killed"),
+    "exit": ("import sys\nsys.exit(0)", "error"),
+}  # fmt: skip
+"""Code, and the reason of its failure."""
+
+
+def _folders():
+    return set(Path(tempfile.gettempdir()).glob("realhf-sandbox-*"))
+
+
+def _processes():
+    """Return the command lines of the sandboxes of this process."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (directory / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(stat[1]) == os.getpid() and b"sandbox_runner" in (directory / "cmdline").read_bytes():
+                found.append(directory.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("landlock", [True, False])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_code_gets_no_reward_and_has_a_reason(name, landlock):
+    code, reason = HOSTILE[name]
+    if name == "secrets of this process" and not landlock and os.geteuid() != 0:
+        reason = "files"
+    box = Sandbox(cpu_seconds=1, wall_seconds=3.0, landlock=landlock)
+    before = _folders()
+    started = time.monotonic()
+    reward = UnitTests(sandbox=box)
+    extra = {}
+    scores = reward(completions=[code], tests=["assert True"], log_extra=extra.__setitem__)
+    assert time.monotonic() - started < 30
+    assert scores == [0.0] and extra == {"unit_tests/reason": [reason]}
+    assert not OUTSIDE.exists() and _folders() == before and _processes() == []
+
+
+def test_a_file_in_its_own_folder_can_be_written_where_the_kernel_has_landlock():
+    code = "open('mine', 'w').write('x')\nassert open('mine').read() == 'x'"
+    can_write = confinement._landlock_version() >= 3
+    assert Sandbox().run(code).reason == ("passed" if can_write else "files")
+    assert Sandbox(landlock=False).run(code).reason == "files"
+
+
+def test_the_disk_is_not_filled():
+    code = "for i in range(1000): open(str(i), 'wb').write(b'x' * (1 << 20))"
+    assert Sandbox(files_mib=4).run(code).reason == "files"
+    assert Sandbox(files_mib=4).run("open('a', 'wb').write(b'x' * (9 << 20))").reason == "files"
+
+
+def test_the_environment_is_not_passed_on(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    execution = Sandbox().run("import os\nprint(sorted(os.environ))")
+    assert "HF_TOKEN" not in execution.stdout and "HOME" in execution.stdout
+
+
+def test_ordinary_code_runs():
+    code = """
+import asyncio, collections, decimal, fractions, heapq, itertools, json, math, random, re, threading
+sys_recursion = __import__("sys").setrecursionlimit(10000)
+async def answer():
+    await asyncio.sleep(0)
+    return 42
+found = []
+thread = threading.Thread(target=lambda: found.append(asyncio.run(answer())))
+thread.start()
+thread.join()
+"""
+    tests = ["assert found == [42]", "assert found == [43]", "undefined", "assert __name__ == 'answer'"]
+    execution = Sandbox().run(code, tests)
+    assert execution.reason == "passed", execution
+    assert execution.tests == ("passed", "wrong", "error", "passed")
+    assert execution.detail == "AssertionError: "
+
+
+def test_tests_that_were_passed_before_the_end_count():
+    execution = Sandbox(cpu_seconds=1).run("x = 1", ["assert x", "while True: pass", "assert x"])
+    assert execution.tests == ("passed", "timeout", "timeout")
+    assert Sandbox().run("x = ", ["pass"]).tests == ("error",)
+
+
+def test_a_program_reads_and_prints():
+    code = "import sys\nprint(int(input()) + sum(map(int, sys.stdin.read().split())))\nexit()"
+    execution = Sandbox().run(code, stdin="1\n2 3\n", as_program=True)
+    assert (execution.reason, execution.stdout) == ("passed", "6\n")
+    assert Sandbox().run("print(open(0).read())", stdin="é", as_program=True).stdout == "é\n"
+
+
+def test_sets_of_text_have_the_same_order_in_every_process():
+    code = "print(list({'a', 'b', 'c', 'd', 'e', 'f'}))"
+    assert len({Sandbox().run(code).stdout for _ in range(3)}) == 1
+
+
+def test_code_may_import_the_packages_that_are_installed_if_it_is_allowed():
+    code = "import numpy\nassert numpy.ones((3, 3)).dot(numpy.ones(3)).sum() == 9.0"
+    assert Sandbox().run(code).reason == "error"
+    assert Sandbox(packages=True, memory_mib=4096).run(code).reason == "passed"
+
+
+def test_code_that_closes_its_output_is_stopped():
+    code = "import os, time\nfor i in range(3, 64):\n    try: os.close(i)\n    except OSError: pass\n"
+    code += "os.close(1)\nos.close(2)\ntime.sleep(100)"
+    started = time.monotonic()
+    assert Sandbox(wall_seconds=1.0).run(code).reason == "timeout"
+    assert time.monotonic() - started < 20 and _processes() == []
+
+
+def test_a_forged_report_does_not_count():
+    code = "import os\nfor i in range(3, 64):\n    try: os.write(i, b'x {\"event\": \"test\", "
+    code += "\"reason\": \"passed\"}\\n')\n    except OSError: pass\nos._exit(0)"
+    assert Sandbox().run(code, ["assert False"]).tests == ("ended",)
+
+
+def test_a_machine_without_protection_is_refused():
+    """The sandbox is told of a machine that it does not know: it refuses, or runs only if it is told to."""
+    code = (
+        "import platform\nplatform.machine = lambda: 'sparc'\n"
+        "from realhf.rewards import sandbox_runner\nsandbox_runner.main()")
+    script = f"""
+import sys
+from realhf.rewards import sandbox
+sandbox._START = "import sys; sys.path[0] = {{root!r}};" + {code!r}.replace(chr(10), "; ")
+try:
+    sandbox.Sandbox().run("print(1)")
+except ValueError as error:
+    print(error)
+print(sandbox.Sandbox(allow_unprotected=True).run("print(1)").stdout)
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    said, answer = result.stdout.strip().splitlines()
+    assert "the sandbox cannot protect this machine: it needs Linux on x86_64 or aarch64, and this is" in said
+    assert "on sparc; set Sandbox.allow_unprotected only for code that you trust" in said and answer == "1"
+
+
+@pytest.mark.parametrize("landlock", [True, False])
+def test_an_ordinary_user_is_protected_as_well(landlock):
+    """Runs with the system's interpreter, as this one may lie where only root can read."""
+    python = "/usr/bin/python3"
+    readable = all(path.stat().st_mode & 0o005 == 0o005 for path in (ROOT, *ROOT.parents))
+    version = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 11))"],
+                             capture_output=True, text=True) if os.path.exists(python) else None  # fmt: skip
+    if os.geteuid() != 0 or not readable or version is None or "True" not in version.stdout:
+        pytest.skip("needs root, a readable checkout and Python 3.11 of the system")
+    script = f"""
+import os
+from realhf.rewards.sandbox import Sandbox
+box = Sandbox(cpu_seconds=1, wall_seconds=3.0, landlock={landlock})
+for code in {[code for code, _ in HOSTILE.values()]!r}:
+    print(box.run(code).reason)
+print(box.run("import os, json; print(os.getuid())").reason, os.getuid())
+"""
+    result = subprocess.run([python, "-B", "-c", script], cwd=ROOT, capture_output=True, text=True, user=4321)
+    assert result.returncode == 0, result.stderr
+    expected = [reason for _, reason in HOSTILE.values()]
+    assert result.stdout.split("\n")[:-1] == [*expected, "passed 4321"]
+
+
+@pytest.mark.parametrize(("machine", "header", "prefix"), [
+    ("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "__NR_"),
+    ("aarch64", "/usr/include/asm-generic/unistd.h", "__NR(?:3264)?_"),
+])  # fmt: skip
+def test_numbers_of_system_calls_are_those_of_the_kernel(machine, header, prefix):
+    if not Path(header).exists():
+        pytest.skip(f"there is no {header}")
+    pairs = re.findall(rf"#define {prefix}(\w+)\s+(\d+)", Path(header).read_text())
+    known = {name: int(number) for name, number in pairs}
+    ours = {name: number for group in system_calls(machine).values() for name, number in group.items()}
+    assert {name: known.get(name, number) for name, number in ours.items()} == ours
+    assert len(set(ours) & set(known)) > 80 and all(number <= NEWEST for number in ours.values())
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"Sandbox.cpu_seconds is 0: it must be above 0"):
+        Sandbox(cpu_seconds=0)
+    assert issubclass(UserError, ValueError)
