@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
         SoftOverlongPenalty,
         TokenReward,
     )
+    from realhf.rollout_log import RolloutLog
     from realhf.sample_pool import Pool
     from realhf.step_program import StepRunner
 
@@ -90,6 +91,7 @@ _PUBLIC = {
     "prepare": ("prepare_once",),
     "rewards.shaping": ("CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty",
                         "TokenReward"),
+    "rollout_log": ("RolloutLog",),
     "sample_pool": ("Pool",),
     "step_program": ("StepRunner",),
 }
@@ -103,9 +105,9 @@ __all__ = [
     "HostFunction", "Interruption", "Layout", "LogProbs", "LoraConfig", "ModelConfig", "OnPolicy",
     "OptimizerConfig", "PPO", "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss",
     "PolicyLossConfig", "Pool", "RLOO", "ReMax", "ReinforcePlusPlus", "RepetitionPenalty", "RewardKL",
-    "RewardLimits", "RewardModel", "Role", "SEQUENCE", "SFT", "Samples", "SamplingConfig", "ScaleRL",
-    "ScoreShaping", "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward", "TopLogProbs",
-    "TrainStep", "ValueLoss", "Values", "graph_of", "prepare_once", "scalerl_actor",
+    "RewardLimits", "RewardModel", "Role", "RolloutLog", "SEQUENCE", "SFT", "Samples", "SamplingConfig",
+    "ScaleRL", "ScoreShaping", "Scores", "SoftOverlongPenalty", "StepRunner", "TokenReward",
+    "TopLogProbs", "TrainStep", "ValueLoss", "Values", "graph_of", "prepare_once", "scalerl_actor",
 ]
 __version__ = "0.1.0"
 

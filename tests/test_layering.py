@@ -22,7 +22,7 @@ LAYERS = {
     **dict.fromkeys(("dist", "data"), 2),
     "realloc": 2.5,
     "interruption": 2.6,
-    "calls": 2.7,
+    **dict.fromkeys(("calls", "rollout_log"), 2.7),
     **dict.fromkeys(("nn", "planner"), 3),
     **dict.fromkeys(("checkpoint", "inference"), 3.5),
     "engine": 4,
@@ -46,6 +46,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.data.responses", "realhf.interruption"),
     *("realhf.engine.hf_factory", "realhf.runtime.program", "realhf.step_program", "realhf.runtime.warnings"),
     *("realhf.prepare", "realhf.runtime.run_directory", "realhf.runtime.dry_trace", "realhf.part_executor"),
+    *("realhf.runtime.rollout_file", "realhf.runtime.trackers"),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     "realhf.cli.planning_problem",
 ]

@@ -13,6 +13,7 @@ from realhf.checkpoint.names import METRICS
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.runtime.pictures import draw_pictures
+from realhf.runtime.rollout_file import ROLLOUTS, RolloutFile, merged
 from realhf.runtime.step_record import StepRecord
 
 _OF_ROLES = ("realloc", "offload")
@@ -106,13 +107,17 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 class Recorder:
-    """The writer of metrics.jsonl, timeline.jsonl, TensorBoard files, eval.jsonl and summary.json.
+    """The writer of metrics.jsonl, timeline.jsonl, rollouts.jsonl, TensorBoard files, eval.jsonl and
+    summary.json.
 
     A resumed run continues the files after the step of its checkpoint, whose `history` of metrics is a file.
     Raises UserError if something cannot be written.
     """
 
-    def __init__(self, directory: Path, *, history: Path | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, history: Path | None = None, max_rollout_bytes: int = 0
+    ) -> None:
+        """With 0 for `max_rollout_bytes`, no rollouts are written."""
         # Imported here, as it takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -122,6 +127,7 @@ class Recorder:
         with _explained(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._open(SummaryWriter)
+            self._rollouts = self._open_rollouts(max_rollout_bytes)
 
     def _open(self, writer: Callable[[str], Any]) -> None:
         """Begin all files with what is known of earlier steps; `writer` makes that of TensorBoard's."""
@@ -139,6 +145,15 @@ class Recorder:
             self._show(record, walltime=ends.get(record["step"]))
         (directory / "summary.json").unlink(missing_ok=True)
 
+    def _open_rollouts(self, max_bytes: int) -> RolloutFile | None:
+        """Continue rollouts.jsonl after the last step that is known, if rollouts are written."""
+        last = self.history[-1]["step"] if self.history else 0
+        if max_bytes:
+            return RolloutFile(self.directory / ROLLOUTS, max_bytes=max_bytes, last_step=last)
+        if not last:
+            (self.directory / ROLLOUTS).unlink(missing_ok=True)
+        return None
+
     def start(self, config: Mapping[str, Any], plan: ExecutionPlan) -> None:
         with _explained(self.directory):
             (self.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -152,6 +167,8 @@ class Recorder:
             for event in (e for record in records for e in record.events):
                 self._timeline.write(json.dumps({"step": step, **event}) + "\n")
             self._timeline.flush()
+            if self._rollouts is not None:
+                self._rollouts.add(step, merged(f for record in records for f in record.rollouts))
             self._show({"step": step, **metrics})
         except OSError as error:
             what = f"the metrics of step {step} cannot be written to {self.directory}: {error.strerror}"
@@ -175,6 +192,8 @@ class Recorder:
             self._metrics.close()
             self._timeline.close()
             self._tensorboard.close()
+            if self._rollouts is not None:
+                self._rollouts.close()
             draw_pictures(self.directory)
 
 

@@ -29,6 +29,7 @@ from realhf.runtime.models import ModelStore
 from realhf.runtime.program import Program
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
+from realhf.runtime.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
 from realhf.runtime.slow_dtypes import slow_dtypes
 from realhf.runtime.step_decisions import StepDecisions
 from realhf.runtime.step_record import StepRecord
@@ -70,7 +71,8 @@ class Trainer:
         self._configs = {name: role.config() for name, role in program.roles.items()}
         if self._is_main:
             self._check_vocabulary()
-        loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
+        also = DATASET_KEYS if out is not None and keeps_rollouts(program) else ()
+        loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size, also=also)
         self._loader = loader
         eval_loader = None
         if program.eval_graph is not None and experiment.eval_dataset is not None:
@@ -98,7 +100,9 @@ class Trainer:
             check_step_program(checkpoint, program, self._runner)
         self._recorder = None
         if self._is_main and out is not None:
-            self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
+            self._recorder = Recorder(
+                out, history=checkpoint.path / METRICS if checkpoint else None,
+                max_rollout_bytes=experiment.rollouts.max_bytes if keeps_rollouts(program) else 0)
         self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
         self._journal = Journal(world, self._outbox, self._recorder, self._progress, self._make_meter())
         if self._recorder is not None:
@@ -125,7 +129,8 @@ class Trainer:
             read=None if loader is None else loader.batch, group_size=experiment.group_size,
             num_rounds=experiment.num_rounds, outbox=self._outbox,
             failures=None if self._out is None else self._out / "failures", note=note,
-            flops=flops_by_role(self._program.roles))
+            flops=flops_by_role(self._program.roles),
+            rollouts=None if self._out is None else make_collector(self._program, self._world, loader))
 
     def _make_meter(self) -> ComputeMeter:
         """Return the meter of the run's compute, which goes on from the metrics of a checkpoint."""
@@ -304,12 +309,17 @@ class Trainer:
         largest = max(self._context.tokenizer.get_vocab().values())
         check_vocabulary(self._program.roles, largest, tokenizer=self._context.tokenizer_dir)
 
-    def _make_loader(self, config: DatasetConfig, graph: DataflowGraph, group_size: int) -> Loader | None:
-        """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size."""
+    def _make_loader(
+        self, config: DatasetConfig, graph: DataflowGraph, group_size: int, *, also: Sequence[str] = ()
+    ) -> Loader | None:
+        """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size.
+
+        Its batches have the inputs of the graph, and the keys `also`.
+        """
         if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
             return None
         loader = Loader(
-            config, keys=graph.inputs, tokenizer=self._context.tokenizer, group_size=group_size,
+            config, keys=tuple(dict.fromkeys((*graph.inputs, *also))), tokenizer=self._context.tokenizer, group_size=group_size,
             seed=self._program.experiment.seed,
         )  # fmt: skip
         check_lengths(self._program.roles, graph, loader)
