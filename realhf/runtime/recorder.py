@@ -15,6 +15,7 @@ from realhf.plan import ExecutionPlan
 from realhf.runtime.pictures import draw_pictures
 from realhf.runtime.rollout_file import ROLLOUTS, RolloutFile, merged
 from realhf.runtime.step_record import StepRecord
+from realhf.runtime.trackers import Ending, Trackers
 
 _OF_ROLES = ("realloc", "offload")
 """Kinds of events that are named after a role; the others are named after a call."""
@@ -115,13 +116,16 @@ class Recorder:
     """
 
     def __init__(
-        self, directory: Path, *, history: Path | None = None, max_rollout_bytes: int = 0
-    ) -> None:
-        """With 0 for `max_rollout_bytes`, no rollouts are written."""
+        self, directory: Path, *, history: Path | None = None, max_rollout_bytes: int = 0,
+        track: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`track` names the trackers that get the metrics. With 0 `max_rollout_bytes`, there are no rollouts."""
         # Imported here, as it takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.directory = directory
+        self._track = track
+        self._trackers: Trackers | None = None
         self.history = [] if history is None else read_records(history)
         """The metrics of earlier steps, each with its step."""
         with _explained(directory):
@@ -140,9 +144,9 @@ class Recorder:
         # A killed writer may not have written its last records, so all of them are written anew.
         shutil.rmtree(directory / "tensorboard", ignore_errors=True)
         self._tensorboard = writer(str(directory / "tensorboard"))
-        ends = {event["step"]: event["end"] for event in events}
+        self._ends = {event["step"]: event["end"] for event in events}
         for record in self.history:
-            self._show(record, walltime=ends.get(record["step"]))
+            self._show(record, walltime=self._ends.get(record["step"]))
         (directory / "summary.json").unlink(missing_ok=True)
 
     def _open_rollouts(self, max_bytes: int) -> RolloutFile | None:
@@ -155,9 +159,12 @@ class Recorder:
         return None
 
     def start(self, config: Mapping[str, Any], plan: ExecutionPlan) -> None:
+        """Write the settings, and begin to track the run. Raises UserError if that is impossible."""
         with _explained(self.directory):
             (self.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             plan.save(self.directory / "plan.yaml")
+            self._trackers = Trackers(
+                self._track, self.directory, config, history=self.history, times=self._ends)
 
     def step(self, step: int, metrics: Mapping[str, float], records: Sequence[StepRecord]) -> int:
         """Write a step; return the size of metrics.jsonl in bytes. Raises UserError if that is impossible."""
@@ -170,6 +177,8 @@ class Recorder:
             if self._rollouts is not None:
                 self._rollouts.add(step, merged(f for record in records for f in record.rollouts))
             self._show({"step": step, **metrics})
+            if self._trackers is not None:
+                self._trackers.log({"step": step, **metrics})
         except OSError as error:
             what = f"the metrics of step {step} cannot be written to {self.directory}: {error.strerror}"
             raise UserError(what) from error
@@ -186,6 +195,11 @@ class Recorder:
         with _explained(self.directory):
             (self.directory / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in known))
 
+    def stop_tracking(self, ending: Ending) -> None:
+        """Tell the trackers how the run has ended, and wait a limited time for them."""
+        if self._trackers is not None:
+            self._trackers.finish(ending)
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         with _explained(self.directory):
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -195,6 +209,7 @@ class Recorder:
             if self._rollouts is not None:
                 self._rollouts.close()
             draw_pictures(self.directory)
+        self.stop_tracking("finished")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

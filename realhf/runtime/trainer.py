@@ -34,6 +34,7 @@ from realhf.runtime.slow_dtypes import slow_dtypes
 from realhf.runtime.step_decisions import StepDecisions
 from realhf.runtime.step_record import StepRecord
 from realhf.runtime.stop_signals import StopSignals
+from realhf.runtime.trackers import Ending
 from realhf.runtime.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
 
 
@@ -55,12 +56,13 @@ class Trainer:
     """Runs a program on this world; rank 0 writes the run directory `out`, if there is one.
 
     It continues after `checkpoint`, if that is given, and ends after the step in which `stop` is requested.
+    `track` names the trackers that get the metrics (see `trackers`).
     """
 
     def __init__(
         self, program: Program, world: World,
         *, out: Path | None = None, checkpoint: Checkpoint | None = None, stop: StopSignals | None = None,
-        quiet: bool = False,
+        quiet: bool = False, track: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._program = program
         self._world = world
@@ -102,7 +104,8 @@ class Trainer:
         if self._is_main and out is not None:
             self._recorder = Recorder(
                 out, history=checkpoint.path / METRICS if checkpoint else None,
-                max_rollout_bytes=experiment.rollouts.max_bytes if keeps_rollouts(program) else 0)
+                max_rollout_bytes=experiment.rollouts.max_bytes if keeps_rollouts(program) else 0,
+                track=track)
         self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
         self._journal = Journal(world, self._outbox, self._recorder, self._progress, self._make_meter())
         if self._recorder is not None:
@@ -165,6 +168,7 @@ class Trainer:
             return self._run()
         except Exception:
             self._journal.abandon()
+            self._stop_tracking("failed")
             if self._checkpointer is not None:
                 self._checkpointer.abandon()
             raise
@@ -196,8 +200,14 @@ class Trainer:
             self._require_equal_steps()  # This also waits until every rank's part of the export is written.
         if not self._is_main:
             return RunResult([], {}, stopped_after)
+        if stopped_after is not None:
+            self._stop_tracking("stopped")
         summary = {} if stopped_after is not None else self._finish(seconds=time.time() - started)
         return RunResult(self._journal.history, summary, stopped_after)
+
+    def _stop_tracking(self, ending: Ending) -> None:
+        if self._recorder is not None:
+            self._recorder.stop_tracking(ending)
 
     def _require_equal_steps(self) -> None:
         """Raise UserError if step() has not taken the same way on all ranks."""
