@@ -48,6 +48,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.prepare", "realhf.runtime.run_directory", "realhf.runtime.dry_trace", "realhf.part_executor"),
     *("realhf.runtime.rollout_file", "realhf.runtime.trackers"),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
+    *("realhf.cli.rollouts", "realhf.cli.rollout_rows", "realhf.cli.rollout_view"),
     "realhf.cli.planning_problem",
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from realhf.cli import check, plan, profile, realloc, run, scaling
+from realhf.cli import check, plan, profile, realloc, rollouts, run, scaling
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.job import is_worker
 from realhf.cli.overrides import override, print_fields
@@ -18,9 +18,10 @@ from realhf.experiment import Experiment
 
 _COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
+    "rollouts": rollouts,
 }  # fmt: skip
 """Modules with HELP, EXAMPLES, `add_options` and `run`."""
-_WITHOUT_EXPERIMENT = (realloc, scaling)
+_WITHOUT_EXPERIMENT = (realloc, rollouts, scaling)
 """The commands that take no experiment file."""
 
 

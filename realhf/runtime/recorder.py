@@ -119,7 +119,10 @@ class Recorder:
         self, directory: Path, *, history: Path | None = None, max_rollout_bytes: int = 0,
         track: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`track` names the trackers that get the metrics. With 0 `max_rollout_bytes`, there are no rollouts."""
+        """`track` names the trackers that get the metrics.
+
+        rollouts.jsonl has at most `max_rollout_bytes`; with 0 it is not written.
+        """
         # Imported here, as it takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 

@@ -44,9 +44,10 @@ class RolloutCollector:
         seed: int, rows_of: Callable[[Sequence[int]], Sequence[int]], followed: Collection[int],
         read: Callable[[Sequence[int]], Batch] | None,
     ) -> None:  # fmt: skip
-        """`parts` are the names of the calls of each part. `read` returns prompts of the dataset, on its rank.
+        """`parts` are the names of the calls of each part.
 
-        `rows_of` returns the indices of prompts' rows, and `followed` are those whose prompts are kept always.
+        `read` returns the batch of some prompts, on the rank of the dataset. `rows_of` returns the indices of
+        their rows, and the prompts of the rows `followed` are always kept.
         """
         self._log = log
         self._group_size = group_size
@@ -182,7 +183,8 @@ def make_collector(program: Program, world: World, loader: Loader | None) -> Rol
 
 
 def rows_of_run(num_rows: int, *, seed: int, shuffle: bool) -> Callable[[Sequence[int]], list[int]]:
-    """Return a function that tells the rows of prompts of the run, by their numbers, as the Loader orders them."""
+    """Return a function from the numbers of prompts to the indices of their rows, as the Loader orders them.
+    """
 
     def rows_of(prompts: Sequence[int]) -> list[int]:
         rows: list[int] = []

@@ -31,11 +31,11 @@ def merged(fragments: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for fragment in fragments:
         into = answers if "sample" in fragment else prompts
         into.setdefault(fragment.get("sample", fragment["prompt_number"]), {}).update(fragment)
-    whole = [prompts.get(answers[sample]["prompt_number"], {}) | answers[sample] for sample in sorted(answers)]
-    generated = [rollout for rollout in whole if "length" in rollout]
+    generated = [answers[sample] for sample in sorted(answers) if "length" in answers[sample]]
+    whole = [prompts.get(answer["prompt_number"], {}) | answer for answer in generated]
     return [
         {"followed": bool(rollout.get("followed"))} | {key: rollout[key] for key in _FIELDS if key in rollout}
-        for rollout in generated
+        for rollout in whole
     ]
 
 
@@ -64,7 +64,8 @@ class RolloutFile:
         groups: dict[Any, list[tuple[_Kind, bytes]]] = {}
         for rollout in rollouts:
             kind = step, bool(rollout["followed"])
-            groups.setdefault(rollout["prompt_number"], []).append((kind, _encoded({"step": step, **rollout})))
+            line = _encoded({"step": step, **rollout})
+            groups.setdefault(rollout["prompt_number"], []).append((kind, line))
         size = sum(len(line) for group in groups.values() for _, line in group)
         if self._num_bytes + size > self._max_bytes:
             self._thin(max(0, int(_EASED * self._max_bytes) - size))

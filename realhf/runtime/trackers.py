@@ -1,6 +1,7 @@
 """Trackers: send the metrics of a run to W&B, MLflow and trackio. Imports none of them before one is used."""
 
 import contextlib
+import contextvars
 import importlib.util
 import json
 import os
@@ -123,9 +124,10 @@ class TrackioTracker:
                 with contextlib.suppress(ValueError):  # The project is new.
                     taken = {run.name for run in trackio.Api().runs(project)}
             self.id = run_id or _free_name(directory.name, taken)
-            self._run = trackio.init(
-                project=project, name=self.id, config=dict(config), embed=False, auto_log_gpu=False,
-                auto_log_cpu=False, resume="allow" if run_id is not None else "never")
+            # In a context of its own, as trackio would otherwise end the run once more at exit.
+            self._run = contextvars.copy_context().run(
+                trackio.init, project=project, name=self.id, config=dict(config), embed=False,
+                auto_log_gpu=False, auto_log_cpu=False, resume="allow" if run_id is not None else "never")
 
     def log(self, step: int, metrics: Mapping[str, float], seconds: float | None) -> None:
         self._run.log(dict(metrics), step=step)

@@ -329,8 +329,8 @@ class Trainer:
         if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
             return None
         loader = Loader(
-            config, keys=tuple(dict.fromkeys((*graph.inputs, *also))), tokenizer=self._context.tokenizer, group_size=group_size,
-            seed=self._program.experiment.seed,
+            config, keys=tuple(dict.fromkeys((*graph.inputs, *also))), tokenizer=self._context.tokenizer,
+            group_size=group_size, seed=self._program.experiment.seed,
         )  # fmt: skip
         check_lengths(self._program.roles, graph, loader)
         return loader

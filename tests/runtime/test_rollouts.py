@@ -1,4 +1,4 @@
-"""rollouts.jsonl of real runs: what is in it, under several plans, with lag, with filters and after a kill."""
+"""rollouts.jsonl of real runs: its contents under several plans, with lag, with filters, after a kill."""
 
 import json
 import shutil
