@@ -100,16 +100,17 @@ def show_table(console: Console, rows: Sequence[Row], *, note: str) -> None:
         ]  # fmt: skip
         table.add_row(*cells)
     console.print(table)
-    console.print(Text(note, style="dim"))
+    console.print(Text(note, style="dim"), soft_wrap=True)
 
 
 def show_in_full(console: Console, rows: Sequence[Row], *, note: str) -> None:
     """Print each answer in a panel: the prompt, the completion and what the reward has read."""
     low, high = _score_range(rows)
     for row in rows:
-        title = Text(" · ").join(_facts(row, low, high))
-        console.print(Panel(_body(row), title=title, title_align="left", border_style="dim", padding=(0, 1)))
-    console.print(Text(note, style="dim"))
+        body = Group(Text(" · ", style="dim").join(_facts(row, low, high)), Rule(style="dim"), _body(row))
+        title = Text(_place(row), style="not dim")
+        console.print(Panel(body, title=title, title_align="left", border_style="dim", padding=(0, 1)))
+    console.print(Text(note, style="dim"), soft_wrap=True)
 
 
 def show_story(console: Console, story: Sequence[tuple[Any, Sequence[Row]]]) -> None:
@@ -119,7 +120,7 @@ def show_story(console: Console, story: Sequence[tuple[Any, Sequence[Row]]]) -> 
     first = rows[0]
     place = f"row {first['dataset_row']}" if first.get("dataset_row") is not None else "prompt"
     body = Group(*_prompt(first), *_columns(first))
-    console.print(Panel(body, title=Text(place), title_align="left", border_style="dim", padding=(0, 1)))
+    console.print(Panel(body, title=Text(place, style="not dim"), title_align="left", border_style="dim", padding=(0, 1)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), expand=True)
     for name in ("step", "answers", "mean score"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -148,12 +149,16 @@ def show_story(console: Console, story: Sequence[tuple[Any, Sequence[Row]]]) -> 
         console.print(Text.assemble((trend, "green"), "  ", (ends, "bold")))
 
 
+def _place(row: Row) -> str:
+    """Return where an answer comes from, for the title of its panel."""
+    names = (("set", "set"), ("step", "step"), ("row", "dataset_row"), ("sample", "sample"))
+    known = [(name, row[key]) for name, key in names if row.get(key) not in (None, "")]
+    return " · ".join(f"{name} {printable(str(value), one_line=True)}" for name, value in known)
+
+
 def _facts(row: Row, low: float, high: float) -> list[Text]:
-    """Return what is known of an answer beside its texts, for the title of its panel."""
-    facts = [Text(f"{name} {printable(str(row[key]), one_line=True)}") for name, key in (
-        ("set", "set"), ("step", "step"), ("row", "dataset_row"), ("sample", "sample"))
-        if row.get(key) not in (None, "")]  # fmt: skip
-    facts.append(Text("score ").append_text(_score(row, low, high)))
+    """Return what is known of an answer beside its texts."""
+    facts = [Text("score ").append_text(_score(row, low, high))]
     for name in row.get("rewards") or {}:
         facts.append(Text(f"{printable(name, one_line=True)} ").append_text(
             _shown(number_of(row, f"rewards.{name}"))))

@@ -134,7 +134,8 @@ class Recorder:
         with _explained(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._open(SummaryWriter)
-            self._rollouts = self._open_rollouts(max_rollout_bytes)
+            earlier = None if history is None else history.absolute().parents[2]
+            self._rollouts = self._open_rollouts(max_rollout_bytes, earlier)
 
     def _open(self, writer: Callable[[str], Any]) -> None:
         """Begin all files with what is known of earlier steps; `writer` makes that of TensorBoard's."""
@@ -152,11 +153,16 @@ class Recorder:
             self._show(record, walltime=self._ends.get(record["step"]))
         (directory / "summary.json").unlink(missing_ok=True)
 
-    def _open_rollouts(self, max_bytes: int) -> RolloutFile | None:
-        """Continue rollouts.jsonl after the last step that is known, if rollouts are written."""
+    def _open_rollouts(self, max_bytes: int, earlier: Path | None) -> RolloutFile | None:
+        """Continue rollouts.jsonl after the last step that is known, if rollouts are written.
+
+        `earlier` is the directory of the run that this one continues.
+        """
         last = self.history[-1]["step"] if self.history else 0
         if max_bytes:
-            return RolloutFile(self.directory / ROLLOUTS, max_bytes=max_bytes, last_step=last)
+            return RolloutFile(
+                self.directory / ROLLOUTS, max_bytes=max_bytes, last_step=last,
+                earlier=None if earlier is None else earlier / ROLLOUTS)
         if not last:
             (self.directory / ROLLOUTS).unlink(missing_ok=True)
         return None

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,11 +48,18 @@ class RolloutFile:
     does not fit into an empty file loses whole prompts.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int, last_step: int = 0) -> None:
-        """Continue a file after `last_step`: drop the lines of later steps, and what a kill has cut off."""
+    def __init__(
+        self, path: Path, *, max_bytes: int, last_step: int = 0, earlier: Path | None = None
+    ) -> None:
+        """Continue a file after `last_step`: drop the lines of later steps, and what a kill has cut off.
+
+        `earlier` is the file of the run that this one continues, if that is in another directory.
+        """
         self._path = path
         self._max_bytes = max_bytes
         self._sizes = Counter[_Kind]()
+        if earlier is not None and earlier.exists() and not path.exists():
+            shutil.copyfile(earlier, path)
         if path.exists():
             for kind, line in _lines(path):
                 if kind[0] <= last_step:

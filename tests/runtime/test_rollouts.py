@@ -130,6 +130,9 @@ def test_with_lag_an_answer_is_kept_in_the_step_that_trains_on_it_also_after_a_r
         file.write('{"step": 2, "followed": false, "sam')
     train(World(), build("grpo", directory, **lag), killed, start=killed / "checkpoints/step_2")
     assert rollouts(killed) == found
+    branch = tmp_path / "branch"
+    train(World(), build("grpo", directory, **lag), branch, start=out / "checkpoints/step_3")
+    assert rollouts(branch) == found
 
 
 def test_groups_that_a_filter_drops_are_kept_without_advantages(tmp_path):
