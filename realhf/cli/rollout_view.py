@@ -120,7 +120,8 @@ def show_story(console: Console, story: Sequence[tuple[Any, Sequence[Row]]]) -> 
     first = rows[0]
     place = f"row {first['dataset_row']}" if first.get("dataset_row") is not None else "prompt"
     body = Group(*_prompt(first), *_columns(first))
-    console.print(Panel(body, title=Text(place, style="not dim"), title_align="left", border_style="dim", padding=(0, 1)))
+    title = Text(place, style="not dim")
+    console.print(Panel(body, title=title, title_align="left", border_style="dim", padding=(0, 1)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), expand=True)
     for name in ("step", "answers", "mean score"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -100,12 +100,7 @@ class Trainer:
         self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
         if checkpoint is not None:
             check_step_program(checkpoint, program, self._runner)
-        self._recorder = None
-        if self._is_main and out is not None:
-            self._recorder = Recorder(
-                out, history=checkpoint.path / METRICS if checkpoint else None,
-                max_rollout_bytes=experiment.rollouts.max_bytes if keeps_rollouts(program) else 0,
-                track=track)
+        self._recorder = self._make_recorder(checkpoint, track)
         self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
         self._journal = Journal(world, self._outbox, self._recorder, self._progress, self._make_meter())
         if self._recorder is not None:
@@ -121,6 +116,15 @@ class Trainer:
                 checkpoint, program, world, self._store, self._context, self._runner,
                 self._executor.samples)
             self._first_step = checkpoint.manifest.step + 1
+
+    def _make_recorder(self, checkpoint: Checkpoint | None, track: Sequence[str]) -> Recorder | None:
+        """Return the writer of the run directory, which goes on from a checkpoint, on rank 0."""
+        if not self._is_main or self._out is None:
+            return None
+        log = self._program.experiment.rollouts
+        return Recorder(
+            self._out, history=checkpoint.path / METRICS if checkpoint else None,
+            max_rollout_bytes=log.max_bytes if keeps_rollouts(self._program) else 0, track=track)
 
     def _make_executor(self, loader: Loader | None) -> Executor:
         """Return the executor of training, which tells the watcher what a rank might do otherwise."""

@@ -19,7 +19,7 @@ NASTY = "red \x1b[31malert\x07\r\u202e [bold]x[/bold]\nsecond line"
 
 
 def make_rows() -> list[dict]:
-    """Return answers of 6 steps to two prompts each, of which that of row 17 comes up in every second step."""
+    """Return answers of 6 steps to two prompts each, one of which comes up in every second step (row 17)."""
     rows = []
     for step in range(1, 7):
         for prompt in range(2):
@@ -171,7 +171,7 @@ REFUSALS = [
     (("--steps", "a"), "must be a range such as 5-20"),
     (("--step", "2", "--steps", "3"), "give one of them"),
     (("--limit", "-1"), "must not be negative"),
-    (("--story", "no such text"), "no answer is to a prompt of this row, or with this text: rows with answers"),
+    (("--story", "no such text"), "no answer is to a prompt of this row, or with this text: rows with"),
     (("--story", "How much"), "10 prompts have it: name one by its row: 102 ("),
     (("--eval",), "has neither evals/ nor eval.jsonl"),
     (("--frob",), "has no option --frob: legal are --step"),

@@ -158,7 +158,7 @@ def test_every_and_off(tmp_path):
     assert [line["step"] for line in rollouts(tmp_path / "run")] == [1] * 4 + [2] * 4 + [4] * 4
     off = replace(log, prompts_per_step=0)
     train(World(), build("grpo", directory, rollouts=off, steps=1), tmp_path / "off")
-    train(World(), build("sft", directory, reward_function=None, steps=1), tmp_path / "sft")
+    train(World(), build("sft", directory, steps=1), tmp_path / "sft")
     assert not any((tmp_path / name / "rollouts.jsonl").exists() for name in ("off", "sft"))
 
 
