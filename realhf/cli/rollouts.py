@@ -42,7 +42,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("run", metavar="RUN", help="run directory, or a rollouts.jsonl")
     add("--step", type=int, metavar="N", help="answers of this step")
     add("--steps", metavar="A-B", help="answers of these steps; 5- and -20 are legal, too")
-    text = "answers with numbers like these, such as score<0.5 or 'length>=100 and exact=0'; repeatable"
+    text = "answers with numbers like these, such as score<0.5 or length>=100,exact=0; repeatable"
     add("--where", action="append", default=[], metavar="CONDITION", help=text)
     add("--contains", metavar="TEXT", help="answers with this text in prompt or completion")
     add("--cut", action="store_true", help="answers that were cut off at the limit of tokens")
