@@ -105,16 +105,15 @@ def _filtered(rows: Sequence[Row], options: Namespace) -> list[Row]:
     conditions = [(text, parse_conditions(text)) for text in options.where]
     for text, some in conditions:
         require_fields(rows, [condition.field for condition in some], f"--where {text!r}")
-    first, last = float("-inf"), float("inf")
-    if options.steps is not None:
-        first, last = parse_steps(options.steps)
-    elif options.step is not None:
-        first = last = options.step
-    has_range = options.step is not None or options.steps is not None
+    steps = None
+    if options.step is not None:
+        steps = (options.step, options.step)
+    elif options.steps is not None:
+        steps = parse_steps(options.steps)
 
     def is_chosen(row: Row) -> bool:
         step = number_of(row, "step")
-        if has_range and (step is None or not first <= step <= last):
+        if steps is not None and (step is None or not steps[0] <= step <= steps[1]):
             return False
         if options.cut and row.get("finished") is not False:
             return False

@@ -201,7 +201,8 @@ class Trackers:
 
     def finish(self, ending: Ending) -> None:
         """End the tracked runs, after waiting a limited time for what is left. A second call does nothing."""
-        senders, self._senders = self._senders, []
+        senders = self._senders
+        self._senders = []
         for sender in senders:
             sender.end(ending)
         deadline = time.monotonic() + (_SHORT_PATIENCE_SECONDS if ending == "failed" else _PATIENCE_SECONDS)

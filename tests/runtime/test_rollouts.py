@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf import DAPO, PolicyLossConfig, RolloutLog
+from realhf import DAPO, Distillation, PolicyLossConfig, RolloutLog
 from realhf.data.dataset import row_order
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
@@ -41,8 +41,10 @@ def train(world, experiment, out: Path, layouts: tuple[str, ...] | None = None, 
     plan = None
     if layouts is not None:
         calls = ROLE_CALLS["ppo" if len(layouts) == 6 else "grpo"]
-        plan = ExecutionPlan.from_dict(
-            {"calls": {call: {"layout": layout} for call, layout in zip(calls, layouts, strict=True)}})
+        chosen = dict(zip(calls, layouts, strict=True))
+        if "reward_forward" not in chosen:
+            chosen |= {"reward_forward": "d2@2-3", "advantages": "d1@1"}
+        plan = ExecutionPlan.from_dict({"calls": {c: {"layout": layout} for c, layout in chosen.items()}})
     checkpoint = None if start is None else newest_checkpoint(world, [start])
     program = compile_program(experiment, plan, world_size=world.size)
     Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
@@ -149,6 +151,17 @@ def test_groups_that_a_filter_drops_are_kept_without_advantages(tmp_path):
         assert len(lines) == 2 and all(("advantage" in line) == differ for line in lines)
         kinds.add(differ)
     assert kinds == {True, False}
+
+
+def test_without_scores_the_answers_that_train_are_kept(tmp_path):
+    directory = write_task(tmp_path)
+    teachers = (role(directory, trainable=False),)
+    settings = common(directory) | {"rollouts": LOG, "eval_dataset": None, "checkpoint_every": 0}
+    train(World(), Distillation(actor=role(directory), teachers=teachers, **settings), tmp_path / "run")
+    lines = rollouts(tmp_path / "run")
+    assert {line["step"] for line in lines} == {1, 2, 3}
+    assert not any("score" in line for line in lines)
+    assert all(line["completion"] and line["length"] and line["prompt"].endswith("=") for line in lines)
 
 
 def test_every_and_off(tmp_path):

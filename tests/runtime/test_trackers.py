@@ -3,6 +3,7 @@
 import json
 import string
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from realhf.cli.main import main
 from realhf.errors import UserError
-from realhf.runtime.trackers import mlflow_name, tracker_names
+from realhf.runtime.trackers import Trackers, _Sender, mlflow_name, tracker_names
 from tests.cli_tools import REALHF, Command, read_jsonl, wait_until, write_experiment
 
 SETTINGS = {"steps": 2, "checkpoint_every": 1, "batch_size": 2, "group_size": 2, "eval_every": 2}
@@ -27,6 +28,14 @@ def offline_files(directory: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+def store_trackio(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Let trackio write below a directory. It has read TRACKIO_DIR when it was imported."""
+    from trackio import bucket_storage, sqlite_storage, utils
+
+    for module in (utils, sqlite_storage, bucket_storage):
+        patch.setattr(module, "TRACKIO_DIR", directory / "trackio")
+
+
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory) -> Iterator[SimpleNamespace]:
     """A run that three trackers follow, and which was killed after step 2 and resumed from step 1."""
@@ -37,10 +46,7 @@ def tracked(tmp_path_factory) -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in offline_files(directory).items():
             patch.setenv(name, value)
-        # trackio reads TRACKIO_DIR when it is imported, which another test may have done.
-        from trackio import bucket_storage, sqlite_storage, utils
-        for module in (utils, sqlite_storage, bucket_storage):
-            patch.setattr(module, "TRACKIO_DIR", directory / "trackio")
+        store_trackio(patch, directory)
         patch.chdir(directory)
         assert main(words) == 0
         ids = json.loads((out / "trackers.json").read_text())
@@ -150,6 +156,75 @@ def test_a_tracker_that_cannot_begin_is_a_sentence(tmp_path, monkeypatch, capsys
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("realhf: --track mlflow: ")
     assert not (tmp_path / "run/checkpoints").exists() or not list((tmp_path / "run/checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio", pytest.param("wandb", marks=pytest.mark.slow)])
+def test_a_tracker_that_is_new_to_a_resumed_run_gets_the_earlier_steps(tmp_path, monkeypatch, name):
+    for variable, value in offline_files(tmp_path).items():
+        monkeypatch.setenv(variable, value)
+    store_trackio(monkeypatch, tmp_path)
+    history = [{"step": step, "reward/mean": 0.5 * step, "eval/pass@4": 0.25} for step in range(1, 4)]
+    out = tmp_path / "run"
+    out.mkdir()
+    times = {1: 1.7e9, 2: 1.7e9 + 60, 3: 1.7e9 + 120}
+    for known in (history, history[:2]):  # The second one continues the first after step 2.
+        trackers = Trackers((name,), out, {"a": {"b": 1}}, history=known, times=times)
+        trackers.log({"step": 3, "reward/mean": 1.5, "eval/pass@4": 0.25})
+        trackers.finish("finished")
+        trackers.finish("failed")  # It has ended.
+    run_id = json.loads((out / "trackers.json").read_text())[name]
+    if name == "mlflow":
+        from mlflow import MlflowClient
+
+        client = MlflowClient((tmp_path / "ml").as_uri())
+        found = client.get_metric_history(run_id, "eval/pass_at_4")
+        assert [metric.step for metric in found] == [1, 2, 3, 3, 3]
+        assert [metric.timestamp for metric in found[:3]] == [int(1000 * times[step]) for step in (1, 2, 3)]
+        assert client.get_run(run_id).info.status == "FINISHED"
+    elif name == "trackio":
+        from trackio.sqlite_storage import SQLiteStorage
+
+        assert [row["step"] for row in SQLiteStorage.get_logs("own", run_id)] == [1, 2, 3, 3, 3]
+        other = tmp_path / "other" / "run"
+        other.mkdir(parents=True)
+        Trackers((name,), other, {}).finish("finished")
+        assert json.loads((other / "trackers.json").read_text()) == {"trackio": "run-2"}
+    else:
+        steps = [
+            json.loads(item.value_json) for path in sorted(out.glob("wandb/offline-run-*/run-*.wandb"))
+            for record in wandb_records(path) if record.WhichOneof("record_type") == "history"
+            for item in record.history.item if (item.key or item.nested_key[0]) == "step"]  # fmt: skip
+        assert steps == [1, 2, 3, 3, 3]
+
+
+class Sleepy:
+    """A tracker that takes its time."""
+
+    id = "1"
+
+    def __init__(self):
+        self.steps = []
+
+    def log(self, step, metrics, seconds):
+        time.sleep(0.1)
+        self.steps.append(step)
+
+    def finish(self, ending):
+        self.steps.append(ending)
+
+
+def test_a_slow_tracker_delays_nothing(capsys):
+    sleepy = Sleepy()
+    sender = _Sender("sleepy", sleepy)
+    start = time.monotonic()
+    for step in range(5):
+        sender.send(step, {}, None)
+    sender.end("stopped")
+    assert time.monotonic() - start < 0.1
+    sender.wait(0.05)
+    assert "sleepy has not taken the last metrics in time" in capsys.readouterr().err
+    sender.wait(10)
+    assert sleepy.steps == [0, 1, 2, 3, 4, "stopped"]
 
 
 def test_unknown_and_missing_trackers_are_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
