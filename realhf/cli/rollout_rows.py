@@ -47,9 +47,8 @@ def parse_conditions(text: str) -> list[Condition]:
     for part in _AND.split(text):
         match = _CONDITION.fullmatch(part)
         if match is None:
-            form = "a field, one of < <= > >= = !=, and a number, such as score<0.5"
-            several = "several joined by commas or `and`"
-            raise UserError(f"--where {text!r}: {part.strip()!r} is no condition: legal are {form}; {several}")
+            legal = "a field, one of < <= > >= = !=, and a number, such as score<0.5; several with commas"
+            raise UserError(f"--where {text!r}: {part.strip()!r} is no condition: legal are {legal}")
         conditions.append(Condition(match[1], match[2], float(match[3])))
     return conditions
 
