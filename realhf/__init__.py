@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
         TokenReward,
     )
     from realhf.rewards.unit_tests import UnitTests
+    from realhf.rollout_log import RolloutLog
     from realhf.sample_pool import Pool
     from realhf.step_program import StepRunner
 
@@ -106,6 +107,7 @@ _PUBLIC = {
     "prepare": ("prepare_once",),
     "rewards.shaping": ("CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty",
                         "TokenReward"),
+    "rollout_log": ("RolloutLog",),
     "sample_pool": ("Pool",),
     "step_program": ("StepRunner",),
 }
@@ -120,10 +122,10 @@ __all__ = [
     "LoraConfig", "MathAnswer", "ModelConfig", "OnPolicy", "OptimizerConfig", "PPO",
     "PairwiseRewardModel", "ParallelStrategy", "PassRateLimit", "PolicyLoss", "PolicyLossConfig", "Pool",
     "RLOO", "ReMax", "ReasoningGym", "RegexMatch", "ReinforcePlusPlus", "RemoteJudge",
-    "RepetitionPenalty", "Reward", "RewardKL", "RewardLimits", "RewardModel", "Role", "SEQUENCE", "SFT",
-    "Samples", "SamplingConfig", "Sandbox", "ScaleRL", "ScoreShaping", "Scores", "SoftOverlongPenalty",
-    "StepRunner", "TokenReward", "TopLogProbs", "TrainStep", "UnitTests", "ValueLoss", "Values",
-    "graph_of", "prepare_once", "scalerl_actor",
+    "RepetitionPenalty", "Reward", "RewardKL", "RewardLimits", "RewardModel", "Role", "RolloutLog",
+    "SEQUENCE", "SFT", "Samples", "SamplingConfig", "Sandbox", "ScaleRL", "ScoreShaping", "Scores",
+    "SoftOverlongPenalty", "StepRunner", "TokenReward", "TopLogProbs", "TrainStep", "UnitTests",
+    "ValueLoss", "Values", "graph_of", "prepare_once", "scalerl_actor",
 ]
 __version__ = "0.1.0"
 

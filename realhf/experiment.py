@@ -17,6 +17,7 @@ from realhf.graph import DataflowGraph
 from realhf.hub import commits_of, find_model
 from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
+from realhf.rollout_log import RolloutLog
 from realhf.step_program import StepRunner
 from realhf.transformers_config import TransformersConfig
 
@@ -140,6 +141,7 @@ class Experiment:
     keep_checkpoints: int = 2  # The newest checkpoints that stay on the disk.
     keep_checkpoint_every: int = 0  # Checkpoints of multiples of this step stay, too; 0: none.
     log_every: int = 1  # Steps between printed lines.
+    rollouts: RolloutLog = field(default_factory=RolloutLog)  # Answers that are kept to read.
     max_lag: int = 0
     """Most updates by which the weights that sampled a token may lag behind those that train on it. Above 0,
     generation runs ahead of training by that many batches."""

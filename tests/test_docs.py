@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +22,12 @@ from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.runtime.host_call import call_host_function
 from tests.cli.test_plan import write_profile
+from tests.cli.test_rollouts import ROWS, write
 from tests.cli_tools import REALHF, REPO, Command
 from tests.families import CASES
 
 DOCS = REPO / "docs"
+EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
 GUIDES = [DOCS / f"{name}.md" for name in (
     "experiments", "distillation", "lora", "plans", "reallocation", "step-programs")]
@@ -40,6 +43,7 @@ ELSEWHERE = {
     DOWNLOAD: "needs the hub; a tiny model of the same family takes its place (write_files)",
     "python benchmarks/gpu_check.py --json gpu.json": "needs a GPU",
     "pytest tests/test_families.py -k olmo-2": "one of these tests",
+    "pip install realhf[wandb]": "needs a package index; the extra exists",
     "python docs/models.py": "test_the_page_of_models_is_what_the_tables_say",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m realhf run first.py --plan my-plan.yaml --out /shared/runs/first": "two hosts: test_torchrun.py",
@@ -117,6 +121,8 @@ def workplace(tmp_path_factory) -> Iterator[Path]:
         Path(TEACHER).parent.mkdir(parents=True)
         Path(TEACHER).symlink_to(Path(MODEL).absolute())
         write_profile(directory, devices_per_host=1)
+        for name in ("rollouts", "eval"):
+            write(Path("runs/grpo") / f"{name}.jsonl", ROWS)
         yield directory
     del sys.modules["arithmetic"]
 
@@ -138,7 +144,7 @@ def quick(command: str) -> list[str]:
         return words
     if "auto" in words:
         return [*words, "--steps", "1", "--out", "runs/auto"]
-    for option in ("--out", "--timeout", "--resume", "--restarts"):
+    for option in ("--out", "--timeout", "--resume", "--restarts", "--track"):
         while option in words:
             at = words.index(option)
             has_value = at + 1 < len(words) and not words[at + 1].startswith("--")
@@ -178,6 +184,8 @@ def test_commands_for_elsewhere_name_what_exists(workplace, capsys):
             assert f'model="{words[-1]}"' in snippet(beginning="# first.py")
         elif words[0] == "pytest":
             assert (REPO / words[1]).is_file() and words[3] in CASES
+        elif words[0] == "pip":
+            assert words[-1].removeprefix("realhf[").removesuffix("]") in EXTRAS
         elif words[0] == "python":
             assert (REPO / words[1]).is_file()
         elif words[0] == "torchrun":
@@ -190,6 +198,7 @@ PREPARES = "from realhf import prepare_once"
 FAMILY = '"olmo2": Family('
 SIGNATURE = "def reward("
 LIMITS = "from realhf import RewardLimits"
+ROLLOUTS = "from realhf import RolloutLog"
 DYNAMIC = "def parts(self, graph: DataflowGraph)"
 LAGGED = "due = run.batch"
 FILTER = "def drop_long"
@@ -210,7 +219,7 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 
 def test_every_snippet_of_python_is_tried():
-    others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
+    others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
               SETS)  # fmt: skip
     beginnings = ("# first.py", *others)
     assert len(blocks("python")) == len(beginnings)
@@ -230,6 +239,13 @@ def test_the_sets_and_the_plan_of_evaluations_fit_the_first_experiment(workplace
     path.write_text(snippet(beginning="# first.py") + "\n" + snippet(beginning=SETS))
     (workplace / "eval-plan.yaml").write_text(hand_written_plan(evaluates=True))
     assert main(["check", str(path), "--plan", "eval-plan.yaml"]) == 0, capsys.readouterr().err
+
+
+def test_the_log_of_rollouts_is_a_field_of_the_first_experiment(workplace, capsys):
+    text = snippet(beginning="# first.py") + "\n" + snippet(beginning=ROLLOUTS)
+    path = workplace / "logged.py"
+    path.write_text(text + "\nexperiment.rollouts = rollouts\nassert rollouts == type(rollouts)()\n")
+    assert main(["check", str(path)]) == 0, capsys.readouterr().err
 
 
 def test_the_step_programs_shown_are_those_that_run():

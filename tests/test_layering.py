@@ -22,7 +22,7 @@ LAYERS = {
     **dict.fromkeys(("dist", "data"), 2),
     "realloc": 2.5,
     **dict.fromkeys(("interruption", "sampling_config"), 2.6),
-    "calls": 2.7,
+    **dict.fromkeys(("calls", "rollout_log"), 2.7),
     "learning_rates": 2.8,
     **dict.fromkeys(("nn", "planner"), 3),
     **dict.fromkeys(("checkpoint", "inference"), 3.5),
@@ -49,10 +49,11 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.data.responses", "realhf.interruption"),
     *("realhf.engine.hf_factory", "realhf.runtime.program", "realhf.step_program", "realhf.runtime.warnings"),
     *("realhf.prepare", "realhf.hub", "realhf.runtime.run_directory", "realhf.runtime.dry_trace"),
-    "realhf.part_executor",
+    *("realhf.part_executor", "realhf.resolved_roles"),
+    *("realhf.runtime.rollout_file", "realhf.runtime.trackers"),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
-    *(f"realhf.cli.{name}" for name in ("planning_problem", "derived_counts", "init")),
-    "realhf.resolved_roles",
+    *(f"realhf.cli.{name}" for name in ("planning_problem", "derived_counts", "init", "eval")),
+    *("realhf.cli.rollouts", "realhf.cli.rollout_rows", "realhf.cli.rollout_view"),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""
 MAX_FILE_LINES, MAX_PACKAGE_LINES = 400, 38_000

@@ -25,6 +25,8 @@ class Job:
     """The value of --resume; None: the run begins anew."""
     traceback: bool = False
     """Whether errors are shown with the Python lines that led to them."""
+    track: tuple[str, ...] = ()
+    """The trackers that get the metrics."""
 
 
 def resume_command(out: Path) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from realhf.cli import check, init, plan, profile, realloc, run, scaling
+from realhf.cli import check, init, plan, profile, realloc, rollouts, run, scaling
 from realhf.cli import eval as evaluate
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.hub_files import fetch_models
@@ -20,10 +20,10 @@ from realhf.experiment import Experiment
 
 _COMMANDS = {
     "run": run, "check": check, "profile": profile, "plan": plan, "realloc": realloc, "scaling": scaling,
-    "eval": evaluate, "init": init,
+    "eval": evaluate, "rollouts": rollouts, "init": init,
 }  # fmt: skip
 """Modules with HELP, EXAMPLES, `add_options` and `run`."""
-_WITHOUT_EXPERIMENT = (evaluate, init, realloc, scaling)
+_WITHOUT_EXPERIMENT = (evaluate, init, realloc, rollouts, scaling)
 """The commands that take no experiment file."""
 _WITH_WEIGHTS = (run, profile)
 """The commands that read the weights of models."""

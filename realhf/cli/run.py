@@ -19,6 +19,7 @@ from realhf.runtime.run_directory import (
     find_resumption,
     new_run_directory,
 )
+from realhf.runtime.trackers import tracker_names
 
 HELP = "train on local workers, or as one worker under torchrun"
 EXAMPLES = (
@@ -44,11 +45,14 @@ def add_options(parser: ArgumentParser) -> None:
     text = "cluster file or shipped name: what --plan auto plans for, and the links of reallocations"
     add("--cluster", help=text)
     text = "seconds without a sign of life from a worker after which the run ends; default: 600"
+    text = "also send the metrics to wandb, mlflow or trackio; several joined by commas"
+    add("--track", action="append", default=[], metavar="NAME", help=text)
     add("--timeout", type=float, default=600.0, metavar="S", help=text)
 
 
 def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     """Train and return the exit code."""
+    track = tracker_names(options.track)
     in_worker = is_worker()
     if in_worker and options.nproc is not None and options.nproc != int(os.environ["LOCAL_WORLD_SIZE"]):
         why = "under torchrun the number of workers comes from torchrun, leave it out"
@@ -67,7 +71,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if is_new and (not in_worker or os.environ["RANK"] == "0"):
         check_run_directory(Path(options.out))
     if in_worker or num_ranks == 1:
-        job = Job(program, name, out, options.timeout, options.resume, options.traceback)
+        job = Job(program, name, out, options.timeout, options.resume, options.traceback, track)
         return importlib.import_module("realhf.cli.worker").work(job)
     launch = importlib.import_module("realhf.cli.launch").launch
     out = out or new_run_directory(name)

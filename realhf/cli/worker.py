@@ -121,7 +121,7 @@ def _train(job: Job, world: World) -> int:
     if not any(job.program.experiment.checkpoint_period()):
         signals = []  # There is nothing to wait for.
     with StopSignals(*signals, announces=world.rank == 0) as stop:
-        result = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop).run()
+        result = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track).run()
     if result.stopped_after is None:
         return 0
     if world.rank == 0:

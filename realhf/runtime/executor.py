@@ -36,6 +36,7 @@ from realhf.runtime.exchange import Exchange, Routing, Source
 from realhf.runtime.host_call import call_host_function
 from realhf.runtime.host_context import HostContext
 from realhf.runtime.models import ModelStore
+from realhf.runtime.rollout_collector import RolloutCollector
 from realhf.runtime.sample_store import SampleStore
 from realhf.runtime.step_record import StepRecord
 from realhf.runtime.unfinished_rows import UnfinishedRows
@@ -56,7 +57,7 @@ class Executor:
         context: HostContext, *, read: Callable[[Sequence[int]], Batch] | None, group_size: int = 1,
         num_rounds: int = 1, is_evaluation: bool = False, outbox: Outbox | None = None,
         failures: Path | None = None, note: Callable[[int, str, str], None] | None = None,
-        flops: Mapping[str, ModelFlops] | None = None,
+        flops: Mapping[str, ModelFlops] | None = None, rollouts: RolloutCollector | None = None,
     ) -> None:  # fmt: skip
         """Samples of updates that were skipped are saved in the directory `failures`.
 
@@ -76,6 +77,7 @@ class Executor:
         self._failures = failures
         self._note = note
         self._flops = flops or {}
+        self._rollouts = rollouts
         self._agreements = Agreements(world)
         self._record = StepRecord()
         self._is_last = False
@@ -125,6 +127,8 @@ class Executor:
                 self._redistribute(action)
             else:
                 self._run(action, inputs.pop(action.call.name, None))
+        if self._rollouts is not None:
+            self._record.rollouts += self._rollouts.collect(part, prompts, self.samples, self._context)
 
     def send(self, part: str, prompts: Sequence[int], producers: Collection[str | None]) -> None:
         """Start to send what these calls, or the dataset (None), have for a part."""

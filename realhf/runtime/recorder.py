@@ -13,7 +13,9 @@ from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.runtime.answer_files import AnswerFiles
 from realhf.runtime.pictures import draw_pictures
+from realhf.runtime.rollout_file import ROLLOUTS, RolloutFile, merged
 from realhf.runtime.step_record import StepRecord
+from realhf.runtime.trackers import Ending, Trackers
 
 _OF_ROLES = ("realloc", "offload")
 """Kinds of events that are named after a role; the others are named after a call."""
@@ -106,25 +108,36 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 class Recorder:
-    """The writer of metrics.jsonl, timeline.jsonl, TensorBoard files, answers and summary.json.
+    """The writer of metrics.jsonl, timeline.jsonl, rollouts.jsonl, TensorBoard files, answers and
+    summary.json.
 
     A resumed run continues the files after the step of its checkpoint, whose `history` of metrics is a file.
     Raises UserError if something cannot be written.
     """
 
-    def __init__(self, directory: Path, *, history: Path | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, history: Path | None = None, max_rollout_bytes: int = 0,
+        track: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`track` names the trackers that get the metrics.
+
+        rollouts.jsonl has at most `max_rollout_bytes`; with 0 it is not written.
+        """
         # Imported here, as it takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self.directory = directory
+        self._track = track
+        self._trackers: Trackers | None = None
         self.history = [] if history is None else read_records(history)
         """The metrics of earlier steps, each with its step."""
         with _explained(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._open(SummaryWriter)
             last = self.history[-1]["step"] if self.history else -1
-            earlier = None if history is None else history.absolute().parent.parent.parent
+            earlier = None if history is None else history.absolute().parents[2]
             self._answers = AnswerFiles(directory, last=last, earlier=earlier)
+            self._rollouts = self._open_rollouts(max_rollout_bytes, earlier)
 
     def _open(self, writer: Callable[[str], Any]) -> None:
         """Begin all files with what is known of earlier steps; `writer` makes that of TensorBoard's."""
@@ -137,15 +150,32 @@ class Recorder:
         # A killed writer may not have written its last records, so all of them are written anew.
         shutil.rmtree(directory / "tensorboard", ignore_errors=True)
         self._tensorboard = writer(str(directory / "tensorboard"))
-        ends = {event["step"]: event["end"] for event in events}
+        self._ends = {event["step"]: event["end"] for event in events}
         for record in self.history:
-            self._show(record, walltime=ends.get(record["step"]))
+            self._show(record, walltime=self._ends.get(record["step"]))
         (directory / "summary.json").unlink(missing_ok=True)
 
+    def _open_rollouts(self, max_bytes: int, earlier: Path | None) -> RolloutFile | None:
+        """Continue rollouts.jsonl after the last step that is known, if rollouts are written.
+
+        `earlier` is the directory of the run that this one continues.
+        """
+        last = self.history[-1]["step"] if self.history else 0
+        if max_bytes:
+            return RolloutFile(
+                self.directory / ROLLOUTS, max_bytes=max_bytes, last_step=last,
+                earlier=None if earlier is None else earlier / ROLLOUTS)
+        if not last:
+            (self.directory / ROLLOUTS).unlink(missing_ok=True)
+        return None
+
     def start(self, config: Mapping[str, Any], plan: ExecutionPlan) -> None:
+        """Write the settings, and begin to track the run. Raises UserError if that is impossible."""
         with _explained(self.directory):
             (self.directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             plan.save(self.directory / "plan.yaml")
+            self._trackers = Trackers(
+                self._track, self.directory, config, history=self.history, times=self._ends)
 
     def step(self, step: int, metrics: Mapping[str, float], records: Sequence[StepRecord]) -> int:
         """Write a step; return the size of metrics.jsonl in bytes. Raises UserError if that is impossible."""
@@ -155,7 +185,11 @@ class Recorder:
             for event in (e for record in records for e in record.events):
                 self._timeline.write(json.dumps({"step": step, **event}) + "\n")
             self._timeline.flush()
+            if self._rollouts is not None:
+                self._rollouts.add(step, merged(f for record in records for f in record.rollouts))
             self._show({"step": step, **metrics})
+            if self._trackers is not None:
+                self._trackers.log({"step": step, **metrics})
         except OSError as error:
             what = f"the metrics of step {step} cannot be written to {self.directory}: {error.strerror}"
             raise UserError(what) from error
@@ -171,13 +205,21 @@ class Recorder:
         with _explained(self.directory):
             self._answers.write(step, answers)
 
+    def stop_tracking(self, ending: Ending) -> None:
+        """Tell the trackers how the run has ended, and wait a limited time for them."""
+        if self._trackers is not None:
+            self._trackers.finish(ending)
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         with _explained(self.directory):
             (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             self._metrics.close()
             self._timeline.close()
             self._tensorboard.close()
+            if self._rollouts is not None:
+                self._rollouts.close()
             draw_pictures(self.directory)
+        self.stop_tracking("finished")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

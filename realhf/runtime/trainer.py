@@ -5,6 +5,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ from realhf.runtime.models import ModelStore
 from realhf.runtime.program import Program
 from realhf.runtime.progress import Progress
 from realhf.runtime.recorder import Recorder
+from realhf.runtime.rollout_collector import DATASET_KEYS, keeps_rollouts, make_collector
 from realhf.runtime.slow_dtypes import slow_dtypes
 from realhf.runtime.step_decisions import StepDecisions
 from realhf.runtime.step_record import StepRecord
 from realhf.runtime.stop_signals import StopSignals
+from realhf.runtime.trackers import Ending
 from realhf.runtime.warnings import changed_fields, check_lengths, check_vocabulary, warnings_of
 
 
@@ -52,12 +55,13 @@ class Trainer:
     """Runs a program on this world; rank 0 writes the run directory `out`, if there is one.
 
     It continues after `checkpoint`, if that is given, and ends after the step in which `stop` is requested.
+    `track` names the trackers that get the metrics (see `trackers`).
     """
 
     def __init__(
         self, program: Program, world: World,
         *, out: Path | None = None, checkpoint: Checkpoint | None = None, stop: StopSignals | None = None,
-        quiet: bool = False,
+        quiet: bool = False, track: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._program = program
         self._world = world
@@ -68,7 +72,8 @@ class Trainer:
         self._configs = {name: role.config() for name, role in program.roles.items()}
         if self._is_main:
             self._check_vocabulary()
-        loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size)
+        also = DATASET_KEYS if out is not None and keeps_rollouts(program) else ()
+        loader = self._make_loader(experiment.dataset, program.graph, experiment.group_size, also=also)
         self._loader = loader
         self._evaluations = Evaluations(program, world, self._context)
         if self._is_main and not quiet:
@@ -87,9 +92,7 @@ class Trainer:
         self._runner = step_runner(experiment, program.graph, self._executor, steps=experiment.steps)
         if checkpoint is not None:
             check_step_program(checkpoint, program, self._runner)
-        self._recorder = None
-        if self._is_main and out is not None:
-            self._recorder = Recorder(out, history=checkpoint.path / METRICS if checkpoint else None)
+        self._recorder = self._make_recorder(checkpoint, track)
         self._progress = Progress(program, self._activity) if self._is_main and not quiet else None
         self._journal = Journal(
             world, self._outbox, self._recorder, self._progress, self._make_meter(), program.evaluations)
@@ -107,6 +110,15 @@ class Trainer:
                 self._executor.samples)
             self._first_step = checkpoint.manifest.step + 1
 
+    def _make_recorder(self, checkpoint: Checkpoint | None, track: Sequence[str]) -> Recorder | None:
+        """Return the writer of the run directory, which goes on from a checkpoint, on rank 0."""
+        if not self._is_main or self._out is None:
+            return None
+        log = self._program.experiment.rollouts
+        return Recorder(
+            self._out, history=checkpoint.path / METRICS if checkpoint else None,
+            max_rollout_bytes=log.max_bytes if keeps_rollouts(self._program) else 0, track=track)
+
     def _make_executor(self, loader: Loader | MixedLoader | None) -> Executor:
         """Return the executor of training, which tells the watcher what a rank might do otherwise."""
         experiment = self._program.experiment
@@ -117,7 +129,8 @@ class Trainer:
             read=None if loader is None else loader.batch, group_size=experiment.group_size,
             num_rounds=experiment.num_rounds, outbox=self._outbox,
             failures=None if self._out is None else self._out / "failures", note=note,
-            flops=flops_by_role(self._program.roles))
+            flops=flops_by_role(self._program.roles),
+            rollouts=None if self._out is None else make_collector(self._program, self._world, loader))
 
     def _make_meter(self) -> ComputeMeter:
         """Return the meter of the run's compute, which goes on from the metrics of a checkpoint."""
@@ -152,6 +165,7 @@ class Trainer:
             return self._run()
         except Exception:
             self._journal.abandon()
+            self._stop_tracking("failed")
             if self._checkpointer is not None:
                 self._checkpointer.abandon()
             raise
@@ -184,8 +198,14 @@ class Trainer:
             self._require_equal_steps()  # This also waits until every rank's part of the export is written.
         if not self._is_main:
             return RunResult([], {}, stopped_after)
+        if stopped_after is not None:
+            self._stop_tracking("stopped")
         summary = {} if stopped_after is not None else self._finish(seconds=time.time() - started)
         return RunResult(self._journal.history, summary, stopped_after)
+
+    def _stop_tracking(self, ending: Ending) -> None:
+        if self._recorder is not None:
+            self._recorder.stop_tracking(ending)
 
     def _require_equal_steps(self) -> None:
         """Raise UserError if step() has not taken the same way on all ranks."""
@@ -289,14 +309,17 @@ class Trainer:
         check_vocabulary(self._program.roles, largest, tokenizer=self._context.tokenizer_dir)
 
     def _make_loader(
-        self, config: DatasetConfig, graph: DataflowGraph, group_size: int
+        self, config: DatasetConfig, graph: DataflowGraph, group_size: int, *, also: Sequence[str] = ()
     ) -> Loader | MixedLoader | None:
-        """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size."""
+        """Return a dataset's loader on the rank that reads it and on rank 0, which shows its size.
+
+        Its batches have the inputs of the graph, and the keys `also`.
+        """
         if not self._is_main and self._world.rank not in dataset_layout(graph, self._program.plan):
             return None
         loader = make_loader(
-            config, keys=graph.inputs, tokenizer=self._context.tokenizer, group_size=group_size,
-            seed=self._program.experiment.seed, row_faults=row_faults_of(graph))
+            config, keys=tuple(dict.fromkeys((*graph.inputs, *also))), tokenizer=self._context.tokenizer,
+            group_size=group_size, seed=self._program.experiment.seed, row_faults=row_faults_of(graph))
         check_lengths(self._program.roles, graph, loader)
         return loader
 

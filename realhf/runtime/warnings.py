@@ -22,7 +22,7 @@ from realhf.transformers_config import TransformersConfig
 
 _SCHEDULE = (
     "steps", "eval_every", "export_every", "checkpoint_every", "keep_checkpoints", "keep_checkpoint_every",
-    "log_every", "expected",
+    "log_every", "expected", "rollouts",
 )  # fmt: skip
 """Fields that a resumed run may change without training another model."""
 

@@ -1,0 +1,249 @@
+"""Draws kept answers on a terminal: as a table, in full, and one prompt's over the steps. Free of torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from realhf.cli.rollout_rows import Row, last_message, number_of, reward_names
+
+_BARS = "▁▂▃▄▅▆▇█"
+_BAR_WIDTH = 10
+_ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+_SPARE = 12
+"""Cells that a column of texts has at least."""
+_TREND = 60
+"""Most steps in the line of a trend."""
+
+
+def printable(text: str, *, one_line: bool = False) -> str:
+    """Return a text whose control characters are escaped, as they must not reach a terminal.
+
+    Line breaks and tabs stay, or with `one_line` become a mark and a space.
+    """
+    if one_line:
+        text = text.replace("\n", "⏎").replace("\t", " ")
+    return "".join(
+        c if c.isprintable() or c == "\n" else "    " if c == "\t" else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def excerpt(text: str, width: int) -> str:
+    """Return the beginning and the end of a text on one line that is at most `width` cells wide."""
+    line = printable(text.strip(), one_line=True)
+    if cell_len(line) <= width:
+        return line
+    tail = (width - 1) * 2 // 5
+    end = _beginning(line[::-1], tail)[::-1]
+    return f"{_beginning(line, width - 1 - tail)}…{end}"
+
+
+def _beginning(line: str, width: int) -> str:
+    """Return as many characters as fit into a number of cells."""
+    for i, total in enumerate(accumulate(map(cell_len, line))):
+        if total > width:
+            return line[:i]
+    return line
+
+
+@dataclass(frozen=True)
+class _Excerpt:
+    """A text of which a cell of a table shows as much as fits into one line."""
+
+    text: str
+    style: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(excerpt(self.text, options.max_width), style=self.style, no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(_SPARE, max(_SPARE, cell_len(self.text)))
+
+
+def show_table(console: Console, rows: Sequence[Row], *, note: str) -> None:
+    """Print one line per answer, and a last line that says how many there are."""
+    rewards = reward_names(rows)
+    low, high = _score_range(rows)
+    numbers = [*(["set"] if any(row.get("set") for row in rows) else []), "step", "row"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), expand=True)
+    for name in numbers:
+        table.add_column(name, justify="left" if name == "set" else "right", no_wrap=True)
+    table.add_column("prompt", ratio=2)
+    table.add_column("completion", ratio=3)
+    table.add_column("score", justify="right", no_wrap=True)
+    for name in rewards:
+        table.add_column(Text(printable(name, one_line=True)), justify="right", overflow="fold")
+    table.add_column("length", justify="right", no_wrap=True)
+    previous: Any = None
+    for row in rows:
+        place = [row.get(name) for name in ("set", "step", "dataset_row", "prompt")]
+        repeated = "dim" if place == previous else ""
+        previous = place
+        cells: list[RenderableType] = [
+            *([Text(printable(str(row.get("set", "")), one_line=True))] if "set" in numbers else []),
+            _shown(row.get("step"), repeated), _shown(row.get("dataset_row"), repeated),
+            _Excerpt(last_message(row), repeated or "cyan"), _Excerpt(str(row.get("completion", ""))),
+            _score(row, low, high), *(_shown(number_of(row, f"rewards.{name}")) for name in rewards),
+            _length(row),
+        ]  # fmt: skip
+        table.add_row(*cells)
+    console.print(table)
+    console.print(Text(note, style="dim"), soft_wrap=True)
+
+
+def show_in_full(console: Console, rows: Sequence[Row], *, note: str) -> None:
+    """Print each answer in a panel: the prompt, the completion and what the reward has read."""
+    low, high = _score_range(rows)
+    for row in rows:
+        body = Group(Text(" · ", style="dim").join(_facts(row, low, high)), Rule(style="dim"), _body(row))
+        title = Text(_place(row), style="not dim")
+        console.print(Panel(body, title=title, title_align="left", border_style="dim", padding=(0, 1)))
+    console.print(Text(note, style="dim"), soft_wrap=True)
+
+
+def show_story(console: Console, story: Sequence[tuple[Any, Sequence[Row]]]) -> None:
+    """Print the answers to one prompt over the steps: `story` has each step with its answers."""
+    rows = [row for _, answers in story for row in answers]
+    low, high = _score_range(rows)
+    first = rows[0]
+    place = f"row {first['dataset_row']}" if first.get("dataset_row") is not None else "prompt"
+    body = Group(*_prompt(first), *_columns(first))
+    title = Text(place, style="not dim")
+    console.print(Panel(body, title=title, title_align="left", border_style="dim", padding=(0, 1)))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), expand=True)
+    for name in ("step", "answers", "mean score"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, width=_BAR_WIDTH)
+    for name in ("worst", "best", "length", "cut"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("best answer", ratio=1)
+    means: list[float] = []
+    for step, answers in story:
+        scores = [score for row in answers if (score := number_of(row, "score")) is not None]
+        lengths = [length for row in answers if (length := number_of(row, "length")) is not None]
+        best = max(answers, key=lambda row: _score_or(row, float("-inf")))
+        mean = sum(scores) / len(scores) if scores else None
+        means += [] if mean is None else [mean]
+        num_cut = sum(row.get("finished") is False for row in answers)
+        table.add_row(
+            _shown(step), str(len(answers)), _shown(mean), _bar(mean, low, high),
+            _shown(min(scores, default=None)), _shown(max(scores, default=None)),
+            _shown(sum(lengths) / len(lengths) if lengths else None), str(num_cut) if num_cut else "",
+            _Excerpt(str(best.get("completion", ""))))
+    console.print(table)
+    if means:
+        shown = means[:: -(-len(means) // _TREND)]
+        trend = "".join(_BARS[round(_share(mean, min(means), max(means)) * 7)] for mean in shown)
+        ends = f"mean score {means[0]:.4g} at first, {means[-1]:.4g} at last"
+        console.print(Text.assemble((trend, "green"), "  ", (ends, "bold")))
+
+
+def _place(row: Row) -> str:
+    """Return where an answer comes from, for the title of its panel."""
+    names = (("set", "set"), ("step", "step"), ("row", "dataset_row"), ("sample", "sample"))
+    known = [(name, row[key]) for name, key in names if row.get(key) not in (None, "")]
+    return " · ".join(f"{name} {printable(str(value), one_line=True)}" for name, value in known)
+
+
+def _facts(row: Row, low: float, high: float) -> list[Text]:
+    """Return what is known of an answer beside its texts."""
+    facts = [Text("score ").append_text(_score(row, low, high))]
+    for name in row.get("rewards") or {}:
+        facts.append(Text(f"{printable(name, one_line=True)} ").append_text(
+            _shown(number_of(row, f"rewards.{name}"))))
+    if number_of(row, "advantage") is not None:
+        facts.append(Text("advantage ").append_text(_shown(number_of(row, "advantage"))))
+    if row.get("length") is not None:
+        facts.append(_shown(row["length"]).append(" tokens"))
+    if row.get("finished") is False:
+        facts.append(Text("cut", style="yellow"))
+    if versions := row.get("versions"):
+        facts.append(Text(f"weights {versions[0]} to {versions[-1]}"))
+    return facts
+
+
+def _body(row: Row) -> Group:
+    completion = Text(printable(str(row.get("completion", ""))), style="green")
+    return Group(*_prompt(row), Rule(style="dim"), completion, *_columns(row))
+
+
+def _prompt(row: Row) -> list[Text]:
+    """Return the prompt, or the messages of a chat, in colours."""
+    prompt = row.get("prompt", "")
+    if not isinstance(prompt, list):
+        return [Text(printable(str(prompt)), style="cyan")]
+    texts = []
+    for message in prompt:
+        role = str(message.get("role", "")) if isinstance(message, dict) else ""
+        style = _ROLE_STYLES.get(role, "cyan")
+        text = last_message({"prompt": [message]})
+        name = f"{printable(role, one_line=True)}: "
+        texts.append(Text.assemble((name, f"bold {style}"), (printable(text), style)))
+    return texts
+
+
+def _columns(row: Row) -> list[RenderableType]:
+    """Return the columns of the dataset that the reward has read."""
+    columns = row.get("columns") or {}
+    shown = [Text(f"{printable(str(name), one_line=True)}: {excerpt(str(value), 400)}", style="magenta")
+             for name, value in columns.items()]  # fmt: skip
+    return [Rule(style="dim"), *shown] if shown else []
+
+
+def _score_range(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the lowest and the highest score."""
+    scores = [score for row in rows if (score := number_of(row, "score")) is not None]
+    return min(scores, default=0.0), max(scores, default=0.0)
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Return where a value is between two others, from 0 to 1; 1 if these are equal."""
+    return (value - low) / (high - low) if high > low else 1.0
+
+
+def _score_or(row: Row, default: float) -> float:
+    score = number_of(row, "score")
+    return default if score is None else score
+
+
+def _score(row: Row, low: float, high: float) -> Text:
+    """Return the score, red in the lowest third of those that are shown and green in the highest."""
+    score = number_of(row, "score")
+    if score is None or low == high:
+        return _shown(score)
+    share = _share(score, low, high)
+    style = "red" if share < 1 / 3 else "green" if share > 2 / 3 else "yellow"
+    return Text(f"{score:.4g}", style=style)
+
+
+def _bar(value: float | None, low: float, high: float) -> Text:
+    """Return a bar as long as the value is high between the lowest and the highest score."""
+    if value is None:
+        return Text("")
+    return Text("█" * round(_share(value, low, high) * _BAR_WIDTH), style="green")
+
+
+def _length(row: Row) -> Text:
+    """Return the length, marked if the answer was cut off."""
+    text = _shown(row.get("length"))
+    return text.append(" cut", style="yellow") if row.get("finished") is False else text
+
+
+def _shown(value: Any, style: str = "") -> Text:
+    """Return a value in few characters; a dash if it is not known."""
+    if value is None:
+        return Text("-", style="dim")
+    text = f"{value:.4g}" if isinstance(value, float) else printable(str(value), one_line=True)
+    return Text(text, style=style)

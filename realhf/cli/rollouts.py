@@ -1,0 +1,170 @@
+"""`realhf rollouts`: shows the answers that a run has kept. Free of torch."""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from realhf.cli.rollout_rows import (
+    Row,
+    last_message,
+    number_of,
+    parse_conditions,
+    parse_steps,
+    prompt_text,
+    read_evaluations,
+    read_rollouts,
+    require_fields,
+    sort_rows,
+)
+from realhf.cli.rollout_view import excerpt, show_in_full, show_story, show_table
+from realhf.errors import UserError
+
+HELP = "read the answers of a run: filter, sort, show in full, follow one prompt over the steps"
+EXAMPLES = (
+    "realhf rollouts runs/grpo --steps 5-20 --where 'score<0.5' --sort -length",
+    "realhf rollouts runs/grpo --step 40 --full --limit 3",
+    "realhf rollouts runs/grpo --story 17",
+)
+_LIMIT = 20
+_SORT = "-step"
+_MAX_NAMED = 5
+"""Most prompts that a message about an ambiguous story names."""
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Declare the options of `realhf rollouts`."""
+    add = parser.add_argument
+    add("run", metavar="RUN", help="run directory, or a rollouts.jsonl")
+    add("--step", type=int, metavar="N", help="answers of this step")
+    add("--steps", metavar="A-B", help="answers of these steps; 5- and -20 are legal, too")
+    text = "answers with numbers like these, such as score<0.5 or length>=100,exact=0; repeatable"
+    add("--where", action="append", default=[], metavar="CONDITION", help=text)
+    add("--contains", metavar="TEXT", help="answers with this text in prompt or completion")
+    add("--cut", action="store_true", help="answers that were cut off at the limit of tokens")
+    text = "order by this field, such as score, length or a reward; -score: the highest first; default: -step"
+    add("--sort", nargs="?", metavar="FIELD", default=_SORT, const="", help=text)
+    text = f"most answers to show, 0 for all; default: {_LIMIT}, with --json all"
+    add("--limit", type=int, metavar="N", help=text)
+    add("--full", action="store_true", help="show whole prompts and completions")
+    text = "answers to one prompt over the steps, by its row in the dataset or a text in it"
+    add("--story", metavar="ROW", help=text)
+    text = "answers of evaluations instead of training, of one set or of all"
+    add("--eval", nargs="?", const="", metavar="SET", help=text)
+    add("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: Namespace, unknown: Sequence[str]) -> int:
+    """Print the answers and return the exit code."""
+    if options.sort == "":  # The parser takes `-score` for an option of its own, which it does not know.
+        options.sort = unknown[0] if unknown else _SORT
+        unknown = unknown[1:]
+    _check_options(options, unknown)
+    path = Path(options.run)
+    source, rows = read_rollouts(path) if options.eval is None else read_evaluations(path, options.eval)
+    kept = _filtered(rows, options)
+    if options.story is not None:
+        return _print_story(_one_prompt(kept, options.story), options)
+    if options.sort != _SORT:  # The last evaluation's answers have no step.
+        require_fields(rows, [options.sort.removeprefix("-")], f"--sort {options.sort}")
+    ordered = sort_rows(kept, options.sort)
+    limit = (0 if options.json else _LIMIT) if options.limit is None else options.limit
+    shown = ordered[: limit or None]
+    if options.json:
+        document = {"file": str(source), "answers": len(rows), "matching": len(kept), "rollouts": shown}
+        print(json.dumps(document))
+        return 0
+    note = f"{len(shown)} of {len(kept)} matching answers; {source} has {len(rows)}"
+    if len(shown) < len(kept):
+        note += " (--limit 0 shows all)"
+    show = show_in_full if options.full else show_table
+    show(_console(), shown, note=note)
+    return 0
+
+
+def _check_options(options: Namespace, unknown: Sequence[str]) -> None:
+    if unknown:
+        legal = ", ".join(f"--{name}" for name in vars(options) if name not in ("command", "run"))
+        raise UserError(f"realhf rollouts has no option {unknown[0]}: legal are {legal}")
+    if options.limit is not None and options.limit < 0:
+        raise UserError(f"--limit {options.limit}: it must not be negative")
+    if options.step is not None and options.steps is not None:
+        raise UserError("--step and --steps: give one of them")
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, highlight=False, markup=False)
+
+
+def _filtered(rows: Sequence[Row], options: Namespace) -> list[Row]:
+    """Return the answers that the options choose."""
+    conditions = [(text, parse_conditions(text)) for text in options.where]
+    for text, some in conditions:
+        require_fields(rows, [condition.field for condition in some], f"--where {text!r}")
+    steps = None
+    if options.step is not None:
+        steps = (options.step, options.step)
+    elif options.steps is not None:
+        steps = parse_steps(options.steps)
+
+    def is_chosen(row: Row) -> bool:
+        step = number_of(row, "step")
+        if steps is not None and (step is None or not steps[0] <= step <= steps[1]):
+            return False
+        if options.cut and row.get("finished") is not False:
+            return False
+        text = options.contains
+        if text is not None and text not in f"{prompt_text(row)}\n{row.get('completion', '')}":
+            return False
+        return all(condition(row) for _, some in conditions for condition in some)
+
+    return [row for row in rows if is_chosen(row)]
+
+
+def _one_prompt(rows: Sequence[Row], wanted: str) -> list[Row]:
+    """Return the answers to one prompt, which is named by its row or by a text in it. Raises UserError."""
+    found = [row for row in rows if str(row.get("dataset_row")) == wanted]
+    found = found or [row for row in rows if wanted in prompt_text(row)]
+    if not found:
+        known = sorted({row["dataset_row"] for row in rows if isinstance(row.get("dataset_row"), int)})
+        hint = f": rows with answers are {_named(known)}" if known else ""
+        raise UserError(f"--story {wanted}: no answer is to a prompt of this row, or with this text{hint}")
+    prompts = {(row.get("set"), row.get("dataset_row"), prompt_text(row)): row for row in found}
+    if len(prompts) > 1:
+        named = [f"{row.get('dataset_row')} ({excerpt(last_message(row), 40)})" for row in prompts.values()]
+        which = f"name one by its row: {_named(named)}"
+        raise UserError(f"--story {wanted}: {len(prompts)} prompts have it: {which}")
+    return found
+
+
+def _named(values: Sequence[Any]) -> str:
+    more = ", ..." if len(values) > _MAX_NAMED else ""
+    return ", ".join(str(value) for value in values[:_MAX_NAMED]) + more
+
+
+def _print_story(rows: Sequence[Row], options: Namespace) -> int:
+    steps: dict[Any, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: number_of(row, "step") or 0.0):
+        steps.setdefault(row.get("step"), []).append(row)
+    if options.json:
+        first = rows[0]
+        story = [{"step": step, "mean_score": _mean(answers), "rollouts": answers}
+                 for step, answers in steps.items()]  # fmt: skip
+        about = {"dataset_row": first.get("dataset_row"), "prompt": first.get("prompt")}
+        print(json.dumps({**about, "steps": story}))
+        return 0
+    console = _console()
+    if options.full:
+        ordered = [row for answers in steps.values() for row in answers]
+        show_in_full(console, ordered[: options.limit or None], note=f"{len(ordered)} answers")
+    show_story(console, list(steps.items()))
+    return 0
+
+
+def _mean(rows: Sequence[Row]) -> float | None:
+    scores = [score for row in rows if (score := number_of(row, "score")) is not None]
+    return sum(scores) / len(scores) if scores else None

@@ -1,0 +1,79 @@
+"""RolloutLog: says which answers of training are kept in rollouts.jsonl. Free of torch."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realhf.field_types import check_types, require
+
+_MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class RolloutLog:
+    """Which answers of training are kept in rollouts.jsonl, and how large the file may become.
+
+    All answers to a kept prompt are kept, so that they can be compared. The choice depends on the seed, the
+    step and the numbers of prompts and rows only, so it is the same under every plan.
+    """
+
+    prompts_per_step: int = 4  # Prompts kept of each batch that is scored; 0: none.
+    follow_rows: int = 4
+    """Rows of the dataset whose prompts are kept whenever they come up, in every epoch; 0: none."""
+    every: int = 1  # Steps between those of which `prompts_per_step` are kept; followed rows are in all.
+    max_megabytes: int = 256
+    """Most megabytes of the file. When it is full, every second step of what it has is dropped."""
+    max_characters: int = 20_000  # Longer texts lose their middle.
+
+    def __post_init__(self) -> None:
+        check_types(self, "rollouts.")
+        for name in ("prompts_per_step", "follow_rows"):
+            require(getattr(self, name) >= 0, f"rollouts.{name}", getattr(self, name), "not be negative")
+        for name in ("every", "max_megabytes"):
+            require(getattr(self, name) >= 1, f"rollouts.{name}", getattr(self, name), "be at least 1")
+        require(self.max_characters >= 100, "rollouts.max_characters", self.max_characters, "be at least 100")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any answer is kept."""
+        return self.prompts_per_step > 0 or self.follow_rows > 0
+
+    @property
+    def max_bytes(self) -> int:
+        """Most bytes of the file."""
+        return self.max_megabytes * _MEGABYTE
+
+    def sampled(self, prompts: Sequence[int], *, step: int, seed: int) -> set[int]:
+        """Return the numbers of those prompts of a batch that are kept in this step."""
+        if step % self.every and step != 1:
+            return set()
+        return _chosen(prompts, self.prompts_per_step, seed)
+
+    def followed(self, num_rows: int, *, seed: int) -> frozenset[int]:
+        """Return the indices of the rows that are followed."""
+        return frozenset(_chosen(range(num_rows), self.follow_rows, seed))
+
+    def shortened(self, text: str) -> str:
+        """Return a text without its middle if it is too long."""
+        if len(text) <= self.max_characters:
+            return text
+        half = self.max_characters // 2
+        return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
+
+
+def _chosen(numbers: Iterable[int], count: int, seed: int) -> set[int]:
+    """Return those `count` numbers whose hashes are lowest."""
+    values = np.fromiter(numbers, dtype=np.uint64)
+    order = np.lexsort((values, _hashes(values, seed)))
+    return {int(value) for value in values[order[:count]]}
+
+
+def _hashes(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Return the SplitMix64 hash (Steele et al. 2014) of each number under this seed."""
+    with np.errstate(over="ignore"):
+        x = (values + np.uint64(seed % 2**63 + 1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
