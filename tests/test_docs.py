@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 import runpy
 import shlex
@@ -20,11 +21,13 @@ import realhf
 from realhf import Experiment, FunctionCall, HostFunction, Role, families
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
+from realhf.data.dataset import read_rows
 from realhf.runtime.host_call import call_host_function
 from tests.cli.test_plan import write_profile
 from tests.cli.test_rollouts import ROWS, write
 from tests.cli_tools import REALHF, REPO, Command
 from tests.families import CASES
+from tests.hub import gsm8k_rows, parquet_bytes
 
 DOCS = REPO / "docs"
 EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -205,6 +208,7 @@ FILTER = "def drop_long"
 OWN = "from dataclasses import dataclass, replace\nfrom realhf import GRPO, HostFunction"
 TEACHERS = "experiment = Distillation("
 SETS = "from realhf import DatasetConfig, Evaluation"
+SOURCES = "def number_only"
 
 
 @pytest.mark.parametrize("beginning", ACTORS)
@@ -220,7 +224,7 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
-              SETS)  # fmt: skip
+              SETS, SOURCES)  # fmt: skip
     beginnings = ("# first.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
@@ -246,6 +250,21 @@ def test_the_log_of_rollouts_is_a_field_of_the_first_experiment(workplace, capsy
     path = workplace / "logged.py"
     path.write_text(text + "\nexperiment.rollouts = rollouts\nassert rollouts == type(rollouts)()\n")
     assert main(["check", str(path)]) == 0, capsys.readouterr().err
+
+
+def test_the_data_sets_shown_are_sound(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    rows = [{"prompt": "1"}, {"prompt": "2"}]
+    Path("data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("more.parquet").write_bytes(parquet_bytes([{"prompt": "3"}]))
+    names: dict = {"DatasetConfig": realhf.DatasetConfig, "DatasetMixture": realhf.DatasetMixture}
+    exec(snippet(beginning=SOURCES), names)
+    assert read_rows(names["file"]) == read_rows(names["files"]) == rows
+    assert read_rows(names["two"]) == [*rows, {"prompt": "3"}]
+    row = gsm8k_rows(1, seed=0)[0]
+    assert names["gsm8k"].map(row) == {"answer": row["answer"].split("#### ")[1]}
+    assert names["mixture"].parts == (names["gsm8k"], names["file"])
 
 
 def test_the_step_programs_shown_are_those_that_run():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
@@ -155,25 +155,27 @@ class ArrowFile(RowFile):
         return f"row {self._start + number}"
 
 
-def open_file(path: Path, *, cache: Path) -> RowFile:
-    """Return the rows of a .jsonl or .parquet file; of a large parquet file there is a copy in `cache`."""
+def open_file(path: Path, *, cache: Callable[[], Path]) -> RowFile:
+    """Return the rows of a .jsonl or .parquet file; `cache` returns where copies of large ones are kept."""
     status = path.stat()
     return _opened(path, status.st_size, status.st_mtime_ns, cache)
 
 
 @lru_cache(maxsize=64)
-def _opened(path: Path, size: int, modified: int, cache: Path) -> RowFile:
+def _opened(path: Path, size: int, modified: int, cache: Callable[[], Path]) -> RowFile:
     if path.suffix != ".parquet":
         return JsonlFile(path)
     import pyarrow.parquet
 
     try:
-        if size <= LARGE_BYTES:
+        groups = pyarrow.parquet.read_metadata(path)
+        num_bytes = sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
+        if num_bytes <= LARGE_BYTES:  # Without compression.
             batches = pyarrow.parquet.read_table(path).to_batches()
-            return ArrowFile(str(path), batches, num_bytes=size)
+            return ArrowFile(str(path), batches, num_bytes=num_bytes)
         # Its row groups would have to be decoded as a whole for each row of a random order.
         key = hashlib.sha256(f"{path.resolve()} {size} {modified}".encode()).hexdigest()[:20]
-        copy = prepare_once(cache / f"{path.stem}-{key}.arrow", lambda target: _copy(path, target))
+        copy = prepare_once(cache() / "realhf" / f"{path.stem}-{key}.arrow", lambda target: _copy(path, target))
         return ArrowFile(str(path), mapped_batches(copy), num_bytes=copy.stat().st_size)
     except (ValueError, OSError) as error:
         raise UserError(f"dataset {path} cannot be read as parquet: {error}") from error

@@ -220,13 +220,9 @@ def _open_path(config: DatasetConfig, path: str) -> Iterator[RowFile]:
         file = Path(name)
         if file.suffix not in (".jsonl", ".json", ".parquet"):
             raise UserError(f"dataset.path '{file}' ends in {file.suffix!r}: legal are .jsonl and .parquet")
-        yield open_file(file, cache=datasets_cache() / "realhf" if _is_large_parquet(file) else Path())
+        yield open_file(file, cache=datasets_cache)
 
 
 def is_of_hub(path: str) -> bool:
     """Return whether a path names a data set of the hub, and nothing here."""
     return not set(path) & set(_WILDCARDS) and not Path(path).exists() and parse_hub_name(path) is not None
-
-
-def _is_large_parquet(file: Path) -> bool:
-    return file.suffix == ".parquet" and file.stat().st_size > LARGE_BYTES
