@@ -95,7 +95,7 @@ def test_failures_are_named_or_repeated(service):
         _score(Reward(RemoteJudge(service.url), concurrency=1), texts=("a",))
     service.fail_first = len(service.requests) + 1
     assert _score(RemoteJudge(service.url), RewardLimits(retries=1)) == [1.0, 2.0, 3.0]
-    with pytest.raises(UserError, match=r"it must be \{\"scores\": \[...\]\} with 3 numbers"):
+    with pytest.raises(UserError, match=r"it must be \{\"scores\": \[...\]\} with a number for each sample"):
         _score(RemoteJudge(service.url + "broken"))
 
 
