@@ -29,11 +29,13 @@ def test_nothing_unpickles_or_runs_text():
     refused = (*RUNS_CODE, "torch.load", "os.system", "np.load", "numpy.load")
     wrong = [(str(path), name) for path, name, _ in calls()
              if name in refused or name.split(".")[-1] in OBJECTS]  # fmt: skip
-    assert wrong == []
+    runner = "rewards/sandbox_runner.py"  # It runs in a process that it has confined before.
+    assert sorted(wrong) == [(runner, "compile"), (runner, "exec")]
     nodes = [node for tree in MODULES.values() for node in ast.walk(tree)]
     imported = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert {name.split(".")[0] for name in imported} & set(UNPICKLES) == set()
+    assert not any("sandbox_runner" in name for name in imported)
 
 
 def test_yaml_is_read_by_a_safe_loader():

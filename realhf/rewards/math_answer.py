@@ -36,8 +36,8 @@ class MathAnswer:
 
     answer_key: str = "answer"  # The column with the right answer.
     anchored: bool = False
-    r"""Whether only LaTeX counts that stands in `\boxed{}`, between dollars or in brackets like `\(`; else
-    plain numbers and expressions count as well, the last one of the text if nothing is boxed."""
+    r"""Whether only LaTeX counts that is in `\boxed{}` or follows words like `the answer is`; else plain
+    numbers and expressions count as well, the last one of the text if nothing is boxed."""
     unparsed_gold: float | None = None
     """The reward if the right answer cannot be parsed; None: the reward does not apply."""
     timeout_seconds: float = 10.0  # Longest time of a comparison, counted on the processor.

@@ -57,10 +57,9 @@ def _parse(math_verify: Any, text: str, *, anchored: bool = False) -> list[Any]:
 def _parse_gold(math_verify: Any, text: str) -> list[Any]:
     """Return the right answer: text with LaTeX, a number, or a solution that ends like `#### 72`."""
     text = text.rsplit("####", maxsplit=1)[-1].strip()
-    found = _parse(math_verify, text)
-    if found or _ANCHOR.search(text) or _WORD.search(re.sub(r"\\[A-Za-z]+", "", text)):
-        return found
-    return _parse(math_verify, f"${text}$")  # Such as (1,2), which is no answer within other text.
+    is_formula = not _ANCHOR.search(text) and not _WORD.search(re.sub(r"\\[A-Za-z]+", "", text))
+    found = _parse(math_verify, f"${text}$") if is_formula else []  # Else (1, 2) would be read as 2.
+    return found or _parse(math_verify, text)
 
 
 def _normal_form(found: list[Any]) -> str | None:

@@ -119,7 +119,7 @@ class RemoteJudge:
         """Return the scores of a reply. Raises UserError."""
         scores = reply.get("scores") if isinstance(reply, Mapping) else None
         if not isinstance(scores, list) or len(scores) != count:
-            rule = f'it must be {{"scores": [...]}} with {count} numbers'
+            rule = 'it must be {"scores": [...]} with a number for each sample'
             raise UserError(f"{self.url} answered {_short(reply)}: {rule}")
         return scores
 

@@ -80,6 +80,19 @@ def test_a_reward_function_of_another_form_is_refused(check):
     assert code == 2 and "has no parameter `completions` or `completion_ids`: its form is f(prompts" in err
 
 
+def test_the_one_of_several_reward_functions_that_fails_is_named(check):
+    body = (
+        "from realhf import ExactMatch, Reward\n"
+        "def broken(completions):\n    return [len(c) / 0 for c in completions]\n"
+        "experiment.reward_function = [ExactMatch(), Reward(broken, weight=0.5, concurrency=2)]")
+    code, out, err = check([ROW] * 3, body)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "reward function broken raised ZeroDivisionError: division by zero" in err and "sample 0" in err
+    code, _, err = check([ROW] * 3, body.replace("Reward(broken, weight=0.5, concurrency=2)", "ExactMatch()"))
+    assert code == 2 and "2 reward functions are named 'exact_match': give them names by Reward(f" in err
+    assert check([ROW] * 3, body.replace(" / 0", " / 1"))[0] == 0
+
+
 def test_a_reward_function_gets_a_row_with_null(check):
     rows = [*[ROW] * 6, {**ROW, "answer": None}, *[ROW] * 6]
     code, _, err = check(rows, _reward("return [float(len(a)) for a in answer]"))

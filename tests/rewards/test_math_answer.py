@@ -32,7 +32,8 @@ def test_forms_of_the_right_answer(reward):
     assert reward(completions=texts, answer=golds) == [1.0, 1.0, 1.0, None, None, None]
     strict = MathAnswer("gold", unparsed_gold=0.0, anchored=True, processes=1)
     assert reward_columns(strict) == ("gold",)
-    assert strict(completions=["72", "$72$", "7"], gold=["72", "72", ""]) == [0.0, 1.0, 0.0]
+    texts = ["72", "$72$", "the answer is $72$", r"\boxed{72}", "7"]
+    assert strict(completions=texts, gold=["72"] * 4 + [""]) == [0.0, 0.0, 1.0, 1.0, 0.0]
 
 
 def test_equal_answers_have_one_form(reward):

@@ -41,10 +41,10 @@ def test_the_reward_is_the_share_of_tests():
 
 
 def test_programs_are_compared_by_what_they_print():
-    slow = "```python\nwhile True: pass\n```"
+    slow = "```python\nif input() == '1 2': print(3)\nwhile True: pass\n```"
     once = "```python\nprint(3)\n```"
     reward = UnitTests("pairs", sandbox=Sandbox(cpu_seconds=1))
-    assert reward(completions=[PROGRAM, once, slow], pairs=[PAIRS] * 3) == [1.0, 0.5, 0.0]
+    assert reward(completions=[PROGRAM, once, slow], pairs=[PAIRS] * 2 + [PAIRS[:1]]) == [1.0, 0.5, 0.0]
     assert reward(completions=[PROGRAM], pairs=[PAIRS[0]]) == [1.0]
 
 
