@@ -270,6 +270,23 @@ def test_an_evaluation_runs_beside_training_on_ranks_of_its_own(pool, task, tmp_
         assert min(e["start"] for e in trained) < max(e["end"] for e in evaluated)
     assert _answers(out) == _answers(plain) and len(_answers(out)) == STEPS + 1
     assert _metrics(out) == _metrics(plain)
+    saved = ExecutionPlan.load(str(out / "plan.yaml")).calls  # With it, a resumed run continues.
+    assert str(saved["eval/actor_generate"].layout) == "d1@3" and "eval/reward_forward" not in saved
+
+
+def _run_to_resume(world, task, out, start):
+    experiment = _experiment(task, steps=3, checkpoint_every=1, keep_checkpoints=3)
+    checkpoint = None if start is None else newest_checkpoint(world, [start])
+    program = compile_program(experiment, _plan(("d3@0-2", "d1@0", "d2@0-1"), ALONE), world_size=world.size)
+    Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
+
+
+@pytest.mark.slow
+def test_a_run_with_evaluations_beside_it_continues_bit_for_bit(pool, task, tmp_path):
+    pool.run(_run_to_resume, task, tmp_path / "whole", None)
+    pool.run(_run_to_resume, task, tmp_path / "branch", tmp_path / "whole/checkpoints/step_1")
+    assert _answers(tmp_path / "branch") == _answers(tmp_path / "whole")
+    assert _metrics(tmp_path / "branch") == _metrics(tmp_path / "whole")
 
 
 def test_what_is_refused(task):
