@@ -15,8 +15,9 @@ from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.evaluations import first_and_last
-from realhf.runtime.program import compile_program
+from realhf.runtime.program import compile_evaluation, compile_program
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.warnings import warnings_of
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
 
@@ -315,6 +316,19 @@ def test_what_is_refused(task):
     dpo = DPO(actor=role(task), dataset=DatasetConfig(str(pairs)), eval_dataset={"a": several})
     with pytest.raises(ValueError, match=r"eval_dataset.a.samples is 2: it must be 1, as rows are pref"):
         compile_program(dpo, None, world_size=1)
+
+
+def test_a_plan_of_training_serves_an_evaluation_alone(task):
+    """Entries of calls that only training has are left out, and no role is trained."""
+    plan = _plan(("d2@0-1", "d1@0", "t2@0-1"), ALONE)
+    program = compile_evaluation(_experiment(task), plan, world_size=4)
+    assert program.roles.keys() == {"actor"} and program.roles["actor"].optimizer is None
+    assert {str(one.plan["actor_generate"].layout) for one in program.evaluations} == {"d1@3"}
+    assert str(program.homes["actor"]) == "d1@3"
+    assert any("3 ranks (0, 1, 2) have no call" in text for text in warnings_of(program, None, {}))
+    others = ExecutionPlan.from_dict({"calls": {"actor_train": {"layout": "d1@0"}}})
+    with pytest.raises(ValueError, match=r"^calls.actor_generate is missing"):
+        compile_evaluation(_experiment(task), others, world_size=1)
 
 
 def test_the_first_and_last_values_without_evaluations():
