@@ -182,7 +182,8 @@ def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterato
 
 
 def _idle_ranks(program: Program) -> Iterator[str]:
-    parts = [(program.graph, program.plan), *((one.graph, one.plan) for one in program.evaluations)]
+    parts = [(one.graph, one.plan) for one in program.evaluations]
+    parts += [(program.graph, program.plan)] if program.parts else []
     busy = {rank for graph, plan in parts for call in graph.calls for rank in plan[call.name].layout.ranks}
     if idle := [rank for rank in range(program.num_ranks) if rank not in busy]:
         which = f"rank {idle[0]} has" if len(idle) == 1 else f"{len(idle)} ranks ({_listed(idle)}) have"

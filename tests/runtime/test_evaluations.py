@@ -15,8 +15,9 @@ from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
 from realhf.runtime.evaluations import first_and_last
-from realhf.runtime.program import compile_program
+from realhf.runtime.program import compile_evaluation, compile_program
 from realhf.runtime.trainer import Trainer
+from realhf.runtime.warnings import warnings_of
 from tests.cli_tools import TIMED, read_jsonl
 from tests.runtime.tiny import make_experiment, role, some_reward, write_task
 
@@ -270,6 +271,23 @@ def test_an_evaluation_runs_beside_training_on_ranks_of_its_own(pool, task, tmp_
         assert min(e["start"] for e in trained) < max(e["end"] for e in evaluated)
     assert _answers(out) == _answers(plain) and len(_answers(out)) == STEPS + 1
     assert _metrics(out) == _metrics(plain)
+    saved = ExecutionPlan.load(str(out / "plan.yaml")).calls  # With it, a resumed run continues.
+    assert str(saved["eval/actor_generate"].layout) == "d1@3" and "eval/reward_forward" not in saved
+
+
+def _run_to_resume(world, task, out, start):
+    experiment = _experiment(task, steps=3, checkpoint_every=1, keep_checkpoints=3)
+    checkpoint = None if start is None else newest_checkpoint(world, [start])
+    program = compile_program(experiment, _plan(("d3@0-2", "d1@0", "d2@0-1"), ALONE), world_size=world.size)
+    Trainer(program, world, out=out, checkpoint=checkpoint, quiet=True).run()
+
+
+@pytest.mark.slow
+def test_a_run_with_evaluations_beside_it_continues_bit_for_bit(pool, task, tmp_path):
+    pool.run(_run_to_resume, task, tmp_path / "whole", None)
+    pool.run(_run_to_resume, task, tmp_path / "branch", tmp_path / "whole/checkpoints/step_1")
+    assert _answers(tmp_path / "branch") == _answers(tmp_path / "whole")
+    assert _metrics(tmp_path / "branch") == _metrics(tmp_path / "whole")
 
 
 def test_what_is_refused(task):
@@ -298,6 +316,19 @@ def test_what_is_refused(task):
     dpo = DPO(actor=role(task), dataset=DatasetConfig(str(pairs)), eval_dataset={"a": several})
     with pytest.raises(ValueError, match=r"eval_dataset.a.samples is 2: it must be 1, as rows are pref"):
         compile_program(dpo, None, world_size=1)
+
+
+def test_a_plan_of_training_serves_an_evaluation_alone(task):
+    """Entries of calls that only training has are left out, and no role is trained."""
+    plan = _plan(("d2@0-1", "d1@0", "t2@0-1"), ALONE)
+    program = compile_evaluation(_experiment(task), plan, world_size=4)
+    assert program.roles.keys() == {"actor"} and program.roles["actor"].optimizer is None
+    assert {str(one.plan["actor_generate"].layout) for one in program.evaluations} == {"d1@3"}
+    assert str(program.homes["actor"]) == "d1@3"
+    assert any("3 ranks (0, 1, 2) have no call" in text for text in warnings_of(program, None, {}))
+    others = ExecutionPlan.from_dict({"calls": {"actor_train": {"layout": "d1@0"}}})
+    with pytest.raises(ValueError, match=r"^calls.actor_generate is missing"):
+        compile_evaluation(_experiment(task), others, world_size=1)
 
 
 def test_the_first_and_last_values_without_evaluations():
