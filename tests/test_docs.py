@@ -26,6 +26,7 @@ from realhf.runtime.host_call import call_host_function
 from tests.cli.test_plan import write_profile
 from tests.cli.test_rollouts import ROWS, write
 from tests.cli_tools import REALHF, REPO, Command
+from tests.docs_pages import commands, fences
 from tests.families import CASES
 from tests.hub import gsm8k_rows, parquet_bytes
 
@@ -37,13 +38,11 @@ GUIDES = [DOCS / f"{name}.md" for name in (
 PLACEHOLDER = re.compile(r'"path/to/[\w-]+"')
 MODEL = "runs/sft/hf/step_700"
 TEACHER = "runs/grpo/hf/step_60"
-DOWNLOAD = "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-Instruct"
 ELSEWHERE = {
     "source .venv/bin/activate": "`make` makes .venv; its commands are on the path then",
     "make demo": "the demo: `make demo` is run by itself",
     "make demo DEMO_ARGS=--lora": "the demo",
     "make test": "these tests",
-    DOWNLOAD: "needs the hub; a tiny model of the same family takes its place (write_files)",
     "python benchmarks/gpu_check.py --json gpu.json": "needs a GPU",
     "pytest tests/test_families.py -k olmo-2": "one of these tests",
     "pip install realhf[wandb]": "needs a package index; the extra exists",
@@ -58,28 +57,14 @@ ELSEWHERE = {
 """Command -> why it is not run here; the files and targets in it must exist."""
 
 
-def fences(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield the language and the text of every fenced block."""
-    for match in re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", page.read_text(), re.M | re.S):
-        yield match[2], match[3]
-
-
 def blocks(language: str) -> list[str]:
     """Return the blocks in a language from all pages."""
     return [text for page in PAGES for found, text in fences(page) if found == language]
 
 
-def commands(page: Path) -> Iterator[str]:
-    """Yield every command line of the page, without comments; lines that end in a backslash are joined."""
-    for language, text in fences(page):
-        lines = text.replace("\\\n", " ").splitlines()
-        if language != "sh":  # A terminal: commands after a prompt, and their output.
-            lines = [line[2:] for line in lines if line.startswith("$ ")]
-        yield from (" ".join(words) for line in lines if (words := shlex.split(line, comments=True)))
-
-
 COMMANDS = [command for page in PAGES for command in commands(page)]
-REALHF_COMMANDS = list(dict.fromkeys(c for c in COMMANDS if c.startswith("realhf ")))
+REALHF_COMMANDS = [c for c in dict.fromkeys(COMMANDS) if c.startswith("realhf ") and "gsm8k" not in c]
+"""The commands that need no hub; tests/test_hub.py has the others."""
 
 
 def snippet(*, beginning: str) -> str:
@@ -102,7 +87,9 @@ def write_files(directory: Path) -> None:
     for name in ("held_out", "easy", "other", "hard"):
         (directory / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (directory / "rewards.py").write_text("def score(completions): return [0.0 for text in completions]\n")
-    (directory / DOWNLOAD.split()[-1]).symlink_to(MODEL)
+    for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).symlink_to((directory / MODEL).absolute())
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +153,7 @@ def test_commands_work(command, workplace, capsys):
 
 
 def test_every_command_is_run_or_named_with_a_reason():
-    others = {command for command in COMMANDS if not command.startswith("realhf ")}
+    others = {c for c in COMMANDS if not c.startswith("realhf ")}
     assert others == set(ELSEWHERE)
     assert len(REALHF_COMMANDS) >= 17
     for page in PAGES:  # No command hides in a block that is not read.
@@ -183,8 +170,6 @@ def test_commands_for_elsewhere_name_what_exists(workplace, capsys):
             assert words[1] in targets
             flag = " ".join(words[2:]).removeprefix("DEMO_ARGS=--")
             assert not flag or f"    {flag}: " in (REPO / "examples/demo.py").read_text()
-        elif words[0] == "hf":
-            assert f'model="{words[-1]}"' in snippet(beginning="# first.py")
         elif words[0] == "pytest":
             assert (REPO / words[1]).is_file() and words[3] in CASES
         elif words[0] == "pip":
@@ -225,7 +210,7 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
               SETS, SOURCES)  # fmt: skip
-    beginnings = ("# first.py", *others)
+    beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
     compile(snippet(beginning=SIGNATURE), "docs", "exec")
@@ -336,7 +321,7 @@ def test_the_commands_of_the_readme_as_a_reader_runs_them(tmp_path):
     write_files(tmp_path)
     for name in ("plans", "models", "realhf"):  # (The package is found from the current directory.)
         (tmp_path / name).symlink_to(REPO / name)
-    found = [c for page in (PAGES[0], *GUIDES) for c in commands(page) if c.startswith("realhf ")]
+    found = [c for page in (PAGES[0], *GUIDES) for c in commands(page) if c in REALHF_COMMANDS]
     examples_first = sorted(dict.fromkeys(found), key=lambda c: not c.startswith("realhf run examples/"))
     for command in examples_first:
         words = shlex.split(command)[1:]

@@ -1,6 +1,7 @@
 """Models and data sets by their names, from a hub on this machine and with real processes."""
 
 import json
+import shlex
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from realhf.hub import HubName, parse_hub_name
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from tests.cli_tools import REPO
+from tests.docs_pages import commands, fences
 from tests.hub import Hub, Repository, gsm8k_repository, gsm8k_rows, hub, model_repository
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -51,11 +53,13 @@ def server():
         yield running
 
 
-def realhf(server: Hub, home: Path, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def realhf(
+    server: Hub, home: Path, *words: object, cwd: Path = REPO, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command with its cache in `home`."""
     command = [sys.executable, "-m", "realhf", *map(str, words)]
     settings = server.environment(home, PYTHONPATH=str(REPO), OMP_NUM_THREADS="1", **environment)
-    return subprocess.run(command, env=settings, cwd=REPO, capture_output=True, text=True)
+    return subprocess.run(command, env=settings, cwd=cwd, capture_output=True, text=True)
 
 
 def python(server: Hub, home: Path, code: str, **environment: str) -> str:
@@ -120,6 +124,35 @@ def test_two_processes_answer_as_one_does_and_ask_the_hub_no_more(server, tmp_pa
     assert set(server.downloads().values()) == {1}
     one, two = ((tmp_path / f"{count}/eval.jsonl").read_text() for count in (1, 2))
     assert one == two
+
+
+def on_the_first_page() -> tuple[str, list[list[str]]]:
+    """Return the README's experiment, and the words of the commands that use it."""
+    page = REPO / "README.md"
+    (text,) = (text for _, text in fences(page) if text.startswith("# gsm8k.py"))
+    return text, [shlex.split(c)[1:] for c in commands(page) if c.startswith("realhf ") and "gsm8k" in c]
+
+
+def test_the_experiment_of_the_first_page_is_sound(server, tmp_path):
+    text, (words, *_) = on_the_first_page()
+    (tmp_path / "gsm8k.py").write_text(text)
+    checked = realhf(server, tmp_path / "home", *words, cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    assert "100 steps, 3200 prompts, 50 epochs of 64 rows" in checked.stdout
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_first_page(server, tmp_path):
+    """The experiment is as it stands; options make the run short."""
+    text, (_, run, rollouts, evaluation) = on_the_first_page()
+    (tmp_path / "gsm8k.py").write_text(text)
+    short = ("--steps", 2, "--batch-size", 4, "--sampling.max-new-tokens", 16, "--eval-dataset.max-rows", 4)
+    for words in ([*run, *short], rollouts, [*evaluation, "--max-rows", 4, "--max-new-tokens", 8]):
+        done = realhf(server, tmp_path / "home", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert "pass@8" in done.stdout
+    summary = json.loads((tmp_path / "runs/gsm8k/summary.json").read_text())
+    assert {"eval/pass@4", "eval/math_answer", "eval/boxed"} <= summary["evals"].keys()
 
 
 def test_processes_that_ask_at_once_download_each_file_once(server, tmp_path):
