@@ -2,7 +2,6 @@
 
     python benchmarks/large_dataset.py                        # 2 GB, and a small file to compare with
     python benchmarks/large_dataset.py --gb 2 --row-bytes 100 # short rows: more of them
-    python benchmarks/large_dataset.py --parquet              # the same rows as parquet
 
 It writes the file into a temporary directory, and runs one GRPO step of a tiny model on it with `realhf run`
 in two processes. The time ends when the first step is written. The memory is the peak of the resident pages
@@ -72,19 +71,6 @@ def write_rows(path: Path, *, num_bytes: float, row_bytes: int) -> int:
     return count
 
 
-def to_parquet(path: Path) -> Path:
-    """Write the rows of a JSONL file as parquet in groups of 50,000 rows; return the new file."""
-    import pyarrow.json
-    import pyarrow.parquet
-
-    target = path.with_suffix(".parquet")
-    blocks = pyarrow.json.open_json(path)
-    with pyarrow.parquet.ParquetWriter(target, blocks.schema) as writer:
-        for batch in blocks:
-            writer.write_batch(batch, row_group_size=50_000)
-    return target
-
-
 def run(data: Path, directory: Path) -> Measured:
     """Run one step and return the seconds until it is written, and the peaks of the processes."""
     out = directory / f"run-{data.name}"
@@ -148,7 +134,6 @@ def main() -> int:
     add = parser.add_argument
     add("--gb", type=float, default=2.0, help="size of the file in GB; default: 2")
     add("--row-bytes", type=int, default=1000, help="bytes of a row; default: 1000")
-    add("--parquet", action="store_true", help="write the rows as parquet, too, and read that")
     add("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args()
     num_bytes = options.gb * 1e9
@@ -162,7 +147,7 @@ def main() -> int:
         large = directory / "large.jsonl"
         num_rows = write_rows(large, num_bytes=num_bytes, row_bytes=options.row_bytes)
         harness.progress(f"wrote {num_rows} rows")
-        files = {"small": small, "large": to_parquet(large) if options.parquet else large}
+        files = {"small": small, "large": large}
         found = {name: run(path, directory) for name, path in files.items()}
     table = Table("file", "seconds to the first step", "CPU s of a process", "peak GiB of each process")
     for name, measured in found.items():

@@ -175,7 +175,8 @@ def _opened(path: Path, size: int, modified: int, cache: Callable[[], Path]) -> 
             return ArrowFile(str(path), batches, num_bytes=num_bytes)
         # Its row groups would have to be decoded as a whole for each row of a random order.
         key = hashlib.sha256(f"{path.resolve()} {size} {modified}".encode()).hexdigest()[:20]
-        copy = prepare_once(cache() / "realhf" / f"{path.stem}-{key}.arrow", lambda target: _copy(path, target))
+        target = cache() / "realhf" / f"{path.stem}-{key}.arrow"
+        copy = prepare_once(target, lambda temporary: _copy(path, temporary))
         return ArrowFile(str(path), mapped_batches(copy), num_bytes=copy.stat().st_size)
     except (ValueError, OSError) as error:
         raise UserError(f"dataset {path} cannot be read as parquet: {error}") from error
