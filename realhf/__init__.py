@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
         HostFunction,
         LogProbs,
         OptimizerConfig,
-        SamplingConfig,
         Scores,
         TopLogProbs,
         TrainStep,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
         TokenReward,
     )
     from realhf.sample_pool import Pool
+    from realhf.sampling_config import SamplingConfig
     from realhf.step_program import StepRunner
 
 _PUBLIC = {
@@ -75,8 +75,8 @@ _PUBLIC = {
     "algorithms.rloo": ("RLOO",),
     "algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
     "algorithms.sft": ("SFT",),
-    "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
-              "TopLogProbs", "TrainStep", "Values"),
+    "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "Scores", "TopLogProbs",
+              "TrainStep", "Values"),
     "cluster": ("Cluster",),
     "data.dataset": ("DatasetConfig",),
     "experiment": ("Expected", "Experiment", "Role"),
@@ -91,6 +91,7 @@ _PUBLIC = {
     "rewards.shaping": ("CosineReward", "RepetitionPenalty", "ScoreShaping", "SoftOverlongPenalty",
                         "TokenReward"),
     "sample_pool": ("Pool",),
+    "sampling_config": ("SamplingConfig",),
     "step_program": ("StepRunner",),
 }
 """Public names by the module that defines them."""
