@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
         HostFunction,
         LogProbs,
         OptimizerConfig,
-        SamplingConfig,
         Scores,
         TopLogProbs,
         TrainStep,
@@ -62,6 +61,7 @@ if TYPE_CHECKING:  # For editors and type checkers: the names below are imported
     from realhf.rewards.unit_tests import UnitTests
     from realhf.rollout_log import RolloutLog
     from realhf.sample_pool import Pool
+    from realhf.sampling_config import SamplingConfig
     from realhf.step_program import StepRunner
 
 _PUBLIC = {
@@ -91,8 +91,8 @@ _PUBLIC = {
     "algorithms.rloo": ("RLOO",),
     "algorithms.scalerl": ("ScaleRL", "scalerl_actor"),
     "algorithms.sft": ("SFT",),
-    "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "SamplingConfig", "Scores",
-              "TopLogProbs", "TrainStep", "Values"),
+    "calls": ("Generate", "HostFunction", "LogProbs", "OptimizerConfig", "Scores", "TopLogProbs",
+              "TrainStep", "Values"),
     "cluster": ("Cluster",),
     "data.dataset": ("DatasetConfig", "DatasetMixture"),
     "evaluation.sets": ("Evaluation",),
@@ -109,6 +109,7 @@ _PUBLIC = {
                         "TokenReward"),
     "rollout_log": ("RolloutLog",),
     "sample_pool": ("Pool",),
+    "sampling_config": ("SamplingConfig",),
     "step_program": ("StepRunner",),
 }
 """Public names by the module that defines them."""
