@@ -22,6 +22,8 @@ from realhf import Experiment, FunctionCall, HostFunction, Role, families
 from realhf.cli.main import main
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import read_rows
+from realhf.rewards.scorer import Answers
+from realhf.rewards.scoring import RewardCall
 from realhf.runtime.host_call import call_host_function
 from tests.cli.test_plan import write_profile
 from tests.cli.test_rollouts import ROWS, write
@@ -184,6 +186,7 @@ def test_commands_for_elsewhere_name_what_exists(workplace, capsys):
 ACTORS = ('actor=Role(model="path/to/a-model"', 'actor=Role(model="path/to/a-phi-2"')
 PREPARES = "from realhf import prepare_once"
 FAMILY = '"olmo2": Family('
+REWARDS = "experiment.reward_function = ["
 SIGNATURE = "def reward("
 LIMITS = "from realhf import RewardLimits"
 ROLLOUTS = "from realhf import RolloutLog"
@@ -207,9 +210,21 @@ def test_snippets_for_a_role_fit_the_first_experiment(beginning, workplace, caps
     assert main(["check", str(path), "--nproc", "2"]) == 0, capsys.readouterr().err
 
 
+def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
+    (block,) = (text for text in blocks("python") if text.startswith(REWARDS))
+    names = {"experiment": Experiment(), "Reward": realhf.Reward}
+    for name in ("exact_answer", "polite", "judge"):
+        exec(f"def {name}(completions):\n    return [0.5 for c in completions]", names)
+    exec(block, names)
+    call = RewardCall(names["experiment"].reward_function, ())
+    answers = Answers([0], ["p"], ["a"], [[1]], {})
+    assert call.scored(answers).by_name == [{"exact_answer": 0.5, "polite": 0.5, "judge": 0.5}]
+    assert call.scored(answers).totals == [0.5 + 0.1 + 0.5]
+
+
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
-              SETS, SOURCES)  # fmt: skip
+              SETS, SOURCES, REWARDS)  # fmt: skip
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)

@@ -1,4 +1,4 @@
-"""Rewards with a concurrency: calls with single samples at the same time, time limits, and the order of results."""
+"""Rewards with a concurrency: calls at the same time, time limits, and the order of results."""
 
 import asyncio
 import math

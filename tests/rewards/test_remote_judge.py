@@ -10,7 +10,6 @@ import pytest
 from realhf import RemoteJudge, Reward, RewardLimits
 from realhf.errors import UserError
 from realhf.rewards.reward import reward_columns
-from realhf.rewards.scorer import Answers
 from realhf.rewards.scoring import RewardCall
 
 
@@ -113,7 +112,8 @@ def test_a_chat_model_is_asked(service):
     judge = RemoteJudge(
         service.url + "chat", columns=("gold",), prompt="{prompt} {completion} {gold} {other}",
         model="judge", scale=10.0)  # fmt: skip
-    expected = [len(f"prompt {text} {text} {gold} {{other}}") / 10 for text, gold in (("a", "1"), ("bb", "2"))]
+    shown = ["prompt a a 1 {other}", "prompt bb bb 2 {other}"]
+    expected = [len(text) / 10 for text in shown]
     assert _score(judge, texts=("a", "bb"), gold=["1", "2"]) == expected
     path, _, document = service.requests[0]
     assert path == "/chat" and document["model"] == "judge" and document["temperature"] == 0.0

@@ -166,7 +166,7 @@ def test_metrics_are_means_over_the_samples_to_which_a_reward_applies():
 
 
 def test_functions_may_log(tmp_path):
-    """`log_metric` is averaged over samples, and `log_extra` adds columns; only functions that ask get them."""
+    """`log_metric` is averaged over samples, and `log_extra` adds columns; functions that ask get them."""
 
     def told(completions, log_metric, log_extra, trainer_state, **columns):
         assert columns.keys() == {"prompts", "completion_ids"}
@@ -232,6 +232,7 @@ def run_several(world, layouts, directory):
     return (result.metrics, result.summary["eval_last"]) if world.rank == 0 else None
 
 
+CALLS = ("actor_generate", "ref_forward", "actor_train")
 NAMES = ("reward/odd_only", "reward/odd_only/std", "reward/async", "reward/pooled", "noted/length",
          "reward/mean", "actor/grad_norm")  # fmt: skip
 
@@ -243,12 +244,12 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(pool, task):
-    return pool.run(run_several, dict.fromkeys(("actor_generate", "ref_forward", "actor_train"), "d1@0"), task)[0]
+    return pool.run(run_several, dict.fromkeys(CALLS, "d1@0"), task)[0]
 
 
 @pytest.mark.parametrize("layout", ["d2@0-1", "t2@0-1", "p2@0-1"])
 def test_a_plan_does_not_change_the_rewards(pool, task, reference, layout):
-    layouts = dict.fromkeys(("actor_generate", "ref_forward", "actor_train"), layout)
+    layouts = dict.fromkeys(CALLS, layout)
     if layout == "d2@0-1":
         layouts["reward_forward"] = "d4@0-3"
     metrics, score = pool.run(run_several, layouts, task)[0]

@@ -12,6 +12,7 @@ from realhf.rewards.unit_tests import code_of
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the sandbox needs Linux")
 RIGHT = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 HALF = "```python\ndef add(a, b):\n    return 2 * a\n```"
+CHAT = [{"role": "assistant", "content": RIGHT}]
 ASSERTIONS = ["assert add(1, 1) == 2", "assert add(1, 2) == 3"]
 PROGRAM = "```py\na, b = map(int, input().split())\nprint(a + b)\n```"
 PAIRS = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "4"}]
@@ -26,7 +27,7 @@ def test_the_reward_is_the_share_of_tests():
     reward = UnitTests()
     assert reward_columns(reward, ["answer"]) == ("tests",)
     wrong = "```python\ndef add(a, b):\n    raise ValueError\n```"
-    completions = [RIGHT, HALF, wrong, "I do not know", [{"role": "assistant", "content": RIGHT}], RIGHT, RIGHT]
+    completions = [RIGHT, HALF, wrong, "I do not know", CHAT, RIGHT, RIGHT]
     tests = [ASSERTIONS] * 5 + [[], "\n".join(ASSERTIONS)]
     metrics: dict[str, float] = {}
     extra = {}
