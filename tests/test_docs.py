@@ -187,6 +187,7 @@ ACTORS = ('actor=Role(model="path/to/a-model"', 'actor=Role(model="path/to/a-phi
 PREPARES = "from realhf import prepare_once"
 FAMILY = '"olmo2": Family('
 REWARDS = "experiment.reward_function = ["
+LIKE_TRL = "# trl: GRPOTrainer("
 SIGNATURE = "def reward("
 LIMITS = "from realhf import RewardLimits"
 ROLLOUTS = "from realhf import RolloutLog"
@@ -224,7 +225,7 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
 
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
-              SETS, SOURCES, REWARDS)  # fmt: skip
+              SETS, SOURCES, REWARDS, LIKE_TRL)  # fmt: skip
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
@@ -381,3 +382,26 @@ def test_readme_prepares_files_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(snippet(beginning=PREPARES), names := {})
     assert names["data"].read_text() == '{"prompt": "1+1=", "answer": "2"}\n'
+
+
+def test_rows_about_other_libraries_name_what_exists():
+    """Each row of the pages for people who come from TRL or verl names a test, or says what is missing."""
+    for page in DOCS.glob("coming-from-*.md"):
+        rows = re.findall(r"^\| (.+) \| (.+) \| (.*) ?\|$", page.read_text(), re.M)
+        rows = [row for row in rows if not set("".join(row)) <= set("-| ") and row[2].strip() != "test"]
+        assert len(rows) >= 35
+        for theirs, ours, test in rows:
+            path, _, name = test.strip().partition("::")
+            if path:
+                assert f"def {name}(" in (REPO / path).read_text(), f"{page.name}: {theirs}"
+            else:
+                assert ours.startswith("not here"), f"{page.name}: {theirs}"
+
+
+def test_the_experiment_for_those_who_come_from_trl_is_one(workplace, capsys):
+    path = workplace / "like_trl.py"
+    imports = f"from realhf import {', '.join(realhf.__all__)}\n"
+    functions = "".join(f"def {name}(completions): return [0.0]\n" for name in ("right", "brief"))
+    Path("rows.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
+    path.write_text(imports + functions + snippet(beginning=LIKE_TRL))
+    assert main(["plan", str(path), "--cluster", "cpu-laptop", "--gap", "0.3"]) == 0, capsys.readouterr().err

@@ -97,6 +97,18 @@ def test_plain_lines_come_only_in_long_steps(capsys, program):
     assert capsys.readouterr().err == ""
 
 
+def test_every_so_many_steps_have_a_line(task, capsys):
+    program = compile_program(make_experiment("grpo", task, steps=5, log_every=2), None, world_size=1)
+    shown = Progress(program, Activity())
+    shown.start([], held_out={})
+    capsys.readouterr()
+    for step in range(1, 6):
+        shown.step(step, {"timing_s/step": 0.05})
+    shown.stop()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 2/5", "step 4/5"]
+
+
 def test_a_terminal_shows_it_live(tmp_path, program):
     activity = Activity(step="step 1/3")
     shown = Progress(program, activity)
