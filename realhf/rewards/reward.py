@@ -42,7 +42,7 @@ class Reward:
     function: RewardFunction
     weight: float = 1.0
     """The score of a sample is the sum of weight times value, over the rewards that apply to the sample."""
-    name: str | None = None  # The reward is logged as `reward/<name>`; None: the function's name.
+    name: str | None = None  # The reward is logged as `reward/<name>/mean`; None: the function's name.
     concurrency: int | None = None
     """How many calls run at once, each with one sample; None: one call with all samples of a rank. Calls of
     plain functions run in threads, those of `async` functions in one event loop."""
@@ -83,7 +83,7 @@ def rewards_of(given: RewardFunctions) -> tuple[Reward, ...]:
             rule = "give them names by Reward(f, name=...)"
             raise UserError(f"{count} reward functions are named {label!r}: {rule}")
         if label in _METRICS:
-            taken = f"the metric reward/{label} is that of all rewards together"
+            taken = f"metrics reward/{label} are those of all rewards together"
             raise UserError(f"a reward function is named {label!r}: {taken}; use Reward(f, name=...)")
     return rewards
 

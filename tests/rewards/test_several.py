@@ -92,7 +92,7 @@ def test_the_first_function_that_fails_is_named():
         ([], "reward_function is empty: give at least one function"),
         ([length, length], "2 reward functions are named 'length': give them names by Reward"),
         ([Reward(even, name="length"), length], "2 reward functions are named 'length'"),
-        (Reward(length, name="mean"), "a reward function is named 'mean': the metric reward/mean is that of"),
+        (Reward(length, name="mean"), "a reward function is named 'mean': metrics reward/mean are those of"),
         ([length, 3], "reward_function is 3: it must be a function"),
         ("length", "reward_function is 'length': it must be a function"),
     ],
@@ -158,11 +158,11 @@ def _batch(score, **columns):
 def test_metrics_are_means_over_the_samples_to_which_a_reward_applies():
     rows = [{"a": 1.0, "b": None}, {"a": 2.0, "b": 7.0}, {"a": 4.0, "b": None}]
     metrics = rollout_metrics(_batch([1.0, 2.0, 3.0], reward_scores=rows))
-    assert metrics["reward/a"] == fmean([1, 2, 4]) and metrics["reward/a/std"] == pstdev([1, 2, 4])
-    assert metrics["reward/b"] == 7.0 and metrics["reward/b/std"] == 0.0
+    assert metrics["reward/a/mean"] == fmean([1, 2, 4]) and metrics["reward/a/std"] == pstdev([1, 2, 4])
+    assert metrics["reward/b/mean"] == 7.0 and metrics["reward/b/std"] == 0.0
     assert metrics["reward/mean"] == 2.0
     none = rollout_metrics(_batch([0.0], reward_scores=[{"a": None}]))
-    assert "reward/a" not in none
+    assert "reward/a/mean" not in none
 
 
 def test_functions_may_log(tmp_path):
@@ -233,8 +233,8 @@ def run_several(world, layouts, directory):
 
 
 CALLS = ("actor_generate", "ref_forward", "actor_train")
-NAMES = ("reward/odd_only", "reward/odd_only/std", "reward/async", "reward/pooled", "noted/length",
-         "reward/mean", "actor/grad_norm")  # fmt: skip
+NAMES = ("reward/odd_only/mean", "reward/odd_only/std", "reward/async/mean", "reward/pooled/mean",
+         "noted/length", "reward/mean", "actor/grad_norm")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_a_plan_does_not_change_the_rewards(pool, task, reference, layout):
     for ours, expected in zip(metrics, reference[0], strict=True):
         assert {name: ours[name] for name in NAMES} == pytest.approx(
             {name: expected[name] for name in NAMES}, rel=1e-9)  # fmt: skip
-        assert ours["reward/odd_only"] == ours["reward/pooled"] != ours["reward/async"]
+        assert ours["reward/odd_only/mean"] == ours["reward/pooled/mean"] != ours["reward/async/mean"]
 
 
 def test_the_context_of_the_run_gives_the_step():

@@ -33,10 +33,10 @@ from tests.runtime.tiny import make_experiment, write_task
 
 WORLD_SIZE = 6
 ROLES = {
-    "actor": Role("", optimizer=OptimizerConfig()),
-    "critic": Role("", optimizer=OptimizerConfig()),
-    "ref": Role(""),
-    "average": Role("", follows="actor"),
+    "actor": Role("", dtype="float32", optimizer=OptimizerConfig()),
+    "critic": Role("", dtype="float32", optimizer=OptimizerConfig()),
+    "ref": Role("", dtype="float32"),
+    "average": Role("", dtype="float32", follows="actor"),
 }
 SPECS = dict.fromkeys(ROLES, model_spec(ModelConfig("llama", 8, 4, 6, 2, 2, 2, 2)))
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -231,6 +232,7 @@ class _Waits:
     """A reward of evaluations that waits until training has begun the next step."""
 
     directory: Path
+    __name__: ClassVar[str] = "some_reward"
 
     def __call__(self, completions, **columns):
         number = len(list(self.directory.glob("evaluated_*")))

@@ -171,7 +171,7 @@ def test_samples_of_another_distribution_are_warned_of(task):
     def found(**settings):
         sampling = SamplingConfig(max_new_tokens=7, **settings)
         program = compile_program(_experiment(task, sampling=sampling), None, world_size=1)
-        return warnings_of(program, None, None)
+        return warnings_of(program, None, {})
 
     what = "actor trains on samples of another distribution than its log-probs tell"
     assert found(min_p=0.1, top_k=3, stop="a", stop_token_ids=(3,), ignore_eos=True) == []
