@@ -341,6 +341,8 @@ def test_the_commands_of_the_readme_as_a_reader_runs_them(tmp_path):
     examples_first = sorted(dict.fromkeys(found), key=lambda c: not c.startswith("realhf run examples/"))
     for command in examples_first:
         words = shlex.split(command)[1:]
+        if "--out" in words and (tmp_path / words[words.index("--out") + 1] / "summary.json").exists():
+            continue  # The same example has been run without the option.
         with Command(*REALHF, *words, cwd=tmp_path) as process:
             code, _, err = process.finish(timeout=1200)
         assert code == 0, f"{command}\n{err}"
