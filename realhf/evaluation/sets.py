@@ -29,7 +29,10 @@ class Evaluation:
     max_rows: int = 0  # Most rows, spread evenly over those of the dataset; 0: all of them.
     function: Any = None
     """Scores the answers, in the place of the experiment's `eval_function` or `reward_function`."""
-    correct_above: float = 0.5  # An answer counts as correct (in pass@k) if its score is above this.
+    correct_by: str | None = None
+    """Name of the reward that decides which answers are right, in pass@k, majority@k and the other metrics of
+    several samples; None: the first reward. The score is the weighted sum of all rewards."""
+    correct_above: float = 0.5  # An answer counts as right if that reward is above this.
 
     def __post_init__(self) -> None:
         check_types(self, "Evaluation.")

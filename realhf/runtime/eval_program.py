@@ -12,7 +12,7 @@ from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.runtime import checks
 from realhf.runtime.actions import Action, compile_actions, complete_plan, parameter_specs
-from realhf.runtime.answers import with_record
+from realhf.runtime.answers import REWARD_SCORES, with_record
 
 _PLAN = "eval/"
 """Beginning of the names under which a plan has layouts of evaluations: `eval/<call>` for all sets, and
@@ -61,11 +61,22 @@ def evaluation_graphs(experiment: Experiment) -> list[EvaluationProgram]:
         if one.reads_pairs and evaluation.samples > 1:
             why = "rows are preference pairs: their prompts get one answer"
             raise ValueError(f"{one.field}.samples is {evaluation.samples}: it must be 1, as {why}")
+        _check_deciding_reward(one)
         rows = checks.check_rows(evaluation.dataset, one.field, graph)
         with_answers = with_record(
             graph, rows, samples_per_prompt=one.group_size, keeps_all=not one.reads_pairs)
         sets.append(replace(one, graph=with_answers))
     return sets
+
+
+def _check_deciding_reward(one: EvaluationProgram) -> None:
+    """Raise ValueError if `correct_by` is not the name of a reward of the set."""
+    functions = [call.work.function for call in one.graph.of_kind("host")]
+    names = [reward.label for function in functions for reward in getattr(function, "rewards", ())]
+    others = not names and one.graph.producer(REWARD_SCORES) is not None  # They are known by name, but later.
+    if (name := one.evaluation.correct_by) is not None and name not in names and not others:
+        there_are = f"its rewards are {', '.join(names)}" if names else "it has no reward functions"
+        raise ValueError(f"{one.field}.correct_by is {name!r}: {there_are}")
 
 
 def legal_names(sets: Sequence[EvaluationProgram]) -> list[str]:

@@ -1,5 +1,6 @@
 """Evaluations: runs the evaluations of a program on this rank, and joins what all ranks have found."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -7,7 +8,14 @@ from typing import Any
 from realhf.data.loader import Loader, MixedLoader, make_loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
-from realhf.evaluation.metrics import ScoredAnswer, length_metrics, named_scores, sample_metrics
+from realhf.evaluation.metrics import (
+    ScoredAnswer,
+    known_values,
+    length_metrics,
+    mean,
+    named_scores,
+    sample_metrics,
+)
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checks import row_faults_of
 from realhf.runtime.eval_program import EvaluationProgram
@@ -136,17 +144,24 @@ def _metrics_of_answers(one: EvaluationProgram, rows: Sequence[Mapping[str, Any]
     if not rows:
         return {}
     evaluation = one.evaluation
-    prompts = [[_scored(row) for row in group] for group in _by_prompt(rows)]
+    decides = evaluation.correct_by or next(iter(rows[0].get("scores", ())), None)
+    prompts = [[_scored(row, decides) for row in group] for group in _by_prompt(rows)]
     metrics = sample_metrics(prompts, samples=evaluation.samples, correct_above=evaluation.correct_above)
+    metrics["score"] = mean(known_values(row["score"] for row in rows))
     if "scores" in rows[0]:
         metrics = named_scores([row["scores"] for row in rows]) | metrics
     return metrics | length_metrics(rows)
 
 
-def _scored(row: Mapping[str, Any]) -> ScoredAnswer:
-    """Return the answer with what a majority compares: what the reward has found, else the stripped text."""
+def _scored(row: Mapping[str, Any], decides: str | None) -> ScoredAnswer:
+    """Return the answer with the value of the reward that decides; without names, with its score.
+
+    A majority compares what the reward has found in the answer, or else the stripped text.
+    """
+    value = row["score"] if decides is None else row["scores"][decides]
     text = row["completion"]
-    return ScoredAnswer(row["score"], row["final_answer"] if "final_answer" in row else text.strip())
+    vote = row["final_answer"] if "final_answer" in row else text.strip()
+    return ScoredAnswer(math.nan if value is None else value, vote)
 
 
 def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:

@@ -1,6 +1,8 @@
 """Draws pictures of a run from its files: the reward curve, and the timeline of a step by rank."""
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from matplotlib.patches import Patch
 _MOVE = "move data, or wait for it"
 _EVALUATION = "eval/"
 """Beginning of the names of calls of an evaluation, which the timeline of a step leaves out."""
+_HELD_OUT = re.compile(r"eval/(?:(?P<set>[^/]+)/)?(?:score|pass@(?P<k>\d+))")
 _CURVES = (("reward/mean", "mean reward"), ("actor/loss", "loss"), ("reward/accuracy", "accuracy"))
 
 
@@ -30,7 +33,8 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
     name, title = next(((n, t) for n, t in _CURVES if any(n in s for s in steps)), _CURVES[-1])
     figure = Figure(figsize=(8, 4.5), dpi=120)
     axes = figure.subplots()
-    curves = ((name, f"{title} (training)", "-"), ("eval/score", "held-out score (greedy)", "o--"))
+    held_out = held_out_curves([key for step in steps for key in step])
+    curves = [(name, f"{title} (training)", "-"), *((key, label, "o--") for key, label in held_out)]
     for key, label, style in curves:
         points = [(s["step"], s[key]) for s in steps if key in s]
         if points:
@@ -40,6 +44,23 @@ def _draw_curve(steps: list[dict[str, Any]], path: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)
+
+
+def held_out_curves(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the metrics of evaluations to draw, with labels: scores, and the pass@k of the largest k."""
+    found: dict[str, str] = {}
+    largest: dict[str, int] = {}
+    for name in dict.fromkeys(names):
+        if match := _HELD_OUT.fullmatch(name):
+            of_set = match["set"] or ""
+            if match["k"] is None:
+                found[name] = "held-out score" + (f" ({of_set})" if of_set else "")
+            else:
+                largest[of_set] = max(largest.get(of_set, 0), int(match["k"]))
+    for of_set, k in largest.items():
+        prefix = f"{_EVALUATION}{of_set}/" if of_set else _EVALUATION
+        found[f"{prefix}pass@{k}"] = f"held-out pass@{k}" + (f" ({of_set})" if of_set else "")
+    return list(found.items())
 
 
 def steps_to_draw(events: list[dict[str, Any]]) -> list[int]:

@@ -11,7 +11,16 @@ from typing import ClassVar
 
 import pytest
 
-from realhf import DPO, DatasetConfig, Evaluation, FunctionCall, HostFunction, SamplingConfig, graph_of
+from realhf import (
+    DPO,
+    DatasetConfig,
+    Evaluation,
+    FunctionCall,
+    HostFunction,
+    Reward,
+    SamplingConfig,
+    graph_of,
+)
 from realhf.dist.world import World
 from realhf.plan import ExecutionPlan
 from realhf.runtime.checkpointer import newest_checkpoint
@@ -338,6 +347,14 @@ def test_the_first_and_last_values_without_evaluations():
     assert found == {"eval_metric": None, "eval_first": None, "eval_last": None, "evals": {}}
 
 
+def brief(completion_ids):
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+def odd(completion_ids):
+    return [float(sum(ids) % 2) for ids in completion_ids]
+
+
 def _by_name(batch, context):
     """Return scores of a call that knows several rewards; one fails, and one does not apply everywhere."""
     lengths = [len(ids) for ids in batch["sequence_ids"].split()]
@@ -363,8 +380,35 @@ def test_scores_by_reward_and_failed_rewards(task, tmp_path):
     long = [one["long"] for one in named if one["long"] is not None]
     assert 0 < len(long) < 12 and last["eval/a/long"] == pytest.approx(sum(long) / len(long))
     assert last["eval/a/score"] == sum(range(12)) / 11
-    assert last["eval/a/best@2"] == sum((1, 3, 5, 7, 9, 11)) / 6
-    assert last["eval/a/pass@2"] == 1.0  # The prompt with a failed reward has one sample only.
+    pairs = [(named[i], named[i + 1]) for i in range(0, 12, 2)]
+    assert last["eval/a/mean@2"] == last["eval/a/even"]  # The first reward decides.
+    assert last["eval/a/pass@2"] == sum(max(one["even"], two["even"]) for one, two in pairs) / 6
+
+
+def test_one_of_several_rewards_decides_which_answers_are_right(task, tmp_path):
+    """A small reward for brevity changes the score, and not the share of right answers."""
+    data = DatasetConfig(str(task / "data.jsonl"))
+    rewards = [Reward(brief, weight=0.3), Reward(odd)]
+    sets = {
+        "first": Evaluation(data, samples=2, max_rows=6),
+        "odd": Evaluation(data, samples=2, max_rows=6, correct_by="odd")}
+    experiment = _experiment(task, steps=1, eval_dataset=sets)
+    experiment.reward_function = rewards
+    program = compile_program(experiment, None, world_size=1)
+    last = Trainer(program, World(), quiet=True, out=tmp_path).run().metrics[-1]
+    for name, decides in (("first", "brief"), ("odd", "odd")):
+        rows = read_jsonl(tmp_path / f"evals/{name}/step_1.jsonl")
+        values = [row["scores"][decides] for row in rows]
+        known = [values[i : i + 2] for i in range(0, 12, 2)]
+        prefix = f"eval/{name}"
+        assert last[f"{prefix}/mean@2"] == pytest.approx(sum(values) / 12)
+        assert last[f"{prefix}/best@2"] == pytest.approx(sum(map(max, known)) / 6)
+        assert last[f"{prefix}/pass@2"] == sum(max(pair) > 0.5 for pair in known) / 6
+        totals = [0.3 * row["scores"]["brief"] + row["scores"]["odd"] for row in rows]
+        assert last[f"{prefix}/score"] == pytest.approx(sum(totals) / 12)
+    experiment.eval_dataset = Evaluation(data, correct_by="even")
+    with pytest.raises(ValueError, match="eval_dataset.correct_by is 'even': its rewards are brief, odd"):
+        compile_program(experiment, None, world_size=1)
 
 
 def test_held_out_losses_of_several_sets(task):

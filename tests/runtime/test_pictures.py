@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from realhf.runtime.pictures import steps_to_draw, without_waits
+from realhf.runtime.pictures import held_out_curves, steps_to_draw, without_waits
 
 
 def event(step: int, rank: int, kind: str, start: float, end: float, **more: Any) -> dict[str, Any]:
@@ -33,3 +33,11 @@ def test_a_reallocation_is_drawn_from_when_the_others_have_begun():
     events = [receiver, sender, late_receiver, early_sender, sender_to_none, call]
     assert [e["start"] for e in without_waits(events)] == [5.0, 5.0, 3.0, 3.0, 1.0, 6.0]
     assert receiver["start"] == 1.0  # The given events stay as they are.
+
+
+def test_scores_of_all_sets_are_drawn_and_the_pass_rate_of_most_samples():
+    names = ["step", "reward/mean", "eval/score", "eval/pass@1", "eval/pass@4", "eval/pass@16",
+             "eval/majority@16", "eval/hard/score", "eval/hard/pass@2", "eval/response_length/mean"]  # fmt: skip
+    assert dict(held_out_curves(names)) == {
+        "eval/score": "held-out score", "eval/hard/score": "held-out score (hard)",
+        "eval/pass@16": "held-out pass@16", "eval/hard/pass@2": "held-out pass@2 (hard)"}
