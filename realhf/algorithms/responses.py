@@ -87,7 +87,7 @@ def _reward_logs(batch: Batch) -> dict[str, float]:
     logged, scores = (batch.fields.get(key, []) for key in ("reward_metrics", "reward_scores"))
     metrics = {name: fmean(values) for name, values in _by_name(logged).items()}
     for name, values in _by_name(scores).items():
-        metrics |= {f"reward/{name}": fmean(values), f"reward/{name}/std": pstdev(values)}
+        metrics |= {f"reward/{name}": fmean(values), f"reward/{name}_std": pstdev(values)}
     return metrics
 
 

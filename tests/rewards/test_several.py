@@ -158,8 +158,8 @@ def _batch(score, **columns):
 def test_metrics_are_means_over_the_samples_to_which_a_reward_applies():
     rows = [{"a": 1.0, "b": None}, {"a": 2.0, "b": 7.0}, {"a": 4.0, "b": None}]
     metrics = rollout_metrics(_batch([1.0, 2.0, 3.0], reward_scores=rows))
-    assert metrics["reward/a"] == fmean([1, 2, 4]) and metrics["reward/a/std"] == pstdev([1, 2, 4])
-    assert metrics["reward/b"] == 7.0 and metrics["reward/b/std"] == 0.0
+    assert metrics["reward/a"] == fmean([1, 2, 4]) and metrics["reward/a_std"] == pstdev([1, 2, 4])
+    assert metrics["reward/b"] == 7.0 and metrics["reward/b_std"] == 0.0
     assert metrics["reward/mean"] == 2.0
     none = rollout_metrics(_batch([0.0], reward_scores=[{"a": None}]))
     assert "reward/a" not in none
@@ -233,7 +233,7 @@ def run_several(world, layouts, directory):
 
 
 CALLS = ("actor_generate", "ref_forward", "actor_train")
-NAMES = ("reward/odd_only", "reward/odd_only/std", "reward/async", "reward/pooled", "noted/length",
+NAMES = ("reward/odd_only", "reward/odd_only_std", "reward/async", "reward/pooled", "noted/length",
          "reward/mean", "actor/grad_norm")  # fmt: skip
 
 
