@@ -146,8 +146,8 @@ def test_the_commands_of_the_first_page(server, tmp_path):
     """The experiment is as it stands; options make the run short."""
     text, (_, run, rollouts, evaluation) = on_the_first_page()
     (tmp_path / "gsm8k.py").write_text(text)
-    short = ("--steps", 2, "--batch-size", 4, "--sampling.max-new-tokens", 16, "--eval-dataset.max-rows", 4)
-    for words in ([*run, *short], rollouts, [*evaluation, "--max-rows", 4, "--max-new-tokens", 8]):
+    few = ("--sampling.max-new-tokens", 16, "--eval-dataset.max-rows", 4)
+    for words in ([*run, *few, "--steps", 2, "--batch-size", 4], rollouts, [*evaluation, *few]):
         done = realhf(server, tmp_path / "home", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "pass@8" in done.stdout

@@ -44,9 +44,9 @@ def add_options(parser: ArgumentParser) -> None:
     add("--profile", help="with --plan auto: what `realhf profile` measured on this machine")
     text = "cluster file or shipped name: what --plan auto plans for, and the links of reallocations"
     add("--cluster", help=text)
-    text = "seconds without a sign of life from a worker after which the run ends; default: 600"
     text = "also send the metrics to wandb, mlflow or trackio; several joined by commas"
     add("--track", action="append", default=[], metavar="NAME", help=text)
+    text = "seconds without a sign of life from a worker after which the run ends; default: 600"
     add("--timeout", type=float, default=600.0, metavar="S", help=text)
 
 

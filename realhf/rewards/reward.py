@@ -30,7 +30,7 @@ _TAKEN = (*LOADER_KEYS, "completion", "score", "gen_logprobs", "ref_logprobs", "
           "logprobs", "scores", "teacher_weights", "reward_scores", "reward_extra",
           "reward_metrics")  # fmt: skip
 """Keys that the outputs of calls use; columns of a dataset with these names get other keys."""
-_METRICS = ("mean", "std", "failed", "shaped_mean", "token_return", "zero_std_groups")
+_METRICS = ("mean", "std", "failed", "kl", "kl_coef", "shaped_mean", "token_return", "zero_std_groups")
 """Names that metrics `reward/...` of all rewards together have."""
 _FORM = "its form is f(prompts, completions, completion_ids, **columns)"
 

@@ -8,6 +8,7 @@ from typing import Any
 from realhf.dist import tags
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
+from realhf.experiment import Role
 from realhf.runtime.answer_files import AnswerFiles
 from realhf.runtime.evaluations import Evaluations, SetRecord, main_metric, report
 from realhf.runtime.host_context import HostContext
@@ -46,7 +47,8 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
                    "samples": one.evaluation.samples}
         for one in program.evaluations}  # fmt: skip
     summary = {
-        "model": next(iter(program.roles.values())).model, "sets": sets, "metrics": dict(result.metrics),
+        "model": evaluated_model(next(iter(program.roles.values()))), "sets": sets,
+        "metrics": dict(result.metrics),
         "eval_metric": main_metric(list(result.metrics), program.evaluations),
         "seconds": time.time() - started,
     }  # fmt: skip
@@ -58,6 +60,11 @@ def evaluate(program: Program, world: World, *, out: Path | None = None) -> dict
         except OSError as error:
             raise UserError(f"{error.filename or out} cannot be written: {error.strerror}") from error
     return summary
+
+
+def evaluated_model(role: Role) -> str:
+    """Return the model that is evaluated: that of the adapters, if the role has some."""
+    return role.model if role.lora is None or role.lora.adapter is None else role.lora.adapter
 
 
 def _gather(world: World, mine: list[SetRecord]) -> list[list[SetRecord]]:

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from realhf import GRPO, DatasetConfig, Evaluation, SamplingConfig
+from realhf import GRPO, DatasetConfig, Evaluation, LoraConfig, Role, SamplingConfig
 from realhf.cli.main import main
 from realhf.cli.overrides import override
 from realhf.errors import UserError
 from realhf.rewards.by_name import reward_by_name
+from realhf.runtime.evaluate_only import evaluated_model
 from tests.cli_tools import REALHF, Command, grpo_run, read_jsonl, write_experiment
 from tests.runtime.tiny import some_reward
 
@@ -165,3 +166,8 @@ def test_a_reward_may_be_a_function_of_a_file(reward):
     found = reward_by_name(reward, answer_key="answer")
     ids = [[3, 4], [5]]
     assert found(None, ["a", "b"], ids, None) == some_reward(None, ["a", "b"], ids, None)
+
+
+def test_a_summary_names_the_adapters_that_are_evaluated():
+    assert evaluated_model(Role("base", lora=LoraConfig(adapter="run/hf/step_3"))) == "run/hf/step_3"
+    assert evaluated_model(Role("base", lora=LoraConfig())) == evaluated_model(Role("base")) == "base"

@@ -93,6 +93,7 @@ def test_the_first_function_that_fails_is_named():
         ([length, length], "2 reward functions are named 'length': give them names by Reward"),
         ([Reward(even, name="length"), length], "2 reward functions are named 'length'"),
         (Reward(length, name="mean"), "a reward function is named 'mean': metrics reward/mean are those of"),
+        (Reward(length, name="kl"), "a reward function is named 'kl': metrics reward/kl are those of"),
         ([length, 3], "reward_function is 3: it must be a function"),
         ("length", "reward_function is 'length': it must be a function"),
     ],
