@@ -5,9 +5,9 @@ import random
 from datetime import UTC, date, datetime
 from decimal import Decimal
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
-import numpy as np
 import pytest
 import torch
 
