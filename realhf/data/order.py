@@ -46,8 +46,9 @@ class _EpochOrders:
         key = (num_rows, seed, epoch)
         with self._lock:
             if key not in self._orders:
-                order = np.random.default_rng([seed, epoch]).permutation(num_rows)
-                self._orders[key] = order.astype(np.int32) if num_rows < 2**31 else order
+                order = np.arange(num_rows, dtype=np.int32 if num_rows < 2**31 else np.int64)
+                np.random.default_rng([seed, epoch]).shuffle(order)
+                self._orders[key] = order
                 self._num_bytes += self._orders[key].nbytes
             self._orders.move_to_end(key)
             while len(self._orders) > _MIN_ORDERS and self._num_bytes > _MAX_ORDER_BYTES:
