@@ -46,7 +46,8 @@ class _EpochOrders:
         key = (num_rows, seed, epoch)
         with self._lock:
             if key not in self._orders:
-                order = np.arange(num_rows, dtype=np.int32 if num_rows < 2**31 else np.int64)
+                kind = np.int32 if num_rows < 2**31 else np.int64
+                order: NDArray[np.integer] = np.arange(num_rows, dtype=kind)
                 np.random.default_rng([seed, epoch]).shuffle(order)
                 self._orders[key] = order
                 self._num_bytes += self._orders[key].nbytes
