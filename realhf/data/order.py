@@ -1,5 +1,7 @@
 """The order in which a run uses the rows of its data, a function of the prompt's number. Imports no torch."""
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -8,6 +10,8 @@ from numpy.typing import NDArray
 
 _BLOCK = 1000
 """Prompts of a block of a mixture, in which each part has the same number."""
+_MIN_ORDERS = 8
+_MAX_ORDER_BYTES = 128 << 20
 _MIXTURE = 0x6D6978
 """Keeps the random numbers of mixtures apart from those of epochs."""
 
@@ -26,11 +30,34 @@ def row_order(num_rows: int, *, start: int, count: int, seed: int, shuffle: bool
     return order
 
 
-@lru_cache(maxsize=8)
-def _epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.integer]:
-    """Return the row indices of an epoch in their random order."""
-    order = np.random.default_rng([seed, epoch]).permutation(num_rows)
-    return order.astype(np.int32) if num_rows < 2**31 else order
+class _EpochOrders:
+    """The orders of the epochs that were used last.
+
+    Those of a mixture's parts take turns. There are at least eight, and more if they are small.
+    """
+
+    def __init__(self) -> None:
+        self._orders: OrderedDict[tuple[int, int, int], NDArray[np.integer]] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, num_rows: int, seed: int, epoch: int) -> NDArray[np.integer]:
+        """Return the row indices of an epoch in their random order."""
+        key = (num_rows, seed, epoch)
+        with self._lock:
+            if key not in self._orders:
+                kind = np.int32 if num_rows < 2**31 else np.int64
+                order: NDArray[np.integer] = np.arange(num_rows, dtype=kind)
+                np.random.default_rng([seed, epoch]).shuffle(order)
+                self._orders[key] = order
+                self._num_bytes += self._orders[key].nbytes
+            self._orders.move_to_end(key)
+            while len(self._orders) > _MIN_ORDERS and self._num_bytes > _MAX_ORDER_BYTES:
+                self._num_bytes -= self._orders.popitem(last=False)[1].nbytes
+            return self._orders[key]
+
+
+_epoch_order = _EpochOrders()
 
 
 def block_counts(weights: Sequence[float]) -> tuple[int, ...]:

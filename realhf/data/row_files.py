@@ -89,7 +89,7 @@ class JsonlFile(RowFile):
         except UnicodeDecodeError as error:
             what = f"byte {error.start} of the line is {line[error.start]:#04x}"
             raise UserError(f"{where} is not UTF-8 ({what}): save the file as UTF-8") from error
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # It is malformed, or has a number of thousands of digits.
             raise UserError(f"{where} is not JSON: {error}") from error
         except RecursionError as error:
             raise UserError(f"{where} is nested too deeply") from error

@@ -215,7 +215,8 @@ def _open_path(config: DatasetConfig, path: str) -> Iterator[RowFile]:
             raise UserError(f"dataset.path {error}") from error
         return
     else:
-        raise UserError(f"dataset.path {path!r}: there is no such file")
+        what = "is a directory: name its files, such as *.jsonl" if path and Path(path).is_dir() else None
+        raise UserError(f"dataset.path {path!r}{f' {what}' if what else ': there is no such file'}")
     for name in found:
         file = Path(name)
         if file.suffix not in (".jsonl", ".json", ".parquet"):

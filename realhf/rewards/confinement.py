@@ -27,8 +27,18 @@ _NEW_USER_NAMESPACE = 0x10000000
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # Offsets in the data that a filter reads.
+_THREAD = 0x10000 | 0x400
+"""Bits of clone() for a thread (CLONE_THREAD) with the open files of the process (CLONE_FILES)."""
+_DATAGRAM = 2
+"""Bit of the types of sockets that can send to any address, such as that of the system's log."""
+_UNNAMED_FILE = 0o20000000
+"""Bit of O_TMPFILE, for files that no folder has."""
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""Reading settings and size of a terminal, the number of bytes that wait, and settings of the descriptor."""
+_FORBIDDEN_FCNTLS = (8, 10, 15, 1024, 1026)
+"""Who gets signals about a descriptor (it may be another process), which signal, and leases of files."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,8 +68,12 @@ def limit_resources(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> 
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
 
 
-def confine(folder: str, *, readable: Sequence[str], landlock: bool = True) -> bool:
+def confine(
+    folder: str, *, readable: Sequence[str], landlock: bool = True, may_delete: bool = True
+) -> bool:
     """Take from this process all rights but to compute, to read `readable` and to write to `folder`.
+
+    Without `may_delete`, it cannot delete files there, whose space could not be measured any more.
 
     Return whether it can write to the folder: without a new Landlock (or with `landlock` false), it cannot
     write to any file. Raises Unprotected.
@@ -77,7 +91,7 @@ def confine(folder: str, *, readable: Sequence[str], landlock: bool = True) -> b
         _call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if abi > 0:
-            _restrict_paths(folder, readable, abi)
+            _restrict_paths(folder, readable, abi, may_delete=may_delete)
         can_write = abi >= 3  # Before, truncate() was not restricted.
         _filter_calls(machine, numbers, writes=can_write)
     except OSError as error:
@@ -124,7 +138,7 @@ def _landlock_version() -> int:
         return 0
 
 
-def _restrict_paths(folder: str, readable: Sequence[str], abi: int) -> None:
+def _restrict_paths(folder: str, readable: Sequence[str], abi: int, *, may_delete: bool) -> None:
     """Let this process read and write to the folder, read the readable paths, and use no others."""
     execute, write, read, read_dir = 1, 2, 4, 8
     truncate = 1 << 14 if abi >= 3 else 0
@@ -135,7 +149,8 @@ def _restrict_paths(folder: str, readable: Sequence[str], abi: int) -> None:
     attributes = struct.pack("=QQQ", everything, network, scoped)[:size]
     rules = _call("syscall", _LANDLOCK_CREATE, attributes, size, 0)
     special = 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11  # Devices, sockets and named pipes.
-    allowed = {folder: everything & ~special & ~execute, "/dev/null": write | read | truncate}
+    deleting = 0 if may_delete else 1 << 4 | 1 << 5
+    allowed = {folder: everything & ~special & ~execute & ~deleting, "/dev/null": write | read | truncate}
     for path in (*readable, "/dev/urandom", "/dev/random", "/dev/zero"):
         allowed.setdefault(path, read | execute | read_dir)
     for path, rights in allowed.items():
@@ -173,17 +188,21 @@ def _filter_program(
             program += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ERRNO | number)]
     own = os.getpid()
     checks: dict[str, list[tuple[int, int, int, int]]] = {
-        "clone": _argument_check(0, (_ANY_BIT, 0x10000), PROCESS_ERRNO),  # Threads only.
-        "kill": _argument_check(0, (_EQUAL, own), errno.EPERM),
-        "tgkill": _argument_check(0, (_EQUAL, own), errno.EPERM),
-        "prlimit64": _argument_check(0, (_EQUAL, 0), errno.EPERM),
-        "socketpair": _argument_check(0, (_EQUAL, 1), NETWORK_ERRNO),
-        "ioctl": _argument_check(1, (_EQUAL, 0x5412), errno.EPERM, inverted=True),  # Typing into a terminal.
+        "clone": _argument_check(0, _EQUAL, [_THREAD], PROCESS_ERRNO, mask=_THREAD),
+        "kill": _argument_check(0, _EQUAL, [own], errno.EPERM),
+        "tgkill": _argument_check(0, _EQUAL, [own], errno.EPERM),
+        "prlimit64": _argument_check(0, _EQUAL, [0], errno.EPERM),
+        "prctl": _argument_check(0, _EQUAL, [_SET_PDEATHSIG], errno.EPERM, inverted=True),
+        "socketpair": [
+            (_LOAD, 0, 0, _ARGUMENT), (_EQUAL, 1, 0, 1), (_RETURN, 0, 0, _ERRNO | NETWORK_ERRNO),  # AF_UNIX.
+            *_argument_check(1, _ANY_BIT, [_DATAGRAM], NETWORK_ERRNO, inverted=True)],
+        "ioctl": _argument_check(1, _EQUAL, _IOCTLS, errno.ENOTTY),
+        "fcntl": _argument_check(1, _EQUAL, _FORBIDDEN_FCNTLS, errno.EPERM, inverted=True),
     }
-    if not writes:
-        opening = 0o3 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT and O_TRUNC.
-        checks["open"] = _argument_check(1, (_ANY_BIT, opening), _WRITE_ERRNO, inverted=True)
-        checks["openat"] = _argument_check(2, (_ANY_BIT, opening), _WRITE_ERRNO, inverted=True)
+    opening = _UNNAMED_FILE | (0 if writes else 0o3 | 0o100 | 0o1000)  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC.
+    error = errno.EOPNOTSUPP if writes else _WRITE_ERRNO
+    checks["open"] = _argument_check(1, _ANY_BIT, [opening], error, inverted=True)
+    checks["openat"] = _argument_check(2, _ANY_BIT, [opening], error, inverted=True)
     for name, check in checks.items():
         if name in numbers["CHECKED"]:
             program += [(_EQUAL, 0, len(check), numbers["CHECKED"][name]), *check]
@@ -191,11 +210,15 @@ def _filter_program(
 
 
 def _argument_check(
-    index: int, test: tuple[int, int], number: int, *, inverted: bool = False
-) -> list[tuple[int, int, int, int]]:
-    """Return instructions that allow a call if the lower half of an argument passes the test, and else
-    return an error; the other way round if `inverted`."""
+    index: int, code: int, operands: Sequence[int], number: int, *, mask: int = 0xFFFFFFFF,
+    inverted: bool = False,
+) -> list[tuple[int, int, int, int]]:  # fmt: skip
+    """Return instructions that allow a call if an argument's lower half passes the test with any operand.
+
+    Else they return an error; the other way round if `inverted`. Only the bits of the argument that are in
+    the mask count.
+    """
     allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | number)
-    code, operand = test
-    after = (refuse, allow) if inverted else (allow, refuse)
-    return [(_LOAD, 0, 0, _ARGUMENT + 8 * index), (code, 0, 1, operand), *after]
+    tests = [(code, len(operands) - i, 0, operand) for i, operand in enumerate(operands)]
+    after = (allow, refuse) if inverted else (refuse, allow)
+    return [(_LOAD, 0, 0, _ARGUMENT + 8 * index), (_AND, 0, 0, mask), *tests, *after]

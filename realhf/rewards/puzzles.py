@@ -16,6 +16,7 @@ from realhf.rewards.answers import ExactMatch, text_of
 class ReasoningGym:
     """The score that reasoning-gym's own scorer of a dataset gives to an answer.
 
+    It does not apply to rows without metadata, such as those of the other parts of a mixture.
     Each row has the library's entry in two columns: the `answer`, and the `metadata`, an object whose
     `source_dataset` names the dataset. The package reasoning-gym must be installed.
     """
@@ -41,13 +42,16 @@ class ReasoningGym:
     def _reader(self) -> ExactMatch:
         return ExactMatch(extract=self.extract)
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Return the reward of each completion."""
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Return the reward of each completion; None for rows without metadata."""
         answers = columns[self.answer_key]
         metadata = columns[self.metadata_key]
         questions = [""] * len(answers) if self.question_key is None else columns[self.question_key]
-        scores = []
+        scores: list[float | None] = []
         for completion, *entry in zip(completions, answers, metadata, questions, strict=True):
+            if entry[1] is None:
+                scores.append(None)
+                continue
             found = self.answer_of(text_of(completion))
             known = dict(zip(("answer", "metadata", "question"), entry, strict=True))
             scores.append(float(_scorer_of(self._dataset(entry[1]))(answer=found, entry=known)))

@@ -7,7 +7,6 @@ import math
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,13 +21,14 @@ from typing import Any
 
 from realhf.errors import UserError
 from realhf.field_types import check_types, require
-from realhf.rewards.confinement import NOBODY
+from realhf.rewards.sandbox_folder import MAX_FILES, may_look, new_folder, size_of, unlinked_size
+from realhf.rewards.sandbox_runner import OUTCOMES
 
 _ROOT = Path(__file__).parent.parent.parent
 _START_SECONDS = 60.0
 """Longest time that an interpreter takes to start, on a machine that is busy."""
 _POLL_SECONDS = 0.05
-_MAX_FILES = 1000
+_EVENTS = ("ready", "unprotected", "note", "code", "test")
 _SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache",
                  "/etc/localtime")  # fmt: skip
 """What libraries read, beside the interpreter's own directory."""
@@ -98,7 +98,7 @@ class Sandbox:
 
     def _run(self, job: dict[str, Any], stdin: str, *, protected: bool) -> Execution | str:
         """Run a job; return what is missing if there is no protection."""
-        with _new_folder() as folder, _input_file(stdin) as input_fd:
+        with new_folder() as folder, _input_file(stdin) as input_fd:
             job = job | self._settings(folder) | {"protected": protected, "word": secrets.token_hex(16)}
             with _input_file(json.dumps(job)) as job_fd:
                 watch = _Watch(self, folder, job["word"], len(job["tests"]))
@@ -115,30 +115,24 @@ class Sandbox:
         return {
             "folder": folder, "package_root": str(_ROOT), "packages": packages, "limits": limits,
             "readable": [*sorted(interpreter - {"/"}), *_SYSTEM_PATHS, *packages],
-            "landlock": self.landlock,
+            "landlock": self.landlock, "may_delete": may_look(),
         }  # fmt: skip
 
 
 @contextmanager
-def _new_folder() -> Iterator[str]:
-    """Make a temporary folder for the code, and delete it at the end."""
-    folder = tempfile.mkdtemp(prefix="realhf-sandbox-")
-    try:
-        if os.geteuid() == 0:
-            with suppress(OSError):
-                os.chown(folder, NOBODY, NOBODY)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
 def _input_file(text: str) -> Iterator[int]:
-    """Return a file descriptor from which the text can be read; its file has no name."""
-    with tempfile.TemporaryFile() as file:
-        file.write(text.encode("utf-8", "surrogateescape"))
-        file.seek(0)
-        yield file.fileno()
+    """Return a file descriptor from which the text can be read, and no more; its file has no name."""
+    descriptor, path = tempfile.mkstemp(prefix="realhf-input-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text.encode("utf-8", "surrogatepass"))
+        readable = os.open(path, os.O_RDONLY)
+    finally:
+        os.unlink(path)
+    try:
+        yield readable
+    finally:
+        os.close(readable)
 
 
 @dataclass
@@ -221,13 +215,15 @@ class _Watch:
             status = Path(f"/proc/{self.process.pid}/status").read_text()
             if int(status.split("\nThreads:")[1].split(maxsplit=1)[0]) > self.sandbox.threads:
                 return "processes"
-        size, count = _size_of(self.folder)
-        return "files" if size > self.sandbox.files_mib << 20 or count > _MAX_FILES else ""
+        size, count = size_of(self.folder)
+        unlinked, mapped = unlinked_size(self.process.pid, self.folder)
+        is_full = size + unlinked > self.sandbox.files_mib << 20 or count > MAX_FILES
+        return "files" if is_full or mapped else ""
 
     def result(self) -> Execution | str:
         """Return how the code has run, or what the machine lacks."""
         lines = self.written["report"].decode("utf-8", "replace").splitlines()
-        events = [json.loads(line.removeprefix(self.word)) for line in lines if self._is_sound(line)]
+        events = [event for line in lines if (event := self._event_of(line)) is not None]
         if events and events[0]["event"] == "unprotected":
             return str(events[0]["detail"])
         stdout, stderr = (self.written[name].decode("utf-8", "replace") for name in ("stdout", "stderr"))
@@ -245,14 +241,21 @@ class _Watch:
             reason = self.stopped
         return Execution(reason, tests, details[0] if details else "", stdout, stderr)
 
-    def _is_sound(self, line: str) -> bool:
-        """Return whether a line of the report was written by the runner, as far as its secret word tells."""
+    def _event_of(self, line: str) -> dict[str, str] | None:
+        """Return the event of a line of the report; None if the runner has not written it.
+
+        Code that has found the runner's secret word may write anything.
+        """
         if not line.startswith(self.word):
-            return False
-        with suppress(ValueError, AttributeError):
+            return None
+        with suppress(ValueError, RecursionError):
             event = json.loads(line.removeprefix(self.word))
-            return all(isinstance(event.get(key, ""), str) for key in ("event", "reason", "detail"))
-        return False
+            if not isinstance(event, dict) or event.get("event") not in _EVENTS:
+                return None
+            event = {"reason": "error", "detail": ""} | event
+            if event["reason"] in OUTCOMES and isinstance(event["detail"], str):
+                return event
+        return None
 
     def _early_end(self) -> str:
         """Return why a process has ended before its report was complete."""
@@ -271,21 +274,3 @@ def _environment(folder: str) -> dict[str, str]:
     fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder,
              "PYTHONHASHSEED": "0"}  # fmt: skip
     return found | threads | fixed
-
-
-def _size_of(folder: str) -> tuple[int, int]:
-    """Return the bytes and the number of files below a folder; stop counting at the most that is legal."""
-    size = 0
-    count = 0
-    waiting = [folder]
-    while waiting and count <= _MAX_FILES:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                count += 1
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                else:
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                if count > _MAX_FILES:
-                    break
-    return size, count

@@ -16,6 +16,8 @@ from realhf.rewards.confinement import NETWORK_ERRNO, PROCESS_ERRNO, Unprotected
 
 _FILE_ERRNOS = (errno.EACCES, errno.EROFS, errno.EFBIG)
 _MAX_DETAIL = 300
+OUTCOMES = ("passed", "wrong", "error", "memory", "network", "processes", "files")
+"""The reasons that a report may give."""
 
 
 def main() -> None:
@@ -32,7 +34,9 @@ def main() -> None:
     os.chdir(job["folder"])
     try:
         if job["protected"]:
-            confine(job["folder"], readable=job["readable"], landlock=job["landlock"])
+            confine(
+                job["folder"], readable=job["readable"], landlock=job["landlock"],
+                may_delete=job["may_delete"])
         limit_resources(**job["limits"])
     except (Unprotected, OSError, ValueError) as error:
         report("unprotected", detail=str(error))
@@ -75,7 +79,7 @@ def _outcome(source: str, name: str, namespace: dict[str, Any]) -> tuple[str, st
 def _words(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:_MAX_DETAIL]
-    except Exception:  # The code's own exception may fail to be printed.
+    except BaseException:  # The code's own exception may fail to be printed.
         return type(error).__name__
 
 

@@ -5,6 +5,7 @@ import random
 from datetime import UTC, date, datetime
 from decimal import Decimal
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -112,6 +113,17 @@ def test_every_epoch_is_another_permutation_however_it_is_cut(task, tokenizer):
     assert sorted(other["prompt"]) == sorted(written) and other["prompt"] != epochs[0]
     plain = _loader(task / "data.jsonl", tokenizer, shuffle=False).batch(range(num - 2, num + 3))
     assert plain["prompt"] == [*written[-2:], *written[:3]]
+
+
+def test_the_orders_of_many_parts_are_kept(monkeypatch):
+    """Every part's order is drawn once, though the parts of a mixture take turns."""
+    drawn = []
+    draw = np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or draw(seed))
+    for start in range(5):
+        orders = [row_order(size, start=start, count=1, seed=4242, shuffle=True) for size in range(100, 130)]
+    assert len(drawn) == 30
+    assert orders[3] == [draw([4242, 0]).permutation(103)[4]]
 
 
 def test_row_order_covers_more_than_an_epoch_at_once():

@@ -184,3 +184,12 @@ def test_places_are_found_without_tokens(tmp_path):
     rows = Rows(DatasetConfig([str(_write(tmp_path / f"{name}.jsonl", [{"prompt": "1"}])) for name in "ab"]))
     assert rows.place(1) == f"dataset {tmp_path}/b.jsonl line 1"
     assert rows.short_place(1) == f"line 1 of {tmp_path}/b.jsonl"
+
+
+def test_a_number_of_thousands_of_digits_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "a", "n": ' + "9" * 5000 + "}\n")
+    with pytest.raises(UserError, match=r"a.jsonl line 2 is not JSON: Exceeds the limit"):
+        read_rows(DatasetConfig(str(path)))
+    with pytest.raises(UserError, match=r"is a directory: name its files"):
+        read_rows(DatasetConfig(str(tmp_path)))

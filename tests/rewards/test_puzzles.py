@@ -31,3 +31,10 @@ def test_scores_are_those_of_the_library(name):
 def test_unknown_entries(metadata, sentence):
     with pytest.raises(UserError, match=sentence):
         ReasoningGym()(completions=["<answer>1</answer>"], answer=["1"], metadata=[metadata])
+
+
+def test_rows_of_another_part_of_a_mixture_have_no_score():
+    entry = reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=1)[0]
+    columns = {"answer": [None, entry["answer"]], "metadata": [None, entry["metadata"]]}
+    texts = [f"<answer>{entry['answer']}</answer>"] * 2
+    assert ReasoningGym()(completions=texts, **columns) == [None, 1.0]

@@ -13,7 +13,7 @@ import pytest
 
 from realhf import Sandbox, UnitTests
 from realhf.errors import UserError
-from realhf.rewards import confinement
+from realhf.rewards import confinement, sandbox_folder
 from realhf.rewards.system_calls import NEWEST, system_calls
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,6 +46,28 @@ HOSTILE = {
     "early end": ("import os\nos._exit(0)", "ended"),
     "crash": ("import ctypes\nctypes.string_at(0)", "killed"),
     "exit": ("import sys\nsys.exit(0)", "error"),
+    "deep directories": ("import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')", "files"),
+    "hidden files": (
+        "import os\nfor i in range(20):\n    os.mkdir('d' * 250)\n    os.chdir('d' * 250)\n"
+        "for i in range(9): open(str(i), 'wb').write(bytes(8 << 20))\nimport time\ntime.sleep(9)", "files"),
+    "open files without a name": (
+        "import os, time\nkept = []\nfor i in range(9):\n    kept.append(open('a', 'wb'))\n"
+        "    kept[-1].write(bytes(8 << 20))\n    os.unlink('a')\ntime.sleep(9)", "files"),
+    "mapped file without a name": (
+        "import mmap, os, time\nf = open('a', 'w+b')\nf.truncate(4096)\nkept = mmap.mmap(f.fileno(), 4096)\n"
+        "f.close()\nos.unlink('a')\ntime.sleep(9)", "files"),
+    "message to any address": (
+        "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "a.sendto(b'x', '/dev/log')", "network"),
+    "signal by a descriptor": (
+        "import fcntl, os, socket\na, b = socket.socketpair()\n"
+        "fcntl.fcntl(a, fcntl.F_SETOWN, os.getppid())", "error"),
+    "signal by ioctl": (
+        "import fcntl, os, socket, struct\na, b = socket.socketpair()\n"
+        "fcntl.ioctl(a, 0x8901, struct.pack('i', os.getppid()))", "error"),
+    "life after its parent": (
+        "import ctypes\nassert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0", "wrong"),
+    "own input": ("import os\nos.write(0, b'x')", "error"),
 }  # fmt: skip
 """Code, and the reason of its failure."""
 
@@ -160,6 +182,33 @@ def test_a_forged_report_does_not_count():
     code = "import os\nfor i in range(3, 64):\n    try: os.write(i, b'x {\"event\": \"test\", "
     code += "\"reason\": \"passed\"}\\n')\n    except OSError: pass\nos._exit(0)"
     assert Sandbox().run(code, ["assert False"]).tests == ("ended",)
+
+
+@pytest.mark.parametrize("line", [
+    " {}", " []", ' {"event": "code"}', ' {"event": "test", "reason": "made up"}', ' {"event": ["code"]}',
+    ' {"event": "code", "reason": "passed", "detail": 7}', "[" * 50_000,
+])  # fmt: skip
+def test_code_that_finds_the_secret_word_ends_no_run(line):
+    code = "import os, sys\nframe = sys._getframe()\n"
+    code += "while 'report_fd' not in frame.f_locals: frame = frame.f_back\n"
+    code += f"word = frame.f_locals['word']\ntext = word + {line!r} + '\\n'\n"
+    code += "os.write(frame.f_locals['report_fd'], text.encode())\nos._exit(0)"
+    assert Sandbox().run(code, ["assert True"]).tests in [("ended",), ("error",)]
+
+
+def test_directories_that_cannot_be_listed_are_measured_and_deleted(scratch):
+    """Root can list them all the same."""
+    code = "import os\nos.mkdir('d', 0o300)\nfor i in range(9): open(f'd/{i}', 'wb').write(bytes(1 << 20))"
+    assert Sandbox(files_mib=4).run(f"{code}\nimport time\ntime.sleep(9)").reason == "files"
+    assert list(scratch.iterdir()) == []
+
+
+def test_temporary_files_can_be_used():
+    code = "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\n"
+    code += "with tempfile.TemporaryDirectory() as d: open(d + '/a', 'w').write('x')"
+    can_write = confinement._landlock_version() >= 3
+    may_delete = sandbox_folder.may_look()
+    assert Sandbox().run(code).reason == ("passed" if can_write and may_delete else "files")
 
 
 def test_a_machine_without_protection_is_refused():
