@@ -22,7 +22,6 @@ from typing import Any
 from realhf.errors import UserError
 from realhf.field_types import check_types, require
 from realhf.rewards.sandbox_folder import MAX_FILES, may_look, new_folder, size_of, unlinked_size
-from realhf.rewards.sandbox_runner import OUTCOMES
 
 _ROOT = Path(__file__).parent.parent.parent
 _START_SECONDS = 60.0
@@ -32,6 +31,8 @@ _EVENTS = ("ready", "unprotected", "note", "code", "test")
 _SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache",
                  "/etc/localtime")  # fmt: skip
 """What libraries read, beside the interpreter's own directory."""
+_OUTCOMES = ("passed", "wrong", "error", "memory", "network", "processes", "files")
+"""The reasons that a report of the runner may give."""
 _START = "import sys; sys.path[0] = {root!r}; from realhf.rewards import sandbox_runner as r; r.main()"
 
 
@@ -253,7 +254,7 @@ class _Watch:
             if not isinstance(event, dict) or event.get("event") not in _EVENTS:
                 return None
             event = {"reason": "error", "detail": ""} | event
-            if event["reason"] in OUTCOMES and isinstance(event["detail"], str):
+            if event["reason"] in _OUTCOMES and isinstance(event["detail"], str):
                 return event
         return None
 

@@ -16,8 +16,6 @@ from realhf.rewards.confinement import NETWORK_ERRNO, PROCESS_ERRNO, Unprotected
 
 _FILE_ERRNOS = (errno.EACCES, errno.EROFS, errno.EFBIG)
 _MAX_DETAIL = 300
-OUTCOMES = ("passed", "wrong", "error", "memory", "network", "processes", "files")
-"""The reasons that a report may give."""
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def test_a_reallocation_is_drawn_from_when_the_others_have_begun():
 
 def test_scores_of_all_sets_are_drawn_and_the_pass_rate_of_most_samples():
     names = ["step", "reward/mean", "eval/score", "eval/pass@1", "eval/pass@4", "eval/pass@16",
-             "eval/majority@16", "eval/hard/score", "eval/hard/pass@2", "eval/response_length/mean"]  # fmt: skip
+             "eval/majority@16", "eval/hard/score", "eval/hard/pass@2", "eval/response_length/mean"]
     assert dict(held_out_curves(names)) == {
         "eval/score": "held-out score", "eval/hard/score": "held-out score (hard)",
         "eval/pass@16": "held-out pass@16", "eval/hard/pass@2": "held-out pass@2 (hard)"}
