@@ -44,19 +44,9 @@ def with_record(
 
 
 def _answer_of(graph: DataflowGraph) -> Any:
-    """Return the function with which a reward of the graph finds the answer in a completion, if there is one.
-    """
-    functions = [call.work.function for call in graph.of_kind("host")]
-    for function in functions:  # It grows: rewards may wrap other rewards.
-        if callable(found := getattr(function, "answer_of", None)):
-            return found
-        inner = [getattr(function, "function", None), *_listed(getattr(function, "functions", None))]
-        functions += [one for one in inner if one is not None]
-    return None
-
-
-def _listed(functions: Any) -> list[Any]:
-    return list(functions) if isinstance(functions, list | tuple) else []
+    """Return the method with which a call of the graph finds the answer in a completion, if one has it."""
+    methods = (getattr(call.work.function, "answer_of", None) for call in graph.of_kind("host"))
+    return next((method for method in methods if callable(method)), None)
 
 
 @dataclass(frozen=True)
