@@ -1,5 +1,6 @@
 """Checks the values of a config's fields against the types that its class declares."""
 
+import re
 import textwrap
 import types
 import typing
@@ -9,6 +10,7 @@ from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
+from realhf.other_names import keyword_hint
 from realhf.suggest import did_you_mean
 
 _WORDS = {
@@ -64,15 +66,32 @@ def check_fields(
 
 
 def explain_keyword(error: TypeError, public: Any) -> str:
-    """Return what a call with an unknown keyword probably meant, or an empty string.
+    """Return in brackets what a call with an unknown keyword probably meant, or an empty string.
 
     `public` is the module whose classes the error may be about.
     """
-    name, _, rest = str(error).partition(".__init__() got an unexpected keyword argument ")
-    kind = getattr(public, name, None) if name.isidentifier() else None
-    if not rest or not is_dataclass(kind):
+    found = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    kind = getattr(public, found[1], None) if found else None
+    if found is None or not is_dataclass(kind):
         return ""
-    return did_you_mean(rest.strip("'"), [field.name for field in fields(kind)])
+    legal = [field.name for field in fields(kind)]
+    hint = _in_a_part(kind, found[2]) or keyword_hint(found[2], legal)
+    return f" ({hint})" if hint else did_you_mean(found[2], legal)
+
+
+def _in_a_part(kind: Any, name: str) -> str:
+    """Return how to set a field that a part of the config has, such as `sampling`, or an empty string."""
+    try:
+        hints = typing.get_type_hints(kind)
+    except NameError:
+        return ""
+    found = []
+    for field in fields(kind):
+        hint = hints[field.name]
+        part = next((option for option in (hint, *typing.get_args(hint)) if is_dataclass(option)), None)
+        if part is not None and name in [inner.name for inner in fields(part)]:
+            found.append(f"{field.name}={getattr(part, '__name__', part)}({name}=...)")
+    return f"did you mean {' or '.join(found[:2])}?" if found else ""
 
 
 def _is_legal(value: Any, hint: Any) -> bool:

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 import realhf
-from realhf import GRPO, DatasetConfig, LoraConfig, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
+from realhf import (
+    DPO,
+    GRPO,
+    DatasetConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PolicyLossConfig,
+    Role,
+    SamplingConfig,
+)
 from realhf.field_types import check_types, explain_keyword
 
 SOUND = GRPO(actor=Role(model="m", optimizer=OptimizerConfig()), dataset=DatasetConfig("d.jsonl"))
@@ -77,3 +86,27 @@ def test_misspelt_keywords_are_explained():
         GRPO(group_sizes=4)
     assert explain_keyword(error.value, realhf) == " (did you mean group_size?)"
     assert explain_keyword(TypeError("f() got an unexpected keyword argument 'x'"), realhf) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "keyword", "hint"),
+    [
+        (OptimizerConfig, "learning_rate", "did you mean lr?"),
+        (SamplingConfig, "max_completion_length", "did you mean max_new_tokens?"),
+        (PolicyLossConfig, "epsilon", "did you mean clip_low and clip_high?"),
+        (Role, "torch_dtype", "did you mean dtype?"),
+        (GRPO, "num_generations", "did you mean group_size?"),
+        (GRPO, "learning_rate", "here it is Role(optimizer=OptimizerConfig(lr=...))"),
+        (GRPO, "epsilon", "here it is loss=PolicyLossConfig(clip_low=..., clip_high=...)"),
+        (GRPO, "output_dir", "here it is --out of `realhf run`"),
+        (GRPO, "top_p", "did you mean sampling=SamplingConfig(top_p=...)?"),
+        (DPO, "beta", "did you mean loss=DPOLoss(beta=...)?"),
+        (SamplingConfig, "num_generations", "here it is the experiment's group_size=..."),
+        (GRPO, "peft_config",
+         "write Role(lora=LoraConfig(...)) in the experiment file, or give --actor.lora.rank"),
+    ],
+)  # fmt: skip
+def test_keywords_of_other_libraries_are_explained(kind, keyword, hint):
+    with pytest.raises(TypeError) as error:
+        kind(**{keyword: 3})
+    assert explain_keyword(error.value, realhf) == f" ({hint})"

@@ -16,7 +16,7 @@ NOUNS = (
     "model_config", "model_flops", "param_spec", "region", "shipped", "transformers_config",
 )  # fmt: skip
 LAYERS = {
-    **dict.fromkeys(("errors", "prepare", "suggest", "units"), 0),
+    **dict.fromkeys(("errors", "other_names", "prepare", "suggest", "units"), 0),
     **dict.fromkeys(("field_types", "hub"), 0.5),
     **dict.fromkeys(NOUNS, 1),
     **dict.fromkeys(("dist", "data"), 2),

@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,27 +16,12 @@ import tyro
 
 from realhf.errors import UserError
 from realhf.experiment import Experiment
+from realhf.other_names import Ours, ours
+from realhf.suggest import near_options
 
 _KINDS = {int: "a whole number", float: "a number", type(None): "None"}
-_ELSEWHERE = {
-    **dict.fromkeys(("learning-rate", "lr"), "optimizer.lr"),
-    **dict.fromkeys(("lr-scheduler-type", "lr-scheduler"), "optimizer.schedule"),
-    **dict.fromkeys(("max-grad-norm", "grad-clip", "clip-grad"), "optimizer.max-grad-norm"),
-    **dict.fromkeys(("num-generations", "rollout-n"), "group-size"),
-    **dict.fromkeys(("per-device-train-batch-size", "train-batch-size"), "batch-size"),
-    **dict.fromkeys(("max-completion-length", "max-response-length"), "sampling.max-new-tokens"),
-    **dict.fromkeys(("max-prompt-length",), "dataset.max-prompt-tokens"),
-    **dict.fromkeys(("kl-loss-coef", "beta"), "kl-coef"),
-    **dict.fromkeys(("max-steps", "total-training-steps"), "steps"),
-    **dict.fromkeys(("num-iterations", "ppo-epochs"), "epochs"),
-    **dict.fromkeys(("ppo-mini-batch-size",), "minibatch-size"),
-    **dict.fromkeys(("save-steps", "save-freq"), "checkpoint-every"),
-    **dict.fromkeys(("eval-steps", "test-freq"), "eval-every"),
-    **dict.fromkeys(("logging-steps",), "log-every"),
-    **dict.fromkeys(("output-dir", "default-local-dir"), "out"),
-    **dict.fromkeys(("torch-dtype", "model-dtype"), "actor.dtype"),
-}
-"""What an option is called in TRL or verl -> the end of our option's name."""
+_VAGUE = ("enable", "mode", "model", "name", "path", "type")
+"""Last parts of names that say nothing without the parts before them."""
 _TYRO = (tyro.conf.AvoidSubcommands,)  # Makes optional parts that are set overridable like other fields.
 
 
@@ -76,11 +60,20 @@ def override(experiment: Experiment, words: Sequence[str], *, also: Sequence[str
             complaint = _sentence(complaints.getvalue())
             complaint = _no_number(options, complaint) or complaint
         if "fixed argument" in complaint:  # The parser's words for options that it does not know.
-            others = [word for word in words if word.startswith("--") and _option(word) not in options]
-            _refuse_unknown(others, options, also)
+            _refuse_unknown(_not_options(words, options), options, also)
         raise UserError(f"overrides {' '.join(words)!r}: {complaint}") from error
     _refuse_unknown(unknown, options, also)
     return changed
+
+
+def _not_options(words: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """Return the words that name no option: `--name`, or `name=value` where no value is expected."""
+    found = []
+    for before, word in pairwise(["", *words]):
+        is_named = word.startswith("--") and _option(word) not in options
+        if is_named or not before.startswith("--") and re.match(r"[a-z][\w.]*=", word):
+            found.append(word)
+    return found
 
 
 def _refuse_unknown(unknown: Sequence[str], options: Mapping[str, Any], also: Sequence[str]) -> None:
@@ -89,9 +82,7 @@ def _refuse_unknown(unknown: Sequence[str], options: Mapping[str, Any], also: Se
         return
     if _option(unknown[0]) in options:
         raise UserError(f"override {unknown[0]!r}: this field can only be changed in the experiment file")
-    near = _near(unknown[0], [*options, *also])
-    hint = f"did you mean {' or '.join(near)}?" if near else "--help behind the experiment lists them all"
-    raise UserError(f"unknown override {unknown[0]!r}: {hint}")
+    raise UserError(f"unknown override {unknown[0]!r}: {_hint(unknown[0], [*options, *also])}")
 
 
 def _option(word: str) -> str:
@@ -99,17 +90,58 @@ def _option(word: str) -> str:
     return "--" + ".".join(_path(word)).replace("_", "-")
 
 
-def _near(word: str, options: Sequence[str]) -> list[str]:
-    """Return the options that were probably meant, by their spelling or by what other libraries call them."""
-    name = word.split("=")[0].replace("_", "-")
-    suffix = _ELSEWHERE.get(name.rpartition(".")[2].removeprefix("--"))
-    if suffix is not None and (found := [option for option in options if _ends_in(option, suffix)]):
-        return found[:3]
-    return difflib.get_close_matches(name, options, n=3, cutoff=0.5)
+def _hint(word: str, options: Sequence[str]) -> str:
+    """Return what was probably meant: an option that is spelt alike, or what another library calls so."""
+    unknown = "--help behind the experiment lists them all"
+    is_option = word.startswith("--")
+    if not is_option and "=" not in word:
+        return unknown
+    name = _option(word if is_option else f"--{word}").removeprefix("--")
+    known = {option.removeprefix("--"): option for option in options}
+    if same := sorted(_ending_in(known, name), key=_depth):
+        return _did_you_mean(known[option] for option in same[:3])
+    others = ours(name)
+    head = name.partition(".")[0]
+    is_ours = "." in name and any(option.startswith(f"{head}.") for option in known)
+    meant_by_others = others is not None and any(_ending_in(known, end, head) for end in others.options)
+    if is_ours and not meant_by_others and (near := near_options(name, list(known))):
+        return _did_you_mean(known[option] for option in near)
+    if others is not None:
+        return _hint_of_others(others, known, head)
+    last = name.rpartition(".")[2]
+    same = [] if last in _VAGUE else sorted(_ending_in(known, last), key=_depth)
+    near = same[:3] or near_options(name, list(known))
+    return _did_you_mean(known[option] for option in near) if near else unknown
 
 
-def _ends_in(option: str, suffix: str) -> bool:
-    return f".{option.removeprefix('--')}".endswith(f".{suffix}")
+def _hint_of_others(others: Ours, known: Mapping[str, str], head: str) -> str:
+    """Return the sentence about an option of another library, given those that there are here."""
+    found = [_ending_in(known, end, head) or _ending_in(known, end) for end in others.options]
+    if others.options and all(found):
+        if len(found) == 1:
+            meant = _did_you_mean(known[option] for option in sorted(found[0], key=_depth)[:3])
+        else:
+            meant = f"did you mean {' and '.join(known[options[0]] for options in found)}?"
+        return f"{meant} ({others.note})" if others.note else meant
+    if others.instead:
+        return others.instead
+    names = " and ".join(f"--{end.removeprefix('--')}".replace("_", "-") for end in others.options)
+    return f"here it is {names}, which this command and this experiment do not have"
+
+
+def _did_you_mean(options: Iterable[str]) -> str:
+    return f"did you mean {' or '.join(options)}?"
+
+
+def _ending_in(known: Iterable[str], end: str, head: str = "") -> list[str]:
+    """Return the names that end in these whole parts, and begin with the part `head` if it is given."""
+    end = end.removeprefix("--").replace("_", "-")
+    return [name for name in known
+            if f".{name}".endswith(f".{end}") and (not head or name.startswith(f"{head}."))]
+
+
+def _depth(name: str) -> int:
+    return name.count(".")
 
 
 def _path(word: str) -> list[str]:

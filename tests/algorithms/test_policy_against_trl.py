@@ -89,6 +89,7 @@ CASES = {
         {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1},
         {"average": "token", "clip_high": 0.28, "kl_coef": 0.1},
     ),
+    "two-sided": ({"delta": 1.5}, {"dual_clip": 1.5}),
     "dr-grpo": ({"loss_type": "dr_grpo"}, {"average": "constant", "constant_length": 11}),
     "gspo": (
         {"importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},

@@ -164,6 +164,25 @@ WORDS: dict[str, list[str]] = {
     "--actor.optimizer.warmup-steps 0 --actor.optimizer.warmup-ratio 2": ["warmup_ratio is 2", "at most 1"],
     "--learning_rate 1e-5": ["'--learning_rate'", "did you mean --actor.optimizer.lr?"],
     "--max-completion-length=9": ["did you mean --sampling.max-new-tokens?"],
+    "--num_train_epochs 3": ["did you mean --steps? (a run has a number of steps"],
+    "--epsilon 0.3": ["did you mean --loss.clip-low and --loss.clip-high?"],
+    "--trainer.total_epochs=3": ["did you mean --steps?"],
+    "trainer.total_epochs=3": ["did you mean --steps?"],
+    "--actor_rollout_ref.rollout.n 4": ["did you mean --group-size?"],
+    "--actor_rollout_ref.rollout.name vllm": ["not needed: realhf has its own generation engine"],
+    "--actor_rollout_ref.actor.optim.lr 1": ["did you mean --actor.optimizer.lr?"],
+    "--critic.optim.lr 1": ["here it is --critic.optimizer.lr, which this command and this experiment"],
+    "--trainer.n-gpus-per-node 2": ["did you mean --nproc?"],
+    "--vllm_gpu_memory_utilization 0.3": ["not needed: realhf has its own generation engine"],
+    "--reward_weights 1": ["write reward_function=[f, Reward(g, weight=...)] in the experiment file"],
+    "--report_to wandb": ["here it is --track, which this command"],
+    "--num-generations-eval 3": ["Evaluation(DatasetConfig(...), samples=...) in the experiment file"],
+    "--sampling.stop-strings x": ["did you mean --sampling.stop?\n"],
+    "--actor.optimizer.beta 0": ["did you mean --actor.optimizer.betas?\n"],
+    "--actor.optimizer.foo 0": ["--help behind the experiment lists them all"],
+    "--temperature 0": ["did you mean --sampling.temperature?\n"],
+    "--data.seed 0": ["did you mean --seed?\n"],
+    "--strange.path x": ["--help behind the experiment lists them all"],
     "--npro 2": ["unknown override '--npro'", "did you mean --nproc"],
     "--minibatch-size 3": ["minibatch_size is 3: it must be None, as minibatches is 2: give one"],
     "--minibatches 1 --minibatch-size 4": ["minibatch_size is 4", "divide batch_size 6: legal are 1, 2, 3"],
@@ -240,6 +259,12 @@ PLANS: dict[str, list[str]] = {
 EXPERIMENTS: dict[str, list[str]] = {
     "from realhf import GRPO\nexperiment = GRPO(group_sizes=4)": [
         "experiment.py line 2: TypeError: ", "keyword argument 'group_sizes' (did you mean group_size?)",
+    ],
+    "from realhf import SamplingConfig\nSamplingConfig(max_completion_length=20)": [
+        "experiment.py line 2: TypeError: ", "'max_completion_length' (did you mean max_new_tokens?)",
+    ],
+    "from realhf import GRPO\nexperiment = GRPO(reward_funcs=[])": [
+        "keyword argument 'reward_funcs' (write reward_function=[f, Reward(g, weight=...)] in the experiment",
     ],
     "from realhf import GRPO\nexperiment = GRPO(steps='2')": [
         "experiment.py: steps is '2': it must be a whole number"
