@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,31 @@ from realhf.checkpoint.names import find_checkpoints
 from realhf.checkpoint.peft import CONFIG_FILE
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.hub_files import fetch_models
-from realhf.cli.job import Job, is_worker
+from realhf.cli.job import LOCAL_LAUNCHER, Job, is_worker
 from realhf.cli.overrides import override
+from realhf.cli.run_settings import OF_CHATS, RunSettings, find_run, read_settings
 from realhf.data.dataset import DatasetConfig, extra_columns
-from realhf.errors import UserError
-from realhf.evaluation.sets import Evaluation, metric_prefix
+from realhf.data.light_tokenizer import has_chat_template
+from realhf.data.rows import first_row
+from realhf.errors import UserError, one_line, warn
+from realhf.evaluation.sets import Evaluation, metric_prefix, named_sets
 from realhf.experiment import Experiment, Role
 from realhf.lora import LoraConfig
 from realhf.plan import ExecutionPlan
 from realhf.rewards.by_name import SHIPPED, reward_by_name
+from realhf.rewards.reward import Reward
 from realhf.runtime.program import Program, compile_evaluation
 from realhf.runtime.run_directory import check_run_directory, new_run_directory
 
 HELP = "evaluate a model on held-out rows, without training"
 EXAMPLES = (
+    "realhf eval examples/grpo.py --model runs/grpo",
     "realhf eval runs/first --data held_out.jsonl --reward exact --samples 8",
     "realhf eval Qwen2.5-0.5B --data easy=a.jsonl --data hard=b.jsonl --reward rewards.py:score --json",
-    "realhf eval examples/grpo.py --model runs/grpo",
 )
-_OF_MODEL = ("data", "prompt_key", "answer_key", "split", "name", "reward", "samples", "temperature", "top_p",
-             "max_new_tokens", "max_rows", "dtype")  # fmt: skip
+_OF_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
+_OF_MODEL = ("data", "prompt_key", "answer_key", "split", "name", "system_prompt", "chat", "reward",
+             "samples", *_OF_SAMPLING, "max_rows", "dtype")  # fmt: skip
 """Options that an experiment file replaces by fields."""
 _FIELD = re.compile(r"\b(?:Evaluation\.sampling|Evaluation|sampling)\.(\w+)")
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)=(.+)")
@@ -52,15 +57,24 @@ def add_options(parser: ArgumentParser) -> None:
     add("target", metavar="MODEL", help=text)
     text = "rows to evaluate: a file or a hub name, or NAME=FILE; repeat it for several sets"
     add("--data", action="append", metavar="FILE", help=text)
-    add("--prompt-key", help="column of the prompts; default: prompt")
+    add("--prompt-key", help="column of the prompts; default: the run's, else prompt")
     add("--answer-key", help="column of the answers, for shipped rewards; default: answer")
     add("--split", help="split of a data set of the hub")
     add("--name", help="configuration of a data set of the hub")
-    add("--reward", help=f"{', '.join(SHIPPED)}, or FILE.py:FUNCTION; default: exact")
+    text = "first message of every chat; default: the run's, else none; '' for none"
+    add("--system-prompt", metavar="TEXT", help=text)
+    text = "make a chat of each prompt that is text, for the chat template; default: as the run, else not"
+    add("--chat", action=BooleanOptionalAction, help=text)
+    text = f"{', '.join(SHIPPED)}, or FILE.py:FUNCTION, or NAME=one of them; repeatable; default: exact"
+    add("--reward", action="append", help=text)
     add("--samples", type=int, help="answers to each prompt; default: 1")
-    add("--temperature", type=float, help="of sampling; default: 0 (greedy), with several samples 1")
+    text = "of sampling; default: 0 (greedy), with several samples the run's, else 1"
+    add("--temperature", type=float, help=text)
+    add("--top-k", type=int, help="sample among this many most probable tokens; 0: all")
     add("--top-p", type=float, help="sample among the most probable tokens with this probability")
-    add("--max-new-tokens", type=int, help="most tokens of an answer; default: 256")
+    add("--min-p", type=float, help="sample among tokens with this share of the highest probability")
+    add("--stop", action="append", metavar="TEXT", help="text that ends an answer; repeatable")
+    add("--max-new-tokens", type=int, help="most tokens of an answer; default: the run's, else 256")
     add("--max-rows", type=int, help="most rows of each set, spread evenly; default: all")
     add("--seed", type=int, help="decides the sampled tokens; default: 0")
     add("--dtype", help="type of the weights; default: the role's")
@@ -76,13 +90,16 @@ def run(options: Namespace, words: Sequence[str]) -> int:
     """Evaluate, print the metrics and return the exit code."""
     target = Path(options.target)
     is_file = target.suffix == ".py"
-    experiment = _of_file(options, words) if is_file else _of_model(options, words)
+    found = _FromModel(_of_file(options, words)) if is_file else _of_model(options, words)
+    experiment = found.experiment
     fetch_models(experiment, weights=True)
     program, num_ranks = _compile(experiment, options, renames=not is_file)
     name = f"eval-{target.stem if is_file else target.resolve().name}"
     out = None if options.out is None else Path(options.out)
     if out is not None and (not is_worker() or os.environ["RANK"] == "0"):
         _check_out(out)
+    if not is_worker() or (os.environ["RANK"] == "0" and LOCAL_LAUNCHER not in os.environ):
+        _say(found, options)
     if is_worker() or num_ranks == 1:
         job = Job(program, name, out, 600.0, None, options.traceback)
         return importlib.import_module("realhf.cli.worker").evaluate(job, as_json=options.json)
@@ -99,8 +116,8 @@ def _words(options: Namespace, words: Sequence[str]) -> list[str]:
         if name in ("target", "command", "out") or value is None or value is False:
             continue
         for one in value if isinstance(value, list) else [value]:
-            found += [option] if one is True else [option, str(one)]
-    return found
+            found.append(option if one is True else f"{option}={one}")
+    return [*found, "--no-chat"] if options.chat is False else found
 
 
 def _check_out(out: Path) -> None:
@@ -126,48 +143,115 @@ def _of_file(options: Namespace, words: Sequence[str]) -> Experiment:
     return experiment
 
 
-def _of_model(options: Namespace, words: Sequence[str]) -> Experiment:
-    """Return the experiment that evaluates a model as the options say."""
+@dataclasses.dataclass(frozen=True)
+class _FromModel:
+    """An experiment that evaluates a model, and what is to be said of settings that come from its run."""
+
+    experiment: Experiment
+    notes: tuple[str, ...] = ()
+    is_plain: bool = False
+    """Whether the target is a model, of which no run tells how it is asked."""
+
+
+def _of_model(options: Namespace, words: Sequence[str]) -> _FromModel:
+    """Return the experiment that evaluates a model as the options and its run say."""
     if words:
         raise UserError(f"realhf eval has no option {words[0]!r}: see realhf eval --help")
     if options.model is not None:
         raise UserError("--model is for an experiment file: name the model in its place")
     if not options.data:
         raise UserError("realhf eval MODEL needs --data FILE")
-    reward = reward_by_name(options.reward or "exact", answer_key=options.answer_key or "answer")
+    if options.system_prompt and options.chat is False:
+        raise UserError("--system-prompt is for chats: leave out --no-chat")
+    rewards = [_reward(given, options.answer_key or "answer") for given in options.reward or ["exact"]]
+    reward = rewards if len(rewards) > 1 else rewards[0]
     samples = 1 if options.samples is None else options.samples
-    temperature = options.temperature
-    if temperature is None:
-        temperature = 0.0 if samples == 1 else 1.0
-    new = {"max_new_tokens": options.max_new_tokens, "top_p": options.top_p}
-    given = {name: value for name, value in new.items() if value is not None}
+    run = find_run(options.target)
+    sets = {}
+    notes = []
     try:
         role = Role(options.target) if options.dtype is None else Role(options.target, dtype=options.dtype)
-        sampling = SamplingConfig(temperature=temperature, **given)
-        sets = {
-            name: Evaluation(config, samples, sampling, options.max_rows or 0, reward)
-            for name, config in _datasets(options).items()}
+        for name, path in _paths(options).items():
+            settings = None if run is None else read_settings(run, name=name, path=path)
+            prompts, from_run = _prompts(settings, options)
+            drawn, sampling = _sampling(settings, options, samples)
+            config = DatasetConfig(path, shuffle=False, **prompts)
+            chosen = SamplingConfig(**sampling)
+            sets[name] = Evaluation(config, samples, chosen, options.max_rows or 0, reward)
+            notes += [] if settings is None else [settings.described(from_run, drawn)]
     except ValueError as error:
         text = f"--{error}" if str(error).startswith("dtype ") else _FIELD.sub(_option, str(error))
         raise UserError(text) from error
-    if options.reward in (None, *SHIPPED):
+    if any(given in SHIPPED for given in options.reward or ["exact"]):
         _require_answers(sets, options.answer_key or "answer")
     first = next(iter(sets.values()))
     held_out: Any = sets if len(sets) > 1 or "" not in sets else first
-    return Evaluate(
-        dataset=first.dataset, eval_dataset=held_out, seed=options.seed or 0, sampling=sampling,
-        actor=_role(options.target, role), reward_function=reward)
+    experiment = Evaluate(
+        dataset=first.dataset, eval_dataset=held_out, seed=options.seed or 0,
+        sampling=first.sampling or SamplingConfig(), actor=_role(options.target, role),
+        reward_function=reward)
+    return _FromModel(experiment, tuple(dict.fromkeys(notes)), is_plain=run is None)
+
+
+def _reward(given: str, answer_key: str) -> Any:
+    """Return the reward of an option `--reward`, with a name if the option gives one."""
+    named = None if Path(given.rpartition(":")[0]).exists() else _NAMED.fullmatch(given)
+    if named is None:
+        return reward_by_name(given, answer_key=answer_key)
+    return Reward(reward_by_name(named[2], answer_key=answer_key), name=named[1])
+
+
+def _prompts(settings: RunSettings | None, options: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of a data set that the options and the run give, and those that the run has given."""
+    names = ("prompt_key", "split", "name", "system_prompt", "chat")
+    own = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if own.get("system_prompt") == "":  # A chat without a first message.
+        own |= {"system_prompt": None, "chat": True}
+    of_run = {} if settings is None else settings.prompts
+    left_out = OF_CHATS if options.chat is False else ()
+    from_run = {name: value for name, value in of_run.items() if name not in own and name not in left_out}
+    return from_run | own, from_run
+
+
+def _sampling(
+    settings: RunSettings | None, options: Namespace, samples: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of SamplingConfig that the run gives, and those with the options' and defaults."""
+    own = {name: value for name in _OF_SAMPLING if (value := getattr(options, name)) is not None}
+    if settings is None:
+        return {}, {"temperature": 0.0 if samples == 1 else 1.0, **own}
+    of_run = {**settings.sampling, "temperature": settings.temperature(samples)}
+    from_run = {name: value for name, value in of_run.items() if name not in own}
+    limit = own.get("max_new_tokens")
+    if limit is not None and from_run.get("min_new_tokens", 0) > limit:
+        from_run["min_new_tokens"] = limit
+    return from_run, from_run | own
+
+
+def _say(found: _FromModel, options: Namespace) -> None:
+    """Print which settings come from the run, or a warning that a chat model gets raw text."""
+    for note in found.notes:
+        print(f"realhf: {one_line(note)}", file=sys.stderr, flush=True)
+    if not found.is_plain or options.chat is not None:
+        return
+    for evaluation in named_sets(found.experiment.eval_dataset).values():
+        config = evaluation.dataset
+        if config.makes_chats or not isinstance((first_row(config) or {}).get(config.prompt_key), str):
+            continue
+        if has_chat_template(Path(found.experiment.tokenizer_dir())):
+            what = f"the prompts of {config.path} are text, to which it is not applied"
+            mend = "--chat makes chats of them, --no-chat leaves them"
+            warn(f"{options.target} has a chat template, and {what}: {mend}")
+            return
 
 
 def _option(match: re.Match[str]) -> str:
     return f"--{match[1].replace('_', '-')}"
 
 
-def _datasets(options: Namespace) -> dict[str, DatasetConfig]:
-    """Return the datasets by the names of the sets; a single one without a name has an empty one."""
-    about = {"prompt_key": options.prompt_key, "split": options.split, "name": options.name}
-    about = {name: value for name, value in about.items() if value is not None}
-    found: dict[str, DatasetConfig] = {}
+def _paths(options: Namespace) -> dict[str, str]:
+    """Return files or hub names by the names of the sets; a single one without a name has an empty one."""
+    found: dict[str, str] = {}
     for given in options.data:
         named = None if Path(given).exists() else _NAMED.fullmatch(given)
         path = given if named is None else named[2]
@@ -175,7 +259,7 @@ def _datasets(options: Namespace) -> dict[str, DatasetConfig]:
         name = "" if named is None and len(options.data) == 1 else name
         if name in found:
             raise UserError(f"--data {given}: there are two sets named {name!r}: write NAME=FILE")
-        found[name] = DatasetConfig(path, shuffle=False, **about)
+        found[name] = path
     return found
 
 
@@ -220,6 +304,9 @@ def _compile(experiment: Experiment, options: Namespace, *, renames: bool) -> tu
         if renames:
             text = re.sub(r"eval_dataset(\.[\w.-]+?)?\.path\b", "--data", text)
             text = re.sub(r"^eval_dataset(\.[\w-]+)?", "--data", text).replace("actor.model", "MODEL")
+            key = experiment.dataset.prompt_key
+            if options.prompt_key is None and f"there is no column {key!r};" in text:
+                text += "; --prompt-key names that of the prompts"
         where = f"plan {options.plan}: " if text.startswith("calls.") and options.plan else ""
         prefix = where or ("" if renames else f"{options.target}: ")
         raise UserError(f"{prefix}{text}") from error
@@ -238,7 +325,7 @@ def print_summary(summary: Mapping[str, Any], *, out: Path | None, as_json: bool
                if key.startswith(prefix)}  # fmt: skip
         columns.append(own)
     for metric in dict.fromkeys(metric for column in columns for metric in column):
-        table.add_row(metric, *(f"{column[metric]:.4f}" if metric in column else "" for column in columns))
+        table.add_row(metric, *(f"{column[metric]:z.4f}" if metric in column else "" for column in columns))
     counts = [f"{one['prompts']} x {one['samples']}" for one in summary["sets"].values()]
     table.add_row("prompts x samples", *counts)
     Console().print(table)

@@ -17,40 +17,69 @@ Row = dict[str, Any]
 
 _EVAL = "eval.jsonl"
 _EVALS = "evals"
-_NUMBERS = ("step", "sample", "prompt_number", "dataset_row", "score", "length", "advantage")
-"""Fields whose values are numbers."""
-_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+_FIELDS = ("step", "sample", "prompt_number", "dataset_row", "score", "length", "advantage", "followed",
+           "finished", "set", "completion", "final_answer")  # fmt: skip
+"""Fields whose values are numbers, truth values (1 and 0) or texts."""
+_GROUPS = ("rewards", "extra", "columns")
+"""Fields whose values are such values by name."""
+_Value = float | str
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
     "<": operator.lt, ">": operator.gt, "=": operator.eq,
 }  # fmt: skip
-_CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|==|!=|<|>|=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
-_AND = re.compile(r"\s+and\s+|,|&&")
+_EQUALS = ("=", "==", "!=")
+"""Comparisons that texts have."""
+_CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|==|!=|<|>|=)\s*(.+?)\s*", re.DOTALL)
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""", re.DOTALL)
+_PART = re.compile(r"""(?:'[^']*'|"[^"]*"|(?!\s+and\s|,|&&).)+""", re.DOTALL)
+_AND = re.compile(r"(?:\s+and\s+|,|&&)")
 _STEPS = re.compile(r"(\d*)-(\d*)|(\d+)")
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A comparison of a field with a number. Answers without the field do not fulfil it."""
+    """A comparison of a field with a number or a text. Answers without the field do not fulfil it."""
 
     field: str
     sign: str
-    number: float
+    text: str
+    number: float | None = None
 
     def __call__(self, row: Row) -> bool:
-        value = number_of(row, self.field)
-        return value is not None and _OPERATORS[self.sign](value, self.number)
+        value = value_of(row, self.field)
+        if isinstance(value, str):
+            return self.sign in _EQUALS and _OPERATORS[self.sign](value, self.text)
+        return value is not None and self.number is not None and _OPERATORS[self.sign](value, self.number)
 
 
 def parse_conditions(text: str) -> list[Condition]:
-    """Return the conditions of a text such as `score<0.5 and length>=100`. Raises UserError if it is none."""
+    """Return the conditions of a text such as `score<0.5 and dataset=easy`. Raises UserError."""
     conditions = []
-    for part in _AND.split(text):
+    for part in _parts(text):
         match = _CONDITION.fullmatch(part)
-        if match is None:
+        quoted = None if match is None else _QUOTED.fullmatch(match[3])
+        number = None if match is None or quoted or not _NUMBER.fullmatch(match[3]) else float(match[3])
+        if match is None or (number is None and match[2] not in _EQUALS):
             legal = "a field, one of < <= > >= = !=, and a number, such as score<0.5; several with commas"
-            raise UserError(f"--where {text!r}: {part.strip()!r} is no condition: legal are {legal}")
-        conditions.append(Condition(match[1], match[2], float(match[3])))
+            what = f"{part.strip()!r} is no condition: legal are {legal}; a text with = or !="
+            raise UserError(f"--where {text!r}: {what}")
+        words = match[3] if quoted is None else quoted[1] or quoted[2] or ""
+        conditions.append(Condition(match[1], match[2], words, number))
     return conditions
+
+
+def _parts(text: str) -> list[str]:
+    """Return what is between `and`, commas and `&&`, apart from those in quotes."""
+    parts = []
+    start = 0
+    while match := _PART.match(text, start):
+        parts.append(match[0])
+        joint = _AND.match(text, match.end())
+        if joint is None:
+            return parts
+        start = joint.end()
+    return [*parts, text[start:]]
 
 
 def parse_steps(text: str) -> tuple[float, float]:
@@ -67,43 +96,76 @@ def parse_steps(text: str) -> tuple[float, float]:
     return first, last
 
 
+def value_of(row: Row, field: str) -> _Value | None:
+    """Return the number or the text of a field, of a reward, of what a reward has logged, or of a column.
+
+    True is 1 and False is 0. Return None if the answer has no such value.
+    """
+    value = _raw(row, field)
+    return float(value) if isinstance(value, int | float) else value if isinstance(value, str) else None
+
+
+def _raw(row: Row, field: str) -> Any:
+    if field in _FIELDS:
+        return row.get(field)
+    group, _, name = field.partition(".")
+    if group in _GROUPS and name in (row.get(group) or {}):
+        return row[group][name]
+    return next((row[group][field] for group in _GROUPS if field in (row.get(group) or {})), None)
+
+
 def number_of(row: Row, field: str) -> float | None:
-    """Return the number of a field of an answer, or its score by a reward; None if it has none."""
-    if field in _NUMBERS:
-        value = row.get(field)
-    else:
-        value = (row.get("rewards") or {}).get(field.removeprefix("rewards."))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and value is not None else None
+    """Return the number of a field; None if it has none."""
+    value = value_of(row, field)
+    return value if isinstance(value, float) else None
 
 
 def reward_names(rows: Iterable[Row]) -> list[str]:
     """Return the names of all rewards, in the order in which they appear."""
-    return list(dict.fromkeys(name for row in rows for name in row.get("rewards") or {}))
+    return _names(rows, "rewards")
+
+
+def _names(rows: Iterable[Row], group: str) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row.get(group) or {}))
 
 
 def require_fields(rows: Sequence[Row], fields: Collection[str], option: str) -> None:
-    """Raise UserError unless each of the fields is one that some answer has as a number."""
-    rewards = reward_names(rows)
-    numbers = [name for name in _NUMBERS if any(number_of(row, name) is not None for row in rows)]
-    taken = [f"rewards.{name}" if name in _NUMBERS else name for name in rewards]
+    """Raise UserError unless each of the fields is one that some answer has."""
+    known = [name for name in _FIELDS if any(value_of(row, name) is not None for row in rows)]
+    for group in _GROUPS:
+        names = _names(rows, group)
+        known += [f"{group}.{name}" if name in (*_FIELDS, *known) else name for name in names]
     for field in fields:
-        if rows and field not in numbers and field.removeprefix("rewards.") not in rewards:
-            legal = [*numbers, *taken]
-            meant = did_you_mean(field, legal)
-            raise UserError(f"{option}: there is no field {field!r}{meant}: legal are {', '.join(legal)}")
+        group, _, name = field.partition(".")
+        if rows and field not in known and not (group in _GROUPS and name in _names(rows, group)):
+            meant = did_you_mean(field, known)
+            raise UserError(f"{option}: there is no field {field!r}{meant}: legal are {', '.join(known)}")
+
+
+def require_comparable(rows: Sequence[Row], conditions: Sequence[Condition], option: str) -> None:
+    """Raise UserError for a condition on a field that no answer has, or has as a number and not as a text."""
+    require_fields(rows, [condition.field for condition in conditions], option)
+    for condition in conditions:
+        kinds = {type(value) for row in rows if (value := value_of(row, condition.field)) is not None}
+        is_text = condition.number is None
+        if is_text and kinds == {float}:
+            raise UserError(f"{option}: {condition.field} is a number, and {condition.text!r} is none")
+        if kinds == {str} and condition.sign not in _EQUALS:
+            raise UserError(f"{option}: {condition.field} is a text, which has only = and !=")
 
 
 def sort_rows(rows: Sequence[Row], by: str) -> list[Row]:
     """Return the answers in the order of a field, falling if it begins with `-`; those without it last.
 
-    Answers with equal values keep their order.
+    Answers with equal values keep their order. Numbers are before texts.
     """
     field = by.removeprefix("-")
-    with_field = [row for row in rows if number_of(row, field) is not None]
-    without = [row for row in rows if number_of(row, field) is None]
     falls = by.startswith("-")
-    return sorted(with_field, key=lambda row: number_of(row, field) or 0.0, reverse=falls) + without
+    found: list[Row] = []
+    for kind in (float, str):
+        some = [row for row in rows if isinstance(value_of(row, field), kind)]
+        found += sorted(some, key=lambda row: value_of(row, field), reverse=falls)  # type: ignore[arg-type,return-value]
+    return found + [row for row in rows if value_of(row, field) is None]
 
 
 def prompt_text(row: Row) -> str:

@@ -146,8 +146,25 @@ def show_story(console: Console, story: Sequence[tuple[Any, Sequence[Row]]]) -> 
     if means:
         shown = means[:: -(-len(means) // _TREND)]
         trend = "".join(_BARS[round(_share(mean, min(means), max(means)) * 7)] for mean in shown)
-        ends = f"mean score {means[0]:.4g} at first, {means[-1]:.4g} at last"
+        ends = f"mean score {means[0]:z.4g} at first, {means[-1]:z.4g} at last"
         console.print(Text.assemble((trend, "green"), "  ", (ends, "bold")))
+
+
+def show_stories(console: Console, stories: Sequence[Row], *, note: str) -> None:
+    """Print a line for each prompt: its row, in how many steps it came up, and its first and last score."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1), expand=True)
+    names = ["set"] if any(story["set"] for story in stories) else []
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in ("row", "steps", "first", "last"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("prompt", ratio=1)
+    for story in stories:
+        cells = [_shown(story["set"])] if names else []
+        shown = (story[key] for key in ("dataset_row", "num_steps", "first_score", "last_score"))
+        table.add_row(*cells, *map(_shown, shown), _Excerpt(last_message(story), "cyan"))
+    console.print(table)
+    console.print(Text(note, style="dim"), soft_wrap=True)
 
 
 def _place(row: Row) -> str:
@@ -195,11 +212,16 @@ def _prompt(row: Row) -> list[Text]:
 
 
 def _columns(row: Row) -> list[RenderableType]:
-    """Return the columns of the dataset that the reward has read."""
-    columns = row.get("columns") or {}
-    shown = [Text(f"{printable(str(name), one_line=True)}: {excerpt(str(value), 400)}", style="magenta")
-             for name, value in columns.items()]  # fmt: skip
+    """Return the columns of the dataset that the reward has read, and what it has logged."""
+    shown = [
+        Text(f"{printable(str(name), one_line=True)}: {excerpt(_plain(value), 400)}", style=style)
+        for group, style in (("columns", "magenta"), ("extra", "yellow"))
+        for name, value in (row.get(group) or {}).items()]
     return [Rule(style="dim"), *shown] if shown else []
+
+
+def _plain(value: Any) -> str:
+    return f"{value:z.6g}" if isinstance(value, float) else str(value)
 
 
 def _score_range(rows: Sequence[Row]) -> tuple[float, float]:
@@ -225,7 +247,7 @@ def _score(row: Row, low: float, high: float) -> Text:
         return _shown(score)
     share = _share(score, low, high)
     style = "red" if share < 1 / 3 else "green" if share > 2 / 3 else "yellow"
-    return Text(f"{score:.4g}", style=style)
+    return Text(f"{score:z.4g}", style=style)
 
 
 def _bar(value: float | None, low: float, high: float) -> Text:
@@ -245,5 +267,5 @@ def _shown(value: Any, style: str = "") -> Text:
     """Return a value in few characters; a dash if it is not known."""
     if value is None:
         return Text("-", style="dim")
-    text = f"{value:.4g}" if isinstance(value, float) else printable(str(value), one_line=True)
+    text = f"{value:z.4g}" if isinstance(value, float) else printable(str(value), one_line=True)
     return Text(text, style=style)

@@ -18,16 +18,18 @@ from realhf.cli.rollout_rows import (
     prompt_text,
     read_evaluations,
     read_rollouts,
+    require_comparable,
     require_fields,
     sort_rows,
 )
-from realhf.cli.rollout_view import excerpt, show_in_full, show_story, show_table
+from realhf.cli.rollout_view import excerpt, show_in_full, show_stories, show_story, show_table
 from realhf.errors import UserError
 
 HELP = "read the answers of a run: filter, sort, show in full, follow one prompt over the steps"
 EXAMPLES = (
     "realhf rollouts runs/grpo --steps 5-20 --where 'score<0.5' --sort -length",
     "realhf rollouts runs/grpo --step 40 --full --limit 3",
+    "realhf rollouts runs/grpo --story",
     "realhf rollouts runs/grpo --story 17",
 )
 _LIMIT = 20
@@ -42,7 +44,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("run", metavar="RUN", help="run directory, or a rollouts.jsonl")
     add("--step", type=int, metavar="N", help="answers of this step")
     add("--steps", metavar="A-B", help="answers of these steps; 5- and -20 are legal, too")
-    text = "answers with numbers like these, such as score<0.5 or length>=100,exact=0; repeatable"
+    text = "answers with values like these, such as score<0.5,exact=0 or dataset=easy; repeatable"
     add("--where", action="append", default=[], metavar="CONDITION", help=text)
     add("--contains", metavar="TEXT", help="answers with this text in prompt or completion")
     add("--cut", action="store_true", help="answers that were cut off at the limit of tokens")
@@ -51,8 +53,8 @@ def add_options(parser: ArgumentParser) -> None:
     text = f"most answers to show, 0 for all; default: {_LIMIT}, with --json all"
     add("--limit", type=int, metavar="N", help=text)
     add("--full", action="store_true", help="show whole prompts and completions")
-    text = "answers to one prompt over the steps, by its row in the dataset or a text in it"
-    add("--story", metavar="ROW", help=text)
+    text = "answers to one prompt over the steps, by its row in the dataset or a text in it; no ROW: a list"
+    add("--story", nargs="?", const="", metavar="ROW", help=text)
     text = "answers of evaluations instead of training, of one set or of all"
     add("--eval", nargs="?", const="", metavar="SET", help=text)
     add("--json", action="store_true", help="print one JSON document")
@@ -67,6 +69,8 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
     path = Path(options.run)
     source, rows = read_rollouts(path) if options.eval is None else read_evaluations(path, options.eval)
     kept = _filtered(rows, options)
+    if options.story == "":
+        return _print_stories(kept, options, source)
     if options.story is not None:
         return _print_story(_one_prompt(kept, options.story), options)
     if options.sort != _SORT:  # The last evaluation's answers have no step.
@@ -104,7 +108,7 @@ def _filtered(rows: Sequence[Row], options: Namespace) -> list[Row]:
     """Return the answers that the options choose."""
     conditions = [(text, parse_conditions(text)) for text in options.where]
     for text, some in conditions:
-        require_fields(rows, [condition.field for condition in some], f"--where {text!r}")
+        require_comparable(rows, some, f"--where {text!r}")
     steps = None
     if options.step is not None:
         steps = (options.step, options.step)
@@ -144,6 +148,32 @@ def _one_prompt(rows: Sequence[Row], wanted: str) -> list[Row]:
 def _named(values: Sequence[Any]) -> str:
     more = ", ..." if len(values) > _MAX_NAMED else ""
     return ", ".join(str(value) for value in values[:_MAX_NAMED]) + more
+
+
+def _print_stories(rows: Sequence[Row], options: Namespace, source: Path) -> int:
+    """Print the prompts that are followed, or in evaluations all. Raises UserError if there is none."""
+    by_prompt: dict[tuple[Any, ...], dict[Any, list[Row]]] = {}
+    for row in sorted(rows, key=lambda row: number_of(row, "step") or 0.0):
+        if row.get("followed", True):
+            prompt = (row.get("set") or "", row.get("dataset_row"), prompt_text(row))
+            by_prompt.setdefault(prompt, {}).setdefault(row.get("step"), []).append(row)
+    if not by_prompt:
+        raise UserError(f"--story: {source} has no such answers to rows that are followed (follow_rows)")
+    stories: list[Row] = []
+    for prompt, steps in by_prompt.items():
+        scores = [mean for answers in steps.values() if (mean := _mean(answers)) is not None]
+        first, last = (scores[0], scores[-1]) if scores else (None, None)
+        stories.append({
+            "set": prompt[0], "dataset_row": prompt[1], "num_steps": len(steps), "first_score": first,
+            "last_score": last, "prompt": next(iter(steps.values()))[0].get("prompt")})  # fmt: skip
+    stories.sort(key=lambda story: (story["set"], number_of(story, "dataset_row") or 0.0))
+    if options.json:
+        print(json.dumps({"file": str(source), "stories": stories}))
+        return 0
+    shown = stories[: (_LIMIT if options.limit is None else options.limit) or None]
+    note = f"{len(shown)} of {len(stories)} prompts; --story ROW shows the answers to one"
+    show_stories(_console(), shown, note=note)
+    return 0
 
 
 def _print_story(rows: Sequence[Row], options: Namespace) -> int:

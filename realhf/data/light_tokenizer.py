@@ -74,6 +74,11 @@ def _content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
 
 
+def has_chat_template(directory: Path) -> bool:
+    """Return whether the tokenizer in a directory has a chat template."""
+    return _chat_template(directory, _json_of(directory / "tokenizer_config.json"), "default") is not None
+
+
 def _chat_template(directory: Path, settings: dict[str, Any], name: str) -> str | None:
     """Return the chat template of a name, from its own file if there is one, else from tokenizer_config.json.
 

@@ -68,10 +68,11 @@ def _step(path: Path) -> int:
 
 
 def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer with null in the place of scores that are NaN."""
-    scores = {name: _known(score) for name, score in (row.get("scores") or {}).items()}
-    return {**row, "score": _known(row["score"]), **({"scores": scores} if "scores" in row else {})}
+    """Return the answer with null in the place of numbers that are NaN."""
+    parts = {key: {name: _known(value) for name, value in row[key].items()} for key in ("scores", "extra")
+             if row.get(key) is not None}  # fmt: skip
+    return {**row, "score": _known(row["score"]), **parts}
 
 
-def _known(score: float | None) -> float | None:
-    return None if score is None or isnan(score) else score
+def _known(value: Any) -> Any:
+    return None if isinstance(value, float) and isnan(value) else value

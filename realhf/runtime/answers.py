@@ -15,6 +15,10 @@ SHOWN = ("prompt", "answer", "ground_truth", "completion", "score")
 """Fields of an answer that eval.jsonl has."""
 REWARD_SCORES = "reward_scores"
 """Key of the scores by reward: a dict for each sample."""
+REWARD_EXTRA = "reward_extra"
+"""Key of what rewards have passed to `log_extra`: a dict for each sample."""
+_NAMES = {REWARD_SCORES: "scores", REWARD_EXTRA: "extra"}
+"""Fields of an answer that are not called as their keys."""
 
 
 def with_record(
@@ -32,12 +36,12 @@ def with_record(
         outputs = GenerateOutputs.of(generating[0])
         mask = outputs.mask
         finished = outputs.finished
-    scores = () if graph.producer(REWARD_SCORES) is None else (REWARD_SCORES,)
+    by_reward = [key for key in _NAMES if graph.producer(key) is not None]
     keep = KeepAnswers(
         samples_per_prompt, keeps_all=keeps_all, shown=("prompt", *shown), mask=mask, finished=finished,
         answer_of=_answer_of(graph))
     lengths = () if mask is None or finished is None else (mask, finished)
-    keys = ("prompt", *shown, DATASET_ROW, "completion", "score", *scores, *lengths)
+    keys = ("prompt", *shown, DATASET_ROW, "completion", "score", *by_reward, *lengths)
     record = FunctionCall(RECORD, "host", keys, work=HostFunction(keep))
     from_dataset = [key for key in ("prompt", *shown, DATASET_ROW) if graph.producer(key) is None]
     return graph.add(record, inputs=[key for key in from_dataset if key not in graph.inputs])
@@ -54,8 +58,9 @@ class KeepAnswers:
     """A host function that keeps the scored answers of an evaluation as `context.answers`.
 
     An answer is a dict with the row of its prompt in the file, the number of the sample among those of the
-    prompt, the prompt's columns `shown`, completion, score, and, if they are known: scores by reward, length
-    in tokens, whether it has ended by itself, and the answer that was found in the completion.
+    prompt, the prompt's columns `shown`, completion, score, and, if they are known: scores by reward, what
+    rewards have logged of it, length in tokens, whether it has ended by itself, and the answer that was found
+    in the completion.
     """
 
     samples_per_prompt: int
@@ -73,9 +78,9 @@ class KeepAnswers:
         answers: list[dict[str, Any]] = [
             {"dataset_row": row, "sample": self._number(sample)}
             for row, sample in zip(batch[DATASET_ROW], batch.ids, strict=True)]
-        for key in (*self.shown, "completion", "score", REWARD_SCORES):
+        for key in (*self.shown, "completion", "score", *_NAMES):
             if key in batch.fields:
-                self._add(answers, "scores" if key == REWARD_SCORES else key, batch[key])
+                self._add(answers, _NAMES.get(key, key), batch[key])
         if self.mask is not None and self.finished is not None:
             self._add(answers, "length", response_lengths(batch[self.mask]))
             self._add(answers, "finished", [bool(ended) for ended in batch[self.finished].tolist()])

@@ -28,7 +28,7 @@ DATASET_KEYS = ("prompt", DATASET_ROW)
 """Keys of the dataset that every rollout has."""
 _SEQUENCE = ("sequence_ids", "response_mask")
 _OF_ANSWERS = (*_SEQUENCE, "finished", "versions")
-_OF_SCORES = ("score", "reward_scores", "completion")
+_OF_SCORES = ("score", "reward_scores", "reward_extra", "completion")
 _ADVANTAGES = "advantages"
 _DIGITS = 6
 """Significant digits of numbers: they differ between plans by the order of floating-point sums only."""
@@ -121,6 +121,11 @@ class RolloutCollector:
         text = json.dumps(value, ensure_ascii=False)
         return value if len(text) <= self._log.max_characters else self._log.shortened(text)
 
+    def _logged(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what rewards have logged of a sample."""
+        return {name: _rounded(value) if isinstance(value, float) else self._shortened(value)
+                for name, value in values.items()}  # fmt: skip
+
     def _describe_samples(self, batch: Batch, context: Any) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [
             {"sample": sample, "prompt_number": sample // self._group_size} for sample in batch.ids]
@@ -139,6 +144,8 @@ class RolloutCollector:
             by_name = [{name: _rounded(score) for name, score in scores.items()}
                        for scores in columns["reward_scores"]]  # fmt: skip
             found.append(("rewards", by_name))
+        if "reward_extra" in columns:
+            found.append(("extra", [self._logged(values) for values in columns["reward_extra"]]))
         if "completion" in columns:
             found.append(("completion", [self._log.shortened(text) for text in columns["completion"]]))
         if "response_mask" in columns:
@@ -230,4 +237,4 @@ def _rounded(value: float | None) -> float | None:
     """Return a number with six significant digits; None for NaN, the score of a failed reward."""
     if value is None or not math.isfinite(value):
         return None
-    return float(f"{value:.{_DIGITS}g}")
+    return float(f"{value:z.{_DIGITS}g}")

@@ -14,7 +14,7 @@ _HEAD = re.compile(rb'\{"step": (\d+), "followed": (true|false), ')
 _EASED = 0.75
 """Share of the bound to which a full file is reduced."""
 _FIELDS = (
-    "sample", "prompt_number", "dataset_row", "score", "rewards", "length", "finished", "versions",
+    "sample", "prompt_number", "dataset_row", "score", "rewards", "extra", "length", "finished", "versions",
     "advantage", "prompt", "completion", "columns",
 )  # fmt: skip
 
