@@ -17,8 +17,8 @@ _MOST_ROWS = 100_000
 _LONGEST_ANSWER = 256
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{{ '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
 _OF_TEMPLATE = ascii_letters + ": \n"
 """Characters that the chat template writes, whatever the roles are."""
 

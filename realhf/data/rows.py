@@ -228,11 +228,11 @@ def _open_path(config: DatasetConfig, path: str) -> Iterator[RowFile]:
 def _near_file(path: Path) -> str:
     """Return in words which file of the same directory has nearly this name; an empty string if none has."""
     try:
-        names = [file.name for file in path.parent.iterdir() if file.suffix in _SUFFIXES]
+        names = {file.stem: file.name for file in sorted(path.parent.iterdir()) if file.suffix in _SUFFIXES}
     except OSError:
         return ""
-    near = nearest(path.name, names)
-    return f" (did you mean {path.with_name(near)}?)" if near is not None else ""
+    near = nearest(path.stem, list(names))  # Equal endings would make all names alike.
+    return f" (did you mean {path.with_name(names[near])}?)" if near is not None else ""
 
 
 def is_of_hub(path: str) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from realhf.cli.dry_run import FirstPrompt
 from realhf.cli.main import main
 from tests.runtime.tiny import HF_CONFIG, write_task
 
@@ -190,10 +191,10 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(check, tmp_path):
     assert "\nthe first prompt has 4 tokens: 1+1=\n" in check([ROW, {**ROW, "prompt": "1"}])[1]
     task = write_task(tmp_path)
     (task / "chat_template.jinja").write_text(
-        "{% for m in messages %}<eos>\x07{{ m.content }}\n{% endfor %}{{ eos_token }}")
-    code, out, err = check([ROW], "experiment.dataset = replace(dataset, chat=True)", task=task)
-    shown = next(line for line in out.splitlines() if line.startswith("the first prompt"))
-    assert code == 0 and shown.endswith("1+1=\\n<eos>") and "\x07" not in out
+        "{% for m in messages %}= {{ m.content }}<eos>{% endfor %}{{ eos_token }}")
+    code, out, err = check([ROW] * 2, "experiment.dataset = replace(dataset, chat=True)", task=task)
+    assert (code, err) == (0, "") and "\nthe first prompt has 8 tokens: = 1+1=<eos><eos>\n" in out
+    assert str(FirstPrompt("a\n\x1b[2Jé", 1)) == r"the first prompt has 1 token: a\n\x1b[2Jé"
     out = check([{**ROW, "prompt": "1+" * 999 + "2="}])[1]
     assert "the first prompt has 2000 tokens: 1+1+" in out and " ... 1+1+" in out and "+2=\n" in out
     assert max(map(len, out.splitlines())) < 700
