@@ -49,6 +49,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         homes = {role: str(layout) for role, layout in program.homes.items()}
         answer = {"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes,
                   "counts": counts}
+        if trial.first_prompt is not None:
+            answer["first_prompt"] = trial.first_prompt._asdict()
         print(json.dumps(answer | ({"memory": report.memory(proof)} if proof is not None else {})))
         return 0
     print(f"{options.experiment} is sound on {num_ranks} rank{'s' * (num_ranks != 1)}:")
@@ -57,6 +59,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         columns = f"{call.name:<18} {call.kind:<10} {call.role or '-':<8} {where.layout}"
         print("  ".join(("", columns, *where.options)))
     print("\n".join(sentences(counts)))
+    if trial.first_prompt is not None:
+        print(trial.first_prompt)
     if proof is not None:
         peak = proof.fullest
         has = f"{format_bytes(peak.num_bytes)} of {format_bytes(proof.available)} available"

@@ -20,13 +20,30 @@ _ROWS = 2000
 """Number of rows of a dataset that are tokenised."""
 _SAMPLES = 4
 """Number of rows with which a reward function is called."""
+_MAX_SHOWN = 600
+"""Most characters of the first prompt that are shown; its middle is left out."""
 
 
 class Trial(NamedTuple):
-    """Warnings about the data, one sentence each, and the rows of the dataset, None if they were not read."""
+    """What was found: warnings about the data, one sentence each, and if the rows could be read, their number
+    and the first prompt."""
 
     warnings: list[str]
-    num_rows: int | None
+    num_rows: int | None = None
+    first_prompt: "FirstPrompt | None" = None
+
+
+class FirstPrompt(NamedTuple):
+    """The prompt of the first training row as the model reads it, special tokens included."""
+
+    text: str
+    tokens: int
+
+    def __str__(self) -> str:
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in self.text)
+        if len(shown) > _MAX_SHOWN:
+            shown = f"{shown[: _MAX_SHOWN // 2]} ... {shown[-_MAX_SHOWN // 2 :]}"
+        return f"the first prompt has {self.tokens} token{'s' * (self.tokens != 1)}: {shown}"
 
 
 def try_out(program: Program) -> Trial:
@@ -37,7 +54,7 @@ def try_out(program: Program) -> Trial:
     directory = program.experiment.tokenizer_dir()
     if not (Path(directory) / "tokenizer.json").is_file():
         untried = f"tokenizer {directory} has no tokenizer.json: neither data nor reward functions were tried"
-        return Trial([*warnings_of(program, None, {}), untried], None)
+        return Trial([*warnings_of(program, None, {}), untried])
     tokenizer = LightTokenizer(directory)
     check_vocabulary(program.roles, tokenizer.largest_id, tokenizer=directory)
     experiment = program.experiment
@@ -49,7 +66,9 @@ def try_out(program: Program) -> Trial:
     sets = [("", program.graph, rows)]
     sets += [(one.field, one.graph, held_out[one.name]) for one in program.evaluations]
     _try_rewards(sets)
-    return Trial(found, sum(part.num_in_file for part in rows.parts))
+    ids = rows.parts[0].rows[0]["prompt_ids"]
+    first = FirstPrompt(tokenizer.decode(ids), len(ids))
+    return Trial(found, sum(part.num_in_file for part in rows.parts), first)
 
 
 def _try_rewards(sets: Sequence[tuple[str, DataflowGraph, MixedRows]]) -> None:

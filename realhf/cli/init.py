@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from realhf.cli.tiny_model import tiny_model
 from realhf.errors import UserError, warn
 from realhf.shipped import shipped_dir
 from realhf.suggest import did_you_mean
@@ -13,11 +14,14 @@ from realhf.suggest import did_you_mean
 HELP = "write a directory with an experiment that runs, its data and a test of its reward"
 EXAMPLES = (
     "realhf init first && cd first && realhf run experiment.py --nproc 2",
+    "realhf init mine --data rows.jsonl",
     "realhf init mine --template sft --model models/Qwen2.5-0.5B --data rows.jsonl",
 )
 _COMMON = "common"
 """The template whose files all others share."""
 _MODEL_FILES = "model/"
+_TINY_ANSWER = "else 4)"
+"""The part of experiment.py with the number of tokens that the tiny model may write."""
 _DATA_FILES = ("train.jsonl", "held_out.jsonl")
 
 
@@ -26,8 +30,8 @@ def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("directory", metavar="DIR", help="directory to write, which may exist")
     add("--template", default="grpo", metavar="NAME", help="grpo (default), sft or dpo")
-    add("--model", help="model to train; default: a tiny one with random weights")
-    add("--data", metavar="ROWS", help="rows to train on; default: a small set of exercises. Needs --model")
+    add("--model", help="model to train; default: a tiny one with random weights, for these rows")
+    add("--data", metavar="ROWS", help="rows to train on; default: a small set of exercises")
 
 
 def run(options: Namespace, unknown: Sequence[str]) -> int:
@@ -36,16 +40,14 @@ def run(options: Namespace, unknown: Sequence[str]) -> int:
         legal = ("--template", "--model", "--data")
         meant = did_you_mean(unknown[0], legal)
         raise UserError(f"realhf init has no option {unknown[0]}{meant}: legal are {', '.join(legal)}")
-    if options.data is not None and options.model is None:
-        why = "the tiny model, which is the default, knows only the characters of its own exercises"
-        raise UserError(f"--data {options.data} needs --model: {why}")
     directory = Path(options.directory)
     files = _files(options)
     _check_directory(directory, list(files))
     for name, content in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(content)
-    if options.data is not None:
+        (directory / name).write_text(content, encoding="utf-8")
+    has_answers = options.model is None and options.template == "grpo"  # The tiny model's rows were read.
+    if options.data is not None and not has_answers:
         warn(f"the reward in {directory / 'reward.py'} reads a column `answer`: change it to suit your rows")
     steps = ("pytest test_reward.py", "realhf check experiment.py", "realhf run experiment.py --nproc 2")
     print(f"{directory} has a {options.template} experiment of {len(files)} files. Try in it:")
@@ -75,6 +77,10 @@ def _files(options: Namespace) -> dict[str, str]:
     if options.model is not None:
         changes["MODEL"] = _quoted(options.model)
         found = {name: text for name, text in found.items() if not name.startswith(_MODEL_FILES)}
+    elif options.data is not None:
+        made = tiny_model(options.data, template=options.template, files=found)
+        found |= made.files
+        found["experiment.py"] = found["experiment.py"].replace(_TINY_ANSWER, f"else {made.longest_answer})")
     if options.data is not None:
         changes |= {"DATA": _quoted(options.data), "HELD_OUT": "None"}
         found = {name: text for name, text in found.items() if name not in _DATA_FILES}

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from realhf.checkpoint.names import find_checkpoints
 from realhf.runtime.program import Program
 
 LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"
@@ -38,6 +39,13 @@ def resume_command(out: Path) -> str:
             has_value = at + 1 < len(words) and not words[at + 1].startswith("--")
             del words[at : at + 1 + has_value]
     return f"realhf {shlex.join(words)} --resume --out {shlex.quote(str(out))}"
+
+
+def way_on(out: Path) -> str | None:
+    """Return in words the last checkpoint of a run and the command to continue it; None without one."""
+    if not (checkpoints := find_checkpoints(out / "checkpoints")):
+        return None
+    return f"the last checkpoint is that of step {max(checkpoints)}; to continue: {resume_command(out)}"
 
 
 def is_worker() -> bool:

@@ -7,9 +7,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
-from realhf.cli.job import Job, is_worker, resume_command
+from realhf.cli.job import Job, is_worker, way_on
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
@@ -76,8 +75,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     launch = importlib.import_module("realhf.cli.launch").launch
     out = out or new_run_directory(name)
     code = launch([*argv, "--out", str(out)], num_ranks, restarts=options.restarts)
-    if code and (checkpoints := find_checkpoints(out / "checkpoints")):
-        text = f"the last checkpoint is that of step {max(checkpoints)}; to continue: {resume_command(out)}"
+    if code and (text := way_on(out)) is not None:
         print(f"realhf: {text}", file=sys.stderr, flush=True)
     return code
 

@@ -16,7 +16,7 @@ import torch
 
 from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
-from realhf.cli.job import LOCAL_LAUNCHER, Job, resume_command
+from realhf.cli.job import LOCAL_LAUNCHER, Job, resume_command, way_on
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError
@@ -72,7 +72,11 @@ class Place:
 
 def work(job: Job) -> int:
     """Train and return the exit code."""
-    return _serve(_train, job)
+    begun: list[Path] = []
+    code = _serve(partial(_train, begun=begun), job)
+    if begun and (text := way_on(begun[0])) is not None:  # Only a process that is alone returns after a failure.
+        print(f"realhf: {text}", file=sys.stderr, flush=True)
+    return code
 
 
 def evaluate(job: Job, *, as_json: bool) -> int:
@@ -99,8 +103,11 @@ def report(sentence: str, *, code: int, text: str | None = None, names_rank: boo
     print(text or f"realhf: {sentence}", file=sys.stderr, flush=True)
 
 
-def _train(job: Job, world: World) -> int:
-    """Train on all ranks; return the exit code."""
+def _train(job: Job, world: World, *, begun: list[Path]) -> int:
+    """Train on all ranks; return the exit code.
+
+    If the training fails, `begun` has the run directory afterwards.
+    """
     _require_equal_inputs(job, world)
     directory = None
     found: list[Path] = []
@@ -120,8 +127,10 @@ def _train(job: Job, world: World) -> int:
     signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
     if not any(job.program.experiment.checkpoint_period()):
         signals = []  # There is nothing to wait for.
+    begun.append(out)
     with StopSignals(*signals, announces=world.rank == 0) as stop:
         result = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track).run()
+    begun.clear()
     if result.stopped_after is None:
         return 0
     if world.rank == 0:

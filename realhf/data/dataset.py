@@ -85,8 +85,16 @@ class DatasetConfig:
     @property
     def makes_chats(self) -> bool:
         """Whether prompts that are text become chats of one message."""
-        settings = (self.chat, self.tools, self.chat_template_kwargs)
-        return any(settings) or self.system_prompt is not None or self.tools_key is not None
+        return bool(self.chat_settings)
+
+    @property
+    def chat_settings(self) -> list[str]:
+        """Names of the fields by which prompts that are text become chats."""
+        is_set = {
+            "chat": self.chat, "system_prompt": self.system_prompt is not None, "tools": bool(self.tools),
+            "tools_key": self.tools_key is not None, "chat_template_kwargs": bool(self.chat_template_kwargs),
+        }  # fmt: skip
+        return [name for name, given in is_set.items() if given]
 
     @property
     def parts(self) -> "tuple[DatasetConfig, ...]":

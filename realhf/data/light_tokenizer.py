@@ -61,6 +61,17 @@ class LightTokenizer:
         return self.encode(rendered[0][0], add_special_tokens=False)
 
 
+def unknown_token_id(tokenizer: Any) -> int | None:
+    """Return the id that a tokenizer writes for text that it does not know; None if there is none.
+
+    `tokenizer` is a LightTokenizer or one of transformers. A token that also ends texts does not count.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "backend", None)
+    token = getattr(getattr(backend, "model", None), "unk_token", None)
+    found = None if token is None else backend.token_to_id(token)
+    return None if found == tokenizer.eos_token_id else found
+
+
 def _json_of(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}

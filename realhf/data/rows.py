@@ -16,6 +16,7 @@ from realhf.data.row_faults import fault_of, tools_fault
 from realhf.data.row_files import LARGE_BYTES, RowFile, open_file
 from realhf.errors import UserError, described
 from realhf.hub import parse_hub_name
+from realhf.suggest import nearest
 
 if TYPE_CHECKING:
     from realhf.data.dataset import DatasetConfig
@@ -29,6 +30,7 @@ _NUM_TRIED = 1000
 _NUM_FIRST = 100
 """Rows from the start of a large data set among them."""
 _WILDCARDS = "*?["
+_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class Rows:
@@ -215,13 +217,24 @@ def _open_path(config: DatasetConfig, path: str) -> Iterator[RowFile]:
             raise UserError(f"dataset.path {error}") from error
         return
     else:
-        what = "is a directory: name its files, such as *.jsonl" if path and Path(path).is_dir() else None
-        raise UserError(f"dataset.path {path!r}{f' {what}' if what else ': there is no such file'}")
+        if path and Path(path).is_dir():
+            raise UserError(f"dataset.path {path!r} is a directory: name its files, such as *.jsonl")
+        raise UserError(f"dataset.path {path!r}: there is no such file{_near_file(Path(path))}")
     for name in found:
         file = Path(name)
-        if file.suffix not in (".jsonl", ".json", ".parquet"):
+        if file.suffix not in _SUFFIXES:
             raise UserError(f"dataset.path '{file}' ends in {file.suffix!r}: legal are .jsonl and .parquet")
         yield open_file(file, cache=datasets_cache)
+
+
+def _near_file(path: Path) -> str:
+    """Return in words which file of the same directory has nearly this name; an empty string if none has."""
+    try:
+        names = {file.stem: file.name for file in sorted(path.parent.iterdir()) if file.suffix in _SUFFIXES}
+    except OSError:
+        return ""
+    near = nearest(path.stem, list(names))  # Equal endings would make all names alike.
+    return f" (did you mean {path.with_name(names[near])}?)" if near is not None else ""
 
 
 def is_of_hub(path: str) -> bool:

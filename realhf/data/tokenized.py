@@ -16,6 +16,7 @@ from realhf.data.dataset import (
     open_rows,
     reads_pairs,
 )
+from realhf.data.light_tokenizer import unknown_token_id
 from realhf.data.rows import RowFault, spread
 from realhf.errors import UserError
 
@@ -125,6 +126,18 @@ class TokenizedRows:
             has = f"prompt and completion have {longest} tokens"
             raise UserError(f"{self._file.place(number)}: {has}, and {reason}")
 
+    def unknown(self) -> list[int]:
+        """Return the indices of the rows with text that the tokenizer does not know."""
+        unknown_id = unknown_token_id(self.tokenizer)
+        if unknown_id is None:
+            return []
+        key = "sequence_ids" if "sequence_ids" in self.keys else "prompt_ids"
+        return [i for i, row in enumerate(self.samples) if any(unknown_id in sample[key] for sample in row)]
+
+    def file_place_of(self, index: int) -> str:
+        """Return the file and the line or row of a row, in words."""
+        return self._file.place(self._numbers[index]).removeprefix("dataset ")
+
     def place_of(self, index: int) -> str:
         """Return the line or row of the file at which a row is, in words."""
         return self._file.short_place(self._numbers[index])
@@ -175,6 +188,8 @@ class TokenizedRows:
         None: the prompt or a completion is too long, and the row is left out.
         """
         prompt = self._chat_of(row[self.config.prompt_key])
+        if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
+            raise UserError(self._lacks_template(row[self.config.prompt_key]))
         tools = self._tools(row)
         ids = self._prompt_ids(prompt, tools)
         if not ids and "prompt_ids" in self.keys:
@@ -250,13 +265,19 @@ class TokenizedRows:
             return row[self.config.tools_key] or None
         return list(self.config.tools) or None
 
+    def _lacks_template(self, prompt: Any) -> str:
+        """Return in words that a prompt, as the row has it, becomes a chat and no template is there."""
+        where = f"dataset {dataset_name(self.config)}"
+        lacks = "and the tokenizer has no chat template"
+        if not isinstance(prompt, str):
+            return f"{where} has chat prompts, {lacks}: give prompts as text, or add one to it"
+        settings = " and ".join(self.config.chat_settings)
+        makes = f"sets {settings}, which makes chats of its prompts"
+        return f"{where} {makes}, {lacks}: leave {settings} out, or add a template to it"
+
     def _prompt_ids(self, prompt: Any, tools: list[dict[str, Any]] | None) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if self.tokenizer.chat_template is None:
-            where = f"dataset {dataset_name(self.config)}"
-            why = "has chat prompts, and the tokenizer has no chat template"
-            raise UserError(f"{where} {why}: give prompts as text, or add one to it")
         return self._chat(prompt, tools, add_generation_prompt=True)
 
     def _with_completion(

@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from realhf.data.dataset import COLUMN, LOADER_KEYS
 from realhf.errors import UserError
@@ -47,6 +47,9 @@ class Reward:
     """How many calls run at once, each with one sample; None: one call with all samples of a rank. Calls of
     plain functions run in threads, those of `async` functions in one event loop."""
     timeout_seconds: float | None = None  # Longest time of a call; None: that of `reward_limits`.
+    on_failure: Literal["stop", "drop", "skip"] | None = None
+    """What happens if the function fails on a sample; None: as `reward_limits` says. With `skip`, the reward
+    does not apply to the sample, and the metric `reward/<name>/failed` is the share of such samples."""
 
     def __post_init__(self) -> None:
         if isinstance(self.function, Reward):

@@ -38,9 +38,12 @@ class Scored:
     """The values of one reward function, and what it has logged, with an entry for each sample."""
 
     values: list[Any]
-    """A number for each sample, None if the reward does not apply to it, and NaN if it has failed."""
+    """A number for each sample, None if the reward does not apply to it, and NaN if it has failed and the
+    sample is to be dropped."""
     metrics: list[dict[str, float]]  # What the sample's call has passed to `log_metric`, by name.
     extra: list[dict[str, Any]]  # What the sample's call has passed to `log_extra`, by column.
+    skipped: Sequence[bool] = ()
+    """Whether the reward has failed on each sample, and so does not apply to it; empty: on none."""
 
 
 @dataclass
@@ -63,6 +66,7 @@ class Scorer:
     def __init__(self, reward: Reward, columns: Sequence[str], limits: RewardLimits) -> None:
         self.reward = reward
         self.limits = limits
+        self.on_failure = reward.on_failure or limits.on_failure
         self.name = name_of(reward.function)
         self.columns = columns_of(reward.function, columns)
         parameters = parameters_of(reward.function)
@@ -96,23 +100,32 @@ class Scorer:
                 for prompt, text in zip(answers.prompts, answers.completions, strict=True)]}  # fmt: skip
         arguments = {name: standard[name] for name in self._standard}
         arguments |= {name: answers.columns[name] for name in self.columns}
-        drops = self.limits.on_failure == "drop"
         if self.reward.concurrency is not None:
             scored = self._pooled(arguments, answers)
         else:
             scored = self._together(arguments, answers)
-        if drops:
-            scored.values = self._without_failed(scored.values, answers.ids)
-        else:
+        if self.on_failure == "stop":
             self._check_finite(scored.values, answers)
-        return scored
+            return scored
+        scored.values = self._without_failed(scored.values, answers.ids)
+        return self._with_skipped(scored) if self.on_failure == "skip" else scored
+
+    def _with_skipped(self, scored: Scored) -> Scored:
+        """Return the samples, where the reward does not apply to those on which it has failed."""
+        skipped = [isinstance(value, float) and math.isnan(value) for value in scored.values]
+        share = f"reward/{self.reward.label}/failed"
+        metrics = [logged | {share: float(failed)}
+                   for logged, failed in zip(scored.metrics, skipped, strict=True)]  # fmt: skip
+        values = [None if failed else value
+                  for value, failed in zip(scored.values, skipped, strict=True)]  # fmt: skip
+        return Scored(values, metrics, scored.extra, skipped)
 
     def _together(self, arguments: dict[str, list[Any]], answers: Answers) -> Scored:
         """Call the function with all samples."""
         try:
             values, log = self._call(arguments, answers.step)
         except (Exception, SystemExit) as error:
-            if self.limits.on_failure == "stop" or isinstance(error, SystemExit):
+            if self.on_failure == "stop" or isinstance(error, SystemExit):
                 raise self._explain(error, arguments, answers) from error
             return self._one_by_one(arguments, answers)
         self._check_length(values, answers.ids)
@@ -135,7 +148,7 @@ class Scorer:
         whole = Scored([], [], [])
         for i, outcome in enumerate(outcomes):
             if outcome.error is not None:
-                if self.limits.on_failure == "stop" or not isinstance(outcome.error, Exception):
+                if self.on_failure == "stop" or not isinstance(outcome.error, Exception):
                     raise self._failure(outcome.error, _sample_words(answers, i)) from outcome.error
                 self._add_failed(whole, outcome.error)
                 continue
@@ -217,7 +230,10 @@ class Scorer:
             first = usable.index(False)
             cause = self._first_failure or f"it returned {list(scores)[first]!r}"
             failure = f"failed on {usable.count(False)} of {len(ids)} samples (sample {ids[first]} first)"
-            warn(f"reward function {self.name} {failure}: {cause}; they are dropped with their groups")
+            then = "they are dropped with their groups"
+            if self.on_failure == "skip":
+                then = f"it counts as None for them, and reward/{self.reward.label}/failed is their share"
+            warn(f"reward function {self.name} {failure}: {cause}; {then}")
         return [score if is_usable else math.nan for score, is_usable in zip(scores, usable, strict=True)]
 
     def _explain(
@@ -238,7 +254,7 @@ class Scorer:
         return self._failure(error, which)
 
     def _failure(self, error: BaseException, which: str) -> UserError:
-        return UserError(f"reward function {self.name} raised {described(error)} on {which}")
+        return UserError(f"reward function {self.name} raised {described(error)} on {which}{_mend(error)}")
 
 
 def _sample(arguments: dict[str, list[Any]], i: int) -> dict[str, list[Any]]:
@@ -256,6 +272,14 @@ def _sample_words(answers: Answers, i: int) -> str:
     text = repr(answers.prompts[i])
     short = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
     return f"sample {answers.ids[i]} with the prompt {short}"
+
+
+def _mend(error: BaseException) -> str:
+    """Return in words how a run can go on when a reward function has failed."""
+    if not isinstance(error, Exception):
+        return ""  # A `sys.exit` is neither repeated nor dropped.
+    drop = "reward_limits.on_failure='drop' leaves such samples out"
+    return f"; reward_limits.retries repeats a call, {drop}"
 
 
 def _is_finite(score: Any) -> bool:

@@ -41,7 +41,8 @@ class AnswerScores:
     """The scores of samples, with an entry for each."""
 
     totals: list[float]
-    """The weighted sum of the rewards that apply; 0 if none applies, NaN for a sample to drop."""
+    """The weighted sum of the rewards that apply; 0 if none applies, NaN for a sample to drop: one on which a
+    reward has failed, or to which no reward applies because some have failed and are skipped."""
     by_name: list[dict[str, float | None]]
     """The value of each reward, without its weight; None if it does not apply or has failed."""
     metrics: list[dict[str, float]]
@@ -72,6 +73,8 @@ class RewardCall:
     def outputs(self) -> tuple[str, ...]:
         """Keys of the columns that the call returns."""
         extras = {name for scorer in self._scorers for name in scorer.extras}
+        if any(scorer.on_failure == "skip" for scorer in self._scorers):
+            extras.add("log_metric")  # The share of failures is logged.
         logs = (key for name, key in _LOGS.items() if name in extras)
         return ("score", "completion", "reward_scores", *logs)
 
@@ -109,10 +112,11 @@ class RewardCall:
         names = [reward.label for reward in self.rewards]
         by_name = []
         totals = []
-        for row in zip(*(one.values for one in scored), strict=True):
+        for i, row in enumerate(zip(*(one.values for one in scored), strict=True)):
             values = [None if value is None else float(value) for value in row]
             applied = [(r.weight, x) for r, x in zip(self.rewards, values, strict=True) if x is not None]
-            totals.append(float(sum(weight * value for weight, value in applied)))
+            is_lost = not applied and any(one.skipped and one.skipped[i] for one in scored)
+            totals.append(math.nan if is_lost else float(sum(weight * value for weight, value in applied)))
             shown = [None if value is None or math.isnan(value) else value for value in values]
             by_name.append(dict(zip(names, shown, strict=True)))
         self._warn_of_none(answers.ids, scored)
@@ -122,7 +126,8 @@ class RewardCall:
     def _warn_of_none(self, ids: Sequence[int], scored: Sequence[Scored]) -> None:
         """Warn the first time that no reward applies to some samples."""
         values = zip(*(one.values for one in scored), strict=True)
-        none = [i for i, row in zip(ids, values, strict=True) if all(value is None for value in row)]
+        lost = {i for one in scored for i, failed in zip(ids, one.skipped, strict=False) if failed}
+        none = [i for i, row in zip(ids, values, strict=True) if i not in lost and all(v is None for v in row)]
         if none and not self._has_warned_of_none:
             self._has_warned_of_none = True
             samples = f"{len(none)} of {len(ids)} samples (sample {none[0]} first)"

@@ -1,5 +1,6 @@
 """Shows a run on standard error: as a live table on a terminal, otherwise as plain lines."""
 
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence, Sized
@@ -30,6 +31,9 @@ _COLUMNS = {
     "timing_s/step": "seconds",
     "perf/tokens_per_s": "tokens/s",
 }
+_REWARD = re.compile("reward/(.+)/mean")
+"""Name of the metric of one of several rewards; its title is the reward's name."""
+_NOISE = 1e-6
 _ROWS = 12
 _EVAL = "eval/"
 _SHORT = {"response_length/mean": "length", "response_length/clip_ratio": "cut off"}
@@ -92,7 +96,7 @@ class Progress:
         if self._live is not None:
             self._live.refresh()
         elif step % self._program.experiment.log_every == 0:
-            shown = [f"{title} {metrics[name]:.4g}" for name, title in _COLUMNS.items() if name in metrics]
+            shown = [f"{title} {_number(metrics[name])}" for name, title in _titles(metrics).items()]
             self._print(f"step {label}: {', '.join(shown)}")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -140,11 +144,29 @@ class Progress:
             self._live.stop()
 
     def _shown(self) -> Group:
-        names = [name for name in _COLUMNS if self._rows and name in self._rows[-1][1]]
-        table = Table("step", *(_COLUMNS[name] for name in names))
+        titles = _titles(self._rows[-1][1]) if self._rows else {}
+        table = Table("step", *titles.values())
         for label, metrics in self._rows:
-            table.add_row(label, *(f"{metrics[name]:.4g}" if name in metrics else "" for name in names))
+            table.add_row(label, *(_number(metrics[name]) if name in metrics else "" for name in titles))
         return Group(table, *filter(None, [self._score, str(self._activity)]))
+
+
+def _titles(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the metrics of a step that are shown, with their titles: rewards by name, too, if several are
+    there."""
+    rewards = {name: match[1] for name in metrics if (match := _REWARD.fullmatch(name)) is not None}
+    found: dict[str, str] = {}
+    for name, title in _COLUMNS.items():
+        if name in metrics:
+            found[name] = title
+        if name == "reward/mean" and len(rewards) > 1:
+            found |= rewards
+    return found
+
+
+def _number(value: float) -> str:
+    """Return a metric as text; one that is nothing but rounding is 0."""
+    return "0" if abs(value) < _NOISE else f"{value:.4g}"
 
 
 def evaluation_lines(metrics: Mapping[str, float], prefixes: Sequence[str]) -> list[str]:

@@ -45,7 +45,7 @@ def warnings_of(
         found += [*_ignored(program.roles, graph), *_endless(program.roles, graph)]
         for where, part in named_parts(name, some):
             found += [*_left_out(where, part), *_null_columns(where, part), *_unlike_template(where, part)]
-            found += _equal_pairs(where, part)
+            found += [*_equal_pairs(where, part), *_unknown_text(where, part)]
             found += [*_beyond_positions(program.roles, graph, where, part),
                       *_unknown_end(program.roles, graph, where, part)]
     return list(dict.fromkeys(found))
@@ -171,6 +171,12 @@ def _equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
         columns = f"{rows.config.rejected_key} is the same as {rows.config.chosen_key}"
         count = f"{len(equal)} of {len(rows.rows)} rows"
         yield f"{name}: {columns} in {count}, first in {rows.place_of(equal[0])}"
+
+
+def _unknown_text(name: str, rows: TokenizedRows) -> Iterator[str]:
+    if unknown := rows.unknown():
+        count = f"{len(unknown)} of {len(rows.rows)} rows have text that the tokenizer does not know"
+        yield f"{name}: {count}, first {rows.file_place_of(unknown[0])}: the model reads an unknown token there"
 
 
 def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterator[str]:

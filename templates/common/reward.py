@@ -1,13 +1,13 @@
 """The reward function of experiment.py."""
 
 
-def right_answer(prompts: list, completions: list, answer: list[str], **columns: object) -> list[float]:
+def right_answer(prompts: list, completions: list, answer: list, **columns: object) -> list[float]:
     """Return a reward for each completion: 1 for the right answer, 0.5 if more follows it, else 0.
 
     `answer` is a column of the dataset; all other columns are in `columns`. The completion of a chat is a
     list of messages, that of a text is text.
     """
-    return [_score(_text(completion), right) for completion, right in zip(completions, answer, strict=True)]
+    return [_score(_text(text), str(right)) for text, right in zip(completions, answer, strict=True)]
 
 
 def _score(text: str, right: str) -> float:

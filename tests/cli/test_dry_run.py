@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from realhf.cli.dry_run import FirstPrompt
 from realhf.cli.main import main
 from tests.runtime.tiny import HF_CONFIG, write_task
 
@@ -176,6 +177,39 @@ def test_chats_without_a_template(check, tmp_path):
     expected = "assert completions[0] == [{'role': 'assistant', 'content': '2'}]"
     code, _, err = check(rows, _reward(expected, "return [0.0 for c in completions]"), task=task)
     assert (code, err) == (0, "")
+
+
+def test_the_setting_that_makes_chats_is_named(check):
+    for settings, names in (("system_prompt='Add.'", "system_prompt"),
+                            ("chat=True, tools_key='t'", "chat and tools_key")):  # fmt: skip
+        code, _, err = check([{**ROW, "t": None}], f"experiment.dataset = replace(dataset, {settings})")
+        says = f"sets {names}, which makes chats of its prompts, and the tokenizer has no chat template: leave"
+        assert code == 2 and f"{says} {names} out, or add a template to it" in err, err
+
+
+def test_the_first_prompt_is_shown_as_the_model_reads_it(check, tmp_path):
+    assert "\nthe first prompt has 4 tokens: 1+1=\n" in check([ROW, {**ROW, "prompt": "1"}])[1]
+    task = write_task(tmp_path)
+    (task / "chat_template.jinja").write_text(
+        "{% for m in messages %}= {{ m.content }}<eos>{% endfor %}{{ eos_token }}")
+    code, out, err = check([ROW] * 2, "experiment.dataset = replace(dataset, chat=True)", task=task)
+    assert (code, err) == (0, "") and "\nthe first prompt has 8 tokens: = 1+1=<eos><eos>\n" in out
+    assert str(FirstPrompt("a\n\x1b[2Jé", 1)) == r"the first prompt has 1 token: a\n\x1b[2Jé"
+    out = check([{**ROW, "prompt": "1+" * 999 + "2="}])[1]
+    assert "the first prompt has 2000 tokens: 1+1+" in out and " ... 1+1+" in out and "+2=\n" in out
+    assert max(map(len, out.splitlines())) < 700
+
+
+def test_text_that_the_tokenizer_does_not_know_is_warned_of(check, tmp_path):
+    data = tmp_path / "held_out.jsonl"
+    data.write_text(json.dumps({**ROW, "prompt": "3^4="}) + "\n")
+    rows = [ROW, {**ROW, "prompt": "1~1="}, {**ROW, "prompt": "~"}]
+    code, _, err = check(rows, f"experiment.eval_dataset = DatasetConfig({str(data)!r})")
+    knows = "rows have text that the tokenizer does not know, first"
+    assert code == 0 and f"warning: dataset: 2 of 3 {knows} {tmp_path / 'rows.jsonl'} line 2: " in err
+    assert f"warning: eval_dataset: 1 of 1 {knows} {data} line 1: " in err
+    code, _, err = check([ROW, {**ROW, "completion": "é"}], kind="sft")
+    assert code == 0 and f"dataset: 1 of 2 {knows} {tmp_path / 'rows.jsonl'} line 2: " in err
 
 
 def test_answers_that_never_end(check, tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -80,13 +81,54 @@ def test_model_and_data_of_ones_own(made, tmp_path, monkeypatch):
     assert experiment.dataset.path == str(tmp_path / "rows.jsonl")
 
 
+OWN = {
+    "grpo": {"answer": [7, 12]}, "sft": {"completion": ["7 €", "é\n"]},
+    "dpo": {"chosen": ["7", "12"], "rejected": ["ü", "1"]},
+}  # fmt: skip
+"""Columns of one's own rows for each template, apart from the prompts."""
+
+
+@pytest.mark.parametrize("template", ["grpo", "sft", "dpo"])
+@pytest.mark.parametrize("is_chat", [False, True], ids=["text", "chat"])
+def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypatch, capsys):
+    def of(role, value):
+        return [{"role": role, "content": value}] if is_chat and isinstance(value, str) else value
+
+    monkeypatch.chdir(tmp_path)
+    prompts = ["Was ist 3+4?\n", "Wie heißt 'summer'?"]
+    rows = [{"prompt": of("user", prompt)} | {k: of("assistant", v[i]) for k, v in OWN[template].items()}
+            for i, prompt in enumerate(prompts)]  # fmt: skip
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    assert main(["init", "own", "--template", template, "--data", "rows.jsonl"]) == 0
+    files = {path.name for path in (tmp_path / "own").rglob("*") if path.is_file()}
+    assert files == {"README.md", "experiment.py", "reward.py", "test_reward.py", "config.json",
+                     "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
+    assert ("column `answer`" in capsys.readouterr().err) == (template != "grpo")
+    monkeypatch.chdir("own")
+    monkeypatch.delitem(sys.modules, "reward", raising=False)
+    assert main(["check", "experiment.py", "--batch_size", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    text = f"user: {prompts[0]}\nassistant: " if is_chat else prompts[0]
+    assert json.loads(captured.out)["first_prompt"] == {"text": text, "tokens": len(text)}
+    assert captured.err == ""  # No character is unknown, and all fit into the model's positions.
+    assert main(["run", "experiment.py", "--steps", "2", "--batch_size", "2"]) == 0
+    summary = json.loads((tmp_path / "own" / "runs" / "experiment" / "summary.json").read_text())
+    assert Path(summary["hf_dir"]).name == "step_2"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["there"], ["there already has reward.py", "name another directory"]),
         (["file"], ["file is a file: name a directory"]),
         (["new", "--template", "grop"], ["--template grop", "(did you mean grpo?)", "dpo, grpo, sft"]),
-        (["new", "--data", "rows.jsonl"], ["--data rows.jsonl needs --model"]),
+        (["new", "--data", "row.jsonl"], ["--data 'row.jsonl': there is no such file (did you mean rows.jsonl?)"]),
+        (["new", "--data", "rows.jsonl"],
+         ["--data rows.jsonl: --template grpo reads a column 'answer', and row 2 has prompt, chosen"]),
+        (["new", "--data", "rows.jsonl", "--template", "dpo"],
+         ["--template dpo reads a column 'chosen', and row 1 has prompt, answer"]),
+        (["new", "--data", "bad.jsonl"], ["--data bad.jsonl line 1 is not JSON"]),
         (["new", "--modle", "x"], ["no option --modle (did you mean --model?)"]),
     ],
 )
@@ -95,6 +137,8 @@ def test_faults_are_one_sentence(words, says, tmp_path, monkeypatch, capsys):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "reward.py").write_text("mine")
     (tmp_path / "file").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "a", "chosen": "1"}\n')
+    (tmp_path / "bad.jsonl").write_text("{")
     assert main(["init", *words]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and all(part in err for part in says), err

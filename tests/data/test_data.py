@@ -218,6 +218,17 @@ def test_broken_files_are_named(tmp_path, name, text, sentence):
         read_rows(DatasetConfig(str(tmp_path / name)))
 
 
+def test_a_near_name_in_the_directory_of_a_missing_file_is_told(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    _write(tmp_path / "data" / "train.jsonl", [{"prompt": "1"}])
+    (tmp_path / "data" / "trian.txt").write_text("")  # No file of rows.
+    monkeypatch.chdir(tmp_path)
+    for path, says in [("data/trian.jsonl", r" \(did you mean data/train.jsonl\?\)"), ("data/x.jsonl", ""),
+                       ("dta/train.jsonl", "")]:  # fmt: skip
+        with pytest.raises(UserError, match=f"^dataset.path '{path}': there is no such file{says}$"):
+            read_rows(DatasetConfig(path))
+
+
 def test_missing_columns_are_named(tmp_path, tokenizer):
     path = _write(tmp_path / "rows.jsonl", [{"prompt": "1", "answer": "2"}, {"prompt": "1", "level": 3}])
     config = DatasetConfig(str(path))

@@ -40,6 +40,8 @@ def test_a_call_that_takes_too_long_is_named_with_its_sample():
     assert time.monotonic() - started < 2.5
     assert "slow raised TimeoutError: it has not returned within 0.3 s" in str(caught.value)
     assert "on sample 2 with the prompt 'prompt ccc'" in str(caught.value)
+    repeats = "; reward_limits.retries repeats a call"
+    assert str(caught.value).endswith(f"{repeats}, reward_limits.on_failure='drop' leaves such samples out")
 
 
 def test_async_functions_are_cancelled():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from statistics import fmean, pstdev
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from realhf import GRPO, Reward, RewardLimits, Role
 from realhf.algorithms.responses import rollout_metrics
 from realhf.data.batch import Batch, Packed
 from realhf.data.dataset import DatasetConfig
+from realhf.dist.world import World
 from realhf.errors import UserError
 from realhf.plan import ExecutionPlan
 from realhf.rewards.reward import answers_by, reward_columns, rewards_of
@@ -19,6 +21,7 @@ from realhf.rewards.scorer import Answers
 from realhf.rewards.scoring import RewardCall
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
+from tests.cli_tools import read_jsonl
 from tests.runtime.tiny import make_experiment, write_task
 
 TEXTS = ["a", "bb", "ccc", "dddd"]
@@ -75,6 +78,57 @@ def test_a_sample_on_which_one_reward_fails_is_dropped(capsys):
     assert "shaky failed on 1 of 4 samples (sample 1 first): it returned nan" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("failure", ["raises", "hangs", "nan"])
+@pytest.mark.parametrize("concurrency", [None, 4])
+def test_a_side_reward_that_fails_may_be_skipped(failure, concurrency, capsys):
+    def side(completions, log_metric):
+        log_metric("calls", 1.0)
+        if "bb" in completions and failure == "raises":
+            raise KeyError("bb")
+        if "bb" in completions and failure == "hangs":
+            time.sleep(1)
+        return [math.nan if text == "bb" else None if text == "a" else 10.0 for text in completions]
+
+    reward = Reward(side, weight=0.1, on_failure="skip", concurrency=concurrency,
+                    timeout_seconds=0.3 if failure == "hangs" else None)  # fmt: skip
+    for limits in (RewardLimits(), RewardLimits(on_failure="drop")):
+        found = _scored([length, reward], limits)
+        assert found.totals == [1.0, 2.0, 4.0, 5.0]
+        assert [row["side"] for row in found.by_name] == [None, None, 10.0, 10.0]
+        assert [row["reward/side/failed"] for row in found.metrics] == [0.0, 1.0, 0.0, 0.0]
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "side failed on 1 of 4 samples (sample 1 first): " in said
+        assert said.endswith("; it counts as None for them, and reward/side/failed is their share\n")
+
+
+def test_a_sample_without_any_reward_but_a_skipped_one_is_dropped(capsys):
+    def side(completions):
+        return [math.nan if text in ("a", "bb") else 1.0 for text in completions]
+
+    found = _scored([even, Reward(side, on_failure="skip")])
+    assert math.isnan(found.totals[0]) and found.totals[1:] == [1.0, 1.0, 1.0]
+    assert "returned None" not in capsys.readouterr().err  # `even` alone says nothing of "a".
+    with pytest.raises(UserError, match="side returned nan for sample 0"):
+        _scored([even, Reward(side, on_failure="stop")], RewardLimits(on_failure="drop"))
+    assert math.isnan(_scored([length, Reward(side, on_failure="drop")]).totals[1])
+
+
+def test_the_share_of_skipped_failures_is_logged(tmp_path):
+    def side(completions, completion_ids):
+        if any(sum(ids) % 3 == 0 for ids in completion_ids):
+            raise ValueError("no multiples of three")
+        return [5.0] * len(completions)
+
+    experiment = make_experiment("grpo", write_task(tmp_path), steps=2)
+    experiment.reward_function = [length, Reward(side, weight=0.0, on_failure="skip")]
+    out = tmp_path / "run"
+    Trainer(compile_program(experiment, None, world_size=1), World(), out=out, quiet=True).run()
+    steps = [step for step in read_jsonl(out / "metrics.jsonl") if "reward/mean" in step]
+    assert len(steps) == 2 and all("reward/failed" not in step for step in steps)
+    assert all(0 < step["reward/side/failed"] < 1 and step["reward/side/mean"] == 5.0 for step in steps)
+    assert all(step["reward/mean"] == step["reward/length/mean"] for step in steps)
+
+
 def test_the_first_function_that_fails_is_named():
     def first(completions):
         raise KeyError("one")
@@ -110,6 +164,7 @@ def test_wrong_lists(given, sentence):
         ({"weight": "2"}, "Reward.weight is '2': it must be a number"),
         ({"concurrency": 0}, "Reward.concurrency is 0: it must be at least 1, or None"),
         ({"timeout_seconds": 0.0}, "Reward.timeout_seconds is 0.0: it must be above 0"),
+        ({"on_failure": "ignore"}, "Reward.on_failure"),
         ({"function": Reward(length)}, "Reward.function is a Reward"),
     ],
 )

@@ -109,6 +109,28 @@ def test_every_so_many_steps_have_a_line(task, capsys):
     assert [line.partition(":")[0] for line in lines] == ["step 2/5", "step 4/5"]
 
 
+def test_several_rewards_are_shown_by_name_and_noise_as_0(tmp_path, program, capsys):
+    metrics = {"actor/loss": -3e-9, "reward/mean": 0.3412345, "reward/right/mean": 0.41, "reward/right/std": 1.0,
+               "reward/brief/mean": -0.07, "timing_s/step": 1e-5}  # fmt: skip
+    shown = Progress(program, Activity())
+    shown.start([], held_out={})
+    capsys.readouterr()
+    shown.step(1, metrics)
+    shown.step(2, {"reward/mean": 0.5, "reward/right/mean": 0.5})  # A single one is the reward itself.
+    shown.stop()
+    assert capsys.readouterr().err.splitlines() == [
+        "step 1/3: reward 0.3412, right 0.41, brief -0.07, loss 0, seconds 1e-05", "step 2/3: reward 0.5"]
+    with (tmp_path / "terminal").open("w+") as terminal:
+        shown = Progress(program, Activity())
+        shown._console = Console(file=terminal, force_terminal=True, width=100, highlight=False)
+        shown.start([], held_out={})
+        shown.step(1, metrics)
+        shown.stop()
+        terminal.seek(0)
+        text = terminal.read()
+    assert re.search("reward.*right.*brief.*loss.*seconds", text) and re.search("-0.07.* 0 .*1e-05", text)
+
+
 def test_a_terminal_shows_it_live(tmp_path, program):
     activity = Activity(step="step 1/3")
     shown = Progress(program, activity)

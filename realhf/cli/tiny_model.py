@@ -1,0 +1,80 @@
+"""The files of a tiny model for rows of one's own: a config, and a tokenizer of single characters."""
+
+import json
+from collections.abc import Mapping, Sequence
+from string import ascii_letters, digits
+from typing import Any, NamedTuple
+
+from realhf.data.dataset import DatasetConfig, read_rows
+from realhf.errors import UserError
+
+_COLUMNS = {"grpo": ("prompt", "answer"), "sft": ("prompt", "completion"),
+            "dpo": ("prompt", "chosen", "rejected")}  # fmt: skip
+"""Columns that an experiment of each template reads."""
+_ANSWERS = ("answer", "completion", "chosen", "rejected")
+_MOST_ROWS = 100_000
+"""Rows whose characters are counted."""
+_LONGEST_ANSWER = 256
+_SPECIAL = ("<pad>", "<eos>", "<unk>")
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+_OF_TEMPLATE = ascii_letters + ": \n"
+"""Characters that the chat template writes, whatever the roles are."""
+
+
+class TinyModel(NamedTuple):
+    """The files of a model by name, and how many tokens an answer of the rows' kind has."""
+
+    files: dict[str, str]
+    longest_answer: int
+
+
+def tiny_model(data: str, *, template: str, files: Mapping[str, str]) -> TinyModel:
+    """Return a model like that of `files`, whose tokenizer knows the characters of these rows.
+
+    Raises UserError if there are no such rows, or if they lack a column that the template reads.
+    """
+    try:
+        rows = read_rows(DatasetConfig(data, max_rows=_MOST_ROWS))
+    except ValueError as error:
+        raise UserError(f"--data{str(error).removeprefix('dataset').removeprefix('.path')}") from error
+    for column in _COLUMNS.get(template, ("prompt",)):
+        if lacking := [number for number, row in enumerate(rows, start=1) if column not in row]:
+            there = f"row {lacking[0]} has {', '.join(rows[lacking[0] - 1])}"
+            raise UserError(f"--data {data}: --template {template} reads a column {column!r}, and {there}")
+    texts = [[_text(row[column]) for column in ("prompt", *_ANSWERS) if column in row] for row in rows]
+    longest = max(sum(map(len, row)) for row in texts)
+    answers = [len(_text(row[column])) for row in rows for column in _ANSWERS if column in row]
+    is_chat = any(not isinstance(row["prompt"], str) for row in rows)
+    new_tokens = min(max(answers, default=0) + 1, _LONGEST_ANSWER)
+    characters = {c for row in texts for text in row for c in text} | set(digits)
+    vocabulary = (*_SPECIAL, *sorted(characters | set(_OF_TEMPLATE if is_chat else "")))
+    config = json.loads(files["model/config.json"]) | {
+        "vocab_size": len(vocabulary), "max_position_embeddings": max(64, longest + new_tokens + 64)}
+    settings = json.loads(files["model/tokenizer_config.json"]) | {"unk_token": "<unk>"}
+    if is_chat:
+        settings["chat_template"] = _CHAT_TEMPLATE
+    tokenizer = _tokenizer(json.loads(files["model/tokenizer.json"]), vocabulary)
+    made = {"config": config, "tokenizer_config": settings, "tokenizer": tokenizer}
+    return TinyModel({f"model/{name}.json": _json(content) for name, content in made.items()}, new_tokens)
+
+
+def _tokenizer(content: dict[str, Any], vocabulary: Sequence[str]) -> dict[str, Any]:
+    """Return a tokenizer.json with another vocabulary of characters."""
+    added = content["added_tokens"][0]
+    content["added_tokens"] = [added | {"id": i, "content": name} for i, name in enumerate(_SPECIAL)]
+    content["pre_tokenizer"]["pattern"] = {"Regex": r"[\s\S]"}  # Line ends are characters, too.
+    content["model"] |= {"vocab": {name: i for i, name in enumerate(vocabulary)}, "unk_token": "<unk>"}
+    return content
+
+
+def _text(value: Any) -> str:
+    """Return a text, the messages of a chat as the chat template writes them, or another value as text."""
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        return "".join(f"{one.get('role')}: {one.get('content')}\n" for one in value)
+    return str(value)
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
