@@ -188,6 +188,7 @@ PREPARES = "from realhf import prepare_once"
 FAMILY = '"olmo2": Family('
 REWARDS = "experiment.reward_function = ["
 LIKE_TRL = "# trl: GRPOTrainer("
+AS_IN_TRL = "from realhf import GRPO, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig\n\nas_in_trl"
 SIGNATURE = "def reward("
 LIMITS = "from realhf import RewardLimits"
 ROLLOUTS = "from realhf import RolloutLog"
@@ -225,7 +226,7 @@ def test_the_list_of_rewards_has_the_metrics_that_the_page_names():
 
 def test_every_snippet_of_python_is_tried():
     others = (PREPARES, *ACTORS, FAMILY, SIGNATURE, LIMITS, ROLLOUTS, DYNAMIC, LAGGED, FILTER, OWN, TEACHERS,
-              SETS, SOURCES, REWARDS, LIKE_TRL)  # fmt: skip
+              SETS, SOURCES, REWARDS, LIKE_TRL, AS_IN_TRL)  # fmt: skip
     beginnings = ("# first.py", "# gsm8k.py", *others)
     assert len(blocks("python")) == len(beginnings)
     assert all(snippet(beginning=beginning) for beginning in beginnings)
@@ -402,8 +403,7 @@ def test_rows_about_other_libraries_name_what_exists():
 
 def test_the_experiment_for_those_who_come_from_trl_is_one(workplace, capsys):
     path = workplace / "like_trl.py"
-    imports = f"from realhf import {', '.join(realhf.__all__)}\n"
     functions = "".join(f"def {name}(completions): return [0.0]\n" for name in ("right", "brief"))
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
-    path.write_text(imports + functions + snippet(beginning=LIKE_TRL))
+    path.write_text(functions + snippet(beginning=LIKE_TRL))
     assert main(["plan", str(path), "--cluster", "cpu-laptop", "--gap", "0.3"]) == 0, capsys.readouterr().err
