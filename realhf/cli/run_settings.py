@@ -21,7 +21,7 @@ _MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run has asked its model: fields of a DatasetConfig and of a SamplingConfig.
+    """The way in which a run has asked its model: fields of a DatasetConfig and of a SamplingConfig.
 
     They are those of one of its held-out sets, or of training if it has none.
     """
