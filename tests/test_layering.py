@@ -53,6 +53,7 @@ TORCH_FREE = [f"realhf.{noun}" for noun in NOUNS] + [
     *("realhf.runtime.rollout_file", "realhf.runtime.trackers"),
     *(f"realhf.cli.{name}" for name in ("main", "run", "check", "plan", "profile", "realloc", "scaling")),
     *(f"realhf.cli.{name}" for name in ("planning_problem", "derived_counts", "init", "eval")),
+    "realhf.cli.run_settings",
     *("realhf.cli.rollouts", "realhf.cli.rollout_rows", "realhf.cli.rollout_view"),
 ]
 """Modules, or packages with all that is in them, from which imports never lead to torch."""

@@ -21,7 +21,7 @@ _MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run has asked its model: fields of a DatasetConfig and of a SamplingConfig.
+    """The way in which a run has asked its model: fields of a DatasetConfig and of a SamplingConfig.
 
     They are those of one of its held-out sets, or of training if it has none.
     """
@@ -49,8 +49,8 @@ class RunSettings:
         text = f"prompts and limits as in {self.run}"
         text += f": {', '.join(words)}" if words else ""
         if self.unused:
-            instead = f"`realhf eval EXP.py --model {self.run}` takes them from the experiment"
-            text += f"; {' and '.join(self.unused)} not applied: {instead}"
+            instead = f"`realhf eval EXP.py --model {self.run}` does"
+            text += f"; this does not apply {' and '.join(self.unused)}: {instead}"
         return text
 
 
@@ -119,7 +119,7 @@ def _first_part(dataset: Any) -> dict[str, Any]:
 
 
 def _map_words(name: str | None) -> list[str]:
-    return [] if name is None else [f"its map function {_last(name)} is"]
+    return [] if name is None else [f"its map function {_last(name)}"]
 
 
 def _reward_words(given: Any) -> list[str]:
@@ -129,7 +129,7 @@ def _reward_words(given: Any) -> list[str]:
         return []
     names = [name for one in rewards if (name := _reward_name(one))]
     shown = f" ({', '.join(names)})" if names else ""
-    return [f"its own reward{shown} is" if len(rewards) == 1 else f"its own rewards{shown} are"]
+    return [f"its own reward{'s' if len(rewards) > 1 else ''}{shown}"]
 
 
 def _reward_name(reward: Any) -> str | None:

@@ -32,7 +32,7 @@ def make_rows() -> list[dict]:
                     "dataset_row": row, "score": round(right + 0.1 * k, 6),
                     "rewards": {"exact": right, "length": None if k else 0.5},
                     "length": 10 + (sample * 13) % 50, "finished": sample % 5 != 0, "versions": [step, step],
-                    "advantage": 0.25 * k, "columns": {"answer": str(row)},
+                    "advantage": 0.25 * k, "columns": {"answer": str(row), "dataset": ["hard", "a, b"][k]},
                     "prompt": [{"role": "system", "content": "Be careful."},
                                {"role": "user", "content": f"How much is {row} plus {row}?"}],
                     "completion": NASTY if sample == 9 else f"It is {2 * row}, says sample {sample}.",
@@ -82,6 +82,12 @@ CHOICES = [
     (("--where", "exact=1"), lambda row: row["rewards"]["exact"] == 1),
     (("--where", "rewards.length<=0.5"), lambda row: row["rewards"]["length"] is not None),
     (("--where", "advantage>-1e-3,dataset_row==17"), lambda row: row["dataset_row"] == 17),
+    (("--where", "followed=1"), lambda row: row["followed"]),
+    (("--where", "finished=0"), lambda row: not row["finished"]),
+    (("--where", "dataset=hard"), lambda row: row["sample"] % 2 == 0),
+    (("--where", "score<2 and dataset!='hard'"), lambda row: row["sample"] % 2 == 1),
+    (("--where", "columns.dataset='a, b',step=2"), lambda row: row["sample"] % 2 == 1 and row["step"] == 2),
+    (("--where", "answer=17"), lambda row: row["dataset_row"] == 17),
     (("--contains", "says sample 1"), lambda row: "says sample 1" in row["completion"]),
     (("--contains", "17 plus"), lambda row: row["dataset_row"] in (17, 117)),
     (("--cut",), lambda row: not row["finished"]),
@@ -160,9 +166,35 @@ def test_story_of_a_prompt(call, run):
     assert f"mean score {means[0]:.4g} at first, {means[-1]:.4g} at last" in out
 
 
+def test_list_of_stories(call, run, tmp_path):
+    of_row = [row for row in ROWS if row["dataset_row"] == 17]
+    first, last = (mean(row["score"] for row in of_row if row["step"] == step) for step in (2, 6))
+    _, out, _ = call(run, "--story", "--json")
+    (story,) = json.loads(out)["stories"]
+    assert story == {"set": "", "dataset_row": 17, "num_steps": 3, "first_score": pytest.approx(first),
+                     "last_score": pytest.approx(last), "prompt": of_row[0]["prompt"]}  # fmt: skip
+    code, out, _ = call(run, "--story")
+    line = next(line for line in out.splitlines() if "17 plus 17" in line)
+    assert code == 0 and line.split()[:4] == ["17", "3", f"{first:.4g}", f"{last:.4g}"]
+    assert "1 of 1 prompts; --story ROW shows" in out
+    write(tmp_path / "rollouts.jsonl", [row for row in ROWS if not row["followed"]])
+    code, _, err = call(tmp_path, "--story")
+    assert code == 2 and "has no such answers to rows that are followed (follow_rows)" in err
+    for step, score in ((0, -0.0), (8, 1.0)):
+        rows = [{"dataset_row": i, "prompt": f"p{i}", "completion": "", "score": score} for i in range(3)]
+        write(tmp_path / f"evals/step_{step}.jsonl", rows)
+    _, out, _ = call(tmp_path, "--eval", "--story")
+    lines = [line.split() for line in out.splitlines() if " p" in line and "prompts" not in line]
+    assert [line for line in lines if "p" in line[-1] and line[0].isdigit()] == [
+        [str(i), "2", "0", "1", f"p{i}"] for i in range(3)]
+
+
 REFUSALS = [
     (("--where", "score"), "'score' is no condition: legal are a field"),
     (("--where", "score<a"), "'score<a' is no condition"),
+    (("--where", "score=a"), "score is a number, and 'a' is none"),
+    (("--where", "dataset<1"), "dataset is a text, which has only = and !="),
+    (("--where", "score<1,"), "'' is no condition"),
     (("--where", "__import__('os')<1"), "there is no field"),
     (("--where", "scroe<1"), "there is no field 'scroe' (did you mean score?): legal are step, sample"),
     (("--sort", "reward"), "there is no field 'reward'"),
