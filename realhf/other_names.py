@@ -1,11 +1,11 @@
-"""What options are called in TRL, verl and transformers, and what they are called here. Imports no torch."""
+"""A table of names that options have in TRL, verl and transformers, and of ours. Imports no torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 
 class Ours(NamedTuple):
-    """What we have for an option of another library."""
+    """An answer to an option of another library: ours, or what there is in its place."""
 
     options: tuple[str, ...] = ()
     """Ends of the names of our fields, such as `optimizer.lr`, and options of `realhf run`, such as `--out`;

@@ -104,11 +104,12 @@ def _hint(word: str, options: Sequence[str]) -> str:
     head = name.partition(".")[0]
     is_ours = "." in name and any(option.startswith(f"{head}.") for option in known)
     meant_by_others = others is not None and any(_ending_in(known, end, head) for end in others.options)
-    if is_ours and not meant_by_others and (near := near_options(name, list(known))):
+    last = name.rpartition(".")[2]
+    if is_ours and not meant_by_others and (
+            near := near_options(name, list(known)) or _ending_in(known, last, head)[:3]):
         return _did_you_mean(known[option] for option in near)
     if others is not None:
         return _hint_of_others(others, known, head)
-    last = name.rpartition(".")[2]
     same = [] if last in _VAGUE else sorted(_ending_in(known, last), key=_depth)
     near = same[:3] or near_options(name, list(known))
     return _did_you_mean(known[option] for option in near) if near else unknown

@@ -32,7 +32,8 @@ SAME = {
 }  # fmt: skip
 """What is equal in both -> our name."""
 ELSEWHERE = {"model", "revision", "model_init_kwargs", "reward_funcs", "eval_dataset", "log_metric",
-             "log_extra", "trainer_state", "dtype", "environment_factory", "tools", "callbacks", "peft_config"}  # fmt: skip
+             "log_extra", "trainer_state", "dtype", "environment_factory", "tools", "callbacks",
+             "peft_config"}  # fmt: skip
 """Arguments of GRPOTrainer, of `from_pretrained` and of reward functions."""
 
 
