@@ -25,8 +25,8 @@ _MAX_SHOWN = 600
 
 
 class Trial(NamedTuple):
-    """What was found: warnings about the data, one sentence each, and if the rows could be read, their number
-    and the first prompt."""
+    """Warnings about the data, one sentence each, and what is known of the rows; None if they were not read.
+    """
 
     warnings: list[str]
     num_rows: int | None = None

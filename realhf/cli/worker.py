@@ -74,7 +74,7 @@ def work(job: Job) -> int:
     """Train and return the exit code."""
     begun: list[Path] = []
     code = _serve(partial(_train, begun=begun), job)
-    if begun and (text := way_on(begun[0])) is not None:  # Only a process that is alone returns after a failure.
+    if begun and (text := way_on(begun[0])) is not None:  # After a failure, only a lone process returns.
         print(f"realhf: {text}", file=sys.stderr, flush=True)
     return code
 

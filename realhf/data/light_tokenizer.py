@@ -68,7 +68,7 @@ def unknown_token_id(tokenizer: Any) -> int | None:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "backend", None)
     token = getattr(getattr(backend, "model", None), "unk_token", None)
-    found = None if token is None else backend.token_to_id(token)
+    found = None if backend is None or token is None else backend.token_to_id(token)
     return None if found == tokenizer.eos_token_id else found
 
 

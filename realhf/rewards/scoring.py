@@ -127,7 +127,8 @@ class RewardCall:
         """Warn the first time that no reward applies to some samples."""
         values = zip(*(one.values for one in scored), strict=True)
         lost = {i for one in scored for i, failed in zip(ids, one.skipped, strict=False) if failed}
-        none = [i for i, row in zip(ids, values, strict=True) if i not in lost and all(v is None for v in row)]
+        none = [i for i, row in zip(ids, values, strict=True) if all(value is None for value in row)]
+        none = [i for i in none if i not in lost]
         if none and not self._has_warned_of_none:
             self._has_warned_of_none = True
             samples = f"{len(none)} of {len(ids)} samples (sample {none[0]} first)"

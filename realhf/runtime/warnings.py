@@ -176,7 +176,7 @@ def _equal_pairs(name: str, rows: TokenizedRows) -> Iterator[str]:
 def _unknown_text(name: str, rows: TokenizedRows) -> Iterator[str]:
     if unknown := rows.unknown():
         count = f"{len(unknown)} of {len(rows.rows)} rows have text that the tokenizer does not know"
-        yield f"{name}: {count}, first {rows.file_place_of(unknown[0])}: the model reads an unknown token there"
+        yield f"{name}: {count}, first {rows.file_place_of(unknown[0])}: the model reads an unknown token"
 
 
 def _repeated_rows(program: Program, rows: TokenizedRows | MixedRows) -> Iterator[str]:

@@ -8,6 +8,7 @@ import pytest
 
 from realhf.cli.dry_run import FirstPrompt
 from realhf.cli.main import main
+from realhf.shipped import shipped_dir
 from tests.runtime.tiny import HF_CONFIG, write_task
 
 ROW = {"prompt": "1+1=", "answer": "2", "completion": "2"}
@@ -183,8 +184,8 @@ def test_the_setting_that_makes_chats_is_named(check):
     for settings, names in (("system_prompt='Add.'", "system_prompt"),
                             ("chat=True, tools_key='t'", "chat and tools_key")):  # fmt: skip
         code, _, err = check([{**ROW, "t": None}], f"experiment.dataset = replace(dataset, {settings})")
-        says = f"sets {names}, which makes chats of its prompts, and the tokenizer has no chat template: leave"
-        assert code == 2 and f"{says} {names} out, or add a template to it" in err, err
+        says = f"sets {names}, which makes chats of its prompts, and the tokenizer has no chat template"
+        assert code == 2 and f"{says}: leave {names} out, or add a template to it" in err, err
 
 
 def test_the_first_prompt_is_shown_as_the_model_reads_it(check, tmp_path):
@@ -201,15 +202,20 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(check, tmp_path):
 
 
 def test_text_that_the_tokenizer_does_not_know_is_warned_of(check, tmp_path):
+    task = write_task(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # It knows digits, "," and "=".
+        (task / name).write_text((shipped_dir("templates") / "common" / "model" / name).read_text())
     data = tmp_path / "held_out.jsonl"
+    row = {**ROW, "prompt": "1,1="}
     data.write_text(json.dumps({**ROW, "prompt": "3^4="}) + "\n")
-    rows = [ROW, {**ROW, "prompt": "1~1="}, {**ROW, "prompt": "~"}]
-    code, _, err = check(rows, f"experiment.eval_dataset = DatasetConfig({str(data)!r})")
+    rows = [row, {**row, "prompt": "1~1="}, {**row, "prompt": "~"}]
+    code, _, err = check(rows, f"experiment.eval_dataset = DatasetConfig({str(data)!r})", task=task)
     knows = "rows have text that the tokenizer does not know, first"
     assert code == 0 and f"warning: dataset: 2 of 3 {knows} {tmp_path / 'rows.jsonl'} line 2: " in err
     assert f"warning: eval_dataset: 1 of 1 {knows} {data} line 1: " in err
-    code, _, err = check([ROW, {**ROW, "completion": "é"}], kind="sft")
+    code, _, err = check([row, {**row, "completion": "é"}], kind="sft", task=task)
     assert code == 0 and f"dataset: 1 of 2 {knows} {tmp_path / 'rows.jsonl'} line 2: " in err
+    assert check([row] * 2, kind="sft", task=task)[::2] == (0, "")
 
 
 def test_answers_that_never_end(check, tmp_path):

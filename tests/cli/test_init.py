@@ -123,7 +123,7 @@ def test_rows_of_ones_own_without_a_model(template, is_chat, tmp_path, monkeypat
         (["there"], ["there already has reward.py", "name another directory"]),
         (["file"], ["file is a file: name a directory"]),
         (["new", "--template", "grop"], ["--template grop", "(did you mean grpo?)", "dpo, grpo, sft"]),
-        (["new", "--data", "row.jsonl"], ["--data 'row.jsonl': there is no such file (did you mean rows.jsonl?)"]),
+        (["new", "--data", "row.jsonl"], ["--data 'row.jsonl': there is no such file (did you mean rows"]),
         (["new", "--data", "rows.jsonl"],
          ["--data rows.jsonl: --template grpo reads a column 'answer', and row 2 has prompt, chosen"]),
         (["new", "--data", "rows.jsonl", "--template", "dpo"],

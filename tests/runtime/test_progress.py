@@ -110,8 +110,8 @@ def test_every_so_many_steps_have_a_line(task, capsys):
 
 
 def test_several_rewards_are_shown_by_name_and_noise_as_0(tmp_path, program, capsys):
-    metrics = {"actor/loss": -3e-9, "reward/mean": 0.3412345, "reward/right/mean": 0.41, "reward/right/std": 1.0,
-               "reward/brief/mean": -0.07, "timing_s/step": 1e-5}  # fmt: skip
+    metrics = {"actor/loss": -3e-9, "reward/mean": 0.3412345, "reward/right/mean": 0.41,
+               "reward/right/std": 1.0, "reward/brief/mean": -0.07, "timing_s/step": 1e-5}  # fmt: skip
     shown = Progress(program, Activity())
     shown.start([], held_out={})
     capsys.readouterr()
