@@ -151,8 +151,12 @@ def test_the_commands_of_the_first_page(server, tmp_path):
         done = realhf(server, tmp_path / "home", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "pass@8" in done.stdout
-    assert "as in runs/gsm8k: prompts of column" not in done.stderr  # The command names the column.
-    assert "prompts and limits as in runs/gsm8k: system prompt 'Think step by step." in done.stderr
+    by_run = ("eval", "runs/gsm8k", "--data", "openai/gsm8k", "--name", "main", "--split", "test",
+              "--reward", "math", "--max-rows", 4)  # fmt: skip
+    done = realhf(server, tmp_path / "home", *by_run, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    as_before = "as in runs/gsm8k: prompts of column 'question', system prompt 'Think step by"
+    assert as_before in done.stderr
     summary = json.loads((tmp_path / "runs/gsm8k/summary.json").read_text())
     assert {"eval/pass@4", "eval/math_answer", "eval/boxed"} <= summary["evals"].keys()
 
