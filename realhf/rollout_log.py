@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from realhf.field_types import check_types, require
 
 _MEGABYTE = 1_000_000
+_CHUNK = 1 << 20
+"""Rows that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,11 @@ class RolloutLog:
 
     def followed(self, num_rows: int, *, seed: int) -> frozenset[int]:
         """Return the indices of the rows that are followed."""
-        return frozenset(_chosen(range(num_rows), self.follow_rows, seed))
+        found: set[int] = set()
+        for start in range(0, num_rows, _CHUNK):  # So that many rows need little memory.
+            chunk = range(start, min(start + _CHUNK, num_rows))
+            found = _chosen([*found, *_chosen(chunk, self.follow_rows, seed)], self.follow_rows, seed)
+        return frozenset(found)
 
     def shortened(self, text: str) -> str:
         """Return a text without its middle if it is too long."""

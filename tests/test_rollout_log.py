@@ -40,3 +40,11 @@ def test_long_texts_lose_their_middle():
 def test_illegal_settings(field, value, rule):
     with pytest.raises(ValueError, match=f"rollouts.{field} is .*{value}.*: it must {rule}"):
         RolloutLog(**{field: value})
+
+
+def test_followed_rows_of_many_are_those_of_the_lowest_hashes(monkeypatch):
+    log = RolloutLog(follow_rows=7)
+    whole = log.followed(5000, seed=3)
+    monkeypatch.setattr("realhf.rollout_log._CHUNK", 64)
+    assert log.followed(5000, seed=3) == whole and len(whole) == 7
+    assert log.followed(5, seed=3) == {0, 1, 2, 3, 4}
