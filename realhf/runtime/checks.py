@@ -86,7 +86,8 @@ def _check_call(
         raise ValueError(f"call {call.name!r} is for role {call.role!r}: there are {', '.join(roles)}")
     role = roles[call.role]
     if call.kind == "train_step" and role.optimizer is None:
-        raise ValueError(f"call {call.name!r} trains the role {call.role!r}, which has no optimizer")
+        mend = "give it one, Role(..., optimizer=OptimizerConfig())"
+        raise ValueError(f"call {call.name!r} trains the role {call.role!r}, which has no optimizer: {mend}")
     routers = ("router_aux_loss_coef", "router_z_loss_coef")
     if role.engine != "native" and any(getattr(call.work, coef, 0) for coef in routers):
         why = f"router losses need engine native; {call.role}.engine is {role.engine}"

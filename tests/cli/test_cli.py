@@ -60,7 +60,7 @@ GRAPHS = {
     ),
     "a frozen role that is trained": (
         'graph.replace(replace(graph["actor_train"], role="ref"))',
-        "'ref', which has no optimizer",
+        "'ref', which has no optimizer: give it one, Role(..., optimizer=OptimizerConfig())",
     ),
     "a call without work": (
         'graph.replace(replace(graph["actor_train"], work=None))',
