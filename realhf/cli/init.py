@@ -13,7 +13,7 @@ from realhf.suggest import did_you_mean
 
 HELP = "write a directory with an experiment that runs, its data and a test of its reward"
 EXAMPLES = (
-    "realhf init first && cd first && realhf run experiment.py --nproc 2",
+    "realhf init first",
     "realhf init mine --data rows.jsonl",
     "realhf init mine --template sft --model models/Qwen2.5-0.5B --data rows.jsonl",
 )

@@ -29,7 +29,7 @@ def print_fields(experiment: Experiment) -> None:
     """Print every override with its value and meaning; of parts that are not set, only the names."""
     with contextlib.suppress(SystemExit):
         tyro.cli(type(experiment), default=experiment, args=["--help"], prog="overrides:", description="",
-                 config=_TYRO)
+                 config=(*_TYRO, tyro.conf.SuppressFixed))
     shown = _options(experiment, unset=False)
     if others := [option for option in _options(experiment) if option not in shown]:
         text = f"Parts that are not set have the options {', '.join(others)}."
