@@ -27,7 +27,7 @@ from realhf.errors import UserError
 
 HELP = "read the answers of a run: filter, sort, show in full, follow one prompt over the steps"
 EXAMPLES = (
-    "realhf rollouts runs/grpo --steps 5-20 --where 'score<0.5' --sort -length",
+    "realhf rollouts runs/grpo --steps 5-20 --where 'score<0.5' --sort score",
     "realhf rollouts runs/grpo --step 40 --full --limit 3",
     "realhf rollouts runs/grpo --story 17",
 )
