@@ -127,9 +127,10 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
     signals = [signal.SIGINT] if LOCAL_LAUNCHER in os.environ else [signal.SIGINT, signal.SIGTERM]
     if not any(job.program.experiment.checkpoint_period()):
         signals = []  # There is nothing to wait for.
-    begun.append(out)
     with StopSignals(*signals, announces=world.rank == 0) as stop:
-        result = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track).run()
+        trainer = Trainer(job.program, world, out=out, checkpoint=checkpoint, stop=stop, track=job.track)
+        begun.append(out)  # What is refused before has no way on.
+        result = trainer.run()
     begun.clear()
     if result.stopped_after is None:
         return 0
