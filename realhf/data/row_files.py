@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -26,7 +27,7 @@ _ROWS_OF_BATCH = 512
 """Rows of a record batch of a parquet file's copy, of which single rows are read."""
 
 
-class RowFile:
+class RowFile(ABC):
     """Rows in a file, by number from 0: dicts by column, which nobody else has."""
 
     name: str
@@ -34,12 +35,12 @@ class RowFile:
     has_other_types = False
     """Whether values may have types that JSON does not have."""
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return a row. Raises ValueError, which names file and line, if it is malformed."""
-        raise NotImplementedError
 
     def place(self, number: int) -> str:
         """Return the line or row of the file, in words."""
