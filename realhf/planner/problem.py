@@ -46,6 +46,7 @@ class Workload:
     """Most probable tokens per token, whose ids and log-probs a forward call finds and a train step reads."""
     seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
     runs: float = 1.0  # How often the call runs in a step, on average.
+    longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.
 
     @property
     def tokens(self) -> float:
