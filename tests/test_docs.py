@@ -407,3 +407,13 @@ def test_the_experiment_for_those_who_come_from_trl_is_one(workplace, capsys):
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
     path.write_text(functions + snippet(beginning=LIKE_TRL))
     assert main(["plan", str(path), "--cluster", "cpu-laptop", "--gap", "0.3"]) == 0, capsys.readouterr().err
+
+
+def test_the_walk_through_one_step_names_what_exists():
+    found = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", (REPO / "docs" / "one-step.md").read_text())
+    assert len(found) > 40
+    for file, name in found:
+        tree = ast.parse((REPO / "realhf" / file).read_text())
+        targets = [t for x in tree.body for t in getattr(x, "targets", [getattr(x, "target", None)])]
+        named = {getattr(x, "name", None) for x in tree.body} | {getattr(t, "id", None) for t in targets}
+        assert not name or name in named, f"{file}::{name}"
