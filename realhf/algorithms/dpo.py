@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from realhf.algorithms.held_out import held_out_loss, scored_answers
 from realhf.algorithms.on_policy import SEQUENCE, graph_of, initial_reference
 from realhf.algorithms.pairs import PAIR, cross_entropy, num_pairs, split_pairs
-from realhf.algorithms.responses import response_counts, response_sums
+from realhf.algorithms.responses import num_trained_tokens, response_sums
 from realhf.calls import LogProbs, OptimizerConfig, SamplingConfig, TrainStep
 from realhf.data.dataset import IS_CHOSEN
 from realhf.experiment import Experiment, Role
@@ -68,7 +68,7 @@ class DPOLoss:
         elif self.variant == "hinge":
             loss_P = (1 - self.beta * (chosen_P - rejected_P)).relu()
         else:
-            means = split_pairs(log_ratio_S / response_counts(mask).clamp(min=1.0), batch)
+            means = split_pairs(log_ratio_S / num_trained_tokens(mask).clamp(min=1.0), batch)
             loss_P = (means[0] - means[1] - 1 / (2 * self.beta)) ** 2
         reward_P, other_P = self.beta * chosen_P.detach(), self.beta * rejected_P.detach()
         metrics = {

@@ -11,7 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from realhf.algorithms.kl import KLEstimator, clamp_log_ratio, k3, kl_estimate
-from realhf.algorithms.responses import per_token, response_counts, response_sums, without_dropped
+from realhf.algorithms.responses import num_trained_tokens, per_token, response_sums, without_dropped
 from realhf.field_types import check_types, require
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class PolicyLoss:
 
     def totals(self, batch: Batch) -> dict[str, float]:
         mask, _ = without_dropped(batch["response_mask"], batch["advantages"].values)
-        left_out = response_counts(mask.like(batch["advantages"].values.isnan().to(mask.values.dtype)))
-        counts = response_counts(mask)
+        left_out = num_trained_tokens(mask.like(batch["advantages"].values.isnan().to(mask.values.dtype)))
+        counts = num_trained_tokens(mask)
         dropped = (left_out > 0) & (counts == 0)
         totals = {"tokens": float(mask.values.sum()), "sequences": float(len(batch) - dropped.sum())}
         if self.config.average == "prompt":  # Each response is its share of a prompt.
@@ -176,7 +176,7 @@ class PolicyLoss:
         if self.config.ratio != "token":
             sums = response_sums(difference_T, mask)
             if self.config.ratio == "sequence_mean":
-                sums = sums / response_counts(mask).clamp(min=1.0)
+                sums = sums / num_trained_tokens(mask).clamp(min=1.0)
             difference_T = per_token(sums, mask)
         return clamp_log_ratio(difference_T).exp()
 
@@ -192,7 +192,7 @@ class PolicyLoss:
             assert self.config.constant_length is not None, "the experiment sets the length"
             shares_T = mask.values / self.config.constant_length
         else:
-            shares_T = mask.values / per_token(response_counts(mask).clamp(min=1.0), mask)
+            shares_T = mask.values / per_token(num_trained_tokens(mask).clamp(min=1.0), mask)
         return shares_T / max(totals["sequences"], 1.0)
 
     def _clipped(

@@ -15,7 +15,7 @@ from realhf.algorithms.advantages import AdvantageInputs
 from realhf.algorithms.kl import RewardKL
 from realhf.algorithms.on_policy import SEQUENCE, OnPolicy, graph_of
 from realhf.algorithms.policy_loss import PolicyLossConfig
-from realhf.algorithms.responses import normalized, response_counts, rollout_metrics, without_dropped
+from realhf.algorithms.responses import normalized, num_trained_tokens, rollout_metrics, without_dropped
 from realhf.calls import HostFunction, OptimizerConfig, TrainStep, Values
 from realhf.experiment import Role
 from realhf.field_types import require
@@ -127,7 +127,7 @@ class TokenAdvantages:
         left_out_T, ages = self.inputs.left_out(batch, context)
         # Tokens that were inserted into a response are no actions: the state after them follows the last one.
         chosen_T = mask.values.bool()
-        counts_S = response_counts(mask).long()
+        counts_S = num_trained_tokens(mask).long()
         valid_ST = counts_S[:, None] > counts_S.new_tensor(range(int(counts_S.max())))
         values_N = batch["values"].values[chosen_T]
         rewards_ST = _scattered(-penalties_T[chosen_T], valid_ST)

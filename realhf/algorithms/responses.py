@@ -28,8 +28,12 @@ def without_dropped(mask: Packed, values_T: Tensor) -> tuple[Packed, Tensor]:
     return mask.like(mask.values.masked_fill(dropped_T, 0.0)), values_T.masked_fill(dropped_T, 0.0)
 
 
-def response_counts(mask: Packed) -> Tensor:
-    """Return the number of sampled tokens of every response, shape (num_samples,)."""
+def num_trained_tokens(mask: Packed) -> Tensor:
+    """Return how many tokens of every response the loss counts, shape (num_samples,).
+
+    Inserted tokens, and those that `without_dropped` left out, are not among them; `response_lengths` counts
+    them all.
+    """
     return response_sums(mask.values, mask)
 
 
@@ -104,7 +108,7 @@ def _by_name(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float
 def length_metrics(batch: Batch) -> dict[str, float]:
     """Return statistics of the responses' lengths of a batch with `response_mask` and `finished`."""
     lengths = response_lengths(batch["response_mask"])
-    interrupted = lengths > response_counts(batch["response_mask"])
+    interrupted = lengths > num_trained_tokens(batch["response_mask"])
     interruptions = {}
     if interrupted.any():
         interruptions["response_length/interrupted"] = interrupted.double().mean().item()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from realhf.algorithms.responses import per_token, response_counts
+from realhf.algorithms.responses import num_trained_tokens, per_token
 from realhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class AgeLimit:
             return is_response_T.new_zeros(is_response_T.shape), metrics
         left_out_T = (age_T > self.max_age) & is_response_T
         if self.aged == "drop":
-            left_out_T = per_token(response_counts(mask.like(left_out_T.to(mask.values.dtype))) > 0, mask)
+            left_out_T = per_token(num_trained_tokens(mask.like(left_out_T.to(mask.values.dtype))) > 0, mask)
         left_out_N = left_out_T[is_response_T]
         if left_out_N.all():
             what = f"loss.max_age is {self.max_age} and leaves no token of the step to train on"
