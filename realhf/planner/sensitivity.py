@@ -1,0 +1,104 @@
+"""How steps of given plans change with lengths and links, and where another plan becomes the better one."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from realhf.plan import ExecutionPlan
+from realhf.planner.changes import change, current_values, is_measured
+from realhf.planner.predict import predict
+from realhf.planner.problem import Problem
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from realhf.units import format_bytes
+
+WIDEST = 4.0  # Changes are tried from this fraction of a quantity to this multiple.
+_FACTORS = tuple(WIDEST ** (i / 4) for i in (1, 2, 3, 4))
+_BISECTIONS = 6
+
+
+@dataclass(frozen=True)
+class TippingPoint:
+    """The least change of one quantity with which the runner-up is the better plan, as far as tried."""
+
+    key: str
+    value: float
+    factor: float
+
+    def __str__(self) -> str:
+        side = "at most" if self.factor < 1 else "at least"
+        return f"{self.key} {side} {format_value(self.key, self.value)} (x {self.factor:.2g})"
+
+
+class Sensitivity:
+    """Seconds per step of given plans if one quantity is multiplied by a factor; options stay as they are."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self._space = space
+        self._values = current_values(space.problem)
+        self._changed: dict[tuple[str, float], tuple[Problem, Rates]] = {}
+        self._known: dict[tuple[str, float, tuple[int, ...]], float] = {}
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The quantities that are tried: lengths, and the bandwidths of the links that there are."""
+        cluster = self._space.problem.cluster
+        keys = ["response_tokens"]
+        keys += ["intra_host.bandwidth"] * (cluster.devices_per_host > 1)
+        keys += ["inter_host.bandwidth"] * (cluster.num_hosts > 1)
+        return tuple(k for k in keys if self._values.get(k) and not is_measured(self._space.rates, k))
+
+    def seconds(self, plan: np.ndarray, key: str, factor: float) -> float:
+        """Return the seconds per step of a plan under one change."""
+        if (key, factor) not in self._changed:
+            values = {key: self._values[key] * factor}
+            self._changed[key, factor] = change(self._space.problem, self._space.rates, values)
+        chosen = tuple(plan.tolist())
+        if (known := (key, factor, chosen)) not in self._known:
+            problem, rates = self._changed[key, factor]
+            execution_plan = ExecutionPlan(self._space.call_plans(chosen))
+            self._known[known] = predict(problem, rates, execution_plan).step_seconds
+        return self._known[known]
+
+    def tipping_points(self, plan: np.ndarray, other: np.ndarray) -> tuple[TippingPoint, ...]:
+        """Return, for each quantity, the least change tried with which the other plan has the shorter step.
+
+        The nearest change comes first. Between two factors of which only the further one makes the other
+        plan better, the point is found by bisection.
+        """
+        points = []
+        for key in self.keys:
+            found = [f for f in (self._tips(plan, other, key, way) for way in (-1, 1)) if f is not None]
+            if found:
+                factor = min(found, key=lambda f: abs(math.log(f)))
+                points.append(TippingPoint(key, self._values[key] * factor, factor))
+        return tuple(sorted(points, key=lambda point: abs(math.log(point.factor))))
+
+    def _tips(self, plan: np.ndarray, other: np.ndarray, key: str, way: int) -> float | None:
+        """Return the factor, below (way -1) or above 1, from which on the other plan is better, if any."""
+        stays = 1.0
+        for factor in (f**way for f in _FACTORS):
+            if self._is_better(other, plan, key, factor):
+                break
+            stays = factor
+        else:
+            return None
+        for _ in range(_BISECTIONS):
+            middle = math.sqrt(stays * factor)
+            if self._is_better(other, plan, key, middle):
+                factor = middle
+            else:
+                stays = middle
+        return factor
+
+    def _is_better(self, plan: np.ndarray, other: np.ndarray, key: str, factor: float) -> bool:
+        return self.seconds(plan, key, factor) < self.seconds(other, key, factor)
+
+
+def format_value(key: str, value: float) -> str:
+    """Return a quantity with its unit."""
+    if key.endswith("bandwidth"):
+        return f"{format_bytes(value)}/s"
+    return format_bytes(value) if key.endswith("memory") else f"{value:,.0f}"
