@@ -23,21 +23,28 @@ from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner import report
+from realhf.planner.changes import change
 from realhf.planner.lag import LagComparison
 from realhf.planner.make import Planned, make_plan
+from realhf.planner.problem import Problem
 from realhf.planner.profile import Profile, ProfiledRates
 from realhf.planner.rates import Rates
+from realhf.planner.what_if import SearchLimits, what_if
+from realhf.planner.what_if import render as render_changes
 from realhf.units import format_seconds
 
 HELP = "search a plan for a cluster, with a lower bound over the plans enumerated"
 EXAMPLES = (
     "realhf plan examples/ppo_7b.py --cluster h100-2x8 -o plan.yaml",
     "realhf plan examples/grpo.py --profile profile.yaml --devices 4",
+    "realhf plan examples/ppo_7b.py --cluster h100-2x8 --what-if response_tokens=2000",
 )
 _GAP = 0.01
 """The search ends when the plan is within this share of the lower bound."""
 TIME_LIMIT = 60.0
 """Seconds after which the search ends at the latest."""
+_WHAT_IF_SECONDS = 10.0
+"""Seconds after which the search under a change ends at the latest."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -55,6 +62,8 @@ def add_options(parser: ArgumentParser) -> None:
     text = "calls that share one layout, separated by commas; may be repeated"
     add("--together", action="append", default=[], metavar="CALLS", help=text)
     add("--devices", type=int, metavar="N", help="plan for the first N devices only, such as after a failure")
+    text = "what a change does to the plan, such as response_tokens=8000; may be repeated"
+    add("--what-if", action="append", default=[], metavar="KEY=VALUE", help=text)
     add("--json", action="store_true", help="print one JSON document")
 
 
@@ -71,39 +80,66 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     comparison = None
     signals = (signal.SIGINT, signal.SIGTERM)
     with _reporting(options.experiment), SearchWatch(*signals, then="this is") as watch:
+        limit = options.time_limit
+        problem = _problem(experiment, options, cluster)
+        changes = _changes(problem, rates, options.what_if)
         if experiment.max_lag and not experiment.has_own_program:
-            seconds = options.time_limit / 2
-            planned = _search(experiment, options, rates, time_limit=seconds, watch=watch)
-            other = _search(without_lag(experiment), options, rates, time_limit=seconds, watch=watch)
+            limit /= 2
+            planned = _search(problem, options, rates, time_limit=limit, watch=watch)
+            synchronous = _problem(without_lag(experiment), options, cluster)
+            other = _search(synchronous, options, rates, time_limit=limit, watch=watch, explain=False)
             comparison = LagComparison(
                 experiment.max_lag, experiment.num_rounds, planned.found, other.found)
         else:
-            planned = _search(experiment, options, rates, time_limit=options.time_limit, watch=watch)
+            planned = _search(problem, options, rates, time_limit=limit, watch=watch)
+        limits = SearchLimits(
+            min(limit, _WHAT_IF_SECONDS), options.gap, watch.progress, watch.should_stop)
+        found = []
+        for values in changes:
+            watch.begin(" ".join(["with", *(f"{key}={value}" for key, value in values.items())]))
+            found.append(what_if(planned, values, limits))
     if options.output:
         planned.plan.save(Path(options.output))
     if options.json:
-        document = report.document(planned)
-        print(json.dumps(document | (comparison.document() if comparison else {})))
+        document = report.document(planned) | (comparison.document() if comparison else {})
+        print(json.dumps(document | ({"what_if": [one.document() for one in found]} if found else {})))
         return 0
     console = Console()
     console.print(report.render(planned, columns=console.width), soft_wrap=True)
     if comparison:
         console.print(Text(), comparison.render(), soft_wrap=True)
+    if found:
+        console.print(Text(), render_changes(planned, found, columns=console.width), soft_wrap=True)
     if options.output:
         console.print(f"\nwritten to {options.output}", highlight=False)
     return 0
 
 
+def _problem(experiment: Experiment, options: Namespace, cluster: Cluster) -> Problem:
+    together = [group.split(",") for group in options.together]
+    return problem_of(experiment, cluster, pins=_pins(options.pin), together=together)
+
+
+def _changes(problem: Problem, rates: Rates, texts: Sequence[str]) -> list[dict[str, str]]:
+    """Return the changes of --what-if, each as values by key. Raises UserError if one is not legal."""
+    changes = []
+    for text in texts:
+        with naming(f"--what-if {text}"):
+            pairs = [pair.partition("=") for pair in text.split(",")]
+            if not all(key and value for key, _, value in pairs):
+                raise ValueError("write KEY=VALUE, such as response_tokens=8000; several joined by commas")
+            changes.append({key: value for key, _, value in pairs})
+            change(problem, rates, changes[-1])
+    return changes
+
+
 def _search(
-    experiment: Experiment, options: Namespace, rates: Rates, *, time_limit: float, watch: SearchWatch
-) -> Planned:
-    problem = problem_of(
-        experiment, rates.cluster, pins=_pins(options.pin),
-        together=[group.split(",") for group in options.together],
-    )  # fmt: skip
+    problem: Problem, options: Namespace, rates: Rates, *, time_limit: float, watch: SearchWatch,
+    explain: bool = True,
+) -> Planned:  # fmt: skip
     return make_plan(
         problem, rates, time_limit=time_limit, gap=options.gap, progress=watch.progress,
-        should_stop=watch.should_stop,
+        should_stop=watch.should_stop, explain=explain,
     )  # fmt: skip
 
 

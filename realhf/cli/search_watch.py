@@ -31,6 +31,7 @@ class SearchWatch:
         self._has_plan = False
         self._requested: signal.Signals | None = None
         self._is_announced = False
+        self._what = ""
         self._last = -math.inf
         self._status: Status | None = None
 
@@ -49,15 +50,20 @@ class SearchWatch:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def begin(self, what: str) -> None:
+        """Name the search that begins now in what is shown."""
+        self._what = f" {what}"
+        self._last = time.monotonic()
+
     def progress(self, best: float, bound: float, seconds: float) -> None:
         """Show the best step seconds so far (infinite: there is no plan yet) and the lower bound."""
         is_first = not self._has_plan and math.isfinite(best)
         self._has_plan |= is_first
         if self._status is not None:
-            self._status.update(_state(best, bound, seconds))
+            self._status.update(self._state(best, bound, seconds))
         elif is_first or time.monotonic() - self._last >= _REPORT_SECONDS:
             self._last = time.monotonic()
-            print(f"realhf: {_state(best, bound, seconds)}", file=sys.stderr, flush=True)
+            print(f"realhf: {self._state(best, bound, seconds)}", file=sys.stderr, flush=True)
 
     def should_stop(self) -> bool:
         """Return whether a signal has asked for the end of the search; announce it the first time."""
@@ -78,10 +84,10 @@ class SearchWatch:
             raise KeyboardInterrupt(f"ended by {name}; no plan is taken")
         self._requested = signal.Signals(number)
 
-
-def _state(best: float, bound: float, seconds: float) -> str:
-    if not math.isfinite(best):
-        return f"searching for {seconds:.0f} s: no plan yet, lower bound {format_seconds(bound)}"
-    gap = f"gap {1 - bound / best:.1%}"
-    proven = f"best {format_seconds(best)} per step, lower bound {format_seconds(bound)}, {gap}"
-    return f"searching for {seconds:.0f} s: {proven}"
+    def _state(self, best: float, bound: float, seconds: float) -> str:
+        if not math.isfinite(best):
+            proven = f"no plan yet, lower bound {format_seconds(bound)}"
+        else:
+            gap = f"gap {1 - bound / best:.1%}"
+            proven = f"best {format_seconds(best)} per step, lower bound {format_seconds(bound)}, {gap}"
+        return f"searching{self._what} for {seconds:.0f} s: {proven}"

@@ -51,10 +51,12 @@ class RunnerUp:
     def outlook(self) -> str | None:
         """Return what would have to change for this layout to be better; None if nothing was tried."""
         if self.tipping_points:
-            return f"better with {', or with '.join(map(str, self.tipping_points))}"
+            return f"it would be better with {', or with '.join(map(str, self.tipping_points))}"
         if not self.tried:
             return None
-        return f"not better with {' or '.join(self.tried)} from x 1/{WIDEST:g} to x {WIDEST:g}"
+        *names, last = self.tried
+        tried = f"{', '.join(names)} or {last}" if names else last
+        return f"it would be no better with {tried} from x 1/{WIDEST:g} to x {WIDEST:g}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class TooLarge:
     def text(self) -> str:
         with_more = f"with {format_bytes(self.lacking_bytes)} more per device"
         needed = f"device_memory {format_bytes(self.device_memory_bytes)}"
-        return f"{self.layout}{self.options} would make it {self.shorter:.1%} shorter {with_more} ({needed})"
+        shorter = f"would make the step {self.shorter:.1%} shorter"
+        return f"{self.layout}{self.options} {shorter} {with_more} ({needed})"
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ def explanation(planned: Planned, *, columns: int) -> list[str]:
     for name, reason in planned.reasons.items():
         first, *others = reason.lines
         for text in (f"{name}: {first}", *(f"  {line}" for line in others)):
-            lines += textwrap.wrap(text, max(_NARROWEST_TEXT, columns), subsequent_indent="    ")
+            width = max(_NARROWEST_TEXT, columns)
+            lines += textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
     return lines
 
 

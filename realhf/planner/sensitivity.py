@@ -6,17 +6,20 @@ from functools import cached_property
 
 import numpy as np
 
-from realhf.plan import ExecutionPlan
+from realhf.plan import CallPlan
 from realhf.planner.changes import change, current_values, is_measured
-from realhf.planner.predict import predict
+from realhf.planner.cost import call_cost
+from realhf.planner.dependencies import dependencies, reallocation_seconds
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
+from realhf.planner.throughput import periods
+from realhf.planner.transfer import ContiguousLayout
 from realhf.units import format_bytes
 
 WIDEST = 4.0  # Changes are tried from this fraction of a quantity to this multiple.
-_FACTORS = tuple(WIDEST ** (i / 4) for i in (1, 2, 3, 4))
-_BISECTIONS = 6
+_FACTORS = (math.sqrt(WIDEST), WIDEST)
+_BISECTIONS = 5
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,7 @@ class Sensitivity:
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
         self._values = current_values(space.problem)
-        self._changed: dict[tuple[str, float], tuple[Problem, Rates]] = {}
-        self._known: dict[tuple[str, float, tuple[int, ...]], float] = {}
+        self._changed: dict[tuple[str, float], _ChangedSpace] = {}
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -54,13 +56,9 @@ class Sensitivity:
         """Return the seconds per step of a plan under one change."""
         if (key, factor) not in self._changed:
             values = {key: self._values[key] * factor}
-            self._changed[key, factor] = change(self._space.problem, self._space.rates, values)
-        chosen = tuple(plan.tolist())
-        if (known := (key, factor, chosen)) not in self._known:
-            problem, rates = self._changed[key, factor]
-            execution_plan = ExecutionPlan(self._space.call_plans(chosen))
-            self._known[known] = predict(problem, rates, execution_plan).step_seconds
-        return self._known[known]
+            changed = change(self._space.problem, self._space.rates, values)
+            self._changed[key, factor] = _ChangedSpace(self._space, *changed)
+        return self._changed[key, factor].step_seconds(plan)
 
     def tipping_points(self, plan: np.ndarray, other: np.ndarray) -> tuple[TippingPoint, ...]:
         """Return, for each quantity, the least change tried with which the other plan has the shorter step.
@@ -95,6 +93,52 @@ class Sensitivity:
 
     def _is_better(self, plan: np.ndarray, other: np.ndarray, key: str, factor: float) -> bool:
         return self.seconds(plan, key, factor) < self.seconds(other, key, factor)
+
+
+class _ChangedSpace:
+    """The times of a space's plans in a changed problem; costs and reallocations are remembered."""
+
+    def __init__(self, space: SearchSpace, problem: Problem, rates: Rates) -> None:
+        self._space = space
+        self._problem = problem
+        self._rates = rates
+        self._needs = dependencies(problem, rates)
+        self._seconds: dict[tuple[int, int], float] = {}
+        self._moving: dict[tuple[int, ContiguousLayout, ContiguousLayout], float] = {}
+
+    def step_seconds(self, plan: np.ndarray) -> float:
+        space = self._space
+        seconds, first, stop = space.call_times(plan[None])
+        for group, index in zip(space.groups, plan, strict=True):
+            candidate = group.candidates[index]
+            for i, variant in zip(group.calls, candidate.variants, strict=True):
+                if (i, index) not in self._seconds:
+                    self._seconds[i, index] = self._cost(i, variant.call_plan, candidate.layout.ranks)
+                seconds[0, i] = self._seconds[i, index]
+        shares = (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
+        moving = np.array([[self._moved(plan, *ends) for *ends, _ in self._needs.weights]])
+        return float(periods(self._needs, seconds, shares, moving=moving)[0])
+
+    def _cost(self, position: int, call_plan: CallPlan, ranks: range) -> float:
+        """Return the seconds of a call."""
+        call = self._space.calls[position]
+        per_host = min(self._problem.cluster.count_by_host(ranks).values())
+        role = self._problem.model_role(call)
+        work = self._problem.workloads[call.name]
+        return call_cost(self._rates, call, role, work, call_plan, per_host=per_host).seconds
+
+    def _moved(self, plan: np.ndarray, user: int, trainer: int) -> float:
+        groups = self._space.groups
+        of_call = {i: u for u, group in enumerate(groups) for i in group.calls}
+        source, target = (groups[of_call[i]].candidates[plan[of_call[i]]].layout for i in (trainer, user))
+        if (key := (trainer, source, target)) not in self._moving:
+            if self._problem.cluster == self._space.problem.cluster:
+                column = [(i, j) for i, j, _ in self._needs.weights].index((user, trainer))
+                self._moving[key] = float(self._space.moving(plan[None])[0, column])
+            else:
+                role = self._problem.model_role(self._space.calls[trainer])
+                self._moving[key] = reallocation_seconds(self._rates, role, source, target)
+        return self._moving[key]
 
 
 def format_value(key: str, value: float) -> str:
