@@ -41,7 +41,8 @@ def solved(rng, **how):
 
 @pytest.fixture(scope="module")
 def planned():
-    problem = problem_of(ppo(batch_size=256), Cluster.load("h100-2x8"))
+    cluster = replace(Cluster.load("h100-2x8"), device_memory_bytes=48e9)
+    problem = problem_of(ppo(batch_size=256), cluster)
     return make_plan(problem, Rates(problem.cluster), time_limit=60, gap=0.01)
 
 
@@ -137,7 +138,7 @@ def test_tipping_points_lie_where_the_other_plan_becomes_better(planned):
     chosen = np.array(planned.found.chosen)
     seen = 0
     for u, group in enumerate(space.groups):
-        for index in random.Random(u).sample(all_of(group), min(12, len(group.candidates))):
+        for index in range(min(8, len(group.candidates))):  # The fastest ones.
             other = chosen.copy()
             other[u] = index
             before = sensitivity.seconds(other, "response_tokens", 1.0)
