@@ -105,7 +105,8 @@ def test_the_digest_of_a_schedule_tells_messages_apart(task):
     program = compile_program(make_experiment("grpo", task), _plan(), world_size=4)
     spec = parameter_specs(program.roles)["actor"]
     ends = {"source": Layout.parse("d2t2@0-3"), "target": Layout.parse("t4@0-3")}
-    made = [make_schedule(spec, **ends, itemsize=size, forward=way) for size in (4, 8) for way in (True, False)]
+    ways = [{"itemsize": size, "forward": forward} for size in (4, 8) for forward in (True, False)]
+    made = [make_schedule(spec, **ends, **way) for way in ways]
     for one in made:
         for other in made:
             same = all(one.messages(rank) == other.messages(rank) for rank in range(4))
