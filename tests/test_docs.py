@@ -349,6 +349,7 @@ def test_the_commands_of_the_readme_as_a_reader_runs_them(tmp_path):
     shutil.rmtree(tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_the_commands_for_plans_as_they_are_written(workplace, tmp_path):
     """Profile this machine with all its workers, plan with and without the profile, and run with it."""
     (tmp_path / "runs").symlink_to(workplace / "runs")

@@ -11,8 +11,9 @@ import pytest
 from realhf.plan import ExecutionPlan
 from tests.cli_tools import REALHF, REPO, Command, wait_until
 
-LONG = [*REALHF, "plan", REPO / "examples/ppo_70b.py", "--cluster", "h100-128x8", "--gap", "0", "--json"]
-"""A search that would go on for a minute."""
+PPO = [*REALHF, "plan", REPO / "examples/ppo_70b.py", "--json", "--gap", "0"]
+LONG = [*PPO, "--critic.model", "llama-70b", "--cluster", "h100-8x8", "--time-limit", "3000"]
+"""A search that would go on for an hour."""
 
 
 class Watched:
@@ -61,7 +62,7 @@ def test_a_second_signal_ends_the_command(tmp_path):
 
 def test_before_there_is_a_plan_a_signal_ends_the_command():
     """The candidates of 1,024 devices take seconds to enumerate."""
-    with Command(*LONG) as command:
+    with Command(*PPO, "--cluster", "h100-128x8") as command:
         pid = command._process.pid
         assert wait_until(lambda: _has_begun(pid), seconds=60)
         command.interrupt()
