@@ -59,8 +59,10 @@ def _wait(store: dist.Store, board: FailureBoard, *, search_seconds: float, limi
     rank = os.environ["RANK"]
     while not store.check([_KEY]):
         waited = time.monotonic() - began
-        if board.failures():
-            sys.exit(repeat_later(board))
+        if failures := board.failures():
+            if repeat_later(board) is None:  # The store has ended with rank 0.
+                print(f"realhf: {failures[0].sentence}", file=sys.stderr, flush=True)
+            sys.exit(failures[0].code)
         if waited > limit:
             _end(f"rank {rank} has waited {limit:.0f} s for the plan, and rank 0 has not sent it")
         if speaks and waited > _QUIET_SECONDS:

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from realhf.plan import CallPlan
-from realhf.planner.changes import change, current_values, is_measured
+from realhf.planner.changes import WORKLOAD_KEYS, change, current_values, is_measured
 from realhf.planner.cost import call_cost
 from realhf.planner.dependencies import dependencies, reallocation_seconds
 from realhf.planner.problem import Problem
@@ -78,6 +78,8 @@ class Sensitivity:
         """Return the factor, below (way -1) or above 1, from which on the other plan is better, if any."""
         stays = 1.0
         for factor in (f**way for f in _FACTORS):
+            if key in WORKLOAD_KEYS and self._values[key] * factor < 1:
+                return None  # A sequence has at least a token.
             if self._is_better(other, plan, key, factor):
                 break
             stays = factor

@@ -71,8 +71,7 @@ def test_the_table_names_every_call_and_draws_the_step(capsys):
         assert out.count(call) >= 3  # in the table, under the timeline, with its reason
     assert "lower bound over the plans enumerated, found in" in out and "best possible" not in out
     assert "per step" in out and "idle" in out and "limited by" in out
-    for sentence in ("would make the step", "it would be better with ", "more per device (device_memory "):
-        assert sentence in " ".join(out.split())
+    assert "would make the step" in " ".join(out.split())
 
 
 def test_reasons_and_changes_are_in_the_answer(capsys):

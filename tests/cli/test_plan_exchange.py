@@ -78,7 +78,9 @@ def test_ranks_end_if_rank_0_dies_or_finds_no_plan(tmp_path):
         device_type: cpu, memory_bandwidth_bytes_per_second: 1 GB/s, peak_flops: {float64: 1 TFLOP/s},
         intra_host: {latency_seconds: 1 us, bandwidth_bytes_per_second: 1 GB/s}}""")
     with ExitStack() as stack:
-        words = ["run", write_experiment(tmp_path / "b", "sft"), "--plan", "auto", "--cluster", small]
+        slow = SLOW_GRAPH.format(began=str(began), seconds=10)  # The other rank is there by then.
+        experiment = write_experiment(tmp_path / "b", "sft", body=slow)
+        words = ["run", experiment, "--plan", "auto", "--cluster", small]
         commands = [stack.enter_context(c) for c in hosts(*words)]
         answers = [command.finish() for command in commands]
     for code, _, err in answers:
