@@ -11,9 +11,9 @@ def main() -> int:
     faulthandler.enable()  # A crash in native code shows the Python lines that led to it.
     try:
         return importlib.import_module("realhf.cli.main").main()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # Under torchrun the launcher prints it.
-            print("realhf: ended by SIGINT", file=sys.stderr)
+            print(f"realhf: {str(error) or 'ended by SIGINT'}", file=sys.stderr)
         return 1
 
 

@@ -128,8 +128,6 @@ def left_by(example: str) -> str:
 def quick(command: str) -> list[str]:
     """Return words for `main` that try a command in seconds: a run of several processes is only checked."""
     words = shlex.split(command)[1:]
-    if words[0] == "plan":
-        return [*words, "--gap", "0.3"]
     if words[0] == "profile":
         return [*words, "--nproc", "0"]  # Refused once all else is understood.
     if words[0] != "run" or "--help" in words:
@@ -349,6 +347,29 @@ def test_the_commands_of_the_readme_as_a_reader_runs_them(tmp_path):
         assert code == 0, f"{command}\n{err}"
     assert (tmp_path / "plan.yaml").is_file() and (tmp_path / "profile.yaml").is_file()
     shutil.rmtree(tmp_path / "runs")
+
+
+@pytest.mark.slow
+def test_the_commands_for_plans_as_they_are_written(workplace, tmp_path):
+    """Profile this machine with all its workers, plan with and without the profile, and run with it."""
+    (tmp_path / "runs").symlink_to(workplace / "runs")
+    write_files(tmp_path)
+    for name in ("plans", "models", "realhf"):
+        (tmp_path / name).symlink_to(REPO / name)
+    own = ("realhf plan", "realhf profile", "realhf run first.py --plan auto")
+    found = [c for c in REALHF_COMMANDS if c.startswith(own)]
+    assert len(found) >= 8 and any(c.startswith(own[2]) for c in found)
+    assert found.index("realhf profile first.py -o profile.yaml") < found.index(
+        "realhf run first.py --plan auto --profile profile.yaml")
+    for command in found:
+        words = shlex.split(command)[1:]
+        words += ["--steps", "1", "--out", "auto"] if words[0] == "run" else []
+        with Command(*REALHF, *words, cwd=tmp_path) as process:
+            code, out, err = process.finish(timeout=300)
+        assert code == 0, f"{command}\n{err}"
+        if words[0] == "plan" and "--json" not in words:
+            assert "lower bound over the plans enumerated, found in" in out, command
+    assert (tmp_path / "profile.yaml").is_file() and (tmp_path / "auto/summary.json").is_file()
 
 
 def test_the_page_of_models_is_what_the_tables_say():

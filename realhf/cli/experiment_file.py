@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
-from realhf.cli.job import is_worker
-from realhf.cli.plan import auto_plan, cluster_at_hand
+from realhf.cli.job import LAUNCHER_PLAN, is_worker
+from realhf.cli.plan import TIME_LIMIT, auto_plan, cluster_at_hand
 from realhf.cluster import Cluster
 from realhf.errors import UserError, naming, user_line
 from realhf.experiment import Experiment
@@ -26,7 +28,7 @@ def _smaller_plan(
 ) -> ExecutionPlan:
     """Return the plan for the ranks that are left of a run: a fallback plan, else one made after a restart.
 
-    Every rank makes the same one. Without either, return `plan`, which does not fit.
+    Without either, return `plan`, which does not fit.
     """
     said = f"realhf: plan {options.plan} needs {plan.num_ranks} ranks, and there are {num_ranks}"
     is_main = os.environ.get("RANK") == "0"
@@ -38,12 +40,34 @@ def _smaller_plan(
             return other
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return plan
-    cluster = cluster_at_hand(nproc=None, cluster=options.cluster, profile=options.profile)
-    per_host = min(cluster.devices_per_host, num_ranks)
-    left = dataclasses.replace(cluster, devices_per_host=per_host, num_hosts=max(1, num_ranks // per_host))
     if is_main:
         print(f"{said}: the run has a new plan", file=sys.stderr, flush=True)
-    return auto_plan(experiment, options.experiment, cluster=left, profile=options.profile)
+
+    def make() -> ExecutionPlan:
+        cluster = cluster_at_hand(nproc=None, cluster=options.cluster, profile=options.profile)
+        per_host = min(cluster.devices_per_host, num_ranks)
+        left = dataclasses.replace(
+            cluster, devices_per_host=per_host, num_hosts=max(1, num_ranks // per_host))
+        return auto_plan(experiment, options.experiment, cluster=left, profile=options.profile)
+
+    return _made_once(make, options)
+
+
+def _made_once(make: Callable[[], ExecutionPlan], options: Namespace) -> ExecutionPlan:
+    """Return the plan that rank 0 makes; in a process that is no worker, or the only one, make it here."""
+    if not is_worker() or os.environ["WORLD_SIZE"] == "1":
+        return make()
+    share = importlib.import_module("realhf.cli.plan_exchange").share_plan
+    return share(make, search_seconds=TIME_LIMIT, timeout_seconds=options.timeout)
+
+
+def _auto_plan(experiment: Experiment, options: Namespace, cluster: Cluster) -> ExecutionPlan:
+    """Return the plan of --plan auto: the one that our launcher has made, else one that is made once."""
+    if is_worker() and (made := os.environ.get(LAUNCHER_PLAN)) is not None:
+        return ExecutionPlan.from_dict(json.loads(made))
+    profile = getattr(options, "profile", None)
+    return _made_once(
+        lambda: auto_plan(experiment, options.experiment, cluster=cluster, profile=profile), options)
 
 
 def load_experiment(name: str) -> Experiment:
@@ -107,7 +131,7 @@ def compile_experiment(
     cluster = Cluster.load(named) if named is not None else None
     if options.plan == "auto":
         cluster = cluster_at_hand(nproc=options.nproc, cluster=named, profile=profile)
-        plan = auto_plan(experiment, options.experiment, cluster=cluster, profile=profile)
+        plan = _auto_plan(experiment, options, cluster)
         num_ranks = num_ranks or options.nproc or cluster.num_devices
     elif options.plan is not None:
         plan = ExecutionPlan.load(options.plan)

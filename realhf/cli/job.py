@@ -11,6 +11,8 @@ from realhf.runtime.program import Program
 
 LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"
 """Environment variable of workers that our own launcher has started."""
+LAUNCHER_PLAN = "REALHF_PLAN"
+"""Environment variable with the plan, as JSON, that the launcher has made for its workers."""
 
 
 @dataclass(frozen=True)

@@ -3,46 +3,48 @@
 import json
 import os
 import re
+import signal
 import sys
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
 from realhf.cli.job import is_worker
 from realhf.cli.planning_problem import problem_of, without_lag
+from realhf.cli.search_watch import SearchWatch
 from realhf.cluster import Cluster, host_memory_bytes
 from realhf.errors import UserError, naming, require_output
 from realhf.experiment import Experiment
 from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner import report
+from realhf.planner.changes import change
 from realhf.planner.lag import LagComparison
 from realhf.planner.make import Planned, make_plan
+from realhf.planner.problem import Problem
 from realhf.planner.profile import Profile, ProfiledRates
 from realhf.planner.rates import Rates
-from realhf.planner.search import Progress
+from realhf.planner.what_if import SearchLimits, what_if
+from realhf.planner.what_if import render as render_changes
 from realhf.units import format_seconds
 
 HELP = "search a plan for a cluster, with a lower bound over the plans enumerated"
 EXAMPLES = (
     "realhf plan examples/ppo_7b.py --cluster h100-2x8 -o plan.yaml",
     "realhf plan examples/grpo.py --profile profile.yaml --devices 4",
+    "realhf plan examples/ppo_7b.py --cluster h100-2x8 --what-if response_tokens=2000",
 )
 _GAP = 0.01
 """The search ends when the plan is within this share of the lower bound."""
-_TIME_LIMIT = 60.0
+TIME_LIMIT = 60.0
 """Seconds after which the search ends at the latest."""
-_AUTO_ITERATIONS = 100
-"""Limit of the search of --plan auto, in iterations, not seconds: every rank must find the same plan."""
-_REPORT_SECONDS = 5.0
-"""Seconds between two lines about the search if standard error is not a terminal."""
+_WHAT_IF_SECONDS = 10.0
+"""Seconds after which the search under a change ends at the latest."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -51,8 +53,8 @@ def add_options(parser: ArgumentParser) -> None:
     add("--cluster", help="cluster file or shipped name such as h100-8x8; default: this machine")
     add("--profile", help="what `realhf profile` measured; its machine is the default cluster")
     add("-o", "--output", metavar="PLAN.yaml", help="where to write the plan")
-    text = f"seconds that the search may take; default: {_TIME_LIMIT:g}"
-    add("--time-limit", type=float, default=_TIME_LIMIT, metavar="S", help=text)
+    text = f"seconds that the search may take; default: {TIME_LIMIT:g}"
+    add("--time-limit", type=float, default=TIME_LIMIT, metavar="S", help=text)
     text = "search until the plan is within this share of the lower bound over the plans enumerated"
     add("--gap", type=float, default=_GAP, help=f"{text}; default: {_GAP:g}")
     text = "fix the layout of a call, such as actor_train=d8t8@0-63; may be repeated"
@@ -60,6 +62,8 @@ def add_options(parser: ArgumentParser) -> None:
     text = "calls that share one layout, separated by commas; may be repeated"
     add("--together", action="append", default=[], metavar="CALLS", help=text)
     add("--devices", type=int, metavar="N", help="plan for the first N devices only, such as after a failure")
+    text = "what a change does to the plan, such as response_tokens=8000; may be repeated"
+    add("--what-if", action="append", default=[], metavar="KEY=VALUE", help=text)
     add("--json", action="store_true", help="print one JSON document")
 
 
@@ -74,55 +78,87 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if options.output:
         require_output(Path(options.output), "--output", first="calls:", what="plan")
     comparison = None
-    with _reporting(options.experiment), _watched() as progress:
+    signals = (signal.SIGINT, signal.SIGTERM)
+    with _reporting(options.experiment), SearchWatch(*signals, then="this is") as watch:
+        limit = options.time_limit
+        problem = _problem(experiment, options, cluster)
+        changes = _changes(problem, rates, options.what_if)
         if experiment.max_lag and not experiment.has_own_program:
-            seconds = options.time_limit / 2
-            planned = _search(experiment, options, rates, time_limit=seconds, progress=progress)
-            other = _search(without_lag(experiment), options, rates, time_limit=seconds, progress=progress)
+            limit /= 2
+            planned = _search(problem, options, rates, time_limit=limit, watch=watch)
+            synchronous = _problem(without_lag(experiment), options, cluster)
+            other = _search(synchronous, options, rates, time_limit=limit, watch=watch, explain=False)
             comparison = LagComparison(
                 experiment.max_lag, experiment.num_rounds, planned.found, other.found)
         else:
-            planned = _search(experiment, options, rates, time_limit=options.time_limit, progress=progress)
+            planned = _search(problem, options, rates, time_limit=limit, watch=watch)
+        limits = SearchLimits(
+            min(limit, _WHAT_IF_SECONDS), options.gap, watch.progress, watch.should_stop)
+        found = []
+        for values in changes:
+            watch.begin(" ".join(["with", *(f"{key}={value}" for key, value in values.items())]))
+            found.append(what_if(planned, values, limits))
     if options.output:
         planned.plan.save(Path(options.output))
     if options.json:
-        document = report.document(planned)
-        print(json.dumps(document | (comparison.document() if comparison else {})))
+        document = report.document(planned) | (comparison.document() if comparison else {})
+        print(json.dumps(document | ({"what_if": [one.document() for one in found]} if found else {})))
         return 0
     console = Console()
     console.print(report.render(planned, columns=console.width), soft_wrap=True)
     if comparison:
         console.print(Text(), comparison.render(), soft_wrap=True)
+    if found:
+        console.print(Text(), render_changes(planned, found, columns=console.width), soft_wrap=True)
     if options.output:
         console.print(f"\nwritten to {options.output}", highlight=False)
     return 0
 
 
+def _problem(experiment: Experiment, options: Namespace, cluster: Cluster) -> Problem:
+    together = [group.split(",") for group in options.together]
+    return problem_of(experiment, cluster, pins=_pins(options.pin), together=together)
+
+
+def _changes(problem: Problem, rates: Rates, texts: Sequence[str]) -> list[dict[str, str]]:
+    """Return the changes of --what-if, each as values by key. Raises UserError if one is not legal."""
+    changes = []
+    for text in texts:
+        with naming(f"--what-if {text}"):
+            pairs = [pair.partition("=") for pair in text.split(",")]
+            if not all(key and value for key, _, value in pairs):
+                raise ValueError("write KEY=VALUE, such as response_tokens=8000; several joined by commas")
+            changes.append({key: value for key, _, value in pairs})
+            change(problem, rates, changes[-1])
+    return changes
+
+
 def _search(
-    experiment: Experiment, options: Namespace, rates: Rates, *, time_limit: float, progress: Progress
-) -> Planned:
-    problem = problem_of(
-        experiment, rates.cluster, pins=_pins(options.pin),
-        together=[group.split(",") for group in options.together],
+    problem: Problem, options: Namespace, rates: Rates, *, time_limit: float, watch: SearchWatch,
+    explain: bool = True,
+) -> Planned:  # fmt: skip
+    return make_plan(
+        problem, rates, time_limit=time_limit, gap=options.gap, progress=watch.progress,
+        should_stop=watch.should_stop, explain=explain,
     )  # fmt: skip
-    return make_plan(problem, rates, time_limit=time_limit, gap=options.gap, progress=progress)
 
 
 def auto_plan(experiment: Experiment, name: str, *, cluster: Cluster, profile: str | None) -> ExecutionPlan:
-    """Return a plan for the machines of this run, the same one on every rank; the launcher prints a line."""
+    """Return a plan for the machines of this run, and say on standard error how good it is.
+
+    In the launcher, Ctrl-C ends the search, and the run begins with the best plan so far.
+    """
     rates = _rates(cluster, profile)
-    with _reporting(name):
-        problem = problem_of(experiment, cluster)
-        with nullcontext() if is_worker() else _watched() as progress:
-            planned = make_plan(
-                problem, rates, time_limit=float("inf"), gap=_GAP, max_iterations=_AUTO_ITERATIONS,
-                progress=progress,
-            )
-    if not is_worker():
-        step = f"{format_seconds(planned.found.step_seconds)} per step predicted"
-        near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
-        took = format_seconds(planned.search_seconds)
-        print(f"realhf: planned in {took}: {step}, {near}", file=sys.stderr)
+    signals = () if is_worker() else (signal.SIGINT,)
+    with _reporting(name), SearchWatch(*signals, then="the run begins with") as watch:
+        planned = make_plan(
+            problem_of(experiment, cluster), rates, time_limit=TIME_LIMIT, gap=_GAP, explain=False,
+            progress=watch.progress, should_stop=watch.should_stop,
+        )  # fmt: skip
+    step = f"{format_seconds(planned.found.step_seconds)} per step predicted"
+    near = f"at most {planned.found.gap:.1%} above the lower bound over the plans enumerated"
+    took = format_seconds(planned.search_seconds)
+    print(f"realhf: planned in {took}: {step}, {near}", file=sys.stderr, flush=True)
     return planned.plan
 
 
@@ -207,31 +243,6 @@ def _reporting(experiment: str) -> Iterator[None]:
     except ValueError as error:
         about_option = str(error).startswith("--")
         raise UserError(str(error) if about_option else f"{experiment}: {error}") from error
-
-
-@contextmanager
-def _watched() -> Iterator[Progress]:
-    """Show the search's progress on standard error: live on a terminal, else as a line every few seconds."""
-    if not sys.stderr.isatty():
-        last = time.monotonic()
-
-        def tell(best: float, bound: float, seconds: float) -> None:
-            nonlocal last
-            if time.monotonic() - last >= _REPORT_SECONDS:
-                last = time.monotonic()
-                print(f"realhf: {_state(best, bound, seconds)}", file=sys.stderr, flush=True)
-
-        yield tell
-        return
-    status = Status("searching", console=Console(stderr=True))
-    with status:
-        yield lambda best, bound, seconds: status.update(_state(best, bound, seconds))
-
-
-def _state(best: float, bound: float, seconds: float) -> str:
-    gap = f"gap {1 - bound / best:.1%}"
-    proven = f"best {format_seconds(best)} per step, lower bound {format_seconds(bound)}, {gap}"
-    return f"searching for {seconds:.0f} s: {proven}"
 
 
 def _pins(texts: Sequence[str]) -> dict[str, Layout]:

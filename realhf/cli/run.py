@@ -1,6 +1,7 @@
 """`realhf run`: trains on local workers, or as one worker under torchrun. Free of torch."""
 
 import importlib
+import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
-from realhf.cli.job import Job, is_worker, way_on
+from realhf.cli.job import LAUNCHER_PLAN, Job, is_worker, way_on
 from realhf.errors import UserError
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
@@ -74,6 +75,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         return importlib.import_module("realhf.cli.worker").work(job)
     launch = importlib.import_module("realhf.cli.launch").launch
     out = out or new_run_directory(name)
+    if options.plan == "auto":
+        os.environ[LAUNCHER_PLAN] = json.dumps(program.plan.to_dict())
     code = launch([*argv, "--out", str(out)], num_ranks, restarts=options.restarts)
     if code and (text := way_on(out)) is not None:
         print(f"realhf: {text}", file=sys.stderr, flush=True)

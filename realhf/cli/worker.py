@@ -24,6 +24,7 @@ from realhf.dist.heartbeat import Heartbeat
 from realhf.dist.world import World, open_store, own_device
 from realhf.errors import UserError
 from realhf.profiling.measure import measure
+from realhf.runtime.agreement import require_equal_programs
 from realhf.runtime.checkpointer import Checkpoint, newest_checkpoint
 from realhf.runtime.evaluate_only import evaluate as run_evaluations
 from realhf.runtime.run_directory import (
@@ -108,7 +109,7 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
 
     If the training fails, `begun` has the run directory afterwards.
     """
-    _require_equal_inputs(job, world)
+    require_equal_programs(world, job.program)
     directory = None
     found: list[Path] = []
     if world.rank == 0:
@@ -145,23 +146,6 @@ def _train(job: Job, world: World, *, begun: list[Path]) -> int:
     return 1
 
 
-def _require_equal_inputs(job: Job, world: World) -> None:
-    """Raise UserError if the ranks have other plans, or other commits of the hub's models and data."""
-    plans = world.control.all_gather_json(job.program.plan.to_dict())
-    if different := [rank for rank, plan in enumerate(plans) if plan != plans[0]]:
-        hint = "write one with `realhf plan -o plan.yaml` and give it to all by --plan"
-        raise UserError(f"ranks 0 and {different[0]} have different plans: {hint}")
-    commits = world.control.all_gather_json(job.program.experiment.hub_commits())
-    for rank, theirs in enumerate(commits):
-        if other := [name for name in theirs if theirs[name] != commits[0].get(name)]:
-            name = other[0]
-            both = f"{commits[0].get(name)} on rank 0 and {theirs[name]} on rank {rank}"
-            hint = f"name one of them, as in {name.partition('@')[0]}@{theirs[name]}"
-            if (field := name.partition(" ")[0]) != name:
-                hint = f"set revision of {field} to one of them"
-            raise UserError(f"the hosts' caches have different commits of {name}, {both}: {hint}")
-
-
 def _is_finished(job: Job, world: World, out: Path, checkpoint: Checkpoint) -> bool:
     """Return whether the run has ended before. Raises UserError if the checkpoint leaves nothing to do."""
     step = checkpoint.manifest.step
@@ -196,6 +180,7 @@ def _claim_directory(job: Job) -> tuple[RunDirectory, list[Path]]:
 
 def _evaluate(job: Job, world: World, *, as_json: bool) -> int:
     """Evaluate on all ranks; rank 0 prints the metrics."""
+    require_equal_programs(world, job.program)
     out = None
     if world.rank == 0:
         out = RunDirectory(job.out or new_run_directory(job.name), stem=job.name).path
@@ -285,7 +270,7 @@ def _start_heartbeat(place: Place, activity: Activity, timeout_seconds: float) -
 
 def _follow(error: PeerError, place: Place, board: FailureBoard | None) -> int:
     """Return the exit code of a worker that stops because of a peer; repeat the peer's reason, if any."""
-    if (code := _repeat_later(board)) is not None:
+    if (code := repeat_later(board)) is not None:
         return code
     report(f"rank {place.rank} stops: {error}", code=1, names_rank=True)
     return 1
@@ -298,10 +283,10 @@ def _differs_elsewhere(activity: Activity | None, board: FailureBoard | None) ->
     """
     if activity is None or not activity.operations.is_used:
         return None
-    return _repeat_later(board)
+    return repeat_later(board)
 
 
-def _repeat_later(board: FailureBoard | None) -> int | None:
+def repeat_later(board: FailureBoard | None) -> int | None:
     """Wait for the sentence of another rank and repeat it; return its exit code, or None if there is none."""
     time.sleep(_GRACE_SECONDS)
     if board is not None:

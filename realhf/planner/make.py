@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from realhf.planner.cost import CallCost
 from realhf.planner.memory_check import MemoryCheck, check_memory, require_fit
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
+from realhf.planner.reasons import Reason, find_reasons
 from realhf.planner.search import LocalSearch, Progress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.simulate import Simulation, simulate
@@ -40,19 +41,20 @@ class Planned:
     found: SearchResult
     simulation: Simulation
     memory: MemoryCheck
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, Reason]
     heuristic: Heuristic | None
     search_seconds: float
 
 
 def make_plan(
     problem: Problem, rates: Rates, *, time_limit: float, gap: float = 0.0, max_iterations: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, should_stop: Callable[[], bool] | None = None,
+    explain: bool = True,
 ) -> Planned:  # fmt: skip
     """Return the best plan found within `time_limit` seconds, or sooner when it is within `gap` of the lower
-    bound over the plans enumerated.
+    bound over the plans enumerated, or when there is one and `should_stop` returns True.
 
-    Raises ValueError when nothing fits.
+    With `explain`, it has the reasons for the layouts. Raises ValueError when nothing fits.
     """
     began = time.monotonic()
     _require_supported(problem, rates)
@@ -62,7 +64,7 @@ def make_plan(
     left = _SEARCHING * time_limit - (time.monotonic() - began)
     found = search(
         space, time_limit=max(0.1, left), gap=gap, starts=[] if rule is None else [rule.chosen],
-        max_iterations=max_iterations, progress=progress,
+        max_iterations=max_iterations, progress=progress, should_stop=should_stop,
     )  # fmt: skip
     if found is None:
         raise ValueError(_nothing_fits(space))
@@ -78,7 +80,7 @@ def make_plan(
     plan = ExecutionPlan(space.call_plans(found.chosen), predicted)
     memory = check_memory(problem, plan)
     assert memory.fits, f"the search counts less memory than the check: {memory.fullest}"
-    reasons = _reasons(space, chosen, found)
+    reasons = find_reasons(space, chosen) if explain else {}
     spent = time.monotonic() - began
     return Planned(problem, space, plan, costs, found, simulation, memory, reasons, rule, spent)
 
@@ -107,35 +109,6 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
         return Heuristic(local.best.tolist(), local.best_score, True)
     fastest = [int(indices[0]) for indices in allowed]  # Candidates are in order of time.
     return Heuristic(fastest, float(space.exact_periods(np.array([fastest]))[0]), False)
-
-
-def _reasons(space: SearchSpace, chosen: np.ndarray, found: SearchResult) -> dict[str, str]:
-    """Return for each call what limits it, and what its next best layout would cost."""
-    reasons = {}
-    for u, group in enumerate(space.groups):
-        candidate = group.candidates[chosen[u]]
-        others = np.array([i for i, c in enumerate(group.candidates) if c.layout != candidate.layout])
-        if any(space.calls[i].name in space.problem.pins for i in group.calls):
-            second = "pinned"
-        else:
-            second = "no other layout fits beside the rest of this plan" if len(others) else "the only layout"
-        if len(others):
-            plans = np.repeat(chosen[None], len(others), axis=0)
-            plans[:, u] = others
-            seconds = space.periods(plans, exact=False)
-            seconds[space.excess_bytes(plans) > 0] = np.inf
-            order = np.argsort(seconds, kind="stable")[:16]
-            exact = np.where(np.isinf(seconds[order]), np.inf, space.exact_periods(plans[order]))
-            best = int(np.argmin(exact))
-            if np.isfinite(exact[best]):
-                more = exact[best] / found.step_seconds - 1
-                layout = group.candidates[others[order[best]]].layout.as_layout
-                second = f"{layout} would make the step {more:.1%} longer"
-                if more < 1e-3:
-                    second = f"{layout} would do as well, with more device time"
-        for i, variant in zip(group.calls, candidate.variants, strict=True):
-            reasons[space.calls[i].name] = f"limited by {variant.cost.limit}; {second}"
-    return reasons
 
 
 def _require_supported(problem: Problem, rates: Rates) -> None:

@@ -181,9 +181,13 @@ class ProfiledRates(Rates):
 
     def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
         super().__init__(cluster or profile.cluster)
+        self._profile = profile
         self._links = profile.links
         self._calls = profile.calls
         self._models = {tables.key: tables.tables for tables in profile.models}
+
+    def on(self, cluster: Cluster) -> "ProfiledRates":
+        return ProfiledRates(self._profile, cluster)
 
     def call_seconds(self, kind: str, *, samples: float) -> float:
         table = self._calls.get(kind)

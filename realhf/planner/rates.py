@@ -114,6 +114,10 @@ class Rates:
         self._memory = cluster.memory_bandwidth_bytes_per_second * self.assume.memory
         self.known_blocks: dict[tuple[object, ...], Cost] = {}
 
+    def on(self, cluster: Cluster) -> "Rates":
+        """Return the rates of another cluster of the same devices."""
+        return Rates(cluster, self.assume)
+
     def call_seconds(self, kind: str, *, samples: float) -> float:
         """Return the seconds of a call of this kind on a rank besides its passes."""
         return self.assume.call_seconds

@@ -1,6 +1,7 @@
 """Show a plan to programs and to people: a table, a timeline in letters, and the reasons."""
 
 import string
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from realhf.planner.simulate import TimelineEntry
 from realhf.units import format_bytes, format_seconds
 
 _NARROWEST, _WIDEST = 24, 96  # Columns of the timeline's bars.
+_NARROWEST_TEXT = 60
 _MOST_ROWS = 16
 _IDLE = "."
 
@@ -28,7 +30,7 @@ def document(planned: Planned) -> dict[str, Any]:
             "max_rows": call_plan.max_rows, "recompute": call_plan.recompute, "offload": call_plan.offload,
             "seconds": cost.seconds, "parts": dict(cost.parts), "limit": cost.limit,
             "num_micro_batches": cost.num_micro_batches, "num_devices": len(call_plan.layout.ranks),
-            "reason": planned.reasons[name],
+            "reason": planned.reasons[name].document(),
         }  # fmt: skip
     for name, call_plan in planned.plan.calls.items():
         calls.setdefault(name, {"layout": str(call_plan.layout)})  # Calls in plain Python.
@@ -76,8 +78,19 @@ def render(planned: Planned, *, columns: int) -> Group:
         table.add_row(name, layout, ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
         table, Text(), *_summary(planned), Text(), *timeline(planned, columns=columns), Text(),
-        *(Text(f"{name}: {reason}") for name, reason in planned.reasons.items()),
+        *(Text(line) for line in explanation(planned, columns=columns)),
     )  # fmt: skip
+
+
+def explanation(planned: Planned, *, columns: int) -> list[str]:
+    """Return lines that say for each call why it has its layout."""
+    lines = []
+    for name, reason in planned.reasons.items():
+        first, *others = reason.lines
+        for text in (f"{name}: {first}", *(f"  {line}" for line in others)):
+            width = max(_NARROWEST_TEXT, columns)
+            lines += textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
+    return lines
 
 
 def _summary(planned: Planned) -> list[Text]:

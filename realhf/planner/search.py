@@ -44,12 +44,14 @@ class SearchResult:
 def search(
     space: SearchSpace, *, time_limit: float, gap: float = 0.0, starts: Sequence[Sequence[int]] = (),
     max_iterations: int | None = None, progress: Progress | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> SearchResult | None:  # fmt: skip
-    """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`.
+    """Return the best plan found within `time_limit` seconds, or sooner when its gap is at most `gap`, or
+    when there is a plan and `should_stop` returns True.
 
     The gap is the distance to the lower bound over the plans enumerated, which are those of the space; it
     says nothing about others. The result is None when no plan that fits the devices' memory was found. It is
-    the same every time unless `time_limit` ends the search.
+    the same every time unless `time_limit` or `should_stop` ends the search.
     """
     began = time.monotonic()
     local = LocalSearch(space)
@@ -62,6 +64,8 @@ def search(
         if progress is not None:
             progress(local.best_score, tree.bound, spent)
         if max_iterations is not None and tree.num_iterations >= max_iterations:
+            break
+        if should_stop is not None and local.best is not None and should_stop():
             break
         tree.expand()
         if tree.num_iterations % _DIVE_EVERY == 1:

@@ -17,7 +17,7 @@ from realhf.param_spec import ModelSpec
 from realhf.realloc.bind import Binder, Binding, Copies, Staging, shards_of
 from realhf.realloc.host_memory_reads import HostMemoryReads, Shards, Side
 from realhf.realloc.links import Links
-from realhf.realloc.schedule import STAGING_BYTES, make_schedule
+from realhf.realloc.schedule import STAGING_BYTES, Schedule, make_schedule
 from realhf.region import region_size
 
 _AVERAGED = 1 << 18
@@ -53,6 +53,17 @@ def _assumed_links(world: World) -> Links:
     return Links.of_hosts(world.ranks_per_host, cuda=world.device.type == "cuda")
 
 
+def schedule_of(
+    spec: ModelSpec, *, source: Layout, target: Layout, dtype: torch.dtype, links: Links,
+    sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
+) -> Schedule:  # fmt: skip
+    """Return the schedule of a Reallocator with the same arguments."""
+    return make_schedule(
+        spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize, links=links,
+        forward=eta == 1, staging_bytes=staging_bytes,
+    )  # fmt: skip
+
+
 class Reallocator:
     """A mover of one model from layout `source` to layout `target`, which may run any number of times.
 
@@ -61,17 +72,19 @@ class Reallocator:
     another device. With `sharded` it is the optimizer's copy: `spec.held_by(source, rank, sharded=True)`.
     Parameters travel in `dtype`, the dtype of the target's tensors. `staging_bytes` caps the memory for
     messages in flight. `role` names the model in errors. `links`, which must be the same on all ranks, are
-    the links that the schedule is made for; by default they are assumed.
+    the links that the schedule is made for; by default they are assumed. A `schedule` made from the same
+    arguments is taken as it is.
     """
 
     def __init__(
         self, spec: ModelSpec, *, source: Layout, target: Layout, world: World, dtype: torch.dtype,
         sharded: bool = False, eta: float = 1.0, staging_bytes: int = STAGING_BYTES,
         staging: Staging | None = None, role: str = "a model", links: Links | None = None,
+        schedule: Schedule | None = None,
     ) -> None:  # fmt: skip
-        self.schedule = make_schedule(
-            spec, source=source, target=target, sharded=sharded, itemsize=dtype.itemsize,
-            links=links or _assumed_links(world), forward=eta == 1, staging_bytes=staging_bytes,
+        self.schedule = schedule or schedule_of(
+            spec, source=source, target=target, dtype=dtype, sharded=sharded, eta=eta,
+            links=links or _assumed_links(world), staging_bytes=staging_bytes,
         )  # fmt: skip
         self.eta = eta
         self._rank = world.rank

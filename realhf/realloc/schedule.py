@@ -6,6 +6,8 @@ wave loads the ports alike and none is idle. A rank forwards a slice two waves a
 the next wave can be packed while one is in flight.
 """
 
+import hashlib
+import json
 import math
 import time
 from collections import Counter
@@ -120,6 +122,17 @@ class Schedule:
         for_staging = math.ceil(np.max(sent + received) / (_WAVE_SHARE * self.max_staging_bytes))
         largest = max(bundle.size for bundle in self.bundles)
         return max(1, min(largest, max(for_staging, round(for_hops))))
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of all that decides which messages ranks exchange; it must be equal on all of them."""
+        hops = self.hops
+        about = (self.itemsize, self.sharded, self.num_slices, *(
+            (bundle.holders, bundle.receivers, bundle.boxes) for bundle in self.bundles))
+        digest = hashlib.sha256(json.dumps(about, default=int).encode())
+        for column in (hops.bundle, hops.source, hops.target, hops.start, hops.stop, hops.depth):
+            digest.update(column.astype(np.int64).tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def num_waves(self) -> int:

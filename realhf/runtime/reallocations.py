@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,9 +12,10 @@ from realhf.dist.world import World
 from realhf.engine.protocol import DTYPES
 from realhf.layout import Layout
 from realhf.realloc.bind import Staging
-from realhf.realloc.execute import Reallocator, ReallocStats
+from realhf.realloc.execute import Reallocator, ReallocStats, schedule_of
 from realhf.realloc.links import Links
 from realhf.runtime.actions import Reallocate
+from realhf.runtime.agreement import require_equal_schedules
 from realhf.runtime.copy_versions import Copy
 from realhf.runtime.engine_store import EngineStore
 from realhf.runtime.parameter_catalog import ParameterCatalog
@@ -72,16 +73,25 @@ class Reallocations:
         self._failure: Exception | None = None
         self._reallocators: dict[Reallocate, Reallocator] = {}
         staging = Staging(world.device)
-        for action in actions:
-            key = _without_ahead(action)
-            if self._takes_part(action) and key not in self._reallocators:
-                role = catalog.sets[action.target_set].role
-                self._reallocators[key] = Reallocator(
-                    catalog.specs[action.source_set], source=action.source, target=action.target,
-                    world=world, role=role, dtype=DTYPES[catalog.roles[role].weights_dtype],
-                    sharded=action.sharded,
-                    staging=staging, eta=1.0 if action.rate is None else action.rate, links=links,
-                )  # fmt: skip
+        mine = dict.fromkeys(_without_ahead(action) for action in actions if self._takes_part(action))
+        arguments = {action: self._arguments(action, links) for action in mine}
+        schedules = {action: schedule_of(**given) for action, given in arguments.items()}
+        # Before ranks meet for their groups, where they would wait for each other forever.
+        require_equal_schedules(world, {_named(action): made.digest for action, made in schedules.items()})
+        for action, given in arguments.items():
+            self._reallocators[action] = Reallocator(
+                **given, world=world, role=self._role(action), staging=staging, schedule=schedules[action])
+
+    def _role(self, action: Reallocate) -> str:
+        return self._catalog.sets[action.target_set].role
+
+    def _arguments(self, action: Reallocate, links: Links) -> dict[str, Any]:
+        """Return what the schedule of an action is made from."""
+        return {
+            "spec": self._catalog.specs[action.source_set], "source": action.source, "target": action.target,
+            "dtype": DTYPES[self._catalog.roles[self._role(action)].weights_dtype],
+            "sharded": action.sharded, "eta": 1.0 if action.rate is None else action.rate, "links": links,
+        }  # fmt: skip
 
     def _takes_part(self, action: Reallocate) -> bool:
         return self._rank in action.source or self._rank in action.target
@@ -142,3 +152,10 @@ class Reallocations:
 def _without_ahead(action: Reallocate) -> Reallocate:
     """Return the action that has the same schedule and does not run ahead."""
     return replace(action, ahead=False)
+
+
+def _named(action: Reallocate) -> str:
+    """Return a reallocation in words, the same on all ranks and different from all others."""
+    target = f" for {action.target_set}" if action.target_set != action.source_set else ""
+    sharded = " (optimizer's copy)" if action.sharded else ""
+    return f"{action.source_set} from {action.source}{sharded} to {action.target}{target}"

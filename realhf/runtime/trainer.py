@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,12 +15,12 @@ from realhf.data.loader import Loader, MixedLoader, make_loader
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
 from realhf.errors import UserError, warn
-from realhf.experiment import Experiment
 from realhf.graph import DataflowGraph
 from realhf.runtime.actions import dataset_layout
 from realhf.runtime.checkpointer import Checkpoint, Checkpointer, check_models, check_step_program, restore
 from realhf.runtime.checks import row_faults_of
 from realhf.runtime.compute import ComputeMeter, flops_by_role, peaks_by_call
+from realhf.runtime.described import described, to_json
 from realhf.runtime.dry_trace import step_runner
 from realhf.runtime.evaluations import Evaluations, first_and_last
 from realhf.runtime.executor import Executor
@@ -97,7 +96,7 @@ class Trainer:
         self._journal = Journal(
             world, self._outbox, self._recorder, self._progress, self._make_meter(), program.evaluations)
         if self._recorder is not None:
-            config = _described(experiment) | {"roles": _to_json(program.roles)}
+            config = described(experiment) | {"roles": to_json(program.roles)}
             self._recorder.start(config, program.plan)
         self._stop = stop
         self._first_step = 1
@@ -144,7 +143,7 @@ class Trainer:
     def _make_checkpointer(self, directory: Path) -> Checkpointer:
         return Checkpointer(
             self._program, self._world, self._store, self._context, self._runner, self._executor.samples,
-            directory=directory, experiment=_described(self._program.experiment),
+            directory=directory, experiment=described(self._program.experiment),
         )  # fmt: skip
 
     def _warn(self, loader: Loader | MixedLoader | None, checkpoint: Checkpoint | None) -> None:
@@ -152,7 +151,7 @@ class Trainer:
         program = self._program
         changed = []
         if checkpoint is not None:
-            changed = changed_fields(checkpoint.manifest.experiment, _described(program.experiment))
+            changed = changed_fields(checkpoint.manifest.experiment, described(program.experiment))
         slow = slow_dtypes(program.roles, self._world.device)
         for sentence in [*changed, *warnings_of(program, loader, self._evaluations.loaders), *slow]:
             warn(sentence)
@@ -332,20 +331,3 @@ def _keeps_caches(program: Program) -> bool:
 
 def _is_multiple(step: int, period: int) -> bool:
     return period > 0 and step % period == 0
-
-
-def _described(experiment: Experiment) -> dict[str, Any]:
-    """Return the experiment's fields as JSON, and as `hub` the commits of models and data sets there."""
-    commits = experiment.hub_commits()
-    return _to_json(experiment) | ({"hub": commits} if commits else {})
-
-
-def _to_json(config: Any) -> dict[str, Any]:
-    """Return the fields of an experiment, or roles by name, as JSON; values that are no config are named."""
-
-    def form(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
-
-    return json.loads(json.dumps(config, default=form))

@@ -59,7 +59,7 @@ def named_parts(name: str, rows: TokenizedRows | MixedRows | None) -> list[tuple
 
 def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a warning, if any, that names the fields by which a resumed experiment is another one."""
-    flat = [dict(_leaves(fields)) for fields in (before, now)]
+    flat = [dict(leaves(fields)) for fields in (before, now)]
     changes = [
         f"{name} was {flat[0].get(name)!r} and is {flat[1].get(name)!r}"
         for name in dict.fromkeys((*flat[0], *flat[1]))
@@ -68,10 +68,11 @@ def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [f"the run continues as another experiment: {', '.join(changes)}"] if changes else []
 
 
-def _leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of every field that is no mapping itself."""
     for name, value in fields.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from realhf.cli import plan as plan_command
+from realhf.cli import search_watch
 from realhf.cli.main import main
 from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
@@ -70,11 +71,32 @@ def test_the_table_names_every_call_and_draws_the_step(capsys):
         assert out.count(call) >= 3  # in the table, under the timeline, with its reason
     assert "lower bound over the plans enumerated, found in" in out and "best possible" not in out
     assert "per step" in out and "idle" in out and "limited by" in out
+    assert "would make the step" in " ".join(out.split())
+
+
+def test_reasons_and_changes_are_in_the_answer(capsys):
+    words = ["--what-if", "response_tokens=500,num_hosts=1", "--what-if", "inter_host.bandwidth=50Gbit/s"]
+    answer = _plan(capsys, PPO_7B, "--cluster", "h100-2x8", *words)
+    for name, call in answer["calls"].items():
+        if "reason" not in call:
+            continue
+        reason = call["reason"]
+        assert call["parts"][reason["limit"]] == pytest.approx(reason["share"] * call["seconds"]), name
+        if (other := reason["runner_up"]) is not None:
+            more = other["step_seconds"] - answer["step_seconds"]
+            assert other["layout"] != call["layout"] and sum(other["causes"].values()) == pytest.approx(more)
+    fewer, slower = answer["what_if"]
+    assert fewer["values"] == {"response_tokens": "500", "num_hosts": "1"}
+    assert fewer["step_seconds"] is None and fewer["obstacle"] == "the layouts need 16 devices of 8"
+    assert answer["step_seconds"] <= slower["best_step_seconds"] * 1.01 <= slower["step_seconds"] * 1.01
+    assert main(["plan", PPO_7B, "--cluster", "h100-2x8", *words]) == 0
+    out = capsys.readouterr().out
+    assert "what if" in out and "response_tokens=500, num_hosts=1: the layouts need 16 devices" in out
 
 
 def test_the_search_goes_on_to_one_percent_and_says_so(capsys, monkeypatch):
     """The gap ends the search, rather than the time; without a terminal progress is shown in lines."""
-    monkeypatch.setattr(plan_command, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(search_watch, "_REPORT_SECONDS", 0.0)
     assert main(["plan", PPO_7B, "--cluster", "h100-8x8", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["gap"] <= 0.01
@@ -220,6 +242,8 @@ REFUSED = {
     "--cluster h100-2x8 --together actor_train,critic": ["--together critic", "there is no such call"],
     "--cluster h100-2x8 --devices 12": ["--devices 12", "whole hosts of 8 up to 16"],
     "--cluster h100-2x8 --time-limit 0": ["--time-limit 0", "above 0"],
+    "--cluster h100-2x8 --what-if respons_tokens=9": ["--what-if respons_tokens=9", "did you mean response_"],
+    "--cluster h100-2x8 --what-if num_hosts": ["--what-if num_hosts", "KEY=VALUE"],
     "--cluster h100-2x8 --gap 2": ["--gap 2", "below 1"],
     "--cluster h100-2x8 -o /nowhere/plan.yaml": ["--output /nowhere/plan.yaml", "no directory /nowhere"],
     "--cluster h100": ["'h100' is neither a path nor a shipped name", "h100-8x8"],

@@ -1,0 +1,127 @@
+"""What a change of lengths, batch or cluster does to a plan, and which plan is the best found under it."""
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from realhf.plan import ExecutionPlan
+from realhf.planner.changes import change
+from realhf.planner.make import Planned, make_plan
+from realhf.planner.problem import Problem
+from realhf.planner.rates import Rates
+from realhf.planner.search import Progress, leanest, search
+from realhf.planner.search_space import SearchSpace
+from realhf.units import format_bytes, format_seconds
+
+
+class SearchLimits(NamedTuple):
+    """When a search under a change ends, and whom it tells (see `make_plan`)."""
+
+    time_limit: float
+    gap: float
+    progress: Progress | None = None
+    should_stop: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change, the plan's layouts under it, and the best plan found under it.
+
+    `step_seconds` is that of the plan's layouts, with micro-batches, rows and options chosen anew. It is None
+    where they cannot run, and `best_step_seconds` where no plan fits; the obstacles say why. `layouts` has
+    the calls that the best plan runs elsewhere.
+    """
+
+    values: Mapping[str, str]
+    step_seconds: float | None
+    obstacle: str | None
+    best_step_seconds: float | None = None
+    best_lower_bound_seconds: float | None = None
+    best_obstacle: str | None = None
+    best_layouts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{key}={value}" for key, value in self.values.items())
+
+    def document(self) -> dict[str, Any]:
+        """Return what `realhf plan --json` has of this change."""
+        return asdict(self)
+
+
+def what_if(planned: Planned, values: Mapping[str, str], limits: SearchLimits) -> WhatIf:
+    """Return what a change does. Raises ValueError if it is not legal."""
+    problem, rates = change(planned.problem, planned.space.rates, values)
+    obstacle = _obstacle(problem, planned.plan)
+    same = obstacle or _with_layouts(problem, rates, planned.plan, limits)
+    obstacle, seconds = (same, None) if isinstance(same, str) else (None, same)
+    try:
+        best = make_plan(problem, rates, **limits._asdict(), explain=False)
+    except ValueError as error:
+        return WhatIf(values, seconds, obstacle, best_obstacle=str(error))
+    found = best.found
+    if seconds is not None and seconds <= found.step_seconds:
+        return WhatIf(values, seconds, None, seconds, min(seconds, found.lower_bound_seconds))
+    names = [call.name for call in problem.model_calls]
+    layouts = {n: str(best.plan[n].layout) for n in names if best.plan[n].layout != planned.plan[n].layout}
+    return WhatIf(
+        values, seconds, obstacle, found.step_seconds, found.lower_bound_seconds, best_layouts=layouts)
+
+
+def _obstacle(problem: Problem, plan: ExecutionPlan) -> str | None:
+    """Return why a plan's layouts do not go with the problem's devices and samples; None if they do."""
+    if plan.num_ranks > (has := problem.cluster.num_devices):
+        return f"the layouts need {plan.num_ranks} devices of {has}"
+    for call in problem.model_calls:
+        most = problem.workloads[call.name].most_replicas(call.kind)
+        if (dp := plan[call.name].layout.dp) > most:
+            return f"{call.name} has work for {most} of its {dp} replicas"
+    return None
+
+
+def _with_layouts(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, limits: SearchLimits
+) -> float | str:
+    """Return the seconds per step with a plan's layouts, or in words what they lack."""
+    pins = {call.name: plan[call.name].layout for call in problem.model_calls}
+    space = SearchSpace(replace(problem, pins=pins), rates)
+    for group in space.groups:
+        if not group.candidates:
+            names = " and ".join(space.calls[i].name for i in group.calls)
+            return f"{names} does not fit in its layout, even alone"
+    found = search(space, time_limit=limits.time_limit, gap=limits.gap, should_stop=limits.should_stop)
+    if found is None:
+        lacking = float(space.excess_bytes(leanest(space)[None])[0])
+        return f"the layouts lack {format_bytes(lacking)} per device"
+    return found.step_seconds
+
+
+def render(planned: Planned, changes: Sequence[WhatIf], *, columns: int) -> Group:
+    """Return a table of the plan and of the best plans found under the changes, for people."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("what if", overflow="fold")
+    for title in ("these layouts", "best found", "gap"):
+        table.add_column(title, justify="right", no_wrap=True)
+    now = planned.found
+    table.add_row("as it is", *[_seconds(now.step_seconds)] * 2, f"{now.gap:.1%}")
+    lines: list[str] = []
+    for one in changes:
+        gap = ""
+        if one.best_step_seconds is not None and one.best_lower_bound_seconds is not None:
+            gap = f"{1 - one.best_lower_bound_seconds / one.best_step_seconds:.1%}"
+        table.add_row(one.name, _seconds(one.step_seconds), _seconds(one.best_step_seconds), gap)
+        others = ", ".join(f"{name} {layout}" for name, layout in one.best_layouts.items())
+        parts = [one.obstacle, one.best_obstacle, others and f"best with {others}"]
+        if text := "; ".join(filter(None, parts)):
+            lines += textwrap.wrap(
+                f"{one.name}: {text}", columns, subsequent_indent="    ", break_on_hyphens=False)
+    return Group(table, *map(Text, ["", *lines] if lines else []))
+
+
+def _seconds(value: float | None) -> str:
+    return "none" if value is None else format_seconds(value)
