@@ -11,11 +11,12 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.cost import call_cost
+from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.rates import Assumptions, Rates, Span
+from realhf.planner.rates import Rates, Span
 
 FREE = 1e30
-PERFECT = Assumptions(1.0, 1.0, 1.0, 1.0, block_seconds=0.0, pass_seconds=0.0, call_seconds=0.0)
+PERFECT = Efficiencies()
 LLAMA = ModelConfig.load("llama-7b")
 ROLE = ModelRole(LLAMA, trainable=True)
 WORK = Workload(64, 1024, 1024, 1024)
