@@ -8,10 +8,9 @@ All rows share the efficiencies of `h100` (planner/efficiencies.py) and the desc
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from harness import Goal, geometric_mean, machine, progress, report
@@ -35,12 +34,14 @@ from realhf.cluster import Cluster
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.cost import call_cost
+from realhf.planner.efficiencies import EFFICIENCIES, Efficiencies
 from realhf.planner.make import make_plan
 from realhf.planner.model_states import weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
 from realhf.planner.shard import widths
 
+_TRAINING = ("actor_forward", "ref_forward", "actor_train")
 RATIOS = (0.67, 1.5)
 MEANS = (0.8, 1.25)
 
@@ -114,10 +115,10 @@ def mean_context(work: Workload) -> float:
     return float((alive * range(1, len(alive) + 1)).sum() / alive.sum())
 
 
-def peer_seconds(row: PublishedStep) -> dict[str, float]:
+def peer_seconds(row: PublishedStep, efficiencies: Efficiencies | None = None) -> dict[str, float]:
     """Return the seconds of each part of the peer's step."""
     problem = problem_for(row)
-    rates = Rates(problem.cluster, path=row.path)
+    rates = Rates(problem.cluster, efficiencies, row.path)
     plans = call_plans(row, problem)
     role = problem.roles["actor"]
     per_host = problem.cluster.devices_per_host
@@ -153,3 +154,133 @@ def step_seconds(row: PublishedStep, parts: dict[str, float]) -> float:
         return sum(parts.values())
     generation = parts["actor_generate"]
     return max(generation, sum(parts.values()) - generation - parts["refit"]) + parts["refit"]
+
+
+# What the planner would choose
+
+
+def planned_row(row: PublishedStep, *, time_limit: float) -> dict[str, Any]:
+    """Return the planner's step for the same work, on the peer's engine and on ours.
+
+    On the peer's engine its other parts are added, so that only layouts differ.
+    """
+    problem = problem_for(row)
+    others = {name: part for name, part in peer_seconds(row).items() if name not in problem.workloads}
+    found: dict[str, Any] = {}
+    for engine, rates in (("peer", Rates(problem.cluster, path=row.path)), ("ours", Rates(problem.cluster))):
+        try:
+            planned = make_plan(problem, rates, time_limit=time_limit, gap=0.01)
+        except ValueError as error:
+            return {"plan_reason": str(error)}
+        seconds = planned.found.step_seconds + (sum(others.values()) if engine == "peer" else 0.0)
+        layouts = {call.name: str(planned.plan[call.name].layout) for call in problem.model_calls}
+        found |= {f"plan_on_{engine}_seconds": float(seconds), f"plan_on_{engine}": layouts}
+    return found
+
+
+# All rows
+
+
+def predicted(row: PublishedStep) -> dict[str, Any]:
+    parts = peer_seconds(row)
+    seconds = step_seconds(row, parts)
+    return {
+        "name": row.name, "published_seconds": row.seconds, "predicted_seconds": seconds,
+        "ratio": seconds / row.seconds, "parts": parts,
+    }  # fmt: skip
+
+
+def sensitivity() -> list[dict[str, Any]]:
+    """Return the mean and the range of the ratios when one efficiency is a quarter lower or higher."""
+    usual = EFFICIENCIES["h100"]
+    found = []
+    for name in (field.name for field in fields(Efficiencies)):
+        if name in ("tile", "units"):
+            continue
+        for factor in (0.75, 1.25):
+            changed = replace(usual, **{name: getattr(usual, name) * factor})
+            ratios = [step_seconds(row, peer_seconds(row, changed)) / row.seconds for row in ROWS]
+            found.append({"figure": name, "factor": factor, "mean": geometric_mean(ratios),
+                          "least": min(ratios), "most": max(ratios)})  # fmt: skip
+    return found
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    """Return the goals: every ratio, their geometric mean, and the faster of the two modes of each model."""
+    low = min(rows, key=lambda row: row["ratio"])
+    high = max(rows, key=lambda row: row["ratio"])
+    mean = geometric_mean([row["ratio"] for row in rows])
+    ranked = [
+        (a["predicted_seconds"] < b["predicted_seconds"]) == (a["published_seconds"] < b["published_seconds"])
+        for a, b in zip(rows[::2], rows[1::2], strict=True)
+    ]
+    return [
+        Goal(f"predicted / published, least ({low['name']})", low["ratio"], at_least=RATIOS[0]),
+        Goal(f"predicted / published, most ({high['name']})", high["ratio"], at_most=RATIOS[1]),
+        Goal("the same, geometric mean", mean, at_least=MEANS[0], at_most=None),
+        Goal("the same, geometric mean", mean, at_most=MEANS[1]),
+        Goal("models whose faster mode is predicted, of 5", float(sum(ranked)), at_least=len(ranked)),
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return a table of all rows; gains are those over the peer's predicted step."""
+    found = Table(title="Steps of NeMo RL v0.4 on DGX-H100", padding=(0, 1, 0, 0))
+    titles = ("published s", "predicted s", "ratio", "generation", "training side", "other", "gain",
+              "the planner's layouts")  # fmt: skip
+    for title in ("row", *titles):
+        found.add_column(title, justify="left" if title in (titles[-1], "row") else "right")
+    for row in rows:
+        parts = row["parts"]
+        sides = [parts["actor_generate"], sum(v for k, v in parts.items() if k in _TRAINING)]
+        sides.append(sum(parts.values()) - sum(sides))
+        found.add_row(
+            row["name"], f"{row['published_seconds']:g}", f"{row['predicted_seconds']:.1f}",
+            f"{row['ratio']:.2f}", *(f"{side:.1f}" for side in sides), *_planned_cells(row),
+        )  # fmt: skip
+    return found
+
+
+def _planned_cells(row: dict[str, Any]) -> tuple[str, str]:
+    if "plan_on_peer_seconds" not in row:
+        return "-", row.get("plan_reason", "")
+    gain = row["predicted_seconds"] / row["plan_on_peer_seconds"]
+    layouts = row["plan_on_peer"]
+    return f"{gain:.2f} x", f"generates {layouts['actor_generate']}, trains {layouts['actor_train']}"
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--no-plans", action="store_true", help="without the planner's own choices, which take longest")
+    add("--time-limit", type=float, default=10.0, metavar="S", help="seconds of each search (default 10)")
+    add("--sensitivity", action="store_true", help="also with each efficiency a quarter lower and higher")
+    add("--json", action="store_true", help="one JSON document on standard output")
+    args = parser.parse_args()
+    rows = []
+    for row in ROWS:
+        progress(row.name)
+        plans = {} if args.no_plans else planned_row(row, time_limit=args.time_limit)
+        rows.append(predicted(row) | plans)
+    changed = sensitivity() if args.sensitivity else []
+    document = {
+        "benchmark": "published_steps", "machine": machine(), "settings": vars(args), "rows": rows,
+        "sensitivity": changed,
+    }  # fmt: skip
+    tables = [table(rows), *([_sensitivity_table(changed)] if changed else [])]
+    return report(document, tables=tables, goals=goals(rows), as_json=args.json)
+
+
+def _sensitivity_table(changed: Sequence[dict[str, Any]]) -> Table:
+    found = Table(title="Ratios with one efficiency changed", padding=(0, 1, 0, 0))
+    for title in ("efficiency", "factor", "geometric mean", "least", "most"):
+        found.add_column(title, justify="left" if title == "efficiency" else "right")
+    for row in changed:
+        figures = [f"{row[name]:.2f}" for name in ("factor", "mean", "least", "most")]
+        found.add_row(row["figure"], *figures)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

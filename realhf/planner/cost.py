@@ -170,7 +170,8 @@ class _Estimate:
         rows = rows / cohorts
         tokens, squared = _prefill(work, rows)
         deepest = max(self._num_layers)
-        block = rates.block(role, tp, ep, tokens=tokens, squared=squared)
+        passes = max(1.0, tokens / work.prefill_tokens)
+        block = rates.block(role, tp, ep, tokens=tokens / passes, squared=squared / passes).times(passes)
         stages = [block.times(count) for count in self._num_layers]
         prefill = self._pipelined(stages, cohorts, tokens=tokens, hops_per_slot=1)
         weights, running, context = _decode_ranges(work, rows, waves)

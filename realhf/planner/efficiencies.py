@@ -36,33 +36,52 @@ class Efficiencies:
         return EFFICIENCIES[cluster.accelerator_name]
 
 
-_MAMF = "largest product of all shapes, measured: ML Engineering (Bekman), maximum achievable matmul FLOPS"
+_MAMF = "in the best of shapes (ML Engineering, maximum achievable matmul FLOPS), less in others"
+_GRAPHS = "NVIDIA, Getting Started with CUDA Graphs"
+_GUESS = "estimate; a quarter more or less moves the mean of the published steps by at most 3 %"
+_MEASURE = "estimate, which `realhf profile` replaces by the machine's own rates"
+_GPU: Mapping[str, tuple[float, str]] = {
+    "grouped_matmul": (0.55, f"{_GUESS}: tiles of one expert end before the next begins"),
+    "memory": (0.8, "copies reach 0.9 (arXiv:2402.13499); decoding kernels read less evenly"),
+    "link": (0.8, "370 of 450 GB/s after NVLink's protocol: github.com/NVIDIA/nccl-tests/issues/212"),
+    "tile": (128, "rows and columns of the tiles of large products in cuBLAS and CUTLASS"),
+    "kernel_seconds": (3.4e-6, f"short kernels in a recorded graph follow in 3.4 us: {_GRAPHS}"),
+    "launch_seconds": (1e-5, f"the launch alone 3.8 us ({_GRAPHS}); the rest is torch's dispatch: {_GUESS}"),
+    "pass_seconds": (5e-4, f"50 launches; {_GUESS}"),
+    "step_seconds": (2e-3, f"scheduler, tables and 35 launches for a draw; {_GUESS}"),
+    "row_seconds": (1e-5, f"Python's work for a row; {_GUESS}"),
+    "call_seconds": (0.02, f"messages of the controller, measured with gloo; {_GUESS}"),
+    "message_seconds": (2e-6, f"one RDMA message; {_GUESS}"),
+}
 _HOPPER: Mapping[str, tuple[float, str]] = {
-    "matmul": (0.7, f"0.80 is the {_MAMF}; mean over the shapes of transformers"),
-    "grouped_matmul": (0.55, "CUTLASS grouped GEMM as in MegaBlocks (arXiv:2211.15841) and DeepGEMM, H800"),
-    "attention": (0.4, "FlashAttention-2 on H100, causal: arXiv:2407.08608, figure 5, 370 to 400 TFLOP/s"),
-    "memory": (0.8, "STREAM-like kernels reach 0.9, decoding kernels 0.7 to 0.85: arXiv:2402.13499"),
-    "link": (
-        0.8,
-        "370 of 450 GB/s of NVLink after the protocol's share: github.com/NVIDIA/nccl-tests/issues/212",
-    ),
-    "tile": (128, "CUTLASS's default tile for Hopper, 128 x 128 and 128 x 256"),
-    "units": (132, "streaming multiprocessors, vendor"),
-    "kernel_seconds": (4e-6, "start and end of kernels in a CUDA graph, 2 to 5 us"),
-    "launch_seconds": (1e-5, "an eager PyTorch operator takes the host 5 to 10 us, more with autograd"),
-    "pass_seconds": (5e-4, "about 60 launches"),
-    "step_seconds": (2e-3, "calibrated"),
-    "row_seconds": (1e-5, "calibrated"),
-    "call_seconds": (0.02, "our measurement on CPU hosts"),
-    "message_seconds": (2e-6, "an RDMA message, vendor"),
+    "matmul": (0.7, f"0.80 {_MAMF}"),
+    "attention": (0.35, "FlashAttention-2, which torch runs, on H100: arXiv:2407.08608, abstract"),
+    "units": (132, "streaming multiprocessors: vendor"),
+    **_GPU,
 }
 TABLE: Mapping[str, Mapping[str, tuple[float, str]]] = {
     "h100": _HOPPER,
-    "h200": _HOPPER,
-    "a100": _HOPPER,
-    "cpu": {},
+    "h200": _HOPPER,  # The same chip with more memory, which the cluster file says.
+    "a100": {
+        "matmul": (0.75, f"0.86 {_MAMF}"),
+        "attention": (0.6, "FlashAttention-2, 0.5 to 0.73: arXiv:2307.08691, abstract"),
+        "units": (108, "streaming multiprocessors: vendor"),
+        **_GPU,
+    },
+    "cpu": {
+        "matmul": (0.7, _MEASURE),
+        "grouped_matmul": (0.7, "one product after the other (nn/grouped_linear.py)"),
+        "attention": (0.4, _MEASURE),
+        "memory": (0.8, _MEASURE),
+        "link": (0.8, _MEASURE),
+        "launch_seconds": (9e-6, f"0.2 ms for the operators of a block; {_MEASURE}"),
+        "pass_seconds": (1.5e-3, _MEASURE),
+        "step_seconds": (4e-4, _MEASURE),
+        "call_seconds": (0.02, _MEASURE),
+        "message_seconds": (1e-4, "gloo on one machine: 0.15 ms for an exchange of small messages"),
+    },
 }
-"""Accelerator -> field of Efficiencies -> figure and source."""
+"""Accelerator -> field of Efficiencies -> figure and source. Fields that a CPU lacks have no effect there."""
 EFFICIENCIES = {
     name: Efficiencies(**{field: value for field, (value, _) in figures.items()})  # type: ignore[arg-type]
     for name, figures in TABLE.items()

@@ -47,12 +47,12 @@ class EnginePath:
 
 
 OUR_CUDA = EnginePath(
-    kernels=22, expert_kernels=25, decode_kernels=26, decode_expert_kernels=18, recorded="alone",
+    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, recorded="alone",
     copies_cache=True)  # fmt: skip
-"""Counted as the operators of a block that torch dispatches, norms as one (tests/planner/test_rates.py).
+"""Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
 Decoding: DecodeByTable and DecodeGraphs."""
 OUR_CPU = EnginePath(
-    kernels=22, expert_kernels=25, decode_kernels=22, decode_expert_kernels=18, shares_prompts=True
+    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True
 )
 """Decoding reads blocks in place, those of a prompt once for all of its rows (KVCache.attention)."""
 

@@ -2,8 +2,8 @@
 
 A matrix product takes the longer of its FLOPs at peak and its bytes at the memory's bandwidth (Williams et
 al. 2009). A collective takes alpha + bytes / beta per class of link, with the volume that the algorithm
-sends. `Assumptions` say how near kernels come to the peaks; a profile (profile.py) replaces them by
-measurements.
+sends. `Efficiencies` say how near kernels come to the peaks, and an `EnginePath` what the engine launches and
+reads; a profile (profile.py) replaces them by measurements.
 """
 
 from dataclasses import replace
@@ -145,7 +145,7 @@ class Rates(LinkRates):
         flops = (2 * groups * padded * params + idle) / (self.peak(role) * e.grouped_matmul)
         return np.maximum(flops, groups * params * role.itemsize / self._memory)
 
-    def traffic(self, num_bytes: float) -> float:
+    def traffic(self, num_bytes: Any) -> Any:
         """Return the seconds of operations that only read and write."""
         return num_bytes / self._memory
 
