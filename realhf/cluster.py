@@ -17,6 +17,7 @@ from realhf.shipped import load_yaml
 from realhf.units import parse
 
 DEVICE_TYPES = ("cuda", "cpu")
+ACCELERATORS = ("h100", "h200", "a100", "cpu")
 _MAX_PER_HOST = 1 << 10
 _ROUNDED_BYTES = 4e9
 
@@ -44,16 +45,20 @@ class Cluster:
     host_bandwidth_bytes_per_second: float | None = None  # From one host; None: the sum of its devices'.
     device_type: str = "cuda"  # Or `cpu`: processes on the cores of the hosts.
     host_memory: Link | None = None  # Between one device and its host's memory (PCIe); None: no offload.
+    accelerator: str | None = None
+    """Whose efficiencies the planner uses, one of ACCELERATORS; None: h100 for `cuda` devices, else cpu."""
 
     def __post_init__(self) -> None:
         if self.device_type not in DEVICE_TYPES:
             raise ValueError(f"device_type is {self.device_type!r}: legal are {', '.join(DEVICE_TYPES)}")
+        if self.accelerator not in (None, *ACCELERATORS):
+            raise ValueError(f"accelerator is {self.accelerator!r}: legal are {', '.join(ACCELERATORS)}")
         for name in ("num_hosts", "devices_per_host"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         optional = [f.name for f in fields(self) if f.default is None]
         for name, value in asdict(self).items():
-            if (value is None and name in optional) or name == "device_type":
+            if (value is None and name in optional) or name in ("device_type", "accelerator"):
                 continue
             has_parts = name == "peak_flops" or isinstance(getattr(self, name), Link)
             parts = {f"{name}.{k}": v for k, v in value.items()} if has_parts else {name: value}
@@ -68,6 +73,11 @@ class Cluster:
             raise ValueError(f"{what} is {self.num_devices} devices: there can be at most {MAX_RANKS}")
         if self.inter_host is None and self.num_hosts > 1:
             raise ValueError(f"inter_host is missing: {self.num_hosts} hosts need the link between them")
+
+    @property
+    def accelerator_name(self) -> str:
+        """Return the accelerator that the file names, or the default of the type of its devices."""
+        return self.accelerator or {"cuda": "h100", "cpu": "cpu"}[self.device_type]
 
     @property
     def num_devices(self) -> int:

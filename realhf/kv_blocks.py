@@ -83,3 +83,9 @@ def tokens_for(
     prompts = min(prompts, -(-2 * num_slots * prompts // num_samples))
     own = num_blocks(length + max_new_tokens, size) - whole
     return (num_slots * own + prompts * (whole + 1) * shares) * size
+
+
+def padded_size(count: int) -> int:
+    """Round up to one of a few sizes: every size up to 8, then four sizes per doubling."""
+    step = max(1, 1 << (count - 1).bit_length() >> 3)
+    return -(-count // step) * step

@@ -15,6 +15,7 @@ from torch import Tensor
 from realhf.inference.block_tables import BlockTables
 from realhf.inference.forward_batch import DecodeByTable
 from realhf.inference.kv_cache import KVCache
+from realhf.kv_blocks import padded_size
 from realhf.nn.transformer import Transformer
 
 Compute = Callable[[], Tensor]
@@ -89,9 +90,3 @@ class DecodeGraphs:
     def _compute(self, ids_B: Tensor, numbers_BX: Tensor) -> Tensor:
         rows = DecodeByTable(numbers_BX, self._tables.block_size)
         return self._model.advance(ids_B, self._cache, [rows])
-
-
-def padded_size(count: int) -> int:
-    """Round up to one of a few sizes: every size up to 8, then four sizes per doubling."""
-    step = max(1, 1 << (count - 1).bit_length() >> 3)
-    return -(-count // step) * step

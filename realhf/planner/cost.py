@@ -3,7 +3,7 @@
 The pipeline schedule is 1F1B (Narayanan et al. 2021): the first micro-batch passes all stages, then one
 finishes per slot of the slowest stage. Gradients are assumed to be reduced, and the parameters of ZeRO-1
 gathered, after the backward pass. For large models the engine reduces most gradients during that pass
-(ModelSpec.sections); how much this saves depends on the links. `Assumptions.overlap` is for engines whose
+(ModelSpec.sections); how much this saves depends on the links. `EnginePath.overlap` is for engines whose
 overlap is known.
 """
 
@@ -144,7 +144,7 @@ class _Estimate:
                 data += rates.reduce_scatter(part * role.wide_itemsize, span)
                 data += gathers * rates.all_gather(part * role.itemsize, span)
                 owned += part / span.size
-        data = max(0.0, data - rates.assume.overlap * one.seconds)
+        data = max(0.0, data - rates.path.overlap * one.seconds)
         update = rates.update(role, owned=owned)
         parts = {name: part * steps for name, part in one.parts.items()}
         parts |= {"data parallel": data * steps, "optimizer": update * steps}
@@ -170,13 +170,16 @@ class _Estimate:
         rows = rows / cohorts
         tokens, squared = _prefill(work, rows)
         deepest = max(self._num_layers)
-        block = rates.block(role, tp, ep, tokens=tokens, squared=squared)
+        passes = max(1.0, tokens / work.prefill_tokens)
+        block = rates.block(role, tp, ep, tokens=tokens / passes, squared=squared / passes).times(passes)
         stages = [block.times(count) for count in self._num_layers]
         prefill = self._pipelined(stages, cohorts, tokens=tokens, hops_per_slot=1)
         weights, running, context = _decode_ranges(work, rows, waves)
         compute, communication = rates.decode_block(
-            role, tp, ep, rows=running, context=context, shared=_shared_prompts(work, rows, running)
-        )
+            role, tp, ep, rows=running, context=context, shared=_shared_prompts(work, rows, running),
+            longest=np.append(context[:-1], work.prompt_tokens + len(work.round.survival)),
+            is_alone=pp == 1,
+        )  # fmt: skip
         head = rates.decode_head(role, tp, rows=running)
         step = ((compute + communication) * deepest + head) * cohorts
         if pp > 1:
@@ -193,7 +196,11 @@ class _Estimate:
 
     @cached_property
     def _micro_batch(self) -> MeanMicroBatch:
-        return mean_micro_batch(self.work, self.strategy, self.call_plan.micro_batch_tokens)
+        limit = self.call_plan.micro_batch_tokens
+        micro = mean_micro_batch(self.work, self.strategy, limit)
+        if self.rates.path.pads_stages and self.strategy.pp > 1:
+            micro = micro._replace(tokens=max(micro.tokens, limit / self.strategy.cp))
+        return micro
 
     @property
     def _num_layers(self) -> list[int]:

@@ -46,7 +46,7 @@ def reallocation_seconds(
     seconds = transfer_seconds(
         rates.cluster, source, target, num_bytes=spec.numel * role.itemsize,
         sharded=source.strategy.num_replicas > 1, section_share=spec.section_numel / spec.numel)
-    return seconds / rates.assume.link
+    return seconds / rates.efficiencies.link
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:

@@ -244,11 +244,12 @@ class ProfiledRates(Rates):
 
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
-        shared: SharedPrompts | None = None,
+        shared: SharedPrompts | None = None, longest: np.ndarray | None = None, is_alone: bool | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         own, alike = (self._of(role, tp, name, ep) for name in ("decode_block", "decode_shared"))
         if own is None:
-            return super().decode_block(role, tp, ep, rows=rows, context=context, shared=shared)
+            return super().decode_block(
+                role, tp, ep, rows=rows, context=context, shared=shared, longest=longest, is_alone=is_alone)
         seconds = own.at(context, rows)
         if shared is not None and alike is not None:
             # The time is linear in the number of prompts, from one per row down to one in all.

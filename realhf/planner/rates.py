@@ -2,46 +2,31 @@
 
 A matrix product takes the longer of its FLOPs at peak and its bytes at the memory's bandwidth (Williams et
 al. 2009). A collective takes alpha + bytes / beta per class of link, with the volume that the algorithm
-sends. `Assumptions` say how near kernels come to the peaks; a profile (profile.py) replaces them by
-measurements.
+sends. `Efficiencies` say how near kernels come to the peaks, and an `EnginePath` what the engine launches and
+reads; a profile (profile.py) replaces them by measurements.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from realhf.cluster import Cluster, Link
+from realhf.cluster import Cluster
+from realhf.kv_blocks import SMALL
 from realhf.model_config import ModelConfig
 from realhf.model_flops import attention_flops, dense_params
 from realhf.param_spec import model_spec
+from realhf.planner.efficiencies import Efficiencies
+from realhf.planner.engine_paths import EnginePath, padded_sizes
+from realhf.planner.expert_load import busiest_load, used_experts
+from realhf.planner.link_rates import LinkRates, Span
 from realhf.planner.problem import ModelRole
 from realhf.planner.shard import widths
 
 _LOGIT_BYTES = 4  # Logits are float32.
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Fractions of the peaks that kernels reach when nothing was measured, typical of large shapes on
-    GPUs."""
-
-    matmul: float = 0.7
-    attention: float = 0.4
-    memory: float = 0.8
-    link: float = 0.8
-    overlap: float = 0.0  # Fraction of a backward pass that hides the reduction of gradients.
-    block_seconds: float = 4e-5  # Host time to launch the kernels of one block.
-    pass_seconds: float = 5e-4  # Host time of a micro-batch besides its blocks: split, head, loss.
-    call_seconds: float = 0.02  # Host time around a call: distributing samples, packing columns.
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> "Assumptions":
-        """Return the defaults for a cluster. On CPU the operators themselves cost host time, as none is
-        launched ahead."""
-        return cls(block_seconds=2e-4, pass_seconds=1.5e-3) if cluster.device_type == "cpu" else cls()
+_EXCHANGED_PASSES = 4  # Of EnginePath.expert_passes, those on the far side of an exchange.
+_SMALLEST_TILE = 16  # Rows of the smallest tile of a grouped product.
 
 
 class BlockShape(NamedTuple):
@@ -51,30 +36,34 @@ class BlockShape(NamedTuple):
     width: float  # Sum of the widths of the MLPs that a token passes.
     expert: int  # The parameters of one expert.
     moe_share: float  # Fraction of blocks that have experts.
+    split: float  # Sum of the terms that the dense products add up, of those that tp splits.
+    whole: float  # The same of those that it does not split.
+    decode_attention: float  # FLOPs of a new token and one in the cache.
 
 
 @lru_cache(maxsize=256)
 def block_shape(config: ModelConfig) -> BlockShape:
+    c = config
     spec = model_spec(config)
     dense = dense_params(spec) / config.num_layers
     ups = (p for p in spec.params if p.part in ("up.weight", "shared_up.weight"))
     width = sum(p.shape[0] for p in ups) / config.num_layers
+    attention = attention_flops(config)
+    outputs = c.num_heads * c.head_dim
+    whole = float(c.hidden_size)  # Queries, keys and values.
+    if c.mla is not None:  # Queries and outputs are multiplied with the latent that is cached.
+        latent = c.mla.kv_lora_rank
+        outputs = c.num_heads * c.mla.v_head_dim
+        whole += (c.mla.q_lora_rank or 0) + latent
+        attention = 2 * c.num_heads * (2 * latent + c.mla.qk_rope_head_dim)
+    split = outputs + width
+    whole += c.hidden_size if width else 0
     if (moe := config.moe) is None:
-        return BlockShape(dense, width, 0, 0.0)
+        return BlockShape(dense, width, 0, 0.0, split, whole, attention)
     share = 1 - moe.num_dense_layers / config.num_layers
     width += share * moe.num_experts_per_token * moe.expert_width
-    return BlockShape(dense, width, 3 * config.hidden_size * moe.expert_width, share)
-
-
-class Span(NamedTuple):
-    """A group of `size` ranks, with `per_host` of them on each host."""
-
-    size: int
-    per_host: int
-
-    @property
-    def hosts(self) -> int:
-        return -(-self.size // self.per_host)
+    expert = 3 * config.hidden_size * moe.expert_width
+    return BlockShape(dense, width, expert, share, split, whole, attention)
 
 
 class Cost(NamedTuple):
@@ -101,17 +90,20 @@ class SharedPrompts(NamedTuple):
     tokens: float
 
 
-class Rates:
+class Rates(LinkRates):
     """Rooflines of one cluster.
 
     `tokens` are those of one pass on one rank, `squared` is the sum of the squared lengths of its sequences,
     and `rows` are the sequences of a decode step.
     """
 
-    def __init__(self, cluster: Cluster, assumptions: Assumptions | None = None) -> None:
-        self.cluster = cluster
-        self.assume = assumptions or Assumptions.of(cluster)
-        self._memory = cluster.memory_bandwidth_bytes_per_second * self.assume.memory
+    def __init__(
+        self, cluster: Cluster, efficiencies: Efficiencies | None = None, path: EnginePath | None = None
+    ) -> None:
+        """None: the efficiencies of the cluster's accelerator, and the path of this engine."""
+        super().__init__(cluster, efficiencies or Efficiencies.of(cluster))
+        self.path = path or EnginePath.of(cluster)
+        self._memory = cluster.memory_bandwidth_bytes_per_second * self.efficiencies.memory
         self.known_blocks: dict[tuple[object, ...], Cost] = {}
 
     def on(self, cluster: Cluster) -> "Rates":
@@ -120,65 +112,7 @@ class Rates:
 
     def call_seconds(self, kind: str, *, samples: float) -> float:
         """Return the seconds of a call of this kind on a rank besides its passes."""
-        return self.assume.call_seconds
-
-    # Links
-
-    def all_reduce(self, num_bytes: Any, span: Span) -> Any:
-        """Return the seconds of a sum, for a number of bytes or an array of them, as in other collectives."""
-        return self.all_gather(num_bytes, span) + self.reduce_scatter(num_bytes, span)
-
-    def reduce_scatter(self, num_bytes: Any, span: Span) -> Any:
-        return self.all_gather(num_bytes, span)
-
-    def all_gather(self, num_bytes: Any, span: Span) -> Any:
-        """Return the seconds until every member has all `num_bytes`, of which it receives (n - 1) / n.
-
-        On several hosts the members of a host share their ports: data from outside arrives once per host,
-        (hosts - 1) / hosts of it, over the ports of all its members (as NCCL's rings over all NICs).
-        """
-        n = span.size
-        if n == 1:
-            return 0.0
-        inside = (n - 1) / n if span.per_host > 1 else 0.0
-        outside = (1 - 1 / span.hosts) / span.per_host
-        return self._exchange(num_bytes, inside, outside, num_latencies=math.ceil(math.log2(n)))
-
-    def all_to_all(self, num_bytes: Any, span: Span) -> Any:
-        """Return the seconds of an exchange in which every member sends `num_bytes` in equal parts to all."""
-        if span.size == 1:
-            return 0.0
-        return self._exchange(num_bytes, (span.per_host - 1) / span.size, 1 - span.per_host / span.size)
-
-    def _exchange(self, num_bytes: Any, inside: float, outside: float, *, num_latencies: int = 1) -> Any:
-        """Return the seconds in which a device sends these fractions of some bytes inside its host and to
-        others."""
-        near = self.cluster.link(within_host=True)
-        far = self.cluster.link(within_host=False)
-        slope = max(inside / self._bandwidth(near), outside / self._bandwidth(far))
-        return num_bytes * slope + num_latencies * (far if outside else near).latency_seconds
-
-    def send(self, num_bytes: float, *, within_host: bool) -> float:
-        return self._exchange(num_bytes, float(within_host), float(not within_host))
-
-    def samples(self, num_bytes: float) -> float:
-        """Return the seconds to move samples between calls, from host memory to host memory."""
-        return self.send(num_bytes, within_host=False)
-
-    def host_copy(self, num_bytes: float) -> float:
-        """Return the seconds of a copy between a device and its host's memory.
-
-        Raises ValueError when the cluster file has no such link.
-        """
-        link = self.cluster.host_memory
-        if link is None:
-            raise ValueError("the cluster has no host_memory link")
-        return link.latency_seconds + num_bytes / link.bandwidth_bytes_per_second
-
-    def _bandwidth(self, link: Link) -> float:
-        return link.bandwidth_bytes_per_second * self.assume.link
-
-    # Computing
+        return self.efficiencies.call_seconds
 
     def peak(self, role: ModelRole) -> float:
         """Return the FLOP/s of matrix products. Raises ValueError when the cluster file lacks the role's
@@ -189,15 +123,33 @@ class Rates:
             raise ValueError(f"the cluster's peak_flops has no entry for dtype {role.dtype}: {has}")
         return peaks[role.dtype]
 
-    def matmul(self, role: ModelRole, *, tokens: Any, params: float) -> Any:
+    def matmul(self, role: ModelRole, *, tokens: Any, params: float, depth: float = 0.0) -> Any:
         """Return the seconds of 2 * tokens * params FLOPs or of reading the matrix, whichever is longer.
 
-        `tokens` may be an array.
+        `tokens` may be an array. `depth` is the sum, over the products, of the terms that each adds up. In
+        each product the units compute tiles of the result in waves, and half of the last wave is idle on
+        average (NVIDIA, "Matrix Multiplication Background User's Guide", wave quantization).
         """
-        flops = 2 * tokens * params / (self.peak(role) * self.assume.matmul)
+        e = self.efficiencies
+        idle = np.minimum(tokens, e.tile) * e.tile * e.units * depth
+        flops = (2 * tokens * params + idle) / (self.peak(role) * e.matmul)
         return np.maximum(flops, params * role.itemsize / self._memory)
 
-    def traffic(self, num_bytes: float) -> float:
+    def grouped_matmul(
+        self, role: ModelRole, *, tokens: Any, groups: Any, params: float, depth: float
+    ) -> Any:
+        """Return the seconds of a product in which `groups` matrices of `params` have `tokens` each.
+
+        Each group has tiles of its own, of which the last is half full on average.
+        """
+        e = self.efficiencies
+        tile = np.clip(tokens, min(_SMALLEST_TILE, e.tile), e.tile)
+        padded = np.maximum(tokens, 1.0) + (tile - 1) / 2 if e.tile > 1 else tokens
+        idle = tile * e.tile * e.units * depth
+        flops = (2 * groups * padded * params + idle) / (self.peak(role) * e.grouped_matmul)
+        return np.maximum(flops, groups * params * role.itemsize / self._memory)
+
+    def traffic(self, num_bytes: Any) -> Any:
         """Return the seconds of operations that only read and write."""
         return num_bytes / self._memory
 
@@ -212,34 +164,60 @@ class Rates:
         c = role.config
         shape = block_shape(role.config)
         n = tp.size
-        compute = self.matmul(role, tokens=tokens, params=shape.dense / n)
+        depth = shape.whole + shape.split / n
+        compute = self.matmul(role, tokens=tokens, params=shape.dense / n, depth=depth)
         communication = 2 * self.all_reduce(tokens * c.hidden_size * role.itemsize, tp)
+        kernels = float(self.path.kernels)
+        moved = exchanged = 0.0
         if c.moe is not None:
-            routed = tokens * c.moe.num_experts_per_token
-            used = max(1.0, min(c.moe.num_experts, routed) / ep.size)  # Experts, which share the tokens.
-            experts = self.matmul(role, tokens=routed / used, params=used * shape.expert / n)
-            compute += shape.moe_share * experts
-            exchange = 2 * self.all_to_all(routed * c.hidden_size * role.itemsize, ep)
-            communication += shape.moe_share * exchange
+            experts, moved, exchanged = self._experts(role, tp, ep, tokens=tokens)
+            compute += experts
+            communication += exchanged
+            kernels += shape.moe_share * self.path.expert_kernels
         attention = squared / 2 * attention_flops(c) / n  # Causal: a token sees half of its sequence.
-        elementwise = tokens * (12 * c.hidden_size + 6 * shape.width / n) * role.itemsize
+        elementwise = tokens * (12 * c.hidden_size + 6 * shape.width / n) * role.itemsize + moved
         compute *= 2 if backward and role.lora is None else 1
         if role.lora is not None:
             adapters = role.trained_spec.numel / c.num_layers / n
             compute += (2 if backward else 1) * self.matmul(role, tokens=tokens, params=adapters)
-        compute += (2.5 if backward else 1) * attention / (self.peak(role) * self.assume.attention)
+        compute += (2.5 if backward else 1) * attention / (self.peak(role) * self.efficiencies.attention)
         compute += (2 if backward else 1) * self.traffic(elementwise)
-        return Cost(float(self._launched(compute)), communication)
+        kernels *= 2 if backward else 1
+        return Cost(float(self._launched(compute, kernels, waits=exchanged > 0)), communication)
 
-    def head(
-        self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False
-    ) -> Cost:
+    def _experts(self, role: ModelRole, tp: Span, ep: Span, *, tokens: float) -> tuple[float, float, float]:
+        """Return what the experts of a block add on the busiest rank of an ep group: seconds of products,
+        bytes that permutations read and write, and seconds of its two exchanges."""
+        c = role.config
+        moe = c.moe
+        assert moe is not None
+        shape = block_shape(c)
+        n = tp.size
+        group = ep
+        if not self.path.splits_experts:  # The ranks of tp have different tokens and different experts.
+            group = Span(ep.size * n, min(ep.per_host * n, self.cluster.devices_per_host))
+            tokens /= n
+            n = 1
+        size = group.size
+        load = busiest_load(tokens * moe.num_experts_per_token * size, size, moe.num_experts)
+        used = max(1.0, used_experts(moe.num_experts, moe.num_experts_per_token, tokens * size) / size)
+        routed = tokens * moe.num_experts_per_token * load
+        products = self.grouped_matmul(
+            role, tokens=routed / used, groups=used, params=shape.expert / n,
+            depth=c.hidden_size + moe.expert_width / n)  # fmt: skip
+        row = c.hidden_size * role.itemsize
+        passes = self.path.expert_passes - (_EXCHANGED_PASSES if size == 1 else 0)
+        exchange = 2 * self.all_to_all(routed * row, group)
+        share = shape.moe_share
+        return share * float(products), share * passes * routed * row, share * exchange
+
+    def head(self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False) -> Cost:
         """Return the cost of a pass besides its blocks: embedding, head and float32 logits at `tokens`
         positions."""
         c = role.config
         n = tp.size
         embedding = self.traffic(3 * tokens * c.hidden_size * role.itemsize)
-        embedding += 0.0 if backward else self.assume.pass_seconds
+        embedding += 0.0 if backward else self.efficiencies.pass_seconds
         if output != "logprobs" or c.head != "lm":
             return Cost(embedding)
         passes = 5 if backward else 6
@@ -262,55 +240,96 @@ class Rates:
         products = 3 if role.widens_head and backward else 1
         return products * self.matmul(role, tokens=tokens, params=params)
 
-    def _launched(self, compute: Any) -> Any:
-        """Return the seconds of a block with its host time.
+    def _launched(self, compute: Any, kernels: float, *, recorded: bool = False, waits: bool = False) -> Any:
+        """Return the seconds of a block with its kernels' starts and their launches.
 
-        On a GPU kernels are launched while earlier ones run; on CPU the host time is added.
+        On a GPU kernels are launched while earlier ones run, unless the host waits for results in every
+        block (`waits`), such as the numbers of tokens that experts get; on CPU the host time is added.
         """
-        if self.cluster.device_type == "cpu":
-            return compute + self.assume.block_seconds
-        return np.maximum(compute, self.assume.block_seconds)
+        e = self.efficiencies
+        compute = compute + kernels * e.kernel_seconds
+        if recorded:
+            return compute
+        launches = kernels * e.launch_seconds
+        if waits or self.cluster.device_type == "cpu":
+            return compute + launches
+        return np.maximum(compute, launches)
 
     def decode_block(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
-        shared: SharedPrompts | None = None,
+        shared: SharedPrompts | None = None, longest: np.ndarray | None = None, is_alone: bool | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Return the seconds of computation and of communication of one block in decode steps.
 
-        A step reads the weights and the cached keys and values once.
+        A step reads the weights once, and the cached keys and values as the engine's path does. `longest` is
+        the context of the longest row, by default the mean; `is_alone` says whether a rank holds all layers.
         """
         c = role.config
         shape = block_shape(role.config)
         n = tp.size
-        params = shape.dense / n
-        used = np.zeros_like(rows)  # Parameters of experts that some row uses.
-        per_token = 0
+        path = self.path
+        alone = n == 1 and ep.size == 1 and is_alone is not False
+        recorded = path.records(has_experts=c.moe is not None, is_alone=alone)
+        padded = padded_sizes(rows) if recorded else rows
+        depth = shape.whole + shape.split / n
+        compute = self.matmul(role, tokens=padded, params=shape.dense / n, depth=depth)
+        communication = 2 * self.all_reduce(padded * c.hidden_size * role.itemsize, tp) + np.zeros_like(rows)
+        kernels = float(path.decode_kernels)
         if c.moe is not None:
-            # b rows with k of E experts each use E (1 - (1 - k/E)^b) experts, spread over ep.
-            per_token = c.moe.num_experts_per_token
-            unused = (1 - per_token / c.moe.num_experts) ** (rows * ep.size)
-            used = shape.moe_share * c.moe.num_experts * (1 - unused) / ep.size * shape.expert / n
-        active = params + shape.moe_share * per_token * shape.expert / n
-        flops = 2 * rows * active + rows * context * attention_flops(c) / n
+            experts, moved, exchanged = self._decode_experts(role, tp, ep, rows=padded)
+            compute = compute + experts + self.traffic(moved)
+            communication = communication + exchanged
+            kernels += shape.moe_share * path.decode_expert_kernels
+        read = self._cache_bytes(role, n, rows=padded if path.copies_cache else rows, context=context,
+                                 longest=longest, recorded=recorded, shared=shared)  # fmt: skip
+        scores = rows * context * shape.decode_attention / n / (self.peak(role) * self.efficiencies.matmul)
+        compute = compute + np.maximum(scores, read / self._memory)
+        return self._launched(compute, kernels, recorded=recorded, waits=ep.size > 1), communication
+
+    def _cache_bytes(
+        self, role: ModelRole, tp: int, *, rows: np.ndarray, context: np.ndarray, longest: np.ndarray | None,
+        recorded: bool, shared: SharedPrompts | None,
+    ) -> np.ndarray:  # fmt: skip
+        """Return the bytes of keys and values that one layer reads and writes in decode steps."""
+        token_bytes = widths(role.config, tp).cached * role.itemsize
+        if self.path.copies_cache:
+            blocks = np.ceil((context if longest is None else longest) / SMALL)
+            copied = rows * (padded_sizes(blocks) if recorded else blocks) * SMALL
+            return 3 * copied * token_bytes  # Read, written, and read again.
         cached = rows * context
-        if shared is not None:
+        if shared is not None and self.path.shares_prompts:
             cached = cached - (rows - shared.prompts) * shared.tokens
-        read = (params + used + cached * widths(c, n).cached) * role.itemsize
-        compute = np.maximum(flops / (self.peak(role) * self.assume.matmul), read / self._memory)
-        sent = rows * c.hidden_size * role.itemsize
-        communication = 2 * self.all_reduce(sent, tp) + np.zeros_like(rows)
-        if per_token:
-            communication = communication + 2 * shape.moe_share * self.all_to_all(sent * per_token, ep)
-        return self._launched(compute), communication
+        return cached * token_bytes
+
+    def _decode_experts(
+        self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Return what `_experts` does, for decode steps of `rows`."""
+        c = role.config
+        moe = c.moe
+        assert moe is not None
+        shape = block_shape(c)
+        n = tp.size
+        used = used_experts(moe.num_experts, moe.num_experts_per_token, rows * ep.size) / ep.size
+        routed = rows * moe.num_experts_per_token
+        products = self.grouped_matmul(
+            role, tokens=routed / used, groups=used, params=shape.expert / n,
+            depth=c.hidden_size + moe.expert_width / n)  # fmt: skip
+        row = c.hidden_size * role.itemsize
+        exchange = 2 * self.all_to_all(routed * row, ep)
+        moved = (self.path.expert_passes - (_EXCHANGED_PASSES if ep.size == 1 else 0)) * routed * row
+        return shape.moe_share * products, shape.moe_share * moved, shape.moe_share * exchange
 
     def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
-        """Return the seconds of logits and sampling for one token per row."""
+        """Return the seconds of a decode step besides its blocks: logits and sampling for one token per row,
+        and the host's work."""
         c = role.config
         n = tp.size
+        e = self.efficiencies
         compute = self._head_product(role, tokens=rows, params=c.vocab_size * c.hidden_size / n)
-        sampling = 8 * rows * c.vocab_size / n * _LOGIT_BYTES / self._memory
+        sampling = self.path.sampling_passes * rows * c.vocab_size / n * _LOGIT_BYTES / self._memory
         exchange = 3 * self.all_gather(1.0, tp)
-        return compute + sampling + exchange + 2 * self.assume.block_seconds
+        return compute + sampling + exchange + e.step_seconds + rows * e.row_seconds
 
     def accumulate(self, role: ModelRole, params: float) -> float:
         """Return the seconds to add a micro-batch's gradients to the float32 buffer.

@@ -7,7 +7,7 @@ import transformers
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.inference import cohort
-from realhf.inference.decode_graphs import padded_size
+from realhf.kv_blocks import padded_size
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec

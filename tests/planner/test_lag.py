@@ -17,8 +17,9 @@ from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
 from realhf.planner.call_memory import peak_memory
 from realhf.planner.cost import call_cost
+from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.problem import ModelRole, Workload
-from realhf.planner.rates import Assumptions, Rates
+from realhf.planner.rates import Rates
 from realhf.planner.rounds import survival
 from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
@@ -221,7 +222,7 @@ def test_one_round_is_no_round():
 def test_a_round_prefills_new_prompts_and_the_histories_of_old_rows():
     """On a device with nothing but FLOPs, where all responses reach the limit."""
     cluster = Cluster(1, 1, 80e9, 1e12, 1e30, {"bfloat16": 1e15}, Link(1e-30, 1e30), Link(1e-30, 1e30))
-    perfect = Assumptions(1.0, 1.0, 1.0, 1.0, block_seconds=0.0, pass_seconds=0.0, call_seconds=0.0)
+    perfect = Efficiencies()
     config = ModelConfig.load("llama-7b")
     role = ModelRole(config)
     call = FunctionCall("call", "generate", ("x",), ("y",), role="actor")

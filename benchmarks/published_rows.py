@@ -1,0 +1,79 @@
+"""Published steps of NeMo RL v0.4, and what its engine does in a step, counted from its code and recipes.
+
+Rows: docs/about/performance-summary.md of github.com/NVIDIA-NeMo/RL, release 0.4 (DGX-H100, bf16, GRPO on
+OpenMathInstruct-2). Layouts and limits that the page leaves out: examples/configs/recipes/llm/performance at
+tag v0.4.0, on top of examples/configs/grpo_math_1B.yaml.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from realhf.model_config import ModelConfig
+from realhf.planner.engine_paths import EnginePath
+
+NEMO = EnginePath(
+    kernels=25, expert_kernels=60, decode_kernels=12, decode_expert_kernels=9, recorded="always",
+    pads_stages=True, splits_experts=False, overlap=1.0,
+)  # fmt: skip
+"""Training by Megatron-Core with Transformer Engine, which launches two products for each of a rank's 16
+experts; generation by vLLM 0.10, whose decoding is compiled and recorded. A pass through stages pads packed
+sequences to the limit (`pad_packed_seq_to`), experts are not split (expert_tensor_parallel_size 1), and
+gradients are reduced during the backward pass (overlap_grad_reduce)."""
+NEMO_UNFUSED = replace(NEMO, expert_kernels=120, expert_passes=17)
+"""The same with `moe_permute_fusion` false, the default of v0.4, which only the recipes of DeepSeek-V3 and
+Qwen3-235B change: rows are found by masked_select, sorted by splitting and joining 128 chunks twice, and
+summed by scatter_add."""
+PROMPT_TOKENS = 150  # A problem of OpenMathInstruct-2 in its template.
+HOST_SECONDS = 4.0
+"""Work of the single controller in a step: preparing log-probs and training, data, sampling from the buffer:
+1.34 + 1.06 + 0.23 + 1.38 s (github.com/NVIDIA-NeMo/RL/pull/1052)."""
+WAKE_SECONDS = 7.5
+"""Of a colocated generator: sleeping, waking, allocating the cache, emptying the allocator: 17.2 s of a refit
+less 9.67 s of transfer and update (Qwen3-30B-A3B, github.com/NVIDIA-NeMo/RL/pull/3294)."""
+TENSOR_SECONDS = 4e-4
+"""Host time to convert and load one tensor of the Hugging Face checkpoint: the same refit's 9.67 s for 18,867
+tensors, less their transfer."""
+PAGEABLE_BYTES_PER_SECOND = 10e9  # Copies between devices and memory that is not pinned.
+DEVICE_BYTES = 79.1 * 2**30  # Total memory of an H100 as CUDA reports it, of which vLLM takes a share.
+VLLM_RESERVE_BYTES = 4e9  # Activations, recorded graphs and communicators of vLLM, out of its share.
+
+
+class PublishedStep(NamedTuple):
+    """A row: `train` has tp, cp, ep and pp of Megatron; experts may be spread over dp, cp and tp."""
+
+    model: str
+    devices: int
+    is_lagged: bool
+    max_tokens: int
+    mean_tokens: int
+    samples: int
+    group_size: int
+    generation_tp: int
+    train: tuple[int, int, int, int]
+    recompute: bool
+    path: EnginePath
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {'one step off' if self.is_lagged else 'on policy'}"
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig.load(self.model)
+
+
+_L, _D, _Q, _M, _B = "llama-3.1-8b", "deepseek-v3", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b"
+ROWS = (
+    PublishedStep(_L, 16, False, 4096, 1060, 2048, 32, 1, (1, 1, 1, 2), True, NEMO, 97.7),
+    PublishedStep(_L, 16, True, 4096, 1129, 2048, 32, 1, (1, 1, 1, 2), True, NEMO, 74.6),
+    PublishedStep(_D, 256, False, 1536, 745, 512, 16, 32, (1, 1, 16, 16), True, NEMO, 154.0),
+    PublishedStep(_D, 512, True, 1536, 744, 512, 16, 32, (1, 1, 16, 16), True, NEMO, 77.9),
+    PublishedStep(_B, 128, False, 8192, 5671, 512, 32, 16, (2, 2, 16, 8), True, NEMO, 506.0),
+    PublishedStep(_B, 256, True, 8192, 5691, 512, 32, 8, (4, 1, 16, 8), True, NEMO, 241.0),
+    PublishedStep(_M, 32, False, 4096, 3154, 2048, 32, 4, (2, 1, 8, 1), False, NEMO_UNFUSED, 225.0),
+    PublishedStep(_M, 32, True, 4096, 3158, 2048, 32, 4, (2, 1, 8, 1), False, NEMO_UNFUSED, 244.0),
+    PublishedStep(_Q, 32, False, 4096, 3206, 2048, 32, 4, (4, 1, 1, 4), False, NEMO, 393.0),
+    PublishedStep(_Q, 64, True, 4096, 3207, 2048, 32, 4, (4, 1, 1, 4), False, NEMO, 215.0),
+)
+UPDATE_SAMPLES = 512  # T-GBS of all rows.

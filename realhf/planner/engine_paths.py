@@ -1,0 +1,64 @@
+"""Engine paths: what an engine launches, reads and pads in its passes.
+
+Engines on the same accelerator differ in these counts and not in the efficiencies of kernels and links
+(efficiencies.py). Ours are counted from the code of `nn` and `inference`; the path of another engine, counted
+from its code, prices its steps by the same efficiencies.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from realhf.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class EnginePath:
+    """The passes of an engine. Numbers of kernels are those of one block in the forward direction."""
+
+    kernels: int  # In training and prefill.
+    expert_kernels: int  # Those that experts add: router, permutations, grouped products.
+    decode_kernels: int
+    decode_expert_kernels: int
+    recorded: str = "never"
+    """Which decode steps replay recorded kernels, so that the host launches none: `never`, `alone` (models
+    without experts that one rank holds whole) or `always`."""
+    copies_cache: bool = False
+    """Whether decoding copies the blocks of all rows, up to the longest, and then reads the copy. Else it
+    reads the blocks of each row in place."""
+    shares_prompts: bool = False  # A prompt's blocks are read once for all of its rows.
+    sampling_passes: int = 8  # Reads and writes of float32 logits until a token and its log-prob are drawn.
+    expert_passes: int = 9
+    """Reads and writes of the rows that experts get, to permute them before and after their exchange and to
+    sum up outputs."""
+    pads_stages: bool = False  # Under a pipeline, micro-batches are padded to the limit of their tokens.
+    splits_experts: bool = True  # Tensor-parallel ranks split each expert; else they hold different experts.
+    overlap: float = 0.0  # Fraction of a backward pass that hides the reduction of gradients.
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "EnginePath":
+        """Return the path of this engine on a cluster's devices."""
+        return OUR_CPU if cluster.device_type == "cpu" else OUR_CUDA
+
+    def records(self, *, has_experts: bool, is_alone: bool) -> bool:
+        """Return whether decode steps are recorded; `is_alone`: one rank holds the model whole."""
+        return self.recorded == "always" or (self.recorded == "alone" and is_alone and not has_experts)
+
+
+OUR_CUDA = EnginePath(
+    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, recorded="alone",
+    copies_cache=True)  # fmt: skip
+"""Counted as the operators of a block that torch dispatches (tests/planner/test_rates.py).
+Decoding: DecodeByTable and DecodeGraphs."""
+OUR_CPU = EnginePath(
+    kernels=17, expert_kernels=17, decode_kernels=26, decode_expert_kernels=18, shares_prompts=True
+)
+"""Decoding reads blocks in place, those of a prompt once for all of its rows (KVCache.attention)."""
+
+
+def padded_sizes(counts: Any) -> Any:
+    """Return the sizes to which recorded passes round up (kv_blocks.padded_size), for an array of counts."""
+    whole = np.ceil(counts)
+    step = np.maximum(1.0, np.exp2(np.ceil(np.log2(np.maximum(whole, 1.0))) - 3))
+    return np.ceil(whole / step) * step
