@@ -7,29 +7,28 @@ what real processes allocate.
 import math
 from dataclasses import replace
 
-from realhf.graph import FunctionCall
 from realhf.kv_blocks import tokens_for
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces
 from realhf.planner.model_states import weights_bytes
-from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.shard import num_params
 from realhf.planner.train_memory import TrainMoments
 
 _GRAPHS = 1.25  # Rows times blocks of a recorded CUDA graph, relative to the real ones (decode_graphs.py).
 
 
-def running_memory(problem: Problem, call: FunctionCall, call_plan: CallPlan, stage: int) -> CallMemory:
+def running_memory(problem: Problem, planned: PlannedCall, call_plan: CallPlan, stage: int) -> CallMemory:
     """Return the memory that a rank of a stage needs only while the call runs.
 
     The cache of a generation has room for all rows that decode at once.
     """
-    role = problem.model_role(call)
-    work = problem.workloads[call.name]
+    role = problem.roles[planned.role]
+    work = planned.workload
     strategy = call_plan.layout.strategy
     memory = peak_memory(
-        role, call.kind, replace(work, max_rows=call_plan.max_rows or work.max_rows), strategy, stage,
+        role, planned.kind, replace(work, max_rows=call_plan.max_rows or work.max_rows), strategy, stage,
         micro_batch_tokens=call_plan.micro_batch_tokens, recompute=call_plan.recompute,
         fused=problem.cluster.device_type == "cuda",
     )  # fmt: skip
