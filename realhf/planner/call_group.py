@@ -73,6 +73,7 @@ class CallGroup:
         strategies = [c.layout.strategy for c in self.candidates]
         self.result_first = self.stop - [s.num_ranks // s.pp for s in strategies]
         self.replicas = np.array([s.dp for s in strategies])
+        self.is_sharded = np.array([s.num_replicas > 1 for s in strategies], bool)
         self.inner = self.first + [s.num_ranks // s.pp for s in strategies]
         self.resting = np.zeros(len(self.candidates))
         for role in self.homes:
@@ -187,6 +188,7 @@ class CallGroup:
         extended_group.first = extended(self.first, nowhere.start)
         extended_group.stop = extended(self.stop, nowhere.stop)
         extended_group.seconds = extended(self.seconds, self.seconds.min(axis=0))
+        extended_group.is_sharded = extended(self.is_sharded).astype(bool)
         extended_group.inner = extended(self.inner, nowhere.stop)
         extended_group.connected = CommunicatorBytes(*map(extended, self.connected))
         for prefix in ("", "start_", "least_"):

@@ -115,7 +115,8 @@ def find_variants(
             if memory.alone > capacity:
                 continue
             cost = call_cost(rates, call, role, work, call_plan, per_host=in_host)
-            variants.append(Variant(call_plan, cost, *memory.fullest, memory.start, memory.least, communicators))
+            bounds = (memory.start, memory.least, communicators)
+            variants.append(Variant(call_plan, cost, *memory.fullest, *bounds))
         by_strategy[strategy] = [v for v in variants if not any(_beats(other, v) for other in variants)]
     return by_strategy
 

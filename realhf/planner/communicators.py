@@ -3,7 +3,7 @@
 The runtime makes one communicator for every distinct group of ranks and purpose: those of each layout
 (`dist/parallel.py`, `nn/parameters.py`, `engine/optimizer.py`), and one for each reallocation
 (`realloc/execute.py`). If two layouts have a group in common, it counts for both, so that the sum is an upper
-limit. Over gloo, communicators take next to nothing. NCCL allocates buffers when two ranks first exchange data:
+limit. Over gloo, communicators take next to nothing. NCCL allocates buffers when ranks first exchange data:
 
 - A channel's receiving buffer has 10 MiB (4 MiB of NCCL_BUFFSIZE, and those of the two protocols for short
   messages, in pages of 2 MiB), and its sending side 2 MiB: the sizes in issue 1685 of NVIDIA/nccl, where an
@@ -66,6 +66,7 @@ class _Traffic(NamedTuple):
 
     collective: bool = False
     most_peers: int = 0
+    has_pool: bool = False  # Messages to other hosts only.
 
 
 _Group = tuple[np.ndarray, _Traffic, str]
@@ -74,7 +75,7 @@ _Group = tuple[np.ndarray, _Traffic, str]
 
 class CommunicatorBytes(NamedTuple):
     """What a candidate of the search adds at least on any of its ranks: for its layout, in addition if a role
-    trains there, and for reallocations from the shards of its optimizer."""
+    trains there, and for reallocations from there, if something moves."""
 
     layout: float
     training: float
@@ -98,11 +99,23 @@ class Communicators:
             self._known[layout, use] = self._summed(_groups_of(layout, use))
         return self._known[layout, use]
 
-    def of_move(self, ranks: tuple[int, ...]) -> np.ndarray:
-        """Return each rank's bytes for a reallocation, in which it may have messages for all of these."""
-        if ranks not in self._known:
-            self._known[ranks] = self._summed([(np.array([ranks]), _Traffic(most_peers=len(ranks)), "realloc")])
-        return self._known[ranks]
+    def of_moves(self, moves: Iterable[tuple[int, ...]]) -> np.ndarray:
+        """Return each rank's bytes for all reallocations, each among the ranks of one tuple.
+
+        Each has a communicator. A rank exchanges messages with few ranks of its host in one reallocation, so
+        that all of them together are assumed to connect it with each of these once.
+        """
+        total = np.zeros(self._num_ranks)
+        near = np.zeros(self._num_ranks)
+        for ranks in moves:
+            if ranks not in self._known:
+                group = (np.array([ranks]), _Traffic(most_peers=len(ranks)), "realloc")
+                remote = (np.array([ranks]), _Traffic(most_peers=0, has_pool=True), "realloc")
+                self._known[ranks] = np.stack([self._summed([remote]), self._summed([group])])
+            without, whole = self._known[ranks]
+            total += without
+            near = np.maximum(near, whole - without)
+        return total + near
 
     def least(self, layout: Layout, use: Use) -> CommunicatorBytes:
         """Return the bytes that this layout adds at least on any of its ranks."""
@@ -111,9 +124,7 @@ class Communicators:
         if not use.trains:
             return CommunicatorBytes(without, 0.0, 0.0)
         training = self.of_layout(layout, use)[ranks].min() - without
-        is_sharded = layout.strategy.num_replicas > 1
-        moving = self.of_move(layout.ranks)[ranks].min() if is_sharded else 0.0
-        return CommunicatorBytes(without, training, moving)
+        return CommunicatorBytes(without, training, self.of_moves([layout.ranks])[ranks].min())
 
     def count(self, layout: Layout, use: Use) -> np.ndarray:
         """Return the number of each rank's communicators for a layout."""
@@ -157,7 +168,7 @@ class Communicators:
         if traffic.collective:
             of_channel = _PAIR_CHANNEL_BYTES if members.shape[1] == 2 else _RING_CHANNEL_BYTES
             num_bytes += min(self._channels, _MOST_COLLECTIVE_CHANNELS) * of_channel
-        if traffic.most_peers:
+        if traffic.most_peers or traffic.has_pool:
             on_host = _counts_by_value(self._hosts[members])
             near = np.minimum(on_host - 1, traffic.most_peers)
             num_bytes += near * self._channels * _PEER_CHANNEL_BYTES

@@ -227,11 +227,10 @@ class _PlanAccount:
                 use = use_of(role, trains=role.trainable and layout == self._homes[name])
                 uses[layout] = use.joined(uses.get(layout, use))
             for source, target in self._moves(name):
-                ranks = source.ranks if source == target else tuple(dict.fromkeys((*source.ranks, *target.ranks)))
-                moves[ranks] = None
+                moves[tuple(dict.fromkeys((*source.ranks, *target.ranks)))] = None
         return sum(
             (communicators.of_layout(layout, use) for layout, use in uses.items()),
-            start=sum(map(communicators.of_move, moves), start=np.zeros(self._account.num_ranks)))
+            start=communicators.of_moves(moves))
 
     def _moves(self, name: str) -> Iterator[tuple[Layout, Layout]]:
         """Yield the source and the target of each reallocation of a role in which something moves."""

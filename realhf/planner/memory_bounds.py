@@ -127,27 +127,34 @@ class MemoryBounds:
         loads = Loads(*(
             np.stack([getattr(group, name)[choice] for group, choice in columns]) for name in Loads._fields
         ))  # fmt: skip
+        moves = np.stack([group.is_sharded[choice] for group, choice in columns])
         for u, (group, choice) in enumerate(columns):
             copies = zip(group.copies, group.start_copied, group.least_copied, strict=True)
             for role, start, least in copies:
                 is_apart = self._is_apart(u, role, choices, loads)
                 loads.start_resting[u] += start[choice] * is_apart
                 loads.least_resting[u] += least[choice] * is_apart
+                moves[self._home_of[role]] |= is_apart
         if self.account.problem.cluster.device_type == "cuda":
-            connected = self._communicators(choices, loads)
+            connected = self._communicators(choices, loads, moves)
             loads = loads._replace(
                 start_resting=loads.start_resting + connected, least_resting=loads.least_resting + connected)
         return loads
 
-    def _communicators(self, choices: np.ndarray, loads: Loads) -> np.ndarray:
-        """Return the least bytes of every group's communicators without those that earlier groups have."""
-        layouts = np.stack([known.layout[choice] for known, choice in zip(self._layouts, choices.T, strict=True)])
-        columns = zip(self._open_groups, choices.T, strict=True)
-        by_kind = np.stack([[array[choice] for array in group.connected] for group, choice in columns])
+    def _communicators(self, choices: np.ndarray, loads: Loads, moves: np.ndarray) -> np.ndarray:
+        """Return the least bytes of every group's communicators without those that earlier groups have.
+
+        `moves` says whether weights certainly move from the home in a group.
+        """
+        columns = list(zip(self._open_groups, self._layouts, choices.T, strict=True))
+        layouts = np.stack([known.layout[choice] for _, known, choice in columns])
+        by_kind = np.stack([[array[choice] for array in group.connected] for group, _, choice in columns])
+        by_kind[:, 2] *= moves
         for u in range(len(layouts)):
             for v in range(u):
+                are_disjoint = (loads.stop[u] <= loads.first[v]) | (loads.stop[v] <= loads.first[u])
+                by_kind[u, 2] *= are_disjoint | (by_kind[v, 2] == 0)
                 may_equal = (loads.first[u] == loads.first[v]) & (loads.stop[u] == loads.stop[v])
-                by_kind[u, 2] *= ~may_equal | (by_kind[v, 2] == 0)
                 may_equal &= (layouts[u] == layouts[v]) | (layouts[u] < 0) | (layouts[v] < 0)
                 by_kind[u, 0] *= ~may_equal
                 by_kind[u, 1] *= ~may_equal | (by_kind[v, 1] == 0)

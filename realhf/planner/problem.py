@@ -52,6 +52,11 @@ class Workload:
     keeps_cache: bool = False  # Generation: keys and values of unfinished samples stay between rounds.
 
     @property
+    def longest_prompt(self) -> float:
+        """Tokens of the longest prompt, as far as it is known."""
+        return max(self.longest_prompt_tokens, self.prompt_tokens)
+
+    @property
     def tokens(self) -> float:
         """Tokens of a whole sequence."""
         return self.prompt_tokens + self.response_tokens
