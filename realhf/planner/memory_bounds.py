@@ -87,6 +87,20 @@ class MemoryBounds:
                 excess[k] = self.fullest(tuple(choices[k].tolist())) - capacity
         return excess
 
+    def estimate(self, choices: np.ndarray, capacity: float) -> np.ndarray:
+        """Return about what each plan lacks: ranks are taken to be as full as the fullest stage of each group.
+
+        This is no bound, and closer to the truth than a bound where stages differ.
+        """
+        columns = list(zip(self._open_groups, choices.T, strict=True))
+        resting = np.stack([group.resting[choice] - group.start_resting[choice] for group, choice in columns])
+        running = np.stack([group.running[choice] for group, choice in columns])
+        loads = self._loads(choices)
+        resting += loads.start_resting
+        loads = loads._replace(
+            start_resting=resting, least_resting=resting, start_running=running, least_running=running)
+        return loads.fullest() - capacity
+
     def fullest(self, chosen: tuple[int, ...]) -> float:
         """Return the bytes that a plan needs on its fullest rank, as the check counts them."""
         if chosen not in self._known:

@@ -231,7 +231,8 @@ class _Tree:
             if not len(choices):
                 return
             choices, bounds = self._children(choices, bounds, depth)
-            best = np.argsort(bounds, kind="stable")[:_BEAM]
+            is_tight = self._space.estimated_excess_bytes(choices) > 0
+            best = np.lexsort((bounds, is_tight))[:_BEAM]
             choices, bounds = choices[best], bounds[best]
         self._offer(choices, bounds)
         if len(choices):
