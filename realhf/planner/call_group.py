@@ -82,8 +82,8 @@ class CallGroup:
             np.array([c.variants[roles[role]].copy_bytes for c in self.candidates]) for role in self.copies
         ]
         connected = [[v.communicators for v in c.variants] for c in self.candidates]
-        shape = (len(self.candidates), -1, len(CommunicatorBytes._fields))
-        most = np.array(connected).reshape(shape).max(axis=1) if connected else np.zeros((0, 3))
+        shape = (len(self.candidates), len(self.calls), len(CommunicatorBytes._fields))
+        most = np.array(connected).reshape(shape).max(axis=1)
         self.connected = CommunicatorBytes(*most.T)
         self.start_resting, self.start_running, self.start_copied = self._bounds("start", roles)
         self.least_resting, self.least_running, self.least_copied = self._bounds("least", roles)
@@ -93,11 +93,10 @@ class CallGroup:
     ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Return the bytes that rest and run, and those of each copy, on the first stage or on any."""
         held = np.array([[getattr(v, stage) for v in c.variants] for c in self.candidates])
-        held = held.reshape(len(self.candidates), -1, len(Held._fields))
+        held = held.reshape(len(self.candidates), len(self.calls), len(Held._fields))
         home, copied, running = (held[:, :, i] for i in range(len(Held._fields)))
         resting = home[:, [columns[role] for role in self.homes]].sum(axis=1)
-        most_running = running.max(axis=1) if len(held) else np.zeros(0)
-        return resting, most_running, [copied[:, columns[role]] for role in self.copies]
+        return resting, running.max(axis=1), [copied[:, columns[role]] for role in self.copies]
 
     def call_plans(self, index: int) -> list[CallPlan]:
         """Return the plan of each call under a candidate."""

@@ -71,7 +71,6 @@ class MemoryBounds:
         self.account = account
         self._groups = groups
         self._names = names
-        self._open_groups = [group.with_open_choices(u) for u, group in enumerate(groups)]
         self._home_of = {role: u for u, group in enumerate(groups) for role in group.homes}
         self._layouts = _number_layouts(groups)
         self._known: dict[tuple[int, ...], float] = {}
@@ -88,7 +87,7 @@ class MemoryBounds:
         return excess
 
     def estimate(self, choices: np.ndarray, capacity: float) -> np.ndarray:
-        """Return about what each plan lacks: ranks are taken to be as full as the fullest stage of each group.
+        """Return about what each plan lacks: all ranks are taken to be as full as the fullest stage.
 
         This is no bound, and closer to the truth than a bound where stages differ.
         """
@@ -130,6 +129,10 @@ class MemoryBounds:
                 index = rows[:, None], group.calls
                 bounds[index] = np.maximum(bounds[index], seconds[mesh, tier])
         return bounds
+
+    @cached_property
+    def _open_groups(self) -> list[CallGroup]:
+        return [group.with_open_choices(u) for u, group in enumerate(self._groups)]
 
     @cached_property
     def _tiers(self) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
