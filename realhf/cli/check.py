@@ -4,6 +4,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from realhf.cli.derived_counts import derived_counts, sentences, uneven_splits
 from realhf.cli.dry_run import try_out
 from realhf.cli.experiment_file import add_plan_option, compile_experiment
@@ -11,7 +13,7 @@ from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.errors import naming, warn
 from realhf.experiment import Experiment
-from realhf.planner import report
+from realhf.planner import memory_report
 from realhf.planner.memory_check import require_fit
 from realhf.units import format_bytes
 
@@ -44,14 +46,14 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     proof = None
     if cluster is not None:
         with naming(f"plan {options.plan}" if options.plan else options.experiment):
-            proof = require_fit(problem_of(experiment, cluster), program.plan)
+            proof = require_fit(problem_of(experiment, cluster), program.plan, allow_tight=True)
     if options.json:
         homes = {role: str(layout) for role, layout in program.homes.items()}
         answer = {"ranks": num_ranks, "calls": program.plan.to_dict()["calls"], "homes": homes,
                   "counts": counts}
         if trial.first_prompt is not None:
             answer["first_prompt"] = trial.first_prompt._asdict()
-        print(json.dumps(answer | ({"memory": report.memory(proof)} if proof is not None else {})))
+        print(json.dumps(answer | ({"memory": memory_report.document(proof)} if proof is not None else {})))
         return 0
     print(f"{options.experiment} is sound on {num_ranks} rank{'s' * (num_ranks != 1)}:")
     for call in program.graph.order:
@@ -64,5 +66,7 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     if proof is not None:
         peak = proof.fullest
         has = f"{format_bytes(peak.num_bytes)} of {format_bytes(proof.available)} available"
-        print(f"it fits: the fullest device, rank {peak.rank}, needs {has} while {peak.call} runs")
+        fits = "it fits, but is tight" if proof.is_tight else "it fits"
+        print(f"{fits}: the fullest device, rank {peak.rank}, needs {has} while {peak.call} runs")
+        Console().print(memory_report.render(proof), soft_wrap=True)
     return 0

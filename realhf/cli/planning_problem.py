@@ -2,7 +2,7 @@
 
 import copy
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,20 @@ import networkx as nx
 
 from realhf.calls import TopLogProbs, longest_response
 from realhf.cluster import Cluster
-from realhf.data.dataset import completion_columns, load_rows
+from realhf.data.dataset import completion_columns, load_rows, reads_pairs
+from realhf.evaluation.sets import Evaluation
 from realhf.experiment import Experiment, Role
 from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
-from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.runtime.dry_trace import checked_parts
 from realhf.transformers_config import TransformersConfig
 
 _ROWS = 1000  # Rows of the dataset whose lengths are measured.
+_GENERATION_FIELDS = ("max_rows", "kv_cache_gib", "prefill_tokens")
+_EVAL_PROMPTS = 1024  # Held-out prompts that are assumed if no data are read.
 
 
 def problem_of(
@@ -59,6 +62,7 @@ def problem_of(
         graph, roles, workloads, cluster, pins or {}, tuple(map(tuple, together)),
         run_order=tuple(name for part in order for name in _in_graph_order(parts[part], graph)),
         ahead=frozenset(parts["rollout"] if runs_ahead(experiment) else ()),
+        evaluations=tuple(_evaluations(experiment, lengths)),
     )
 
 
@@ -134,13 +138,42 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
         settings["seconds"] = experiment.expected.host_seconds * lengths["runs"]
     elif call.kind == "generate":
         settings["rounds"] = experiment.num_rounds
-        settings |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
+        settings["keeps_cache"] = work.cache_on_update == "keep" and experiment.num_rounds > 1
+        settings |= {name: getattr(work, name) for name in _GENERATION_FIELDS}
     else:
         settings["output"] = work.output
     if call.kind == "train_step":
         settings |= {name: getattr(work, name) for name in ("minibatches", "epochs", "group_size")}
         settings["entropy"] = work.loss.entropy
     return Workload(samples, **settings)
+
+
+def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator[PlannedCall]:
+    """Yield the calls on models of all evaluations. Prompts are assumed to be as long as in training."""
+    for set_name, (evaluation, graph) in experiment.eval_graphs().items():
+        limit = longest_response(graph) or lengths["max_new_tokens"]
+        response = min(lengths["response_tokens"], limit)
+        per_prompt = 2 if reads_pairs(graph.inputs) else evaluation.samples
+        num_samples = per_prompt * _num_eval_prompts(experiment, evaluation)
+        settings = {**lengths, "response_tokens": response, "max_new_tokens": limit,
+                    "samples_per_prompt": per_prompt}
+        for call in graph.calls:
+            if call.role is None:
+                continue
+            fields = _GENERATION_FIELDS if call.kind == "generate" else ("output",)
+            own = {name: getattr(call.work, name) for name in fields}
+            workload = Workload(num_samples, **settings, **own)
+            of_set = [f"eval/{set_name}/{call.name}"] * bool(set_name)
+            names = (*of_set, f"eval/{call.name}", call.name)
+            yield PlannedCall(names[0], call.kind, call.role, workload, names, is_evaluation=True)
+
+
+def _num_eval_prompts(experiment: Experiment, evaluation: Evaluation) -> int:
+    """Return the prompts of a set of held-out rows; an assumed number if the lengths need no data."""
+    if experiment.expected.prompt_tokens is not None:
+        return evaluation.max_rows or _EVAL_PROMPTS
+    rows = sum(len(load_rows(part, ("prompt_ids",))) for part in evaluation.dataset.parts)
+    return min(rows, evaluation.max_rows or rows)
 
 
 def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:

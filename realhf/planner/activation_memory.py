@@ -7,7 +7,9 @@ a float64 model). Tokens are those of a micro-batch; over cp, a rank's part of t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from realhf.chunk_sizes import (
     CUDA_PARTS,
@@ -27,7 +29,7 @@ _SAMPLE_BYTES = 64  # Bytes per token in a call's inputs: ids, mask and columns 
 INDEX_BYTES = 40  # Bytes per token of a micro-batch for its row, position and other integers.
 
 
-_LABELS = {"loaded_weights": "loaded weights"}
+_LABELS = {"loaded_weights": "loaded weights", "beside_cache": "free beside the cache"}
 """Uses that reports call otherwise than the fields of CallMemory."""
 
 
@@ -37,7 +39,7 @@ def top_bytes(workload: Workload, *, itemsize: int = 4) -> int:
 
 
 class CallMemory(NamedTuple):
-    """The bytes that a rank holds for a call at one moment, by use."""
+    """The bytes that a rank holds for a call at one moment, by use; numbers, or arrays over ranks."""
 
     samples: float = 0.0
     kv_cache: float = 0.0
@@ -48,14 +50,15 @@ class CallMemory(NamedTuple):
     gradients: float = 0.0
     optimizer: float = 0.0
     loaded_weights: float = 0.0  # Those that wait in host memory while other calls run.
+    beside_cache: float = 0.0  # Memory that must be free, as a cache takes only a share of it.
 
     @property
     def num_bytes(self) -> float:
         return sum(self)
 
-    def by_use(self) -> dict[str, float]:
+    def by_use(self) -> dict[str, Any]:
         """Return the bytes of every use that takes some, as reports name them."""
-        return {_LABELS.get(use, use): size for use, size in self._asdict().items() if size}
+        return {_LABELS.get(use, use): size for use, size in self._asdict().items() if np.any(size)}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ import numpy as np
 
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
+from realhf.plan import CallPlan
+from realhf.planner.candidate_memory import Held
 from realhf.planner.candidates import Variant, find_meshes, find_variants
+from realhf.planner.communicators import CommunicatorBytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.transfer import ContiguousLayout
@@ -49,12 +52,15 @@ class CallGroup:
 
     `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
     roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
+    `start_` and `least_` are for the bounds of memory_bounds.py: ranks before `inner` are on the first stage.
+    `connected` are the least bytes of communicators.
     """
 
     def __init__(
         self, calls: Mapping[int, FunctionCall], candidates: Sequence[Candidate], *, homes: Sequence[str]
     ) -> None:
         self.calls = list(calls)
+        self._call_plans: dict[int, list[CallPlan]] = {}
         roles = {call.role: column for column, call in enumerate(calls.values()) if call.role is not None}
         self.homes = tuple(role for role in roles if role in homes)
         self.copies = tuple(role for role in roles if role not in homes)
@@ -67,12 +73,38 @@ class CallGroup:
         strategies = [c.layout.strategy for c in self.candidates]
         self.result_first = self.stop - [s.num_ranks // s.pp for s in strategies]
         self.replicas = np.array([s.dp for s in strategies])
+        self.is_sharded = np.array([s.num_replicas > 1 for s in strategies], bool)
+        self.inner = self.first + [s.num_ranks // s.pp for s in strategies]
         self.resting = np.zeros(len(self.candidates))
         for role in self.homes:
             self.resting += [c.variants[roles[role]].home_bytes for c in self.candidates]
         self.copied = [
             np.array([c.variants[roles[role]].copy_bytes for c in self.candidates]) for role in self.copies
         ]
+        connected = [[v.communicators for v in c.variants] for c in self.candidates]
+        shape = (len(self.candidates), len(self.calls), len(CommunicatorBytes._fields))
+        most = np.array(connected).reshape(shape).max(axis=1)
+        self.connected = CommunicatorBytes(*most.T)
+        self.start_resting, self.start_running, self.start_copied = self._bounds("start", roles)
+        self.least_resting, self.least_running, self.least_copied = self._bounds("least", roles)
+
+    def _bounds(
+        self, stage: str, columns: Mapping[str, int]
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Return the bytes that rest and run, and those of each copy, on the first stage or on any."""
+        held = np.array([[getattr(v, stage) for v in c.variants] for c in self.candidates])
+        held = held.reshape(len(self.candidates), len(self.calls), len(Held._fields))
+        home, copied, running = (held[:, :, i] for i in range(len(Held._fields)))
+        resting = home[:, [columns[role] for role in self.homes]].sum(axis=1)
+        return resting, running.max(axis=1), [copied[:, columns[role]] for role in self.copies]
+
+    def call_plans(self, index: int) -> list[CallPlan]:
+        """Return the plan of each call under a candidate."""
+        if index not in self._call_plans:
+            candidate = self.candidates[index]
+            layout = candidate.layout.as_layout
+            self._call_plans[index] = [replace(v.call_plan, layout=layout) for v in candidate.variants]
+        return self._call_plans[index]
 
     @cached_property
     def device_seconds(self) -> np.ndarray:
@@ -117,17 +149,18 @@ class CallGroup:
                     least = memory[i]
         return np.array(varied)
 
-    @cached_property
-    def tiers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each mesh, how fast the calls can be in a given amount of memory.
+    def tiers(self, stage: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each mesh, how fast the calls can be in a given amount of memory on the first stage
+        (`start`), or on any (`least`).
 
         The first array holds rising amounts of memory (resting and running), shape (meshes, tiers). The
         second holds the least seconds of each call among the candidates that need no more, shape (meshes,
         tiers, calls).
         """
         by_mesh = []
+        needed = getattr(self, f"{stage}_resting") + getattr(self, f"{stage}_running")
         for on_mesh in self.by_mesh:
-            memory = self.resting[on_mesh] + self.running[on_mesh]
+            memory = needed[on_mesh]
             order = np.argsort(memory, kind="stable")
             least = np.minimum.accumulate(self.seconds[on_mesh[order]], axis=0)
             is_faster = np.concatenate([[True], (np.diff(least, axis=0) < 0).any(axis=1)])
@@ -154,9 +187,14 @@ class CallGroup:
         extended_group.first = extended(self.first, nowhere.start)
         extended_group.stop = extended(self.stop, nowhere.stop)
         extended_group.seconds = extended(self.seconds, self.seconds.min(axis=0))
-        extended_group.resting = extended(self.resting)
-        extended_group.running = extended(self.running)
-        extended_group.copied = [extended(array) for array in self.copied]
+        extended_group.is_sharded = extended(self.is_sharded).astype(bool)
+        extended_group.inner = extended(self.inner, nowhere.stop)
+        extended_group.connected = CommunicatorBytes(*map(extended, self.connected))
+        for prefix in ("", "start_", "least_"):
+            for name in (f"{prefix}resting", f"{prefix}running"):
+                setattr(extended_group, name, extended(getattr(self, name)))
+            copied = [extended(array) for array in getattr(self, f"{prefix}copied")]
+            setattr(extended_group, f"{prefix}copied", copied)
         return extended_group
 
 

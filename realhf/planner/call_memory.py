@@ -7,29 +7,28 @@ what real processes allocate.
 import math
 from dataclasses import replace
 
-from realhf.graph import FunctionCall
 from realhf.kv_blocks import tokens_for
 from realhf.layout import ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.activation_memory import INDEX_BYTES, CallMemory, CallPieces
 from realhf.planner.model_states import weights_bytes
-from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
 from realhf.planner.shard import num_params
 from realhf.planner.train_memory import TrainMoments
 
 _GRAPHS = 1.25  # Rows times blocks of a recorded CUDA graph, relative to the real ones (decode_graphs.py).
 
 
-def running_memory(problem: Problem, call: FunctionCall, call_plan: CallPlan, stage: int) -> CallMemory:
+def running_memory(problem: Problem, planned: PlannedCall, call_plan: CallPlan, stage: int) -> CallMemory:
     """Return the memory that a rank of a stage needs only while the call runs.
 
     The cache of a generation has room for all rows that decode at once.
     """
-    role = problem.model_role(call)
-    work = problem.workloads[call.name]
+    role = problem.roles[planned.role]
+    work = planned.workload
     strategy = call_plan.layout.strategy
     memory = peak_memory(
-        role, call.kind, replace(work, max_rows=call_plan.max_rows or work.max_rows), strategy, stage,
+        role, planned.kind, replace(work, max_rows=call_plan.max_rows or work.max_rows), strategy, stage,
         micro_batch_tokens=call_plan.micro_batch_tokens, recompute=call_plan.recompute,
         fused=problem.cluster.device_type == "cuda",
     )  # fmt: skip
@@ -46,8 +45,8 @@ def peak_memory(
 
     `fused` means CUDA's kernels and NCCL: an RMSNorm keeps its input only, attention keeps its output once,
     and collectives work in place. Otherwise the formulas are for CPU with gloo. Top-p sampling is not
-    counted. If the mean response is shorter than `max_new_tokens`, micro-batches are assumed to hold up to
-    their limit or the longest sequence; for prompts only the mean is known.
+    counted. If sequences differ in length, micro-batches are assumed to hold up to their limit or the longest
+    sequence. All rows that decode at once are assumed to have the longest prompt.
     """
     pieces = CallPieces(role, workload, strategy, stage, micro_batch_tokens, recompute, fused)
     if kind == "generate":
@@ -97,10 +96,11 @@ def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
     cohort = max(1, -(-samples // num_cohorts))
     rows = min(cohort, -(-work.max_rows // num_cohorts))
     prompts = -(-rows // work.samples_per_prompt) + (rows % work.samples_per_prompt > 0)
-    all_tokens = prompts * work.prompt_tokens
+    longest = work.longest_prompt
+    all_tokens = prompts * longest
     if work.rounds > 1:  # Most rows are prefilled with what they have so far.
-        all_tokens = rows * (work.prompt_tokens + (work.rounds - 1) * work.round_tokens)
-    prefill_tokens = max(work.prompt_tokens, min(all_tokens, work.prefill_tokens))
+        all_tokens = rows * (longest + (work.rounds - 1) * work.round_tokens)
+    prefill_tokens = max(longest, min(all_tokens, work.prefill_tokens))
     # All passes of prompts except the first also decode rows.
     is_single_prefill = cohort == rows and all_tokens <= work.prefill_tokens
     pass_tokens = max(prefill_tokens, rows) if is_single_prefill else prefill_tokens + rows
@@ -116,7 +116,7 @@ def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
     )
     activations = pieces.forward_temporaries(pass_tokens)
     if pieces.fused:  # Rows read copies of a layer's keys and values, both in a graph and in a first pass.
-        copied_tokens = (1 + _GRAPHS) * rows * (math.ceil(work.prompt_tokens) + work.max_new_tokens)
+        copied_tokens = (1 + _GRAPHS) * rows * (math.ceil(longest) + work.max_new_tokens)
         activations += copied_tokens * widths.cached * role.itemsize
     moments = {"block": base._replace(activations=activations)}
     if pieces.is_last:
@@ -131,10 +131,12 @@ def generation_moments(pieces: CallPieces) -> dict[str, CallMemory]:
 def _kv_cache_bytes(pieces: CallPieces, *, num_cohorts: int, cohort: int, rows: int) -> float:
     """Return the bytes of the caches of all cohorts, whose slots have the longest rows.
 
-    The rows of each age have what they got in earlier rounds, and room for this one.
+    The rows of each age have what they got in earlier rounds, and room for this one. A cache that is kept
+    between rounds holds all rows at once, as far as they can grow.
     """
     work = pieces.workload
     samples = -(-cohort // work.rounds)
+    rows = cohort if work.keeps_cache else rows
     cached_tokens = 0
     for age in reversed(range(work.num_ages)):
         had = age * work.round_tokens
@@ -142,9 +144,10 @@ def _kv_cache_bytes(pieces: CallPieces, *, num_cohorts: int, cohort: int, rows: 
         rows -= slots
         if slots:
             cached_tokens += tokens_for(
-                math.ceil(work.prompt_tokens) + had, work.samples_per_prompt if age == 0 else 1,
+                math.ceil(work.longest_prompt) + had, work.samples_per_prompt if age == 0 else 1,
                 num_slots=slots, num_samples=samples,
-                max_new_tokens=min(work.max_new_tokens - had, work.round_tokens))
+                max_new_tokens=work.max_new_tokens - had if work.keeps_cache
+                else min(work.max_new_tokens - had, work.round_tokens))
     token_bytes = pieces.widths.cached * pieces.role.itemsize * pieces.num_layers
     needed = float(num_cohorts * cached_tokens * token_bytes)
     return needed if work.kv_cache_gib is None else min(needed, work.kv_cache_gib * 2**30)

@@ -10,10 +10,11 @@ from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.plan import CallPlan
-from realhf.planner.call_memory import running_memory
+from realhf.planner.candidate_memory import Held, candidate_memory, state_bytes
+from realhf.planner.communicators import CommunicatorBytes, Communicators, use_of
 from realhf.planner.cost import CallCost, call_cost
-from realhf.planner.model_states import available_bytes, home_bytes, weights_bytes
-from realhf.planner.problem import ModelRole, Problem
+from realhf.planner.model_states import available_bytes, weights_bytes
+from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 
 _RANGE_ENDS = 8  # Ranges of hosts begin and end at this many positions, evenly spaced.
@@ -74,6 +75,8 @@ class Variant:
 
     The ranks of `call_plan.layout` count from 0. Every rank always holds `home_bytes` if this layout is the
     home of the role, or `copy_bytes` if it holds a copy. While the call runs, `call_bytes` are added.
+    `start` and `least` are for bounds (`candidate_memory.py`): the same on the first stage, and on any.
+    `communicators` are in none of these.
     """
 
     call_plan: CallPlan
@@ -81,6 +84,9 @@ class Variant:
     home_bytes: float
     copy_bytes: float
     call_bytes: float
+    start: Held
+    least: Held
+    communicators: CommunicatorBytes
 
 
 def find_variants(
@@ -100,17 +106,17 @@ def find_variants(
     strategies = find_strategies(role.config, size, per_host=per_host, max_dp=max_dp)
     mesh = DeviceMesh(tuple(range(size)))
     for strategy in [only] if only is not None else strategies:
-        stages = _candidate_stages(role, strategy)
-        weights = max(weights_bytes(role, strategy, stage) for stage in stages)
-        home = max(home_bytes(role, strategy, stage) for stage in stages)
+        states = state_bytes(problem, call, strategy)
+        use = use_of(role, trains=call.kind == "train_step")
+        communicators = Communicators(problem.cluster, size).least(Layout(strategy, mesh), use)
         variants = []
         for call_plan in _options(problem, call, Layout(strategy, mesh)):
-            held = (0, 0) if call_plan.offload else (home, weights)
-            running = max(running_memory(problem, call, call_plan, stage).num_bytes for stage in stages)
-            if (held[0] if call.kind == "train_step" else held[1]) + running > capacity:
+            memory = candidate_memory(problem, call, call_plan, states)
+            if memory.alone > capacity:
                 continue
             cost = call_cost(rates, call, role, work, call_plan, per_host=in_host)
-            variants.append(Variant(call_plan, cost, *held, running))
+            bounds = (memory.start, memory.least, communicators)
+            variants.append(Variant(call_plan, cost, *memory.fullest, *bounds))
         by_strategy[strategy] = [v for v in variants if not any(_beats(other, v) for other in variants)]
     return by_strategy
 
@@ -148,22 +154,11 @@ def _can_offload(problem: Problem, call: FunctionCall, strategy: ParallelStrateg
     return num_bytes <= _HOST_SHARE * problem.cluster.host_memory_bytes
 
 
-def _candidate_stages(role: ModelRole, strategy: ParallelStrategy) -> list[int]:
-    """Return the stages among which the fullest one must be.
-
-    These are the first stage for each number of blocks, and the last stage.
-    """
-    first: dict[int, int] = {}
-    for stage in range(strategy.pp):
-        first.setdefault(len(role.spec.stage_layers(strategy, stage)), stage)
-    return sorted({*first.values(), 0, strategy.pp - 1})
-
-
 def _beats(a: Variant, b: Variant) -> bool:
     """Return whether `a` is nowhere worse than `b`, and is better somewhere or has simpler options."""
     key_a, key_b = (
-        (v.cost.seconds, v.home_bytes, v.copy_bytes, v.call_bytes, v.call_plan.offload, v.call_plan.recompute,
-         v.call_plan.max_rows or 0, v.call_plan.micro_batch_tokens)
+        (v.cost.seconds, v.home_bytes, v.copy_bytes, v.call_bytes, *v.start, *v.least, v.call_plan.offload,
+         v.call_plan.recompute, v.call_plan.max_rows or 0, v.call_plan.micro_batch_tokens)
         for v in (a, b)
     )  # fmt: skip
-    return key_a < key_b and all(x <= y for x, y in zip(key_a[:4], key_b[:4], strict=True))
+    return key_a < key_b and all(x <= y for x, y in zip(key_a[:10], key_b[:10], strict=True))

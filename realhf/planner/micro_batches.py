@@ -61,14 +61,16 @@ def largest_micro_batch(
     cp = strategy.cp
     length = max(workload.group_tokens, 1.0)
     num_micro_batches = max(-(-int(groups * length) // max_tokens), min(strategy.pp, groups), 1)
-    if workload.response_tokens >= workload.max_new_tokens:  # All sequences are alike.
+    are_prompts_alike = workload.longest_prompt == workload.prompt_tokens
+    if are_prompts_alike and workload.response_tokens >= workload.max_new_tokens:  # So are all sequences.
         held = max(1, min(-(-groups // num_micro_batches), int(max_tokens // length)))
         num_micro_batches = max(1, -(-groups // held))
         response_tokens = held * size * workload.response_tokens
         return LargestMicroBatch(num_micro_batches, held * length / cp, response_tokens / cp)
-    longest = size * (workload.prompt_tokens + workload.max_new_tokens)
+    longest_response = max(workload.max_new_tokens, workload.response_tokens)
+    longest = size * (workload.longest_prompt + longest_response)
     tokens = max(longest, min(max_tokens, groups * length / num_micro_batches + longest / 2)) / cp
-    response_share = size * max(workload.response_tokens / length, workload.max_new_tokens / longest)
+    response_share = size * max(workload.response_tokens / length, longest_response / longest)
     return LargestMicroBatch(num_micro_batches, tokens, tokens * response_share)
 
 

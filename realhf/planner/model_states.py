@@ -1,30 +1,29 @@
 """Bytes of model states (weights, gradients, optimizer), and of the device memory that may hold them."""
 
 from realhf.cluster import Cluster
-from realhf.layout import Layout, ParallelStrategy
+from realhf.layout import ParallelStrategy
 from realhf.planner.problem import ModelRole
 from realhf.planner.shard import held_params, num_params
 from realhf.realloc.schedule import STAGING_BYTES
 
-_FRAGMENTATION = 0.05  # The fraction of a device's memory that the allocator cannot use.
-_CONTEXT_BYTES = 1 << 30  # For libraries and communication buffers; a Python process on CPU needs as much.
+CONTEXT_BYTES = 1 << 30
+"""For CUDA's context, kernels and libraries' work space; a Python process on CPU needs as much."""
+FRAGMENTATION = 0.05
+"""The fraction of a device's memory that stays free, as the allocator cannot use all that is free."""
 
 
 def available_bytes(cluster: Cluster) -> float:
-    """Return the bytes of a device's memory that plans may use.
+    """Return the bytes of a device's memory that plans may use: all but the fixed parts of the reserve."""
+    return max(0.0, cluster.device_memory_bytes - sum(fixed_reserve(cluster).values()))
 
-    The rest is for fragmentation (5 %), libraries and communication buffers (1 GiB) and reallocations in
-    flight.
+
+def fixed_reserve(cluster: Cluster) -> dict[str, float]:
+    """Return the parts of the reserve that are the same for all plans, in bytes.
+
+    Communicators are the part that depends on the plan (`communicators.py`).
     """
-    usable = (1 - _FRAGMENTATION) * cluster.device_memory_bytes - _CONTEXT_BYTES - STAGING_BYTES
-    return max(0.0, usable)
-
-
-def shard_of(layout: Layout, rank: int) -> tuple[int, ...]:
-    """Return a key that is equal for equal shards of a model."""
-    coordinate = layout.coordinate(rank)
-    expert_index = coordinate.dp % layout.ep
-    return (layout.pp, coordinate.pp, layout.tp, coordinate.tp, layout.ep, expert_index)
+    fragmentation = FRAGMENTATION * cluster.device_memory_bytes
+    return {"context": CONTEXT_BYTES, "staging": STAGING_BYTES, "fragmentation": fragmentation}
 
 
 def home_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
@@ -35,8 +34,17 @@ def home_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
 
 def weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
     """Return the bytes of one copy of the weights on the fullest rank of a stage, adapters included."""
-    adapters = 0 if role.lora is None else trained_params(role, strategy, stage)
-    return (num_params(role.spec, strategy, stage) + adapters) * role.itemsize
+    return base_weights_bytes(role, strategy, stage) + adapter_bytes(role, strategy, stage)
+
+
+def base_weights_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
+    """Return the bytes of one copy of the weights without adapters."""
+    return num_params(role.spec, strategy, stage) * role.itemsize
+
+
+def adapter_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
+    """Return the bytes of one copy of the adapters."""
+    return 0 if role.lora is None else trained_params(role, strategy, stage) * role.itemsize
 
 
 def trained_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
@@ -45,7 +53,17 @@ def trained_params(role: ModelRole, strategy: ParallelStrategy, stage: int) -> i
 
 
 def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
-    """Return the bytes of gradients and optimizer, which training always holds besides the weights.
+    """Return the bytes of gradients and optimizer, which training always holds besides the weights."""
+    return gradient_bytes(role, strategy, stage) + optimizer_bytes(role, strategy, stage)
+
+
+def gradient_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
+    """Return the bytes of the buffer of gradients (float32), which stays between train steps."""
+    return trained_params(role, strategy, stage) * role.wide_itemsize
+
+
+def optimizer_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> int:
+    """Return the bytes of the optimizer.
 
     All of it is in float32 with ZeRO stage 1 (Rajbhandari et al. 2020): a replica has its share of the
     moments and, where the weights have a narrower dtype, of a master copy. Shards end at whole rows of a
@@ -57,4 +75,4 @@ def training_bytes(role: ModelRole, strategy: ParallelStrategy, stage: int) -> i
     row = max(role.config.hidden_size, role.config.intermediate_size // strategy.tp) if replicas > 1 else 0
     sharded = -(-shared // replicas) + -(-experts // expert_replicas) + row
     num_copies = 2 + (role.itemsize < role.wide_itemsize)
-    return (shared + experts + num_copies * sharded) * role.wide_itemsize
+    return num_copies * sharded * role.wide_itemsize

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
+from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.rounds import RoundStatistics, steady_round, survival
 from realhf.transformers_config import TransformersConfig
 
@@ -47,6 +49,12 @@ class Workload:
     seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.
+    keeps_cache: bool = False  # Generation: keys and values of unfinished samples stay between rounds.
+
+    @property
+    def longest_prompt(self) -> float:
+        """Tokens of the longest prompt, as far as it is known."""
+        return max(self.longest_prompt_tokens, self.prompt_tokens)
 
     @property
     def tokens(self) -> float:
@@ -155,6 +163,24 @@ class ModelRole:
         return not self.trainable and self.follows is None
 
 
+class PlannedCall(NamedTuple):
+    """A call of a step or of an evaluation, as far as memory is concerned."""
+
+    name: str
+    kind: str
+    role: str
+    workload: Workload
+    plan_names: tuple[str, ...]
+    """The names under which a plan may have its layout; the first that the plan has counts."""
+    is_evaluation: bool = False
+
+    def counts_whole_cache(self, call_plan: CallPlan) -> bool:
+        """Return whether no row may wait for memory: its time is predicted for rows that run at once, or the
+        cache is kept."""
+        promised = call_plan.max_rows is not None and not self.is_evaluation
+        return self.workload.kv_cache_gib is None and (promised or self.workload.keeps_cache)
+
+
 @dataclass(frozen=True)
 class Problem:
     """A graph to plan. `pins` fix the layouts of calls; the calls of each tuple in `together` share a
@@ -172,6 +198,8 @@ class Problem:
     together: tuple[tuple[str, ...], ...] = ()
     run_order: tuple[str, ...] = ()
     ahead: frozenset[str] = frozenset()
+    evaluations: tuple[PlannedCall, ...] = ()
+    """The calls on models of all evaluations, which take memory but no time of a step."""
 
     def __post_init__(self) -> None:
         assert sorted(self.run_order) in ([], sorted(call.name for call in self.graph.calls))
@@ -200,6 +228,38 @@ class Problem:
     def model_calls(self) -> tuple[FunctionCall, ...]:
         """The calls that need a layout, in the order in which ranks run them."""
         return tuple(call for call in self.calls if call.role is not None)
+
+    def planned(self, call: FunctionCall) -> PlannedCall:
+        """Return a call on a model together with its workload."""
+        assert call.role is not None
+        return PlannedCall(call.name, call.kind, call.role, self.workloads[call.name], (call.name,))
+
+    def planned_calls(
+        self, plan: ExecutionPlan, homes: Mapping[str, Layout]
+    ) -> list[tuple[PlannedCall, CallPlan]]:
+        """Return all calls on models, those of evaluations last, with their plans.
+
+        An evaluation's call that the plan does not name runs at the home of its role.
+        """
+        offloaded = {call.role for call in self.model_calls if plan[call.name].offload}
+        found = [(self.planned(call), plan[call.name]) for call in self.model_calls]
+        for planned in self.evaluations:
+            named = [name for name in planned.plan_names if name in plan.calls]
+            at_home = CallPlan(homes[planned.role], offload=planned.role in offloaded)
+            found.append((planned, plan[named[0]] if named else at_home))
+        return found
+
+    def evaluations_beside(self, call: FunctionCall) -> list[tuple[PlannedCall, bool]]:
+        """Return the evaluations' calls that run in a call's layout if the plan has the step's calls only.
+
+        The flag says whether they also have its options; others run at the home of their role.
+        """
+        named = [(planned, True) for planned in self.evaluations if call.name in planned.plan_names]
+        names = {other.name for other in self.model_calls}
+        of_role = self.graph.of_role(call.role) if call.role is not None else ()
+        owner = next((other for other in of_role if other.kind == "train_step"), next(iter(of_role), None))
+        rest = [p for p in self.evaluations if p.role == call.role and not names.intersection(p.plan_names)]
+        return named + [(planned, False) for planned in rest if owner is call]
 
     def may_offload(self, call: FunctionCall) -> bool:
         """Return whether the weights may wait in host memory while other calls run.

@@ -9,8 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from realhf.planner import memory_report
 from realhf.planner.make import Planned
-from realhf.planner.memory_check import MemoryCheck
 from realhf.planner.simulate import TimelineEntry
 from realhf.units import format_bytes, format_seconds
 
@@ -42,21 +42,12 @@ def document(planned: Planned) -> dict[str, Any]:
         "heuristic_step_seconds": planned.heuristic and planned.heuristic.seconds,
         "heuristic_fits": planned.heuristic is not None and planned.heuristic.fits,
         "calls": {name: calls[name] for name in planned.plan.calls},
-        "memory": memory(planned.memory),
+        "memory": memory_report.document(planned.memory),
         "timeline": {
             "activities": [vars(entry) for entry in planned.simulation.timeline],
             "idle": planned.simulation.idle.tolist(),
         },
     }
-
-
-def memory(check: MemoryCheck) -> dict[str, Any]:
-    """Return the need of every rank at its peak, in bytes."""
-    peaks = {
-        str(rank): {"bytes": peak.num_bytes, "call": peak.call, "parts": dict(peak.parts)}
-        for rank, peak in check.peaks.items()
-    }
-    return {"available_bytes": check.available, "peaks": peaks}
 
 
 def render(planned: Planned, *, columns: int) -> Group:
@@ -77,7 +68,8 @@ def render(planned: Planned, *, columns: int) -> Group:
         layout = str(call_plan.layout)
         table.add_row(name, layout, ", ".join(options), f"{cost.seconds:.3g}", memory, cost.limit)
     return Group(
-        table, Text(), *_summary(planned), Text(), *timeline(planned, columns=columns), Text(),
+        table, Text(), memory_report.render(planned.memory), Text(), *_summary(planned), Text(),
+        *timeline(planned, columns=columns), Text(),
         *(Text(line) for line in explanation(planned, columns=columns)),
     )  # fmt: skip
 

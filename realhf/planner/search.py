@@ -158,14 +158,17 @@ class LocalSearch:
 
     def _rough(self, plans: np.ndarray) -> np.ndarray:
         """Return scores that leave out reallocations and long cycles, and so never exceed the exact ones."""
-        return self._scores(plans, self._space.periods(plans, exact=False))
+        return self._scores(plans, self._space.periods(plans, exact=False), exact=False)
 
     def _exact(self, plans: np.ndarray) -> np.ndarray:
         return self._scores(plans, self._space.exact_periods(plans))
 
-    def _scores(self, plans: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Return step times, with a penalty that ranks all plans that fit above all that do not."""
-        excess = np.maximum(0.0, self._space.excess_bytes(plans)) / self._space.capacity
+    def _scores(self, plans: np.ndarray, seconds: np.ndarray, *, exact: bool = True) -> np.ndarray:
+        """Return step times, with a penalty that ranks all plans that fit above all that do not.
+
+        Without `exact`, memory is counted by its lower bound.
+        """
+        excess = np.maximum(0.0, self._space.excess_bytes(plans, exact=exact)) / self._space.capacity
         return seconds + np.where(excess > 0, 1e6 * (1 + excess), 0.0)
 
 
@@ -232,7 +235,8 @@ class _Tree:
             if not len(choices):
                 return
             choices, bounds = self._children(choices, bounds, depth)
-            best = np.argsort(bounds, kind="stable")[:_BEAM]
+            is_tight = self._space.estimated_excess_bytes(choices) > 0
+            best = np.lexsort((bounds, is_tight))[:_BEAM]
             choices, bounds = choices[best], bounds[best]
         self._offer(choices, bounds)
         if len(choices):
@@ -283,11 +287,18 @@ class _Tree:
             moving = self._space.moving(children)
             exact = self._space.periods(children, moving=moving, exact=are_finished)
             bounds = np.maximum(bounds, exact)
-            alive = bounds < self._goal
+            alive = np.flatnonzero(bounds < self._goal)
             if are_finished:
-                alive &= self._space.excess_bytes(children) <= 0
+                alive = self._best_fitting(children, alive[np.argsort(bounds[alive], kind="stable")])
             children, bounds = children[alive], bounds[alive]
         return children, bounds
+
+    def _best_fitting(self, plans: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """Return the first row in this order whose plan fits; none if no plan does."""
+        for row in order:
+            if self._space.excess_bytes(plans[[row]])[0] <= 0:
+                return np.array([row])
+        return order[:0]
 
     def _bound(self, choices: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Return lower bounds over all completions of unfinished plans; infinity for those that cannot
@@ -295,7 +306,7 @@ class _Tree:
         no_bounds = np.zeros((len(choices), len(self._space.calls)))
         bounds = np.maximum(bounds, self._device_seconds(choices, no_bounds) / self._num_devices)
         rest = np.flatnonzero(bounds < self._goal)
-        fits = self._space.excess_bytes(choices[rest]) <= 0
+        fits = self._space.excess_bytes(choices[rest], exact=False) <= 0
         bounds[rest[~fits]] = np.inf
         rest = rest[fits]
         if len(rest):

@@ -10,16 +10,18 @@ Shapes: K plans, U call groups, N calls in the order in which ranks run them. `p
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.call_group import OPEN, CallGroup, find_call_groups, placeholder_ranks
+from realhf.planner.call_group import CallGroup, find_call_groups, placeholder_ranks
 from realhf.planner.dependencies import dependencies, host_anchor, reallocation_seconds
-from realhf.planner.model_states import available_bytes, shard_of
+from realhf.planner.memory_account import MemoryAccount
+from realhf.planner.memory_bounds import MemoryBounds
+from realhf.planner.model_states import available_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import periods
@@ -47,39 +49,6 @@ class CallTimes(NamedTuple):
     stop: np.ndarray
 
 
-class Loads(NamedTuple):
-    """The first rank, the stop rank, the resting bytes and the running bytes of every group, each (K, U)."""
-
-    first: np.ndarray
-    stop: np.ndarray
-    resting: np.ndarray
-    running: np.ndarray
-
-    def of_plans(self, rows: np.ndarray) -> "Loads":
-        return Loads(*(array[rows] for array in self))
-
-    def fullest(self) -> np.ndarray:
-        """Return the bytes on the fullest rank of each plan: all that rests there and its largest call.
-
-        The first rank of some mesh is always among the fullest ranks.
-        """
-        first, stop, resting, running = (array.T.copy() for array in self)  # (U, K): summing over U is fast.
-        fullest = np.zeros(len(self.first))
-        for rank in first:  # One rank of each plan.
-            covers = (first <= rank) & (rank < stop)
-            fullest = np.maximum(fullest, (resting * covers).sum(axis=0) + (running * covers).max(axis=0))
-        return fullest
-
-
-class SharableCopy(NamedTuple):
-    """A group's copy of a role that, in some plans, may share its memory with another copy."""
-
-    group: int
-    role: str
-    num_bytes: np.ndarray  # (K,)
-    may_share: np.ndarray  # (K,)
-
-
 class SearchSpace:
     """The call groups of a problem, with the methods that compute the times and memory of plans."""
 
@@ -90,7 +59,7 @@ class SearchSpace:
         self.needs = dependencies(problem, rates)
         self.capacity = available_bytes(problem.cluster)
         self.groups = find_call_groups(problem, rates)
-        self._home_of = {role: u for u, group in enumerate(self.groups) for role in group.homes}
+        self._memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
         self._known_moves: dict[tuple[int, ContiguousLayout, ContiguousLayout], float] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
         self._host_calls = [self._host_call(i) for i, call in enumerate(self.calls) if call.role is None]
@@ -192,22 +161,17 @@ class SearchSpace:
     def exact_periods(self, plans: np.ndarray) -> np.ndarray:
         return self.periods(plans, moving=self.moving(plans))
 
-    def excess_bytes(self, choices: np.ndarray) -> np.ndarray:
+    def excess_bytes(self, choices: np.ndarray, *, exact: bool = True) -> np.ndarray:
         """Return the bytes that the fullest rank of each plan lacks; at most 0 if the plan fits.
 
-        The result is a lower bound where choices are open: a copy counts only once it is certain that it does
-        not share the memory of its role's home.
+        A complete plan that fits by the bounds is counted exactly, as the check does it. All other results
+        are lower bounds, and without `exact` those of all plans.
         """
-        loads, copies = self._loads(choices)
-        fullest = loads.fullest()
-        tight = np.flatnonzero(fullest > self.capacity)
-        if len(tight):
-            for copy in copies:
-                rows = tight[copy.may_share[tight]]  # All choices that matter here are candidates.
-                is_shared = self._is_shared(copy, choices[rows])
-                loads.resting[rows, copy.group] -= np.where(is_shared, copy.num_bytes[rows], 0.0)
-            fullest[tight] = loads.of_plans(tight).fullest()
-        return fullest - self.capacity
+        return self._memory.excess(choices, self.capacity, exact=exact)
+
+    def estimated_excess_bytes(self, choices: np.ndarray) -> np.ndarray:
+        """Return about what each plan lacks, to prefer those that are likely to fit; no bound."""
+        return self._memory.estimate(choices, self.capacity)
 
     def call_lower_bounds(self, choices: np.ndarray) -> np.ndarray:
         """Return lower bounds of the seconds of calls, shape (K, N), where only a group's mesh is chosen.
@@ -215,87 +179,4 @@ class SearchSpace:
         The bounds follow from the memory that the resting parts of other groups leave free. They are 0 for
         all other calls.
         """
-        loads, copies = self._loads(choices)
-        for copy in copies:
-            loads.resting[:, copy.group] -= np.where(copy.may_share, copy.num_bytes, 0.0)
-        bounds = np.zeros((len(choices), len(self.calls)))
-        for u, group in enumerate(self.open_groups):
-            rows = np.flatnonzero(group.is_mesh(choices[:, u]))
-            if not len(rows):
-                continue
-            mesh_choice = choices[rows, u]
-            copied = loads.resting[rows, u] - group.resting[mesh_choice]
-            free = self.capacity - copied - _resting_beside(loads.of_plans(rows), u)
-            tier_bytes, seconds = group.tiers
-            mesh = group.mesh_index(mesh_choice)
-            tier = np.maximum((tier_bytes[mesh] <= free[:, None]).sum(axis=1) - 1, 0)
-            bounds[rows[:, None], group.calls] = seconds[mesh, tier]
-        return bounds
-
-    def _loads(self, choices: np.ndarray) -> tuple[Loads, list[SharableCopy]]:
-        """Return the loads of every group, and the copies that are counted in them although they may share
-        the memory of another copy."""
-        columns = list(zip(self.open_groups, choices.T, strict=True))
-        loads = Loads(*(
-            np.stack([getattr(group, name)[choice] for group, choice in columns], axis=1)
-            for name in Loads._fields
-        ))  # fmt: skip
-        first, stop, resting, _ = loads
-        is_decided = self.is_decided(choices)
-        copies = []
-        for u, (group, choice) in enumerate(columns):
-            for role, copy_bytes in zip(group.copies, group.copied, strict=True):
-                home = self._home_of[role]
-                on_same_ranks = (first[:, home] <= first[:, u]) & (stop[:, u] <= stop[:, home])
-                twins = self._twins(u, role)
-                for v in twins:
-                    on_same_ranks |= (first[:, v] == first[:, u]) & (stop[:, v] == stop[:, u])
-                all_decided = is_decided[:, [u, home, *twins]].all(axis=1)
-                has_meshes = (choices[:, [u, home]] != OPEN).all(axis=1)
-                is_counted = has_meshes & (all_decided | ~on_same_ranks)
-                num_bytes = copy_bytes[choice]
-                resting[:, u] += np.where(is_counted, num_bytes, 0.0)
-                copies.append(SharableCopy(u, role, num_bytes, is_counted & on_same_ranks))
-        return loads, copies
-
-    def _is_shared(self, copy: SharableCopy, plans: np.ndarray) -> np.ndarray:
-        """Return for each plan whether a copy shares the memory of another one.
-
-        It does if every rank holds the same shard in the role's home, or if an earlier group has a copy of
-        the role in the same layout.
-        """
-        holders = (copy.group, self._home_of[copy.role], *self._twins(copy.group, copy.role))
-        is_shared = np.zeros(len(plans), dtype=bool)
-        for k, chosen in enumerate(plans.tolist()):
-            layout, home, *twins = (self.groups[u].candidates[chosen[u]].layout for u in holders)
-            is_shared[k] = _same_shards(layout, home) or layout in twins
-        return is_shared
-
-    def _twins(self, group: int, role: str) -> list[int]:
-        """Return the earlier groups that have copies of the same role."""
-        return [v for v, other in enumerate(self.groups[:group]) if role in other.copies]
-
-
-def _resting_beside(loads: Loads, group: int) -> np.ndarray:
-    """Return, for each plan, the resting bytes of other groups on the fullest rank of a group's mesh."""
-    first, stop, resting = (array.T.copy() for array in (loads.first, loads.stop, loads.resting))
-    resting[group] = 0.0
-    beside = np.zeros(len(loads.first))
-    for other_first in first:  # The fullest rank is the first of this mesh, or of another that begins in it.
-        rank = np.maximum(other_first, first[group])
-        rank = np.where(rank < stop[group], rank, first[group])
-        covers = (first <= rank) & (rank < stop)
-        beside = np.maximum(beside, (resting * covers).sum(axis=0))
-    return beside
-
-
-@lru_cache(maxsize=1 << 16)
-def _same_shards(layout: ContiguousLayout, home: ContiguousLayout) -> bool:
-    """Return whether every rank of a layout has the same shard of a model in its role's home."""
-    if layout == home:
-        return True
-    axes = ("pp", "tp", "ep")
-    are_alike = all(getattr(layout.strategy, axis) == getattr(home.strategy, axis) for axis in axes)
-    if not are_alike or layout.first_rank < home.first_rank or layout.ranks.stop > home.ranks.stop:
-        return False
-    return all(shard_of(layout.as_layout, rank) == shard_of(home.as_layout, rank) for rank in layout.ranks)
+        return self._memory.call_lower_bounds(choices, self.capacity, len(self.calls))

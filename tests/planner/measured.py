@@ -66,7 +66,7 @@ def _work(case: Case) -> Any:
 def _batches(case: Case, layout: Layout, dp_index: int) -> list[Batch]:
     """Return the mini-batches of one dp replica; every prompt occurs `samples_per_prompt` times."""
     w, vocabulary, batches = case.workload, case.role.config.vocab_size, []
-    prompt, response = round(w.prompt_tokens), round(w.response_tokens)
+    response = round(w.response_tokens)
     for number in range(w.minibatches):
         first, last = even_split(w.num_samples, w.minibatches, number)
         start, stop = even_split(last - first, layout.dp, dp_index)
@@ -75,12 +75,21 @@ def _batches(case: Case, layout: Layout, dp_index: int) -> list[Batch]:
         sizes = [0 if case.kind == "generate" else response for _ in ids]
         if case.ragged:
             sizes = [1 + 7 * i % w.max_new_tokens for i in ids]
-        shapes = [(prompt + size,) for size in sizes]
+        prompts = [_prompt_tokens(w, i // w.samples_per_prompt) for i in ids]
+        shapes = [(prompt + size,) for prompt, size in zip(prompts, sizes, strict=True)]
         rows = Packed.of(
             [torch.randint(vocabulary, x, generator=seed) for x, seed in zip(shapes, seeds, strict=True)])
-        masks = [torch.tensor([0.0] * prompt + [1.0] * size) for size in sizes]
+        masks = [
+            torch.tensor([0.0] * prompt + [1.0] * size) for prompt, size in zip(prompts, sizes, strict=True)]
         batches.append(Batch(ids, {"tokens": rows, "response_mask": Packed.of(masks)}))
     return batches
+
+
+def _prompt_tokens(w: Workload, number: int) -> int:
+    """Return the length of a prompt: every second one is the longest, and the mean is as given."""
+    mean = round(w.prompt_tokens)
+    longest = round(w.longest_prompt)
+    return longest if number % 2 else 2 * mean - longest
 
 
 def measure(world: Any, case: Case) -> Any:

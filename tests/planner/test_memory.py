@@ -183,6 +183,27 @@ def test_mixed_lengths_stay_below_a_bound_that_is_not_wasteful(pool, layout, rec
         assert peak <= predict(case, rank)[2].num_bytes <= 1.5 * peak
 
 
+LONG_PROMPTS = [
+    Case("d1@0", "generate", _role("bfloat16", trainable=False, vocab=500), replace(
+        GENERATE, longest_prompt_tokens=60.0)),
+    Case("d2@0-1", "generate", _role(trainable=False, **NARROW), replace(
+        FEW_ROWS, longest_prompt_tokens=48.0)),
+    Case("d1@0", "forward", _role(trainable=False), replace(FULL, longest_prompt_tokens=28.0), 96),
+    Case("p2@0-1", "train_step", _role("bfloat16", **NARROW), replace(FULL, longest_prompt_tokens=28.0), 144),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LONG_PROMPTS, ids=_name)
+def test_the_longest_prompts_are_counted(pool, case):
+    """Every second prompt is the longest; with prompts of the mean length, less would be predicted."""
+    ranks = Layout.parse(case.layout).ranks
+    mean = replace(case, workload=replace(case.workload, longest_prompt_tokens=0.0))
+    for rank, (*_, peak) in enumerate(pool.run(measure, case, num_ranks=len(ranks))):
+        predicted = predict(case, rank)[2].num_bytes
+        assert 0.97 * peak <= predicted <= 1.5 * peak
+        assert predicted > predict(mean, rank)[2].num_bytes
+
+
 def test_the_counter_sees_what_autograd_saves():
     x = torch.ones(1000, requires_grad=True)
     with Storages() as storages:

@@ -1,0 +1,287 @@
+"""The bytes that every rank needs under a plan, by part.
+
+This is the only place that adds up a rank's memory: `memory_check.py` reports it, and the search asks for it
+when its bounds (`memory_bounds.py`) do not decide whether a plan fits.
+
+A rank always holds the parameters of the roles whose home it is part of, with gradients and optimizer for
+trained ones, copies of the roles that it runs in other layouts, and its communicators. Equal shards of frozen
+weights from one source count once (`runtime/engine_store.py`). A rank runs one call at a time, so only the
+largest call is added.
+
+Arrays have one entry per rank of the cluster.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from realhf.kv_blocks import SHARE_OF_FREE
+from realhf.layout import MAX_RANKS, Layout
+from realhf.plan import CallPlan, ExecutionPlan, home_layouts
+from realhf.planner.activation_memory import CallMemory
+from realhf.planner.call_memory import running_memory
+from realhf.planner.communicators import Communicators, Use, use_of
+from realhf.planner.model_states import (
+    adapter_bytes,
+    available_bytes,
+    base_weights_bytes,
+    gradient_bytes,
+    optimizer_bytes,
+)
+from realhf.planner.problem import PlannedCall, Problem
+
+_STATES = {
+    "weights": base_weights_bytes, "adapters": adapter_bytes, "gradients": gradient_bytes,
+    "optimizer": optimizer_bytes,
+}  # fmt: skip
+
+
+class Placement(NamedTuple):
+    """Every rank's pipeline stage in a layout (-1 outside), and a number that is equal for equal shards."""
+
+    stage: np.ndarray
+    shard: np.ndarray
+
+    @property
+    def is_inside(self) -> np.ndarray:
+        return self.stage >= 0
+
+    def equals(self, other: "Placement") -> np.ndarray:
+        """Return which ranks hold the same shard in both layouts."""
+        return self.is_inside & (self.shard == other.shard)
+
+
+class Running(NamedTuple):
+    """The bytes that a call adds on every rank while it runs, by use; `is_here` is where it runs."""
+
+    is_here: np.ndarray
+    by_use: dict[str, np.ndarray]
+
+    @property
+    def num_bytes(self) -> np.ndarray:
+        return sum(self.by_use.values(), start=np.zeros(len(self.is_here)))
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """The bytes that always rest on every rank, by part, and those that each call adds, by its name."""
+
+    resting: Mapping[str, np.ndarray]
+    running: Mapping[str, Running]
+
+    @property
+    def resting_bytes(self) -> np.ndarray:
+        return sum(self.resting.values(), start=np.zeros(1))
+
+    def needs(self) -> dict[str, np.ndarray]:
+        """Return the bytes of every rank while each call runs; -infinity where it does not run."""
+        resting = self.resting_bytes
+        return {
+            name: np.where(call.is_here, resting + call.num_bytes, -np.inf)
+            for name, call in self.running.items()
+        }
+
+    def fullest(self) -> float:
+        """Return the bytes of the fullest rank."""
+        return float(max(need.max() for need in self.needs().values()))
+
+    def parts(self, rank: int, call: str) -> dict[str, float]:
+        """Return the parts of what a rank needs while a call runs, without those that take nothing."""
+        both = {**self.resting, **self.running[call].by_use}
+        return {part: float(sizes[rank]) for part, sizes in both.items() if sizes[rank] > 0}
+
+
+class MemoryAccount:
+    """Counts the memory of plans of one problem; remembers what it has counted for calls and layouts."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.num_ranks = problem.cluster.num_devices
+        self.available = available_bytes(problem.cluster)
+        self.communicators = Communicators(problem.cluster, self.num_ranks)
+        self._placements: dict[Layout, Placement] = {}
+        self._kinds: dict[tuple[int, int, int], int] = {}
+        self._states: dict[tuple[str, str, Layout], np.ndarray] = {}
+        self._tables: dict[tuple[object, ...], np.ndarray] = {}
+
+    def of_plan(self, plan: ExecutionPlan) -> PlanMemory:
+        """Return what every rank needs under a plan."""
+        return _PlanAccount(self, plan).total()
+
+    def placement(self, layout: Layout) -> Placement:
+        """Return the stage and the shard of every rank."""
+        if layout not in self._placements:
+            stage = np.full(self.num_ranks, -1)
+            shard = np.full(self.num_ranks, -1)
+            pp, dp, _, tp = np.indices(layout.grid.shape)
+            kind = self._kinds.setdefault((layout.pp, layout.tp, layout.ep), len(self._kinds))
+            stage[layout.grid] = pp
+            index = (pp * layout.tp + tp) * layout.ep + dp % layout.ep
+            shard[layout.grid] = kind * MAX_RANKS**2 + index
+            self._placements[layout] = Placement(stage, shard)
+        return self._placements[layout]
+
+    def state_bytes(self, part: str, role_name: str, layout: Layout) -> np.ndarray:
+        """Return the bytes of a part of a role's states (see `_STATES`) on every rank of a layout."""
+        key = (part, role_name, layout)
+        if key not in self._states:
+            role = self.problem.roles[role_name]
+            stages = range(layout.pp)
+            by_stage = np.array([_STATES[part](role, layout.strategy, stage) for stage in stages], float)
+            here = self.placement(layout)
+            self._states[key] = by_stage[here.stage] * here.is_inside
+        return self._states[key]
+
+    def running_table(self, planned: PlannedCall, call_plan: CallPlan) -> np.ndarray:
+        """Return the bytes of each use (CallMemory) on each stage, (uses, stages), with a whole cache."""
+        options = (call_plan.micro_batch_tokens, call_plan.max_rows, call_plan.recompute, call_plan.offload)
+        key = (planned.name, call_plan.layout.strategy, *options)
+        if key not in self._tables:
+            stages = range(call_plan.layout.pp)
+            memories = [running_memory(self.problem, planned, call_plan, stage) for stage in stages]
+            self._tables[key] = np.array(memories).T
+        return self._tables[key]
+
+
+class _PlanAccount:
+    """The count for one plan."""
+
+    def __init__(self, account: MemoryAccount, plan: ExecutionPlan) -> None:
+        self._account = account
+        self._problem = problem = account.problem
+        self._homes = home_layouts(problem.graph, plan, problem.roles)
+        self._calls = problem.planned_calls(plan, self._homes)
+        self._offloaded = {call.role for call in problem.model_calls if plan[call.name].offload}
+        self._layouts: dict[str, list[Layout]] = {role: [home] for role, home in self._homes.items()}
+        for planned, call_plan in self._calls:
+            if call_plan.layout not in (layouts := self._layouts[planned.role]):
+                layouts.append(call_plan.layout)
+
+    def total(self) -> PlanMemory:
+        """Return all that rests on the ranks, and what each call adds."""
+        resting = dict(self._resting())
+        held = sum(resting.values(), start=np.zeros(self._account.num_ranks))
+        running = {}
+        for planned, call_plan in self._calls:
+            call = self._running(planned, call_plan, held)
+            if planned.workload.keeps_cache:  # It stays between the rounds.
+                resting[f"{planned.role} kept cache"] = call.by_use.pop("kv_cache")
+            running[planned.name] = call
+        return PlanMemory(resting, running)
+
+    # What always rests on a rank
+
+    def _resting(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the bytes that every rank always holds, by part."""
+        size = self._account.state_bytes
+        for name, role in self._problem.roles.items():
+            home, *copies = self._layouts[name]
+            if name not in self._offloaded:
+                yield f"{name} weights", self._weights(name, home)
+                if copies:
+                    yield f"{name} copy", sum(self._weights(name, layout) for layout in copies)
+            if role.trainable:
+                yield f"{name} gradients", size("gradients", name, home)
+                yield f"{name} optimizer", size("optimizer", name, home)
+        if self._problem.cluster.device_type == "cuda":
+            yield "communicators", self._communicators()
+
+    def _weights(self, name: str, layout: Layout) -> np.ndarray:
+        """Return the bytes of a role's weights in a layout, apart from those in shared memory."""
+        size = self._account.state_bytes
+        weights = size("weights", name, layout) * ~self._is_shared(name, layout)
+        if self._problem.roles[name].lora is not None:
+            place = self._account.placement
+            is_apart = layout == self._homes[name] or ~place(layout).equals(place(self._homes[name]))
+            weights = weights + size("adapters", name, layout) * is_apart
+        return weights
+
+    def _is_shared(self, name: str, layout: Layout) -> np.ndarray:
+        """Return which ranks have a role's weights in the memory of its home, or of equal frozen weights.
+
+        When a home is made, only the homes of earlier roles exist.
+        """
+        place = self._account.placement
+        here = place(layout)
+        is_home = layout == self._homes[name]
+        is_shared = np.zeros(len(here.stage), bool) if is_home else here.equals(place(self._homes[name]))
+        source = self._problem.roles[name].source
+        for other, role in self._problem.roles.items() if source is not None else ():
+            if other == name and is_home:
+                break
+            if other != name and role.source == source and other not in self._offloaded:
+                is_shared = is_shared | here.equals(place(self._homes[other]))
+        return is_shared
+
+    # Communicators
+
+    def _communicators(self) -> np.ndarray:
+        """Return the bytes of the communicators of all layouts and reallocations."""
+        communicators = self._account.communicators
+        uses: dict[Layout, Use] = {}
+        moves: dict[tuple[int, ...], None] = {}
+        for name, role in self._problem.roles.items():
+            for layout in self._layouts[name]:
+                use = use_of(role, trains=role.trainable and layout == self._homes[name])
+                uses[layout] = use.joined(uses.get(layout, use))
+            for source, target in self._moves(name):
+                moves[tuple(dict.fromkeys((*source.ranks, *target.ranks)))] = None
+        return sum(
+            (communicators.of_layout(layout, use) for layout, use in uses.items()),
+            start=communicators.of_moves(moves))
+
+    def _moves(self, name: str) -> Iterator[tuple[Layout, Layout]]:
+        """Yield the source and the target of each reallocation of a role in which something moves."""
+        role = self._problem.roles[name]
+        home, *copies = self._layouts[name]
+        if role.trainable and home.strategy.num_replicas > 1:
+            yield home, home
+            yield from ((home, layout) for layout in copies)
+        else:
+            yield from ((home, layout) for layout in copies if self._lacks(home, layout))
+        if role.follows is not None and self._lacks(self._homes[role.follows], home):
+            yield self._homes[role.follows], home
+
+    def _lacks(self, source: Layout, target: Layout) -> bool:
+        """Return whether some rank of the target does not have its shard in the source."""
+        here = self._account.placement(target)
+        return bool((here.is_inside & ~here.equals(self._account.placement(source))).any())
+
+    # What a call adds
+
+    def _running(self, planned: PlannedCall, call_plan: CallPlan, held: np.ndarray) -> Running:
+        """Return what a call adds, with as much cache as it takes beside the bytes `held`."""
+        here = self._account.placement(call_plan.layout)
+        table = self._account.running_table(planned, call_plan)
+        sizes = CallMemory(*(table[:, here.stage] * here.is_inside))
+        if call_plan.offload:
+            is_apart = ~self._is_shared(planned.role, call_plan.layout)
+            sizes = sizes._replace(loaded_weights=sizes.loaded_weights * is_apart)
+        if planned.kind == "generate" and planned.workload.kv_cache_gib is None:
+            sizes = self._with_cache(planned, call_plan, sizes, held)
+        return Running(here.is_inside, sizes.by_use())
+
+    def _with_cache(
+        self, planned: PlannedCall, call_plan: CallPlan, sizes: CallMemory, held: np.ndarray
+    ) -> CallMemory:
+        """Return the sizes with the cache that a run takes: at most a share of the free memory.
+
+        If the plan says how many rows decode at once, or rows are kept between rounds, none may wait for
+        memory: the whole cache is counted, and beside it the memory of which it may only take a share. Else
+        rows wait for which there are no blocks.
+        """
+        if planned.counts_whole_cache(call_plan):
+            return sizes._replace(beside_cache=beside_cache(sizes))
+        free = np.maximum(0.0, self._account.available - held - sizes.loaded_weights)
+        one_row = sizes.kv_cache / (call_plan.max_rows or planned.workload.max_rows)
+        limit = np.maximum(SHARE_OF_FREE * free, one_row)
+        return sizes._replace(kv_cache=np.minimum(sizes.kv_cache, limit))
+
+
+def beside_cache(sizes: Any) -> Any:
+    """Return the bytes that must stay free beside a cache and the call's other uses, as a cache takes only a
+    share of what is free; for numbers or arrays."""
+    others = sizes.num_bytes - sizes.kv_cache - sizes.loaded_weights
+    return np.maximum(0.0, sizes.kv_cache * (1 / SHARE_OF_FREE - 1) - others)

@@ -1,0 +1,232 @@
+"""Memory of many plans at once, on arrays: bounds for the search, and exact figures where they decide.
+
+The bounds never exceed what the memory account counts for any completion of an unfinished plan, so that the
+search drops no plan that the check accepts. They look at the first rank of every mesh, where a layout on it
+has its first pipeline stage. Of other stages they know the least need only. A copy of weights that may share
+the memory of another one counts nothing, and of communicators only those that a layout has for itself.
+
+Shapes: K plans, U call groups, as in search_space.py.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from realhf.plan import ExecutionPlan
+from realhf.planner.call_group import OPEN, CallGroup
+from realhf.planner.memory_account import MemoryAccount
+
+
+class Loads(NamedTuple):
+    """The bytes of every group: what rests on its ranks, and what runs there.
+
+    The mesh has the ranks from `first` to `stop`, of which those before `inner` are on the first stage. All
+    arrays are (U, K), over which sums over groups are fast.
+    """
+
+    first: np.ndarray
+    inner: np.ndarray
+    stop: np.ndarray
+    start_resting: np.ndarray
+    start_running: np.ndarray
+    least_resting: np.ndarray
+    least_running: np.ndarray
+
+    def resting_at(self, rank: np.ndarray) -> np.ndarray:
+        """Return what rests on one rank of each plan for every group."""
+        covers = (self.first <= rank) & (rank < self.stop)
+        return np.where(rank < self.inner, self.start_resting, self.least_resting) * covers
+
+    def running_at(self, rank: np.ndarray) -> np.ndarray:
+        """Return what runs on one rank of each plan for every group."""
+        covers = (self.first <= rank) & (rank < self.stop)
+        return np.where(rank < self.inner, self.start_running, self.least_running) * covers
+
+    def fullest(self) -> np.ndarray:
+        """Return a lower bound of the bytes on the fullest rank of each plan."""
+        fullest = np.zeros(self.first.shape[1])
+        for rank in self.first:  # One rank of each plan.
+            need = self.resting_at(rank).sum(axis=0) + self.running_at(rank).max(axis=0)
+            fullest = np.maximum(fullest, need)
+        return fullest
+
+
+class _Layouts(NamedTuple):
+    """A number for the layout of each choice of a group, and one that is equal where shards may be equal.
+
+    Both are -1 for choices that are not candidates.
+    """
+
+    layout: np.ndarray
+    kind: np.ndarray
+
+
+class MemoryBounds:
+    """The memory of the plans of a search space."""
+
+    def __init__(self, account: MemoryAccount, groups: Sequence[CallGroup], names: Sequence[str]) -> None:
+        """`names` are those of the calls, whose positions the groups have."""
+        self.account = account
+        self._groups = groups
+        self._names = names
+        self._home_of = {role: u for u, group in enumerate(groups) for role in group.homes}
+        self._layouts = _number_layouts(groups)
+        self._known: dict[tuple[int, ...], float] = {}
+
+    def excess(self, choices: np.ndarray, capacity: float, *, exact: bool) -> np.ndarray:
+        """Return the bytes that each plan lacks, see `SearchSpace.excess_bytes`."""
+        excess = self._loads(choices).fullest() - capacity
+        if exact:
+            is_complete = np.ones(len(choices), bool)
+            for group, choice in zip(self._groups, choices.T, strict=True):
+                is_complete &= group.is_candidate(choice)
+            for k in np.flatnonzero((excess <= 0) & is_complete):
+                excess[k] = self.fullest(tuple(choices[k].tolist())) - capacity
+        return excess
+
+    def estimate(self, choices: np.ndarray, capacity: float) -> np.ndarray:
+        """Return about what each plan lacks: all ranks are taken to be as full as the fullest stage.
+
+        This is no bound, and closer to the truth than a bound where stages differ.
+        """
+        columns = list(zip(self._open_groups, choices.T, strict=True))
+        resting = np.stack([group.resting[choice] - group.start_resting[choice] for group, choice in columns])
+        running = np.stack([group.running[choice] for group, choice in columns])
+        loads = self._loads(choices)
+        resting += loads.start_resting
+        loads = loads._replace(
+            start_resting=resting, least_resting=resting, start_running=running, least_running=running)
+        return loads.fullest() - capacity
+
+    def fullest(self, chosen: tuple[int, ...]) -> float:
+        """Return the bytes that a plan needs on its fullest rank, as the check counts them."""
+        if chosen not in self._known:
+            plans = {}
+            for group, index in zip(self._groups, chosen, strict=True):
+                plans |= {
+                    self._names[i]: plan for i, plan in zip(group.calls, group.call_plans(index), strict=True)
+                }
+            self._known[chosen] = self.account.of_plan(ExecutionPlan(plans)).fullest()
+        return self._known[chosen]
+
+    def call_lower_bounds(self, choices: np.ndarray, capacity: float, num_calls: int) -> np.ndarray:
+        """Return lower bounds of the seconds of calls, see `SearchSpace.call_lower_bounds`."""
+        bounds = np.zeros((len(choices), num_calls))
+        loads = self._loads(choices)
+        for u, group in enumerate(self._open_groups):
+            rows = np.flatnonzero(group.is_mesh(choices[:, u]))
+            if not len(rows):
+                continue
+            here = Loads(*(array[:, rows] for array in loads))
+            mesh = group.mesh_index(choices[rows, u])
+            for stage, beside in zip(("start", "least"), _beside(here, u), strict=True):
+                own = getattr(group, f"{stage}_resting")[choices[rows, u]]
+                tier_bytes, seconds = self._tiers[u][stage]
+                free = capacity - (beside - own)
+                tier = np.maximum((tier_bytes[mesh] <= free[:, None]).sum(axis=1) - 1, 0)
+                index = rows[:, None], group.calls
+                bounds[index] = np.maximum(bounds[index], seconds[mesh, tier])
+        return bounds
+
+    @cached_property
+    def _open_groups(self) -> list[CallGroup]:
+        return [group.with_open_choices(u) for u, group in enumerate(self._groups)]
+
+    @cached_property
+    def _tiers(self) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+        return [{stage: group.tiers(stage) for stage in ("start", "least")} for group in self._groups]
+
+    def _loads(self, choices: np.ndarray) -> Loads:
+        """Return the loads of every group, with those copies that certainly have memory of their own."""
+        columns = list(zip(self._open_groups, choices.T, strict=True))
+        loads = Loads(*(
+            np.stack([getattr(group, name)[choice] for group, choice in columns]) for name in Loads._fields
+        ))  # fmt: skip
+        moves = np.stack([group.is_sharded[choice] for group, choice in columns])
+        for u, (group, choice) in enumerate(columns):
+            copies = zip(group.copies, group.start_copied, group.least_copied, strict=True)
+            for role, start, least in copies:
+                is_apart = self._is_apart(u, role, choices, loads)
+                loads.start_resting[u] += start[choice] * is_apart
+                loads.least_resting[u] += least[choice] * is_apart
+                moves[self._home_of[role]] |= is_apart
+        if self.account.problem.cluster.device_type == "cuda":
+            connected = self._communicators(choices, loads, moves)
+            loads = loads._replace(
+                start_resting=loads.start_resting + connected, least_resting=loads.least_resting + connected)
+        return loads
+
+    def _communicators(self, choices: np.ndarray, loads: Loads, moves: np.ndarray) -> np.ndarray:
+        """Return the least bytes of every group's communicators without those that earlier groups have.
+
+        `moves` says whether weights certainly move from the home in a group.
+        """
+        columns = list(zip(self._open_groups, self._layouts, choices.T, strict=True))
+        layouts = np.stack([known.layout[choice] for _, known, choice in columns])
+        by_kind = np.stack([[array[choice] for array in group.connected] for group, _, choice in columns])
+        by_kind[:, 2] *= moves
+        for u in range(len(layouts)):
+            for v in range(u):
+                are_disjoint = (loads.stop[u] <= loads.first[v]) | (loads.stop[v] <= loads.first[u])
+                by_kind[u, 2] *= are_disjoint | (by_kind[v, 2] == 0)
+                may_equal = (loads.first[u] == loads.first[v]) & (loads.stop[u] == loads.stop[v])
+                may_equal &= (layouts[u] == layouts[v]) | (layouts[u] < 0) | (layouts[v] < 0)
+                by_kind[u, 0] *= ~may_equal
+                by_kind[u, 1] *= ~may_equal | (by_kind[v, 1] == 0)
+        return by_kind.sum(axis=1)
+
+    def _is_apart(self, group: int, role: str, choices: np.ndarray, loads: Loads) -> np.ndarray:
+        """Return in which plans a group's copy certainly shares no rank's memory.
+
+        It may share that of the role's home, or of an earlier group's copy in the same layout.
+        """
+        first = loads.first
+        stop = loads.stop
+        home = self._home_of[role]
+        mine = self._layouts[group]
+        choice = choices[:, group]
+        at_home = self._layouts[home].kind[choices[:, home]]
+        are_disjoint = (stop[group] <= first[home]) | (stop[home] <= first[group])
+        are_unlike = (mine.kind[choice] != at_home) & (mine.kind[choice] >= 0) & (at_home >= 0)
+        is_apart = are_disjoint | are_unlike
+        is_apart &= (choice != OPEN) & (choices[:, home] != OPEN)
+        for v, other in enumerate(self._groups[:group]):
+            if role in other.copies:
+                layout = self._layouts[v].layout[choices[:, v]]
+                is_other = (mine.layout[choice] != layout) & (mine.layout[choice] >= 0) & (layout >= 0)
+                is_other |= (first[v] != first[group]) | (stop[v] != stop[group])
+                is_apart &= is_other & (choices[:, v] != OPEN)
+        return is_apart
+
+
+def _number_layouts(groups: Sequence[CallGroup]) -> list[_Layouts]:
+    layouts: dict[object, int] = {}
+    kinds: dict[object, int] = {}
+    numbered = []
+    for group in groups:
+        undecided = [-1] * (len(group.by_mesh) + 1)
+        strategies = [candidate.layout.strategy for candidate in group.candidates]
+        kind = [kinds.setdefault((s.pp, s.tp, s.ep), len(kinds)) for s in strategies]
+        layout = [layouts.setdefault(candidate.layout, len(layouts)) for candidate in group.candidates]
+        numbered.append(_Layouts(np.array(layout + undecided), np.array(kind + undecided)))
+    return numbered
+
+
+def _beside(loads: Loads, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return what rests on the first rank of a group's mesh, and the most of any rank, apart from stages.
+
+    For the group itself, the second counts its least stage.
+    """
+    first = loads.first[group]
+    at_first = loads.resting_at(first).sum(axis=0)
+    own = loads.least_resting[group]
+    most = at_first - loads.start_resting[group] + own
+    for other_first in loads.first:
+        rank = np.maximum(other_first, first)
+        rank = np.where(rank < loads.stop[group], rank, first)
+        resting = loads.resting_at(rank)
+        resting[group] = own
+        most = np.maximum(most, resting.sum(axis=0))
+    return at_first, most

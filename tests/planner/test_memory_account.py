@@ -1,0 +1,231 @@
+"""One account of memory: the search and the check agree, and the reserve is that of the runtime's groups."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from realhf.calls import OptimizerConfig
+from realhf.cluster import Cluster
+from realhf.engine.native import NativeEngine
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.kv_blocks import SHARE_OF_FREE
+from realhf.layout import Layout
+from realhf.lora import LoraConfig
+from realhf.model_config import ModelConfig
+from realhf.plan import CallPlan, ExecutionPlan
+from realhf.planner import memory_report
+from realhf.planner.call_group import OPEN
+from realhf.planner.communicators import Communicators, Use, use_of
+from realhf.planner.memory_check import check_memory, require_fit
+from realhf.planner.model_states import available_bytes, fixed_reserve, weights_bytes
+from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from tests.planner.problems import random_problem
+from tests.planner.test_memory import HF
+
+
+def varied_problem(rng, **fields):
+    """Return a random problem with adapters, experts, equal frozen weights, tied embeddings, evaluations,
+    kept caches and limits of caches."""
+    problem = random_problem(rng, **fields)
+    moe = ModelConfig.from_hf(
+        HF["qwen3-moe"] | {"vocab_size": 96, "hidden_size": 128, "num_hidden_layers": 3, "num_experts": 4})
+    common = rng.choice(list(problem.roles.values())).config
+    roles = {}
+    for name, role in problem.roles.items():
+        if rng.random() < 0.3:
+            role = replace(role, config=moe)
+        elif rng.random() < 0.5:
+            role = replace(role, config=replace(common, tie_word_embeddings=rng.random() < 0.5))
+        if role.follows is None and rng.random() < 0.6 and role.config.moe is None:
+            role = replace(role, config=common, source="base")
+            if role.trainable:
+                role = replace(role, lora=LoraConfig(rank=2))
+        roles[name] = role
+    workloads = dict(problem.workloads)
+    for call in problem.model_calls:
+        work = workloads[call.name]
+        workloads[call.name] = replace(work, longest_prompt_tokens=work.prompt_tokens * rng.choice([0, 1, 2]))
+        if call.kind == "generate":
+            workloads[call.name] = replace(
+                workloads[call.name], kv_cache_gib=rng.choice([None, None, 0.001]),
+                keeps_cache=rng.random() < 0.2)
+    evaluations = [
+        PlannedCall(f"eval/{call.name}", "generate", call.role, Workload(64, 50, 60, 80),
+                    (f"eval/{call.name}", rng.choice([call.name, "another"])), is_evaluation=True)
+        for call in problem.model_calls if rng.random() < 0.3
+    ]  # fmt: skip
+    cluster = replace(problem.cluster, device_type=rng.choice(["cuda", "cpu"]))
+    return replace(
+        problem, roles=roles, workloads=workloads, cluster=cluster, evaluations=tuple(evaluations))
+
+
+def unfinished(rng, space, chosen):
+    """Return the plan with some groups open, and some with a mesh only."""
+    choices = list(chosen)
+    for u, group in enumerate(space.groups):
+        mesh = next(i for i, on_mesh in enumerate(group.by_mesh) if chosen[u] in on_mesh)
+        choices[u] = rng.choice([chosen[u], OPEN, group.mesh_choices[mesh]])
+    return choices
+
+
+def test_the_search_and_the_check_count_the_same():
+    fitting = []
+    for seed in range(80):
+        rng = random.Random(seed)
+        memory = 1.42e9 + 10 ** rng.uniform(6.5, 9)
+        problem = varied_problem(rng, num_calls=rng.randint(1, 5), memory=memory)
+        space = SearchSpace(problem, Rates(problem.cluster))
+        if not all(group.candidates for group in space.groups):
+            continue
+        for _ in range(5):
+            chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
+            check = check_memory(problem, ExecutionPlan(space.call_plans(chosen)))
+            (excess,) = space.excess_bytes(np.array([chosen]))
+            assert (excess <= 0) == check.fits, seed
+            exact = check.fullest.num_bytes - check.available
+            assert excess <= exact + 1 and (excess > 0 or excess == pytest.approx(exact, abs=1)), seed
+            begun = np.array([unfinished(rng, space, chosen) for _ in range(4)])
+            assert (space.excess_bytes(begun) <= exact + 1).all(), seed
+            fitting.append(check.fits)
+    assert 0.1 < np.mean(fitting) < 0.9 and len(fitting) > 200
+
+
+def test_no_bound_of_a_calls_seconds_exceeds_a_plan_that_fits():
+    num_bounds = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        problem = varied_problem(rng, num_calls=rng.randint(2, 4), memory=1.42e9 + 10 ** rng.uniform(7, 9))
+        space = SearchSpace(problem, Rates(problem.cluster))
+        if not all(group.candidates for group in space.groups):
+            continue
+        for _ in range(20):
+            chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
+            if space.excess_bytes(np.array([chosen]))[0] <= 0:
+                bounds = space.call_lower_bounds(np.array([unfinished(rng, space, chosen)]))
+                assert (bounds <= space.call_times(np.array([chosen])).seconds + 1e-12).all()
+                num_bounds += (bounds > 0).sum()
+    assert num_bounds > 100
+
+
+# The reserve
+
+
+def count_groups(world, layout, trains):
+    """Return how many communicators with NCCL this rank would have for an engine in a layout."""
+    layout = Layout.parse(layout)
+    if world.rank not in layout:
+        return None
+    spec = ModelRole(_config()).spec
+    engine = NativeEngine(spec, layout, world, dtype="float32", optimizer=OptimizerConfig() if trains else None)
+    groups = engine.model.groups
+    made = [groups.tp, groups.cp, groups.pp, groups.pp_back, groups.ep, groups.all, groups.ends]
+    made += [group for group, _ in engine.model._partial]
+    made += [section.group for section in engine.optimizer._sections] if trains else []
+    return len({id(group) for group in made if group is not None and group.size > 1})
+
+
+def _config():
+    return ModelConfig("llama", 96, 64, 96, 4, 4, 2, 16, True)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("layout", ["d4@0-3", "t4@0-3", "t2p2@0-3", "d2t2@0-3", "c2t2@0-3", "d2@0-1"])
+def test_the_communicators_are_those_of_the_runtime(pool, layout, trains):
+    place = Layout.parse(layout)
+    real = pool.run(count_groups, layout, trains, num_ranks=len(place.ranks))
+    communicators = Communicators(Cluster.load("h100-1x8"), 8)
+    counted = communicators.count(place, use_of(ModelRole(_config()), trains=trains))
+    assert real == counted[: len(real)].tolist() and not counted[len(real) :].any()
+
+
+def test_communicators_take_what_was_measured():
+    """544 MB for two A100s, 688 MB for more (NVIDIA/nccl issue 964); 3.3 GB for messages among eight H100s
+    (issue 1685), of which the buffers by their sizes are 2.8 GB."""
+    a100 = Communicators(Cluster.load("a100-8x8"), 64)
+    for text, mib in (("t2@0-1", 544), ("t4@0-3", 688)):
+        place = Layout.parse(text)
+        assert a100.of_layout(place, Use())[0] / 2**20 == mib
+    h100 = Communicators(Cluster.load("h100-8x8"), 64)
+    assert h100.of_moves([tuple(range(8))])[:8] == pytest.approx(16 * 2**20 + 7 * 32 * 12 * 2**20)
+    assert not h100.of_moves([tuple(range(8))])[8:].any()
+    cpu = Communicators(replace(Cluster.load("h100-8x8"), device_type="cpu"), 64)
+    assert not cpu.of_layout(Layout.parse("d8t8@0-63"), Use(trains=True)).any()
+
+
+def _generation(memory, *, evaluations=(), **changes):
+    call = FunctionCall("gen", "generate", ("prompts",), ("tokens",), role="actor")
+    graph = DataflowGraph((call,), ("prompts",))
+    cluster = replace(Cluster.load("h100-1x8"), device_memory_bytes=memory)
+    work = replace(Workload(64, 24, 1000.0, max_new_tokens=1000), **changes)
+    role = ModelRole(ModelConfig.load("llama-7b"))
+    return Problem(graph, {"actor": role}, {"gen": work}, cluster, evaluations=evaluations)
+
+
+def _plan(**options):
+    return ExecutionPlan({"gen": CallPlan(Layout.parse("d1@0"), **options)})
+
+
+def test_rows_that_a_plan_promises_need_a_cache_that_a_run_takes():
+    row = 1024 * 2**19
+    peak = check_memory(_generation(80e9), _plan(max_rows=64)).fullest
+    assert peak.parts["kv_cache"] == 64 * row
+    beside = peak.num_bytes - peak.parts["actor weights"] - peak.parts["kv_cache"]
+    assert beside == pytest.approx(64 * row * (1 / SHARE_OF_FREE - 1))
+    assert not check_memory(_generation(80e9), _plan(max_rows=64)).fits
+    assert check_memory(_generation(80e9), _plan(max_rows=32)).fits
+    assert check_memory(_generation(80e9), _plan()).fits  # Here rows wait.
+
+
+def test_a_plan_that_uses_the_memory_for_fragmentation_is_tight():
+    need = check_memory(_generation(80e9), _plan(max_rows=32)).fullest.num_bytes
+    fixed = sum(fixed_reserve(Cluster.load("h100-1x8")).values()) - 0.05 * 80e9
+    for share, fits, tight in ((0.94, True, False), (0.97, False, True), (1.01, False, False)):
+        problem = _generation((need + fixed) / share)
+        check = check_memory(problem, _plan(max_rows=32))
+        assert (check.fits, check.is_tight) == (fits, tight)
+        assert check.share(check.fullest) == pytest.approx(share)
+        if fits or tight:
+            assert require_fit(problem, _plan(max_rows=32), allow_tight=True) == check
+    with pytest.raises(ValueError, match="calls.gen needs .* it fits with calls.gen.max_rows: 16"):
+        require_fit(_generation((need + fixed) / 0.97), _plan(max_rows=32))
+
+
+def test_evaluations_are_counted_in_their_own_layouts():
+    beside = PlannedCall(
+        "eval/gen", "generate", "actor", Workload(64, 24, 2000.0, max_new_tokens=4000, kv_cache_gib=20.0),
+        ("eval/gen", "gen"), is_evaluation=True)
+    problem = _generation(80e9, evaluations=(beside,))
+    alone = check_memory(_generation(80e9), _plan(max_rows=16))
+    check = check_memory(problem, _plan(max_rows=16))
+    assert check.fullest.call == "eval/gen" and check.fullest.parts["kv_cache"] == 20 * 2**30
+    assert check.calls["gen"] == alone.calls["gen"]
+    apart = ExecutionPlan({**_plan(max_rows=16).calls, "eval/gen": CallPlan(Layout.parse("t2@2-3"))})
+    peak = check_memory(problem, apart).peaks[2]
+    role = problem.roles["actor"]
+    assert peak.parts["actor copy"] == weights_bytes(role, Layout.parse("t2@2-3").strategy, 0)
+    assert peak.parts["communicators"] > 0
+
+
+def test_a_kept_cache_rests_while_other_calls_run():
+    problem = _generation(80e9, keeps_cache=True, rounds=2)
+    score = FunctionCall("score", "forward", ("tokens",), ("scores",), role="actor")
+    graph = DataflowGraph((*problem.graph.calls, score), ("prompts",))
+    work = {**problem.workloads, "score": Workload(64, 24, 1000.0, 1000, output="values")}
+    plan = ExecutionPlan({**_plan(max_rows=4).calls, "score": CallPlan(Layout.parse("d1@0"))})
+    check = check_memory(replace(problem, graph=graph, workloads=work), plan)
+    kept = {name: peak.parts["actor kept cache"] for name, peak in check.by_call.items()}
+    assert kept["gen"] == kept["score"] > 64 * 1000 * 2**19
+
+
+def test_the_table_adds_up():
+    check = check_memory(_generation(80e9), _plan(max_rows=16))
+    sizes = memory_report.columns(check, check.fullest)
+    assert sum(sizes.values()) == pytest.approx(check.share(check.fullest) * 80e9)
+    assert sizes["reserve"] == 2**30 + 2**28 and sizes["cache"] == 16 * 1024 * 2**19
+    assert available_bytes(Cluster.load("h100-1x8")) == pytest.approx(0.95 * 80e9 - sizes["reserve"])
+    assert "context 1.07 GB, staging 268 MB" in memory_report.reserve_sentence(check)
+    assert "4 GB (5%) stay free for fragmentation" in memory_report.reserve_sentence(check)
