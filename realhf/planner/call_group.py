@@ -13,9 +13,9 @@ import numpy as np
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.planner.candidates import Variant, find_meshes, find_variants
+from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.transfer import ContiguousLayout
 
 _Variants = Mapping[ParallelStrategy, Sequence[Variant]]
 

@@ -4,10 +4,12 @@ import numpy as np
 
 from realhf.graph import FunctionCall
 from realhf.planner.activation_memory import top_bytes
+from realhf.planner.parameter_boxes import ContiguousLayout, Model
 from realhf.planner.problem import ModelRole, Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import NEVER, Dependencies
-from realhf.planner.transfer import ContiguousLayout, transfer_seconds
+from realhf.planner.transfer import estimate_movement
+from realhf.realloc.links import Links
 
 SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
 
@@ -41,12 +43,12 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
 def reallocation_seconds(
     rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
 ) -> float:
-    """Return the seconds to move the trained parameters of a role to another layout."""
-    spec = role.trained_spec
-    seconds = transfer_seconds(
-        rates.cluster, source, target, num_bytes=spec.numel * role.itemsize,
-        sharded=source.strategy.num_replicas > 1, section_share=spec.section_numel / spec.numel)
-    return seconds / rates.assume.link
+    """Return the seconds to move the trained parameters of a role from where it trains to another layout."""
+    model = Model(role.config, role.lora, role.trained_spec.section_numel)
+    links = Links.of_cluster(rates.cluster)
+    movement = estimate_movement(
+        links, model, source, target, itemsize=role.itemsize, sharded=source.strategy.num_replicas > 1)
+    return movement.seconds / rates.assume.link + movement.num_waves * links.latency_seconds
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:

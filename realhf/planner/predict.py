@@ -9,10 +9,10 @@ from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, call_cost
 from realhf.planner.dependencies import dependencies, reallocation_seconds
+from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import periods
-from realhf.planner.transfer import ContiguousLayout
 
 _RANK_0 = Layout.parse("d1@0")
 

@@ -20,10 +20,10 @@ from realhf.plan import CallPlan
 from realhf.planner.call_group import OPEN, CallGroup, find_call_groups, placeholder_ranks
 from realhf.planner.dependencies import dependencies, host_anchor, reallocation_seconds
 from realhf.planner.model_states import available_bytes, shard_of
+from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import periods
-from realhf.planner.transfer import ContiguousLayout
 
 
 class HostCall(NamedTuple):
