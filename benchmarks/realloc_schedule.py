@@ -170,15 +170,16 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return a table of all rows."""
     moves = Table(title="Schedules", padding=(0, 1, 0, 0))
     left = ("model", "movement", "src -> dst", "limit")
-    for column in (*left[:3], "devices", "GB needed", "bound ms", "scheduled ms", "ratio", "planned ms", "waves", "hops",
-                   "compute s", "limit"):  # fmt: skip
+    for column in (*left[:3], "devices", "GB needed", "bound ms", "scheduled ms", "ratio", "planned ms",
+                   "waves", "hops", "compute s", "limit"):  # fmt: skip
         moves.add_column(column, justify="left" if column in left else "right")
     for row in rows:
         milliseconds = (f"{1e3 * row[x]:.2f}" for x in ("bound_seconds", "scheduled_seconds"))
         moves.add_row(
             row["model"], row["movement"], f"{row['source']} -> {row['target']}", str(row["devices"]),
             f"{row['needed_bytes'] / 1e9:.1f}", *milliseconds, f"{row['over_bound']:.3f}",
-            f"{1e3 * row['planned_seconds']:.2f}", str(row["waves"]), str(row["hops"]), f"{row['compute_seconds']:.2f}", row["limit"],
+            f"{1e3 * row['planned_seconds']:.2f}", str(row["waves"]), str(row["hops"]),
+            f"{row['compute_seconds']:.2f}", row["limit"],
         )  # fmt: skip
     return moves
 

@@ -131,7 +131,8 @@ def boxes_of(model: Model, kind: Kind, placed: ContiguousLayout, ranks: range, *
     elif kind.numel(*rows.T).max() * np.diff(columns).max() * np.diff(experts).max() <= model.section_numel:
         rows = _rows_of_replica(kind, rows, replica, parts)
         parts = 1
-    return Boxes(*(_spread(box, placed, ranks) for box in (rows, columns, experts)), parts)
+    rows, columns, experts = (_spread(box, placed, ranks) for box in (rows, columns, experts))
+    return Boxes(rows, columns, experts, parts)
 
 
 @lru_cache(maxsize=256)
