@@ -78,33 +78,31 @@ def arrivals(
 ) -> tuple[float, ...]:  # fmt: skip
     """Return for each copy of trained weights how long after training it is complete.
 
-    A rank makes its copies one after the other. A copy that an earlier one covers costs nothing, and the home
-    of a role without a sharded optimizer is complete at once. A layout that is None is not decided: that copy
-    and later ones count 0 seconds, which is less than they take.
+    A rank makes its copies one after the other. If replicas share the optimizer, a copy that an earlier one
+    covers costs nothing (runtime/actions.py); otherwise the home is complete at once. A layout that is None
+    is not decided: that copy and later ones count 0 seconds, which is less than they take.
     """
     role = problem.model_role(trainer)
-    done: list[tuple[str | None, ContiguousLayout, float]] = []
-    if home.strategy.num_replicas == 1:
-        done.append((trainer.role, home, 0.0))
+    done: dict[tuple[str | None, ContiguousLayout], float] = {}
+    is_sharded = home.strategy.num_replicas > 1
+    if not is_sharded:
+        done[trainer.role, home] = 0.0
     elapsed = 0.0
     times: list[float] = []
     for call, layout in copies:
         if layout is None:
             break
-        of_role = ((held, when) for name, held, when in done if name == call.role)
-        arrived = next((when for held, when in of_role if _covers(rates, role, held, layout)), None)
-        if arrived is None:
-            elapsed += reallocation_seconds(rates, role, home, layout)
-            arrived = elapsed
-        done.append((call.role, layout, arrived))
-        times.append(arrived)
+        if (call.role, layout) not in done:
+            earlier = [held for name, held in done if name == call.role] if is_sharded else []
+            if not any(_covers(rates, role, held, layout) for held in earlier):
+                elapsed += reallocation_seconds(rates, role, home, layout)
+            done[call.role, layout] = elapsed
+        times.append(done[call.role, layout])
     return (*times, *[0.0] * (len(copies) - len(times)))
 
 
 def _covers(rates: Rates, role: ModelRole, held: ContiguousLayout, wanted: ContiguousLayout) -> bool:
     """Return whether every rank of a layout already holds all that it wants in another layout."""
-    if held == wanted:
-        return True
     if wanted.first_rank < held.first_rank or wanted.ranks.stop > held.ranks.stop:
         return False
     return _movement(rates, role, held, wanted, sharded=False).seconds == 0
