@@ -44,6 +44,9 @@ class Cluster:
     host_bandwidth_bytes_per_second: float | None = None  # From one host; None: the sum of its devices'.
     device_type: str = "cuda"  # Or `cpu`: processes on the cores of the hosts.
     host_memory: Link | None = None  # Between one device and its host's memory (PCIe); None: no offload.
+    hosts_per_leaf: int | None = None  # Hosts on one leaf switch; None: all hosts.
+    oversubscription: float | None = None
+    """What the hosts of a leaf can send, relative to what its links to other leaves carry."""
 
     def __post_init__(self) -> None:
         if self.device_type not in DEVICE_TYPES:
@@ -66,6 +69,13 @@ class Cluster:
         if self.num_devices > MAX_RANKS:
             what = f"num_hosts {self.num_hosts} times devices_per_host {self.devices_per_host}"
             raise ValueError(f"{what} is {self.num_devices} devices: there can be at most {MAX_RANKS}")
+        if (self.hosts_per_leaf is None) != (self.oversubscription is None):
+            raise ValueError("hosts_per_leaf and oversubscription belong together: give both or neither")
+        if self.hosts_per_leaf is not None and not isinstance(self.hosts_per_leaf, int):
+            raise ValueError(f"hosts_per_leaf is {self.hosts_per_leaf!r}: it must be a whole number")
+        if self.oversubscription is not None and self.oversubscription < 1:
+            legal = "it must be at least 1 (1: links between leaves carry all that hosts send)"
+            raise ValueError(f"oversubscription is {self.oversubscription!r}: {legal}")
         if self.inter_host is None and self.num_hosts > 1:
             raise ValueError(f"inter_host is missing: {self.num_hosts} hosts need the link between them")
 
@@ -77,6 +87,15 @@ class Cluster:
         """Return the link from a device to others in its host, or to any: the one to other hosts, if it is
         known."""
         return self.intra_host if within_host else self.inter_host or self.intra_host
+
+    def slowdown(self, num_hosts: int, *, in_ring: bool = False) -> float:
+        """Return by how much leaf switches slow down the traffic among this many hosts that fill leaves.
+
+        Of the traffic of a ring, a leaf sends only as much to other leaves as one of its hosts.
+        """
+        if self.hosts_per_leaf is None or self.oversubscription is None or num_hosts <= self.hosts_per_leaf:
+            return 1.0
+        return max(1.0, self.oversubscription / (self.hosts_per_leaf if in_ring else 1))
 
     @property
     def host_port_bytes_per_second(self) -> float:

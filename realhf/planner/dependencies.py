@@ -1,6 +1,7 @@
 """The dependencies of calls: samples of other calls, reallocated weights, ranks of plain Python calls."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -121,7 +122,12 @@ def _movement(
     rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout, *, sharded: bool
 ) -> Movement:
     model = Model(role.config, role.lora, role.trained_spec.section_numel)
-    links = Links.of_cluster(rates.cluster)
+    cluster = rates.cluster
+    first, last = (pick(source.ranks[end], target.ranks[end]) for pick, end in ((min, 0), (max, -1)))
+    leaf = cluster.devices_per_host * (cluster.hosts_per_leaf or cluster.num_hosts)
+    slowdown = 1.0 if first // leaf == last // leaf else cluster.slowdown(cluster.num_hosts)
+    links = Links.of_cluster(cluster)
+    links = replace(links, nic=links.nic / slowdown, host=links.host / slowdown)
     return estimate_movement(links, model, source, target, itemsize=role.itemsize, sharded=sharded)
 
 

@@ -138,13 +138,15 @@ class Rates:
             return 0.0
         inside = (n - 1) / n if span.per_host > 1 else 0.0
         outside = (1 - 1 / span.hosts) / span.per_host
+        outside *= self.cluster.slowdown(span.hosts, in_ring=True)
         return self._exchange(num_bytes, inside, outside, num_latencies=math.ceil(math.log2(n)))
 
     def all_to_all(self, num_bytes: Any, span: Span) -> Any:
         """Return the seconds of an exchange in which every member sends `num_bytes` in equal parts to all."""
         if span.size == 1:
             return 0.0
-        return self._exchange(num_bytes, (span.per_host - 1) / span.size, 1 - span.per_host / span.size)
+        outside = (1 - span.per_host / span.size) * self.cluster.slowdown(span.hosts)
+        return self._exchange(num_bytes, (span.per_host - 1) / span.size, outside)
 
     def _exchange(self, num_bytes: Any, inside: float, outside: float, *, num_latencies: int = 1) -> Any:
         """Return the seconds in which a device sends these fractions of some bytes inside its host and to
@@ -155,7 +157,8 @@ class Rates:
         return num_bytes * slope + num_latencies * (far if outside else near).latency_seconds
 
     def send(self, num_bytes: float, *, within_host: bool) -> float:
-        return self._exchange(num_bytes, float(within_host), float(not within_host))
+        slowdown = self.cluster.slowdown(self.cluster.num_hosts)
+        return self._exchange(num_bytes, float(within_host), 0.0 if within_host else slowdown)
 
     def samples(self, num_bytes: float) -> float:
         """Return the seconds to move samples between calls, from host memory to host memory."""

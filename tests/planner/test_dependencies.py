@@ -11,10 +11,10 @@ from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
-from realhf.planner.dependencies import arrivals, busy_shares, dependencies
+from realhf.planner.dependencies import arrivals, busy_shares, dependencies, reallocation_seconds
 from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import ModelRole, Problem, Workload
-from realhf.planner.rates import Rates
+from realhf.planner.rates import Rates, Span
 from realhf.planner.search_space import SearchSpace
 from realhf.realloc.links import Links
 from realhf.realloc.schedule import make_schedule
@@ -132,3 +132,22 @@ def test_shares_of_processes_on_cpu():
     assert busy_shares(cpu) == (0.0, 1.0)  # The receiver copies from the sender's memory.
     assert busy_shares(replace(cpu, num_hosts=2, inter_host=Link(1e-4, 1e8))) == (1.0, 1.0)
 
+
+
+def test_leaf_switches_by_hand():
+    """Eight hosts of one device with 1 GB/s, four on a leaf whose links to the other carry 1/8 of that."""
+    flat = replace(CLUSTER, num_hosts=8, devices_per_host=1, inter_host=Link(1e-9, 1e9))
+    plain, leaves = Rates(flat), Rates(replace(flat, hosts_per_leaf=4, oversubscription=8.0))
+    inside, outside = Span(4, 1), Span(8, 1)
+    for rates in (plain, leaves):
+        assert rates.all_to_all(1e9, inside) == pytest.approx(3 / 4 / 0.8)
+        assert rates.all_gather(1e9, inside) == pytest.approx(3 / 4 / 0.8)
+    assert leaves.all_to_all(1e9, outside) == pytest.approx(8 * plain.all_to_all(1e9, outside))
+    # A ring leaves a leaf once, over links with half of what one of the four hosts can send.
+    assert leaves.all_gather(1e9, outside) == pytest.approx(2 * plain.all_gather(1e9, outside))
+    role = ModelRole(CONFIG, "float32", trainable=True)
+    for target, slower in (("t2@2-3", 1), ("t2@4-5", 8)):
+        near, far = (
+            reallocation_seconds(rates, role, placed("t2@0-1"), placed(target)) for rates in (plain, leaves)
+        )
+        assert far == pytest.approx(slower * near, rel=1e-3)
