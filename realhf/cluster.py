@@ -47,6 +47,8 @@ class Cluster:
     hosts_per_leaf: int | None = None  # Hosts on one leaf switch; None: all hosts.
     oversubscription: float | None = None
     """What the hosts of a leaf can send, relative to what its links to other leaves carry."""
+    rails: bool | None = None
+    """Whether a device reaches only the devices of its own index on other hosts directly."""
 
     def __post_init__(self) -> None:
         if self.device_type not in DEVICE_TYPES:
@@ -56,7 +58,7 @@ class Cluster:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         optional = [f.name for f in fields(self) if f.default is None]
         for name, value in asdict(self).items():
-            if (value is None and name in optional) or name == "device_type":
+            if (value is None and name in optional) or name in ("device_type", "rails"):
                 continue
             has_parts = name == "peak_flops" or isinstance(getattr(self, name), Link)
             parts = {f"{name}.{k}": v for k, v in value.items()} if has_parts else {name: value}
@@ -69,6 +71,8 @@ class Cluster:
         if self.num_devices > MAX_RANKS:
             what = f"num_hosts {self.num_hosts} times devices_per_host {self.devices_per_host}"
             raise ValueError(f"{what} is {self.num_devices} devices: there can be at most {MAX_RANKS}")
+        if not isinstance(self.rails, bool | None):
+            raise ValueError(f"rails is {self.rails!r}: legal are true and false")
         if (self.hosts_per_leaf is None) != (self.oversubscription is None):
             raise ValueError("hosts_per_leaf and oversubscription belong together: give both or neither")
         if self.hosts_per_leaf is not None and not isinstance(self.hosts_per_leaf, int):

@@ -142,11 +142,16 @@ class Rates:
         return self._exchange(num_bytes, inside, outside, num_latencies=math.ceil(math.log2(n)))
 
     def all_to_all(self, num_bytes: Any, span: Span) -> Any:
-        """Return the seconds of an exchange in which every member sends `num_bytes` in equal parts to all."""
+        """Return the seconds of an exchange in which every member sends `num_bytes` in equal parts to all.
+
+        With rails, what goes to other hosts first goes to the device of their host with the right index.
+        """
         if span.size == 1:
             return 0.0
-        outside = (1 - span.per_host / span.size) * self.cluster.slowdown(span.hosts)
-        return self._exchange(num_bytes, (span.per_host - 1) / span.size, outside)
+        outside = 1 - span.per_host / span.size
+        inside = (span.per_host - 1) / span.size
+        inside += outside * (1 - 1 / span.per_host) if self.cluster.rails else 0.0
+        return self._exchange(num_bytes, inside, outside * self.cluster.slowdown(span.hosts))
 
     def _exchange(self, num_bytes: Any, inside: float, outside: float, *, num_latencies: int = 1) -> Any:
         """Return the seconds in which a device sends these fractions of some bytes inside its host and to

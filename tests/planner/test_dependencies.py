@@ -145,9 +145,20 @@ def test_leaf_switches_by_hand():
     assert leaves.all_to_all(1e9, outside) == pytest.approx(8 * plain.all_to_all(1e9, outside))
     # A ring leaves a leaf once, over links with half of what one of the four hosts can send.
     assert leaves.all_gather(1e9, outside) == pytest.approx(2 * plain.all_gather(1e9, outside))
+    assert leaves.send(1e9, within_host=False) == pytest.approx(8 * plain.send(1e9, within_host=False))
     role = ModelRole(CONFIG, "float32", trainable=True)
     for target, slower in (("t2@2-3", 1), ("t2@4-5", 8)):
         near, far = (
             reallocation_seconds(rates, role, placed("t2@0-1"), placed(target)) for rates in (plain, leaves)
         )
         assert far == pytest.approx(slower * near, rel=1e-3)
+
+
+def test_rails_by_hand():
+    """Two hosts of four devices: of 8 parts, 3 stay in the host and 4 leave it, 3 of these on other rails."""
+    cluster = replace(CLUSTER, num_hosts=2, devices_per_host=4, inter_host=Link(1e-9, 1e9))
+    plain, rails = (Rates(replace(cluster, rails=flag)) for flag in (False, True))
+    span = Span(8, 4)
+    assert plain.all_to_all(1e9, span) == pytest.approx(4 / 8 / 0.8)  # The network is as slow as the host.
+    assert rails.all_to_all(1e9, span) == pytest.approx((3 / 8 + 4 / 8 * 3 / 4) / 0.8)
+    assert rails.all_gather(1e9, span) == plain.all_gather(1e9, span)
