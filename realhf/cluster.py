@@ -47,6 +47,11 @@ class Cluster:
     host_memory: Link | None = None  # Between one device and its host's memory (PCIe); None: no offload.
     accelerator: str | None = None
     """Whose efficiencies the planner uses, one of ACCELERATORS; None: h100 for `cuda` devices, else cpu."""
+    hosts_per_leaf: int | None = None  # Hosts on one leaf switch; None: all hosts.
+    oversubscription: float | None = None
+    """What the hosts of a leaf can send, relative to what its links to other leaves carry."""
+    rails: bool | None = None
+    """Whether a device reaches only the devices of its own index on other hosts directly."""
 
     def __post_init__(self) -> None:
         if self.device_type not in DEVICE_TYPES:
@@ -58,7 +63,7 @@ class Cluster:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         optional = [f.name for f in fields(self) if f.default is None]
         for name, value in asdict(self).items():
-            if (value is None and name in optional) or name in ("device_type", "accelerator"):
+            if (value is None and name in optional) or name in ("device_type", "accelerator", "rails"):
                 continue
             has_parts = name == "peak_flops" or isinstance(getattr(self, name), Link)
             parts = {f"{name}.{k}": v for k, v in value.items()} if has_parts else {name: value}
@@ -71,6 +76,15 @@ class Cluster:
         if self.num_devices > MAX_RANKS:
             what = f"num_hosts {self.num_hosts} times devices_per_host {self.devices_per_host}"
             raise ValueError(f"{what} is {self.num_devices} devices: there can be at most {MAX_RANKS}")
+        if not isinstance(self.rails, bool | None):
+            raise ValueError(f"rails is {self.rails!r}: legal are true and false")
+        if (self.hosts_per_leaf is None) != (self.oversubscription is None):
+            raise ValueError("hosts_per_leaf and oversubscription belong together: give both or neither")
+        if self.hosts_per_leaf is not None and not isinstance(self.hosts_per_leaf, int):
+            raise ValueError(f"hosts_per_leaf is {self.hosts_per_leaf!r}: it must be a whole number")
+        if self.oversubscription is not None and self.oversubscription < 1:
+            legal = "it must be at least 1 (1: links between leaves carry all that hosts send)"
+            raise ValueError(f"oversubscription is {self.oversubscription!r}: {legal}")
         if self.inter_host is None and self.num_hosts > 1:
             raise ValueError(f"inter_host is missing: {self.num_hosts} hosts need the link between them")
 
@@ -87,6 +101,15 @@ class Cluster:
         """Return the link from a device to others in its host, or to any: the one to other hosts, if it is
         known."""
         return self.intra_host if within_host else self.inter_host or self.intra_host
+
+    def slowdown(self, num_hosts: int, *, in_ring: bool = False) -> float:
+        """Return by how much leaf switches slow down the traffic among this many hosts that fill leaves.
+
+        Of the traffic of a ring, a leaf sends only as much to other leaves as one of its hosts.
+        """
+        if self.hosts_per_leaf is None or self.oversubscription is None or num_hosts <= self.hosts_per_leaf:
+            return 1.0
+        return max(1.0, self.oversubscription / (self.hosts_per_leaf if in_ring else 1))
 
     @property
     def host_port_bytes_per_second(self) -> float:

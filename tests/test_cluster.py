@@ -93,6 +93,11 @@ def test_every_shipped_cluster_loads_by_its_name():
         ("1.0e+10}", "-4 GB/s}", "intra_host.bandwidth_bytes_per_second is -4000000000.0: it must be"),
         ("1.0e+11", "9 TFLOPs", "peak_flops.float32 is '9 TFLOPs': it must be a number, or one with a unit"),
         ("1.0e+11", "1.2.3", "peak_flops.float32 is '1.2.3': it must be a number"),
+        ("\n", "\nrails: 4\n", "rails is 4: legal are true and false"),
+        ("\n", "\nhosts_per_leaf: 2\n", "hosts_per_leaf and oversubscription belong together"),
+        ("\n", "\nhosts_per_leaf: 1.5\noversubscription: 2\n", "hosts_per_leaf is 1.5: it must be a whole"),
+        ("\n", "\nhosts_per_leaf: 2\noversubscription: 0.5\n", "oversubscription is 0.5: it must be at"),
+        ("\n", "\nhosts_per_leaf: 0\noversubscription: 2\n", "hosts_per_leaf is 0: it must be a number"),
     ],
 )
 def test_load_names_file_and_field(tmp_path, old, new, sentence):

@@ -16,9 +16,9 @@ from realhf.plan import CallPlan
 from realhf.planner.candidate_memory import Held
 from realhf.planner.candidates import Variant, find_meshes, find_variants
 from realhf.planner.communicators import CommunicatorBytes
+from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.transfer import ContiguousLayout
 
 _Variants = Mapping[ParallelStrategy, Sequence[Variant]]
 

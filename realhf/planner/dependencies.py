@@ -1,13 +1,19 @@
 """The dependencies of calls: samples of other calls, reallocated weights, ranks of plain Python calls."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
+from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.planner.activation_memory import top_bytes
+from realhf.planner.parameter_boxes import ContiguousLayout, Model
 from realhf.planner.problem import ModelRole, Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import NEVER, Dependencies
-from realhf.planner.transfer import ContiguousLayout, transfer_seconds
+from realhf.planner.transfer import Movement, estimate_movement
+from realhf.realloc.links import Links
 
 SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
 
@@ -17,6 +23,7 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
     calls = problem.calls
     index = {call.name: i for i, call in enumerate(calls)}
     data, late_data = (np.full((len(calls), len(calls)), NEVER) for _ in range(2))
+    receiving = np.zeros(len(calls))
     for i, call in enumerate(calls):
         work = problem.workloads[call.name]
         for producer in filter(None, map(problem.graph.producer, call.inputs)):
@@ -24,29 +31,104 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
             is_late = producer.name in problem.ahead and call.name not in problem.ahead
             num_tokens = work.num_samples * work.tokens
             token_bytes = SAMPLE_BYTES + (top_bytes(work) if call.kind == "train_step" else 0)
-            (late_data if is_late else data)[i, j] = rates.samples(num_tokens * token_bytes)
+            seconds = rates.samples(num_tokens * token_bytes)
+            (late_data if is_late else data)[i, j] = seconds
+            receiving[i] += seconds  # They come to some ranks of the call, which then deal them out.
         if call.kind == "generate" and work.rounds > 1:
             num_tokens = work.num_samples * float(work.round.ages[1:].sum()) * work.tokens
             late_data[i, i] = rates.samples(num_tokens * SAMPLE_BYTES)
-    weights = []
-    for j, trainer in enumerate(calls):
-        for i, user in enumerate(calls):
-            if trainer.kind != "train_step" or user.role is None or user.kind == "train_step":
-                continue
-            if user.role == trainer.role or problem.model_role(user).follows == trainer.role:
-                weights.append((i, j, 0 if j < i else 1))
-    return Dependencies(data, late_data, tuple(weights), in_place=bool(problem.ahead))
+    weights = [
+        (user, trainer, 0 if trainer < user else 1)
+        for trainer, call in enumerate(calls) if call.kind == "train_step"
+        for user in _users(problem, trainer)
+    ]  # fmt: skip
+    return Dependencies(
+        data, late_data, tuple(weights), receiving, busy_shares(rates.cluster), in_place=bool(problem.ahead))
+
+
+def _users(problem: Problem, trainer: int) -> list[int]:
+    """Return the calls that use what a call trains, the role's next train step last.
+
+    That step needs the weights at home: where replicas share the optimizer, each has updated only a part.
+    """
+    calls = problem.calls
+    role = calls[trainer].role
+    users = [
+        i for i, user in enumerate(calls) if user.role is not None and user.kind != "train_step"
+        and (user.role == role or problem.model_role(user).follows == role)
+    ]  # fmt: skip
+    training = [i for i, call in enumerate(calls) if call.role == role and call.kind == "train_step"]
+    return [*users, training[(training.index(trainer) + 1) % len(training)]]
+
+
+def busy_shares(cluster: Cluster) -> tuple[float, float]:
+    """Return the parts of a reallocation's seconds in which a sending and a receiving rank compute nothing.
+
+    A GPU gives some of its multiprocessors to communication: 20 of 132 in DeepSeek-V3's training
+    (arXiv:2412.19437, section 3.2.2). On CPU the receiver copies from the sender's memory with the cores that
+    would compute; between hosts the sender packs and sends with its cores, too.
+    """
+    if cluster.device_type == "cpu":
+        return float(cluster.num_hosts > 1), 1.0
+    return 20 / 132, 20 / 132
+
+
+def arrivals(
+    rates: Rates, problem: Problem, trainer: FunctionCall, home: ContiguousLayout,
+    copies: Sequence[tuple[FunctionCall, ContiguousLayout | None]],
+) -> tuple[float, ...]:  # fmt: skip
+    """Return for each copy of trained weights how long after training it is complete.
+
+    A rank makes its copies one after the other. If replicas share the optimizer, a copy that an earlier one
+    covers costs nothing (runtime/actions.py); otherwise the home is complete at once. A layout that is None
+    is not decided: that copy and later ones count 0 seconds, which is less than they take.
+    """
+    role = problem.model_role(trainer)
+    done: dict[tuple[str | None, ContiguousLayout], float] = {}
+    is_sharded = home.strategy.num_replicas > 1
+    if not is_sharded:
+        done[trainer.role, home] = 0.0
+    elapsed = 0.0
+    times: list[float] = []
+    for call, layout in copies:
+        if layout is None:
+            break
+        if (call.role, layout) not in done:
+            earlier = [held for name, held in done if name == call.role] if is_sharded else []
+            if not any(_covers(rates, role, held, layout) for held in earlier):
+                elapsed += reallocation_seconds(rates, role, home, layout)
+            done[call.role, layout] = elapsed
+        times.append(done[call.role, layout])
+    return (*times, *[0.0] * (len(copies) - len(times)))
+
+
+def _covers(rates: Rates, role: ModelRole, held: ContiguousLayout, wanted: ContiguousLayout) -> bool:
+    """Return whether every rank of a layout already holds all that it wants in another layout."""
+    if wanted.first_rank < held.first_rank or wanted.ranks.stop > held.ranks.stop:
+        return False
+    return _movement(rates, role, held, wanted, sharded=False).seconds == 0
 
 
 def reallocation_seconds(
     rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
 ) -> float:
-    """Return the seconds to move the trained parameters of a role to another layout."""
-    spec = role.trained_spec
-    seconds = transfer_seconds(
-        rates.cluster, source, target, num_bytes=spec.numel * role.itemsize,
-        sharded=source.strategy.num_replicas > 1, section_share=spec.section_numel / spec.numel)
-    return seconds / rates.efficiencies.link
+    """Return the seconds to move the trained parameters of a role from where it trains to another layout."""
+    movement = _movement(rates, role, source, target, sharded=source.strategy.num_replicas > 1)
+    latency = Links.of_cluster(rates.cluster).latency_seconds
+    return movement.seconds / rates.efficiencies.link + movement.num_waves * latency
+
+
+def _movement(
+    rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout, *, sharded: bool
+) -> Movement:
+    model = Model(role.config, role.lora, role.trained_spec.section_numel)
+    cluster = rates.cluster
+    first, last = (pick(source.ranks[end], target.ranks[end]) for pick, end in ((min, 0), (max, -1)))
+    leaf = cluster.devices_per_host * (cluster.hosts_per_leaf or cluster.num_hosts)
+    slowdown = 1.0 if first // leaf == last // leaf else cluster.slowdown(cluster.num_hosts)
+    links = Links.of_cluster(cluster)
+    links = replace(links, nic=links.nic / slowdown, host=links.host / slowdown)
+    return estimate_movement(links, model, source, target, itemsize=role.itemsize, sharded=sharded)
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:

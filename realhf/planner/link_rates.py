@@ -43,17 +43,22 @@ class LinkRates:
             return 0.0
         inside = (n - 1) / n if span.per_host > 1 else 0.0
         outside = (1 - 1 / span.hosts) / span.per_host
+        outside *= self.cluster.slowdown(span.hosts, in_ring=True)
         return self._exchange(num_bytes, inside, outside, num_latencies=math.ceil(math.log2(n)))
 
     def all_to_all(self, num_bytes: Any, span: Span) -> Any:
         """Return the seconds of an exchange in which every member sends `num_bytes` in equal parts to all.
 
-        Each peer gets a message of its own, so that the time of messages grows with their number.
+        Each peer gets a message of its own, so that the time of messages grows with their number. With rails,
+        what goes to other hosts first goes to the device of their host with the right index.
         """
         n = span.size
         if n == 1:
             return 0.0
-        exchange = self._exchange(num_bytes, (span.per_host - 1) / n, 1 - span.per_host / n)
+        outside = 1 - span.per_host / n
+        inside = (span.per_host - 1) / n
+        inside += outside * (1 - 1 / span.per_host) if self.cluster.rails else 0.0
+        exchange = self._exchange(num_bytes, inside, outside * self.cluster.slowdown(span.hosts))
         return exchange + (n - 2) * self.efficiencies.message_seconds
 
     def _exchange(self, num_bytes: Any, inside: float, outside: float, *, num_latencies: int = 1) -> Any:
@@ -65,7 +70,8 @@ class LinkRates:
         return num_bytes * slope + num_latencies * (far if outside else near).latency_seconds
 
     def send(self, num_bytes: float, *, within_host: bool) -> float:
-        return self._exchange(num_bytes, float(within_host), float(not within_host))
+        slowdown = self.cluster.slowdown(self.cluster.num_hosts)
+        return self._exchange(num_bytes, float(within_host), 0.0 if within_host else slowdown)
 
     def samples(self, num_bytes: float) -> float:
         """Return the seconds to move samples between calls, from host memory to host memory."""

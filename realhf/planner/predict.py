@@ -8,11 +8,11 @@ import numpy as np
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, call_cost
-from realhf.planner.dependencies import dependencies, reallocation_seconds
+from realhf.planner.dependencies import arrivals, dependencies
+from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import periods
-from realhf.planner.transfer import ContiguousLayout
 
 _RANK_0 = Layout.parse("d1@0")
 
@@ -53,13 +53,17 @@ def step_seconds(
     layouts = [plan[call.name].layout for call in calls]
     ranges = [ContiguousLayout(layout.strategy, layout.ranks[0]) for layout in layouts]
     shares = np.array([[bool({*a.ranks} & {*b.ranks}) for b in layouts] for a in layouts])
-    moving = [
-        reallocation_seconds(rates, problem.model_role(calls[j]), ranges[j], ranges[i])
-        for i, j, _ in needs.weights
-    ]
+    moving = np.zeros((1, len(needs.weights)))
+    for trainer, numbers in needs.copies.items():
+        users = [needs.weights[number][0] for number in numbers]
+        copies = [(calls[user], ranges[user]) for user in users]
+        moving[0, numbers] = arrivals(rates, problem, calls[trainer], ranges[trainer], copies)
+    first = np.array([[min(layout.ranks) for layout in layouts]])
+    stop = np.array([[max(layout.ranks) + 1 for layout in layouts]])
     host = {
         call.name: problem.workloads[call.name].seconds / plan[call.name].layout.dp
         for call in calls if call.role is None
     }  # fmt: skip
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
-    return float(periods(needs, seconds, shares[None], moving=np.array(moving).reshape(1, -1))[0])
+    busy = needs.busy(moving, first, stop)
+    return float(periods(needs, seconds, shares[None], moving=moving, busy=busy)[0])

@@ -108,7 +108,7 @@ class Rates(LinkRates):
 
     def on(self, cluster: Cluster) -> "Rates":
         """Return the rates of another cluster of the same devices."""
-        return Rates(cluster, self.assume)
+        return Rates(cluster, self.efficiencies, self.path)
 
     def call_seconds(self, kind: str, *, samples: float) -> float:
         """Return the seconds of a call of this kind on a rank besides its passes."""

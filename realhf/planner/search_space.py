@@ -18,14 +18,13 @@ import numpy as np
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.call_group import CallGroup, find_call_groups, placeholder_ranks
-from realhf.planner.dependencies import dependencies, host_anchor, reallocation_seconds
+from realhf.planner.dependencies import arrivals, dependencies, host_anchor
 from realhf.planner.memory_account import MemoryAccount
 from realhf.planner.memory_bounds import MemoryBounds
 from realhf.planner.model_states import available_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import periods
-from realhf.planner.transfer import ContiguousLayout
 
 
 class HostCall(NamedTuple):
@@ -60,7 +59,7 @@ class SearchSpace:
         self.capacity = available_bytes(problem.cluster)
         self.groups = find_call_groups(problem, rates)
         self._memory = MemoryBounds(MemoryAccount(problem), self.groups, [call.name for call in self.calls])
-        self._known_moves: dict[tuple[int, ContiguousLayout, ContiguousLayout], float] = {}
+        self._known_moves: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._group_of = {call: u for u, group in enumerate(self.groups) for call in group.calls}
         self._host_calls = [self._host_call(i) for i, call in enumerate(self.calls) if call.role is None]
 
@@ -134,23 +133,32 @@ class SearchSpace:
         seconds, first, stop = self.call_times(choices)
         seconds = np.maximum(seconds, min_seconds)
         shares = (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
-        return periods(self.needs, seconds, shares, moving=moving, exact=exact)
+        busy = None if moving is None else self.needs.busy(moving, first, stop)
+        return periods(self.needs, seconds, shares, moving=moving, busy=busy, exact=exact)
 
     def moving(self, choices: np.ndarray) -> np.ndarray:
-        """Return the seconds of each reallocation, shape (K, number of `needs.weights`).
+        """Return the seconds from the end of training until each copy of the weights is complete, shape (K,
+        number of `needs.weights`).
 
         Reallocations with an end whose choice is open take 0 seconds.
         """
         seconds = np.zeros((len(choices), len(self.needs.weights)))
         is_decided = self.is_decided(choices)
-        for column, (user, trainer, _) in enumerate(self.needs.weights):
-            ends = [self._group_of[trainer], self._group_of[user]]
-            for k in np.flatnonzero(is_decided[:, ends].all(axis=1)):
-                source, target = (self.groups[u].candidates[choices[k, u]].layout for u in ends)
-                if (key := (trainer, source, target)) not in self._known_moves:
-                    role = self.problem.model_role(self.calls[trainer])
-                    self._known_moves[key] = reallocation_seconds(self.rates, role, source, target)
-                seconds[k, column] = self._known_moves[key]
+        for trainer, numbers in self.needs.copies.items():
+            home = self._group_of[trainer]
+            users = [self.needs.weights[number][0] for number in numbers]
+            groups = [self._group_of[user] for user in users]
+            for k in np.flatnonzero(is_decided[:, [home, groups[0]]].all(axis=1)):
+                layouts = tuple(
+                    self.groups[u].candidates[choices[k, u]].layout if is_decided[k, u] else None
+                    for u in (home, *groups)
+                )
+                if (key := (trainer, *layouts)) not in self._known_moves:
+                    copies = list(zip((self.calls[user] for user in users), layouts[1:], strict=True))
+                    assert layouts[0] is not None, "the home is decided"
+                    self._known_moves[key] = arrivals(
+                        self.rates, self.problem, self.calls[trainer], layouts[0], copies)
+                seconds[k, numbers] = self._known_moves[key]
         return seconds
 
     def is_decided(self, choices: np.ndarray) -> np.ndarray:

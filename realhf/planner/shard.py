@@ -127,7 +127,7 @@ def _table(config: ModelConfig, lora: LoraConfig | None = None) -> ModelSpec:
 
 
 @lru_cache(maxsize=64)
-def _kinds(config: ModelConfig, lora: LoraConfig | None) -> dict[tuple[ParamSpec, bool], np.ndarray]:
+def parameter_kinds(config: ModelConfig, lora: LoraConfig | None) -> dict[tuple[ParamSpec, bool], np.ndarray]:
     """Return the number of parameters of each kind by layer; a kind has one shape, split and use by experts.
 
     Layers count from 1; index 0 is the embedding, the last index is for the parameters after the last layer.
@@ -149,7 +149,7 @@ def _by_layer(config: ModelConfig, tp: int, ep: int, lora: LoraConfig | None) ->
     """Return the parameters of the ep rank with most experts, shape (shared or experts, tp index, layer)."""
     total = np.zeros((2, tp, config.num_layers + 2), np.int64)
     num_experts = config.moe.num_experts if config.moe else 1
-    for (param, is_expert), counts in _kinds(config, lora).items():
+    for (param, is_expert), counts in parameter_kinds(config, lora).items():
         numel = np.array([region_size(param.region(tp, index)) for index in range(tp)])
         here = counts * -(-num_experts // ep) // num_experts if is_expert else counts
         total[int(is_expert)] += numel[:, None] * here

@@ -36,11 +36,14 @@ def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
     """Return a step of a plan (one candidate per call group), late enough that the start has no effect."""
     plans = np.asarray(chosen)[None]
     period = float(space.exact_periods(plans)[0])
-    moving = space.moving(plans)[0]
-    seconds, first, stop = (array[0] for array in space.call_times(plans))
+    moving = space.moving(plans)
+    times = space.call_times(plans)
+    busy = space.needs.busy(moving, times.first, times.stop)[0]
+    durations = space.needs.durations(moving)[0]
+    seconds, first, stop = (array[0] for array in times)
     shares = (first[:, None] < stop) & (first < stop[:, None])
     num_steps = 4 * len(space.calls) + 4
-    starts = first_starts(space.needs, seconds, shares, moving, num_steps=num_steps)[-1]
+    starts = first_starts(space.needs, seconds, shares, moving[0], busy, num_steps=num_steps)[-1]
     starts = starts - starts.min()
     idle = np.ones(space.problem.cluster.num_devices)
     timeline = []
@@ -50,12 +53,12 @@ def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
         idle[first_rank : first_rank + num_ranks] -= seconds[i] / period
         end = starts[i] + seconds[i]
         timeline.append(TimelineEntry(call.name, call.kind, first_rank, num_ranks, starts[i], end))
-    for (i, j, lag), amount in zip(space.needs.weights, moving, strict=True):
+    for (i, j, lag), arrived, amount in zip(space.needs.weights, moving[0], durations, strict=True):
         if amount > 0:
             ends = [starts[j] + seconds[j]]
             if lag and space.needs.in_place:
                 ends += [starts[other] + seconds[other] for other in range(j) if shares[i, other]]
-            start = max(ends) - lag * period
+            start = max(ends) + arrived - amount - lag * period
             start += period if start < 0 else 0.0
             num_ranks = int(stop[i] - first[i])
             name = f"{space.calls[j].role} for {space.calls[i].name}"

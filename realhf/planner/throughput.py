@@ -24,7 +24,8 @@ class Dependencies:
     `data[i, j]` are the seconds from the end of call j until its outputs reach call i of the same step, -inf
     where i reads nothing of j; `late_data` is the same for outputs that call i reads in the next step.
     `weights` lists (i, j, lag): call i uses the weights that call j trains, in the same step (lag 0) or in
-    the one before (lag 1).
+    the one before (lag 1). Copies of one trainer are next to each other, in the order in which they are made.
+    `receiving[i]` are the seconds in which the ranks of call i exchange its inputs before it starts.
 
     `in_place`: weights of the step before replace those with which other calls may still run. So they move
     only when the calls before call j that share ranks with call i have ended, and call j waits until they
@@ -34,20 +35,66 @@ class Dependencies:
     data: np.ndarray
     late_data: np.ndarray
     weights: tuple[tuple[int, int, int], ...]
+    receiving: np.ndarray
+    busy_shares: tuple[float, float] = (0.0, 0.0)
+    """The parts of a reallocation's seconds in which a rank that only sends, or one that receives, computes
+    nothing."""
     in_place: bool = False
+
+    @property
+    def copies(self) -> dict[int, list[int]]:
+        """Return trainer -> the numbers of the `weights` that it trains, in the order of their copies."""
+        copies: dict[int, list[int]] = {}
+        for number, (_, trainer, _) in enumerate(self.weights):
+            copies.setdefault(trainer, []).append(number)
+        return copies
+
+    def durations(self, moving: np.ndarray) -> np.ndarray:
+        """Return how long each reallocation takes by itself, as copies of one trainer are made in turn."""
+        durations = np.zeros_like(moving)
+        for numbers in self.copies.values():
+            arrived = np.maximum.accumulate(moving[:, numbers], axis=1)
+            durations[:, numbers] = np.diff(arrived, axis=1, prepend=0.0)
+        return durations
+
+    def busy(self, moving: np.ndarray, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Return the seconds that reallocations take from ranks between two calls that share them.
+
+        Calls run on ranks from `first` to `stop` (K, N). In the result (K, N, N), call i comes after call j.
+        A rank that only sends does so directly after the trainer; one that receives does so before the user.
+        """
+        sending, receiving = (share * self.durations(moving) for share in self.busy_shares)
+        busy = np.zeros((*first.shape, first.shape[1]))
+        for number, (user, _, _) in enumerate(self.weights):
+            busy[:, user] += receiving[:, number, None]
+        for j, numbers in self.copies.items():
+            users = [self.weights[number][0] for number in numbers]
+            low = np.maximum(first, first[:, j, None])
+            high = np.minimum(stop, stop[:, j, None])
+            most = np.zeros(low.shape)
+            # What ranks send is most at the first shared rank, or where some target stops.
+            for rank in (low, *(np.broadcast_to(stop[:, user, None], low.shape) for user in users)):
+                sent = np.zeros(low.shape)
+                for number, user in zip(numbers, users, strict=True):
+                    outside = (rank < first[:, user, None]) | (rank >= stop[:, user, None])
+                    sent += np.where(outside, sending[:, number, None], 0.0)
+                most = np.maximum(most, np.where((low <= rank) & (rank < high), sent, 0.0))
+            busy[:, :, j] += most
+        return busy
 
 
 def periods(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray,
-    *, moving: np.ndarray | None = None, exact: bool = True,
+    *, moving: np.ndarray | None = None, busy: np.ndarray | None = None, exact: bool = True,
 ) -> np.ndarray:  # fmt: skip
     """Return the periods of K plans, shape (K,).
 
     `seconds` (K, N) are those of calls, `shares` (K, N, N) tells whether two calls have a device in common,
-    and `moving` (K, number of `needs.weights`) are the seconds of reallocations. Without `exact` the result
-    is a lower bound from cycles of at most two steps.
+    and `moving` (K, number of `needs.weights`) are the seconds from the end of training until weights have
+    arrived; `busy` is that of `Dependencies.busy`. Without `exact` the result is a lower bound from cycles of
+    at most two steps.
     """
-    step = _one_step(*_waits(needs, seconds, shares, moving))
+    step = _one_step(*_waits(needs, seconds, shares, moving, busy))
     diagonal = np.arange(len(needs.data))
     there_and_back = (step + step.transpose(1, 0, 2)).max(axis=(0, 1)) / 2
     best = np.maximum(step[diagonal, diagonal].max(axis=0), there_and_back)
@@ -59,10 +106,11 @@ def periods(
 
 
 def first_starts(
-    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray, *, num_steps: int
-) -> np.ndarray:
+    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray, busy: np.ndarray,
+    *, num_steps: int,
+) -> np.ndarray:  # fmt: skip
     """Return when each call starts in the first `num_steps` steps of one plan, shape (num_steps, N)."""
-    same, before = _waits(needs, seconds[None], shares[None], moving[None])
+    same, before = _waits(needs, seconds[None], shares[None], moving[None], busy[None])
     step = _one_step(same, before)[..., 0]
     closure = _closure(same)[..., 0]
     starts = [np.maximum(closure.max(axis=1), 0.0)]
@@ -72,8 +120,9 @@ def first_starts(
 
 
 def _waits(
-    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
+    needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None,
+    busy: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return the constraints between calls of one step, and those from the step before; shape (N, N, K)
     each."""
     num = len(needs.data)
@@ -83,11 +132,13 @@ def _waits(
     for i in range(num):
         for j in range(num):
             matrix = same if j < i else before
-            matrix[i, j] = np.where(shared[i, j], taken[j], NEVER)
+            released = taken[j] + needs.receiving[i]
+            occupied = released if busy is None else released + busy[:, i, j]
+            matrix[i, j] = np.where(shared[i, j], occupied, NEVER)
             if np.isfinite(needs.data[i, j]):
-                np.maximum(same[i, j], taken[j] + needs.data[i, j], out=same[i, j])
+                np.maximum(same[i, j], released + needs.data[i, j], out=same[i, j])
             if np.isfinite(needs.late_data[i, j]):
-                np.maximum(before[i, j], taken[j] + needs.late_data[i, j], out=before[i, j])
+                np.maximum(before[i, j], released + needs.late_data[i, j], out=before[i, j])
     for number, (i, j, lag) in enumerate(needs.weights):
         seconds_moving = 0.0 if moving is None else moving[:, number]
         matrix = before if lag else same

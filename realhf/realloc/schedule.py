@@ -40,7 +40,7 @@ _MIN_LATENCY = 1e-5
 """Assumed least latency of a wave, as a share of the whole reallocation; it limits the number of slices."""
 _ROUTES = ((False, False), (True, False), (True, True))
 """Settings of (forward, relay) in the order tried, from few hops to many."""
-_GOOD_ENOUGH = 1.04
+GOOD_ENOUGH = 1.04
 """A schedule within this factor of the bound is taken, and routes with more hops are not tried."""
 _RANK_PORTS = (
     "rank {} sends", "rank {} receives", "rank {} sends to other hosts", "rank {} receives from other hosts"
@@ -107,21 +107,16 @@ class Schedule:
 
     @cached_property
     def num_slices(self) -> int:
-        """Number of slices: enough for the cap on staging, and more where bundles are forwarded.
-
-        With s slices and h extra hops, the s + 2h waves take (s + 2h) * (load / s + latency) seconds, which
-        is smallest at s = sqrt(2h * load / latency).
-        """
+        """Number of slices, of which none has less than an element (see `slices_for`)."""
         if not len(self.hops):
             return 0
-        load_seconds = float(self._port_seconds.sum(axis=0).max())
-        latency = max(self.links.latency_seconds, load_seconds * _MIN_LATENCY)
-        for_hops = math.sqrt(HOP_WAVES * (self.max_hops - 1) * load_seconds / latency)
         sent = np.bincount(self.hops.source, self._hop_bytes, self._num_ranks)
         received = np.bincount(self.hops.target, self._hop_bytes, self._num_ranks)
-        for_staging = math.ceil(np.max(sent + received) / (_WAVE_SHARE * self.max_staging_bytes))
-        largest = max(bundle.size for bundle in self.bundles)
-        return max(1, min(largest, max(for_staging, round(for_hops))))
+        enough = slices_for(
+            float(self._port_seconds.sum(axis=0).max()), float(np.max(sent + received)),
+            latency_seconds=self.links.latency_seconds, num_hops=self.max_hops,
+            staging_bytes=self.max_staging_bytes)
+        return min(max(bundle.size for bundle in self.bundles), enough)
 
     @cached_property
     def digest(self) -> str:
@@ -275,6 +270,22 @@ class Schedule:
         return -(-2 * busiest // self.num_slices) if busiest else 0
 
 
+def slices_for(
+    load_seconds: float, staged_bytes: float, *, latency_seconds: float, num_hops: int,
+    staging_bytes: int = STAGING_BYTES,
+) -> int:  # fmt: skip
+    """Return the number of slices: enough for the cap on staging, and more where bundles are forwarded.
+
+    The busiest port works `load_seconds`, and a rank sends and receives at most `staged_bytes`. With s slices
+    and h extra hops, the s + 2h waves take (s + 2h) * (load / s + latency) seconds, which is smallest at
+    s = sqrt(2h * load / latency).
+    """
+    latency = max(latency_seconds, load_seconds * _MIN_LATENCY)
+    for_hops = math.sqrt(HOP_WAVES * (num_hops - 1) * load_seconds / latency)
+    for_staging = math.ceil(staged_bytes / (_WAVE_SHARE * staging_bytes))
+    return max(1, for_staging, round(for_hops))
+
+
 def make_schedule(
     spec: ModelSpec, *, source: Layout, target: Layout, itemsize: int, sharded: bool = False,
     links: Links | None = None, forward: bool = True, staging_bytes: int = STAGING_BYTES,
@@ -303,7 +314,7 @@ def _best_schedule(empty: Schedule, *, forward: bool) -> Schedule:
         hops = router.route(forward=forwards, relay=relays)
         bound = max(bound, router.bound_seconds(hops, itemsize=empty.itemsize), key=lambda b: b[0])
         tried.append(replace(empty, hops=hops))
-        if tried[-1].seconds <= _GOOD_ENOUGH * bound[0]:
+        if tried[-1].seconds <= GOOD_ENOUGH * bound[0]:
             break
     latency = empty.links.latency_seconds
     best = min(tried, key=lambda s: s.seconds + s.num_waves * latency)

@@ -43,13 +43,20 @@ class Trace:
         self.calls = {call.name: i for i, call in enumerate(space.calls)}
         self.placed = ranks_and_seconds(space, chosen)
         self.moves = {}  # trainer -> {user: seconds}
+        self.sends, self.receives = {}, {}  # (trainer, rank) and user -> seconds without computing
+        sending, receiving = space.needs.busy_shares
         for (user, trainer, _), seconds in zip(
             space.needs.weights, space.moving(np.array([chosen]))[0], strict=True
         ):
+            alone = max(0.0, seconds - max(self.moves.get(trainer, {}).values(), default=0.0))
+            self.receives[user] = self.receives.get(user, 0.0) + receiving * alone
+            for rank in {*self.placed[trainer][0]} - {*self.placed[user][0]}:
+                self.sends[trainer, rank] = self.sends.get((trainer, rank), 0.0) + sending * alone
             if seconds > 0:
                 self.moves.setdefault(trainer, {})[user] = seconds
         self.rollout = {self.calls[name] for name in lagged_parts(space.problem.graph)["rollout"]}
         self.clock = dict.fromkeys(range(space.problem.cluster.num_devices), 0.0)
+        self.ended = self.clock.copy()  # When the last call of a rank ended.
         self.ends = {}  # (call, step) -> seconds
         self.arrived = {}  # call -> when its weights, as far as they move, are those of the last update
         self.left = {}  # trainer -> when its weights have been sent
@@ -65,16 +72,18 @@ class Trace:
 
     def _call(self, i, step):
         ranks, seconds = self.placed[i]
-        start = max([self.clock[rank] for rank in ranks])
+        start = max([self.clock[rank] for rank in ranks]) + self.receives.get(i, 0.0)
         for j, made_in, delay in self._inputs(i, step):
             start = max(start, self.ends.get((j, made_in), 0.0) + delay)
+        start += self._receiving(i)
         start = max(start, self.arrived.get(i, 0.0), self.left.get(i, 0.0))
         self.ends[i, step] = start + seconds
-        self.clock |= dict.fromkeys(ranks, start + seconds)
+        self.ended |= dict.fromkeys(ranks, start + seconds)
+        self.clock |= {rank: start + seconds + self.sends.get((i, rank), 0.0) for rank in ranks}
         for user, amount in self.moves.get(i, {}).items():
             there = start + seconds
             if self.rounds == self.lag:  # The user's ranks come here after their earlier calls of this step.
-                there = max(there, *(self.clock[rank] for rank in self.placed[user][0]))
+                there = max(there, *(self.ended[rank] for rank in self.placed[user][0]))
                 self.left[i] = max(self.left.get(i, 0.0), there + amount)
             self.arrived[user] = max(self.arrived.get(user, 0.0), there + amount)
 
@@ -97,6 +106,13 @@ class Trace:
             budget = math.ceil(work.max_new_tokens / self.rounds)
             unfinished = work.num_samples * alive[budget::budget].sum()
             yield i, step - 1, self._sending(unfinished * work.tokens)
+
+    def _receiving(self, i):
+        call = self.space.calls[i]
+        work = self.space.problem.workloads[call.name]
+        made = [key for key in call.inputs if self.space.problem.graph.producer(key) is not None]
+        producers = {self.space.problem.graph.producer(key).name for key in made}
+        return len(producers) * self._sending(work.num_samples * work.tokens)
 
     def _sending(self, num_tokens):
         return self.space.rates.samples(num_tokens * 40)

@@ -17,23 +17,36 @@ ALL_CYCLES = 60  # A multiple of the length of any pattern of up to six steps.
 
 def walk(space, chosen):
     """Return the end of every step when each rank runs its calls in graph order and waits for inputs and
-    weights."""
+    weights.
+
+    A rank that only sends weights does so after training, and one that receives them before it uses them;
+    both lose a part of their time.
+    """
     by_call = ranks_and_seconds(space, chosen)
     moving = space.moving(np.array([chosen]))[0]
+    arrived, sends, receives = {}, {}, {}  # By trainer, by (trainer, rank), by user.
+    sending, receiving = space.needs.busy_shares
+    for (user, trainer, _), amount in zip(space.needs.weights, moving, strict=True):
+        alone = max(0.0, amount - arrived.get(trainer, 0.0))
+        arrived[trainer] = max(amount, arrived.get(trainer, 0.0))
+        receives[user] = receives.get(user, 0.0) + receiving * alone
+        for rank in {*by_call[trainer][0]} - {*by_call[user][0]}:
+            sends[trainer, rank] = sends.get((trainer, rank), 0.0) + sending * alone
     free, ends = {}, {}
     finished = []
     for step in range(NUM_STEPS):
         for i in range(len(space.calls)):
             ranks, seconds = by_call[i]
-            start = max([0.0, *(free.get(rank, 0.0) for rank in ranks)])
+            start = max([0.0, *(free[rank] + receives.get(i, 0.0) for rank in ranks if rank in free)])
             for j in range(len(space.calls)):
                 if np.isfinite(space.needs.data[i, j]):
                     start = max(start, ends[step, j] + space.needs.data[i, j])
+            start += space.needs.receiving[i]
             for (user, trainer, lag), amount in zip(space.needs.weights, moving, strict=True):
                 if user == i and step >= lag:
                     start = max(start, ends[step - lag, trainer] + amount)
             ends[step, i] = start + seconds
-            free |= dict.fromkeys(ranks, start + seconds)
+            free |= {rank: start + seconds + sends.get((i, rank), 0.0) for rank in ranks}
         finished.append(max(free.values()))
     return finished, ends
 
@@ -64,7 +77,9 @@ def test_first_starts_are_those_of_ranks_that_walk(seed):
     plans = np.array([chosen])
     seconds, first, stop = (array[0] for array in space.call_times(plans))
     shares = (first[:, None] < stop) & (first < stop[:, None])
-    starts = first_starts(space.needs, seconds, shares, space.moving(plans)[0], num_steps=5)
+    times = space.call_times(plans)
+    busy = space.needs.busy(space.moving(plans), times.first, times.stop)[0]
+    starts = first_starts(space.needs, seconds, shares, space.moving(plans)[0], busy, num_steps=5)
     for step in range(5):
         for i in range(len(seconds)):
             assert starts[step, i] + seconds[i] == pytest.approx(ends[step, i])

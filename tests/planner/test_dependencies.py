@@ -1,0 +1,164 @@
+"""When trained weights arrive where they are used: compared with the runtime's actions and its schedules."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from realhf.cluster import Cluster, Link
+from realhf.graph import DataflowGraph, FunctionCall
+from realhf.layout import Layout
+from realhf.model_config import ModelConfig
+from realhf.param_spec import model_spec
+from realhf.planner.dependencies import arrivals, busy_shares, dependencies, reallocation_seconds
+from realhf.planner.parameter_boxes import ContiguousLayout
+from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.rates import Rates, Span
+from realhf.planner.search_space import SearchSpace
+from realhf.realloc.links import Links
+from realhf.realloc.schedule import make_schedule
+from realhf.runtime.actions import ParameterSet, _copies
+
+CONFIG = ModelConfig("llama", 32000, 512, 1536, 8, 8, 4, 64)
+SPEC = model_spec(CONFIG)
+CLUSTER = Cluster(1, 8, 80e9, 1e12, 1e12, {"float32": 1e14}, Link(1e-9, 1e9))
+
+
+def calls_of(*kinds):
+    """Return calls of one role that read one another's outputs."""
+    calls, key = [], "prompts"
+    for number, kind in enumerate(kinds):
+        outputs = () if kind == "train_step" else (f"key{number}",)
+        calls.append(FunctionCall(f"call{number}", kind, (key,), outputs, "actor"))
+        key = outputs[0] if outputs else key
+    return calls
+
+
+def problem_of(*kinds, cluster=CLUSTER, pins=()):
+    calls = calls_of(*kinds)
+    work = Workload(8, 64, 64, 64)
+    return Problem(
+        DataflowGraph(tuple(calls), ("prompts",)), {"actor": ModelRole(CONFIG, "float32", trainable=True)},
+        {call.name: work for call in calls}, cluster,
+        {call.name: Layout.parse(text) for call, text in zip(calls, pins, strict=False)},
+    )  # fmt: skip
+
+
+def placed(text):
+    layout = Layout.parse(text)
+    return ContiguousLayout(layout.strategy, layout.ranks[0])
+
+
+def scheduled(source, target, *, sharded):
+    """Return the seconds of a schedule at the bandwidth that the planner assumes."""
+    links = Links.of_cluster(CLUSTER)
+    schedule = make_schedule(
+        SPEC, source=Layout.parse(source), target=Layout.parse(target), itemsize=4, sharded=sharded,
+        links=links,
+    )  # fmt: skip
+    return schedule.seconds / Rates(CLUSTER).assume.link
+
+
+def test_fine_tuning_pays_for_gathering_what_replicas_have_updated():
+    """The only call waits in each step until its ranks have the parts of the others (ZeRO-1)."""
+    space = SearchSpace(problem_of("train_step", pins=["d8@0-7"]), Rates(CLUSTER))
+    for chosen in range(len(space.groups[0].candidates)):
+        plan = np.array([[chosen]])
+        gathered = scheduled("d8@0-7", "d8@0-7", sharded=True)
+        assert gathered == pytest.approx(7 / 8 * SPEC.numel * 4 / 1e9 / Rates(CLUSTER).assume.link, rel=0.05)
+        waits = space.exact_periods(plan)[0] - space.call_times(plan).seconds[0, 0]
+        assert waits == pytest.approx(gathered, rel=0.06)
+
+
+def test_without_replicas_nothing_is_gathered():
+    space = SearchSpace(problem_of("train_step", pins=["t4@0-3"]), Rates(CLUSTER))
+    plan = np.array([[0]])
+    assert space.exact_periods(plan)[0] == pytest.approx(space.call_times(plan).seconds[0, 0])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_copies_are_free_where_the_runtime_makes_them_of_others(seed):
+    rng = random.Random(seed)
+    texts = ["d8@0-7", "d2t4@0-7", "t8@0-7", "d4t2@0-7", "p2d4@0-7", "d4@0-3", "t2p2@4-7", "d2t2p2@0-7"]
+    home, *users = (rng.choice(texts) for _ in range(rng.randint(2, 4)))
+    calls = calls_of(*["forward"] * len(users), "train_step")
+    problem = problem_of(*["forward"] * len(users), "train_step")
+    layouts = [*users, home]
+    times = arrivals(
+        Rates(CLUSTER), problem, calls[-1], placed(home), list(zip(calls, map(placed, layouts), strict=True)))
+    parameters = ParameterSet("actor", "actor", trained=True)
+    expected, elapsed = {}, 0.0
+    distinct = dict.fromkeys(map(Layout.parse, layouts))
+    for copy in _copies(parameters, Layout.parse(home), list(distinct), SPEC):
+        elapsed += scheduled(str(copy.source), str(copy.target), sharded=copy.sharded)
+        expected[copy.target] = elapsed
+    for layout, time in zip(layouts, times, strict=True):
+        if Layout.parse(layout) in expected:
+            assert time == pytest.approx(expected[Layout.parse(layout)], rel=0.35, abs=1e-6)
+        else:  # The runtime copies nothing to this layout.
+            assert time == 0
+
+
+def test_undecided_layouts_count_nothing():
+    problem = problem_of("generate", "forward", "train_step")
+    calls = problem.calls
+    home, other = placed("d4@0-3"), placed("t4@4-7")
+    known, partly = (
+        arrivals(Rates(CLUSTER), problem, calls[2], home, list(zip(calls, layouts, strict=True)))
+        for layouts in ((other, other, home), (other, None, home))
+    )
+    assert known[0] == known[1] > 0 and known[2] > known[1]
+    assert partly == (known[0], 0.0, 0.0)
+
+
+def test_what_ranks_lose_to_reallocations_by_hand():
+    """A generator on other ranks: the trainer's lose the sending, the generator's the receiving."""
+    needs = dependencies(problem_of("generate", "train_step"), Rates(CLUSTER))
+    assert needs.weights == ((0, 1, 1), (1, 1, 1)) and needs.busy_shares == (20 / 132, 20 / 132)
+    moving = np.array([[1.0, 1.5]])  # Half a second to gather at home, after one second to the generator.
+    assert needs.durations(moving).tolist() == [[1.0, 0.5]]
+    busy = needs.busy(moving, np.array([[0, 4]]), np.array([[4, 8]]))[0] * 132 / 20
+    assert busy == pytest.approx(np.array([[1.0, 1.0], [0.5, 0.5 + 1.0]]))
+    # On ranks that overlap, only those that do not receive lose time to sending.
+    busy = needs.busy(moving, np.array([[0, 2]]), np.array([[4, 8]]))[0] * 132 / 20
+    assert busy == pytest.approx(np.array([[1.0, 1.0], [0.5, 0.5 + 1.0]]))
+    busy = needs.busy(moving, np.array([[0, 2]]), np.array([[8, 8]]))[0] * 132 / 20
+    assert busy == pytest.approx(np.array([[1.0, 1.0], [0.5, 0.5]]))
+
+
+def test_shares_of_processes_on_cpu():
+    cpu = replace(CLUSTER, device_type="cpu")
+    assert busy_shares(cpu) == (0.0, 1.0)  # The receiver copies from the sender's memory.
+    assert busy_shares(replace(cpu, num_hosts=2, inter_host=Link(1e-4, 1e8))) == (1.0, 1.0)
+
+
+
+def test_leaf_switches_by_hand():
+    """Eight hosts of one device with 1 GB/s, four on a leaf whose links to the other carry 1/8 of that."""
+    flat = replace(CLUSTER, num_hosts=8, devices_per_host=1, inter_host=Link(1e-9, 1e9))
+    plain, leaves = Rates(flat), Rates(replace(flat, hosts_per_leaf=4, oversubscription=8.0))
+    inside, outside = Span(4, 1), Span(8, 1)
+    for rates in (plain, leaves):
+        assert rates.all_to_all(1e9, inside) == pytest.approx(3 / 4 / 0.8)
+        assert rates.all_gather(1e9, inside) == pytest.approx(3 / 4 / 0.8)
+    assert leaves.all_to_all(1e9, outside) == pytest.approx(8 * plain.all_to_all(1e9, outside))
+    # A ring leaves a leaf once, over links with half of what one of the four hosts can send.
+    assert leaves.all_gather(1e9, outside) == pytest.approx(2 * plain.all_gather(1e9, outside))
+    assert leaves.send(1e9, within_host=False) == pytest.approx(8 * plain.send(1e9, within_host=False))
+    role = ModelRole(CONFIG, "float32", trainable=True)
+    for target, slower in (("t2@2-3", 1), ("t2@4-5", 8)):
+        near, far = (
+            reallocation_seconds(rates, role, placed("t2@0-1"), placed(target)) for rates in (plain, leaves)
+        )
+        assert far == pytest.approx(slower * near, rel=1e-3)
+
+
+def test_rails_by_hand():
+    """Two hosts of four devices: of 8 parts, 3 stay in the host and 4 leave it, 3 of these on other rails."""
+    cluster = replace(CLUSTER, num_hosts=2, devices_per_host=4, inter_host=Link(1e-9, 1e9))
+    plain, rails = (Rates(replace(cluster, rails=flag)) for flag in (False, True))
+    span = Span(8, 4)
+    assert plain.all_to_all(1e9, span) == pytest.approx(4 / 8 / 0.8)  # The network is as slow as the host.
+    assert rails.all_to_all(1e9, span) == pytest.approx((3 / 8 + 4 / 8 * 3 / 4) / 0.8)
+    assert rails.all_gather(1e9, span) == plain.all_gather(1e9, span)
