@@ -12,7 +12,7 @@ from realhf.planner.parameter_boxes import ContiguousLayout, Model
 from realhf.planner.problem import ModelRole, Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import NEVER, Dependencies
-from realhf.planner.transfer import Movement, estimate_movement
+from realhf.planner.transfer import covers, estimate_movement
 from realhf.realloc.links import Links
 
 SAMPLE_BYTES = 40  # Bytes per token of samples between calls: ids and a few float columns.
@@ -95,24 +95,18 @@ def arrivals(
             break
         if (call.role, layout) not in done:
             earlier = [held for name, held in done if name == call.role] if is_sharded else []
-            if not any(_covers(rates, role, held, layout) for held in earlier):
+            if not any(covers(_moved(role), held, layout) for held in earlier):
                 elapsed += reallocation_seconds(rates, role, home, layout)
             done[call.role, layout] = elapsed
         times.append(done[call.role, layout])
     return (*times, *[0.0] * (len(copies) - len(times)))
 
 
-def _covers(rates: Rates, role: ModelRole, held: ContiguousLayout, wanted: ContiguousLayout) -> bool:
-    """Return whether every rank of a layout already holds all that it wants in another layout."""
-    if wanted.first_rank < held.first_rank or wanted.ranks.stop > held.ranks.stop:
-        return False
-    return _movement(rates, role, held, wanted, sharded=False).seconds == 0
-
-
 def reallocation_seconds(
     rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
 ) -> float:
     """Return the seconds to move the trained parameters of a role from where it trains to another layout."""
+<<<<<<< HEAD
     movement = _movement(rates, role, source, target, sharded=source.strategy.num_replicas > 1)
     latency = Links.of_cluster(rates.cluster).latency_seconds
     return movement.seconds / rates.efficiencies.link + movement.num_waves * latency
@@ -122,13 +116,23 @@ def _movement(
     rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout, *, sharded: bool
 ) -> Movement:
     model = Model(role.config, role.lora, role.trained_spec.section_numel)
+=======
+>>>>>>> moves
     cluster = rates.cluster
     first, last = (pick(source.ranks[end], target.ranks[end]) for pick, end in ((min, 0), (max, -1)))
     leaf = cluster.devices_per_host * (cluster.hosts_per_leaf or cluster.num_hosts)
     slowdown = 1.0 if first // leaf == last // leaf else cluster.slowdown(cluster.num_hosts)
     links = Links.of_cluster(cluster)
     links = replace(links, nic=links.nic / slowdown, host=links.host / slowdown)
-    return estimate_movement(links, model, source, target, itemsize=role.itemsize, sharded=sharded)
+    movement = estimate_movement(
+        links, _moved(role), source, target, itemsize=role.itemsize,
+        sharded=source.strategy.num_replicas > 1)
+    return movement.seconds / rates.assume.link + movement.num_waves * links.latency_seconds
+
+
+def _moved(role: ModelRole) -> Model:
+    """Return the parameters that training changes."""
+    return Model(role.config, role.lora, role.trained_spec.section_numel)
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:

@@ -80,6 +80,23 @@ def _estimate(
     return loads.movement(links, taking_part, itemsize=itemsize)
 
 
+@lru_cache(maxsize=1 << 16)
+def covers(model: Model, held: ContiguousLayout, wanted: ContiguousLayout) -> bool:
+    """Return whether every rank of a layout already holds all that it wants in another layout."""
+    if wanted.first_rank < held.first_rank or wanted.ranks.stop > held.ranks.stop:
+        return False
+    for kind in kinds_of(model, held.strategy, wanted.strategy):
+        have, want = (boxes_of(model, kind, placed, held.ranks, sharded=False) for placed in (held, wanted))
+        is_empty = np.zeros(len(held.ranks), dtype=bool)
+        is_inside = np.ones(len(held.ranks), dtype=bool)
+        for outer, inner in zip(have[:3], want[:3], strict=True):
+            is_empty |= inner[:, 0] >= inner[:, 1]
+            is_inside &= (outer[:, 0] <= inner[:, 0]) & (inner[:, 1] <= outer[:, 1])
+        if not (is_empty | is_inside).all():
+            return False
+    return True
+
+
 def _inside(boxes: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return which intervals between edges lie in which rank's box, shape (N, intervals), as 0.0 or 1.0."""
     inside = (boxes[:, :1] <= edges[:-1]) & (edges[1:] <= boxes[:, 1:])

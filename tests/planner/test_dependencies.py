@@ -57,7 +57,7 @@ def scheduled(source, target, *, sharded):
         SPEC, source=Layout.parse(source), target=Layout.parse(target), itemsize=4, sharded=sharded,
         links=links,
     )  # fmt: skip
-    return schedule.seconds / Rates(CLUSTER).assume.link
+    return schedule.seconds / Rates(CLUSTER).efficiencies.link
 
 
 def test_fine_tuning_pays_for_gathering_what_replicas_have_updated():
@@ -66,7 +66,7 @@ def test_fine_tuning_pays_for_gathering_what_replicas_have_updated():
     for chosen in range(len(space.groups[0].candidates)):
         plan = np.array([[chosen]])
         gathered = scheduled("d8@0-7", "d8@0-7", sharded=True)
-        assert gathered == pytest.approx(7 / 8 * SPEC.numel * 4 / 1e9 / Rates(CLUSTER).assume.link, rel=0.05)
+        assert gathered == pytest.approx(7 / 8 * SPEC.numel * 4 / 1e9 / Rates(CLUSTER).efficiencies.link, rel=0.05)
         waits = space.exact_periods(plan)[0] - space.call_times(plan).seconds[0, 0]
         assert waits == pytest.approx(gathered, rel=0.06)
 
