@@ -17,8 +17,9 @@ import numpy as np
 
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.call_group import OPEN, CallGroup, find_call_groups, placeholder_ranks
+from realhf.planner.call_group import OPEN, CallGroup, placeholder_ranks
 from realhf.planner.dependencies import dependencies, host_anchor, reallocation_seconds
+from realhf.planner.grouping import find_call_groups
 from realhf.planner.model_states import available_bytes, shard_of
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
