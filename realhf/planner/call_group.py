@@ -39,8 +39,9 @@ class CallGroup:
     A choice for the group is the index of a candidate; or, if only the mesh is decided, one of
     `mesh_choices`; or OPEN. The arrays of `with_open_choices` have an entry for each of them.
 
-    `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
-    roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
+    `layout_of` has the index of each candidate's layout in `layouts`, and `seconds` one column per call.
+    Bytes are those of the fullest rank: `resting` are always held for the roles in `homes`, `copied` for each
+    role in `copies`, and `running` only while a call of the group runs.
     """
 
     def __init__(
@@ -51,6 +52,9 @@ class CallGroup:
         self.homes = tuple(role for role in roles if role in homes)
         self.copies = tuple(role for role in roles if role not in homes)
         self.candidates = sorted(candidates, key=lambda c: sum(v.cost.seconds for v in c.variants))
+        numbers = {layout: i for i, layout in enumerate(dict.fromkeys(c.layout for c in self.candidates))}
+        self.layouts = list(numbers)
+        self.layout_of = np.array([numbers[c.layout] for c in self.candidates], dtype=int)
         self.first = np.array([c.layout.first_rank for c in self.candidates])
         self.stop = np.array([c.layout.ranks.stop for c in self.candidates])
         self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])

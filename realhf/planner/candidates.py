@@ -1,9 +1,9 @@
 """Variants: every strategy of one call with every combination of options that the search considers."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
 
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
@@ -18,7 +18,6 @@ from realhf.planner.rates import Rates
 _HALVINGS = 5  # The number of values tried for the rows generated at once, each half of the one before.
 _LARGEST_MICRO_BATCH = 1 << 17
 _HOST_SHARE = 0.8  # The fraction of host memory that offloaded weights may take.
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,17 @@ class Variant:
     cost: CallCost
     home_bytes: float
     copy_bytes: float
-    call_bytes: float
+    call_bytes_by_stage: tuple[float, ...]
+    """Of the stages among which the fullest one must be."""
+
+    @property
+    def call_bytes(self) -> float:
+        return max(self.call_bytes_by_stage)
+
+    @cached_property
+    def costs(self) -> tuple[float, ...]:
+        """All numbers that make a variant better or worse than others with the same number of stages."""
+        return (self.cost.seconds, self.home_bytes, self.copy_bytes, *self.call_bytes_by_stage)
 
 
 def find_variants(
@@ -59,36 +68,29 @@ def find_variants(
         variants = []
         for call_plan in _options(problem, call, Layout(strategy, mesh)):
             held = (0, 0) if call_plan.offload else (home, weights)
-            running = max(running_memory(problem, call, call_plan, stage).num_bytes for stage in stages)
-            if (held[0] if call.kind == "train_step" else held[1]) + running > capacity:
+            running = tuple(running_memory(problem, call, call_plan, stage).num_bytes for stage in stages)
+            if (held[0] if call.kind == "train_step" else held[1]) + max(running) > capacity:
                 continue
             cost = call_cost(rates, call, role, work, call_plan, per_host=in_host)
             variants.append(Variant(call_plan, cost, *held, running))
-        by_strategy[strategy] = undominated(variants, costs=_costs)
+        by_strategy[strategy] = _undominated(variants)
     return by_strategy
 
 
-def _costs(variant: Variant) -> tuple[float, ...]:
-    return (variant.cost.seconds, variant.home_bytes, variant.copy_bytes, variant.call_bytes)
+def _undominated(variants: Iterable[Variant]) -> list[Variant]:
+    """Return the variants of one layout that no other one equals or beats in all its costs.
 
-
-def undominated(
-    items: Iterable[_T], *, costs: Callable[[_T], tuple[float, ...]],
-    alike: Callable[[_T], Hashable] = lambda item: None,
-) -> list[_T]:  # fmt: skip
-    """Return the items that no other one with the same key `alike` equals or beats in all its costs.
-
-    Of items with equal costs the first one is kept.
+    Of variants with equal costs the first one is kept.
     """
-    kept: dict[Hashable, list[tuple[float, ...]]] = {}
-    result = []
-    for item in sorted(items, key=costs):  # An item comes after all those that beat it.
-        mine = costs(item)
-        others = kept.setdefault(alike(item), [])
-        if not any(all(x <= y for x, y in zip(other, mine, strict=True)) for other in others):
-            others.append(mine)
-            result.append(item)
-    return result
+    kept: list[Variant] = []
+    for variant in sorted(variants, key=lambda v: v.costs):  # A variant comes after all those that beat it.
+        if not any(is_no_worse(other.costs, variant.costs) for other in kept):
+            kept.append(variant)
+    return kept
+
+
+def is_no_worse(costs: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    return all(x <= y for x, y in zip(costs, others, strict=True))
 
 
 def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[CallPlan]:

@@ -6,7 +6,8 @@ they are fewer:
 - Meshes inside a host have a size that divides the host's number of devices, and start at a multiple of it.
   Larger ones are ranges of whole hosts. On more than 8 hosts, meshes inside a host are on the first one only;
   ranges start and end at every eighth of the cluster, and smaller ones are aligned powers of two.
-- The sizes tp and tp * cp either divide the number of devices of a host or are multiples of it.
+- The sizes tp and tp * cp either divide the number of devices of a host or are multiples of it. On more than
+  8 hosts, tp takes at most 4 hosts, and cp is 1 or fills a host with tp.
 """
 
 import math
@@ -18,9 +19,10 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.planner.problem import Problem
 
-COMPLETE = 16
+COMPLETE = 8
 """Clusters of up to this many devices have all legal layouts on contiguous ranks enumerated."""
 _RANGE_ENDS = 8  # Ranges of hosts begin and end at this many positions, evenly spaced.
+_MOST_HOSTS = 4  # The most hosts of a tp group, where ranges end at few positions.
 _SMALLEST_RANGE = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
 
 
@@ -72,8 +74,11 @@ def find_strategies(
 def _is_enumerated(cluster: Cluster, tp: int, cp: int) -> bool:
     """Return whether strategies may have these sizes of tp and cp."""
     per_host = cluster.devices_per_host
-    fit = (per_host % n == 0 or n % per_host == 0 for n in (tp, tp * cp))
-    return cluster.num_devices <= COMPLETE or all(fit)
+    if cluster.num_devices <= COMPLETE:
+        return True
+    if cluster.num_hosts > _RANGE_ENDS and (tp > _MOST_HOSTS * per_host or cp not in (1, per_host // tp)):
+        return False
+    return all(per_host % n == 0 or n % per_host == 0 for n in (tp, tp * cp))
 
 
 def pins_outside(problem: Problem) -> dict[str, Layout]:

@@ -1,7 +1,7 @@
 """Joins the calls that must share a layout into groups, and finds the candidates of each group."""
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import networkx as nx
@@ -9,9 +9,8 @@ import networkx as nx
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.planner.call_group import CallGroup, Candidate
-from realhf.planner.candidates import Variant, find_variants, undominated
+from realhf.planner.candidates import Variant, find_variants, is_no_worse
 from realhf.planner.cost import ranks_per_host
-from realhf.planner.dependencies import host_anchor
 from realhf.planner.enumeration import find_meshes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
@@ -57,13 +56,15 @@ def _candidates(
     else:
         meshes = find_meshes(problem.cluster)
     only = None if layout is None else layout.strategy
-    noticed = _what_others_notice(problem, calls, homes)
+    # Two copies of a role share their memory only if they have the same layout.
+    roles = {call.role for call in calls if call.role is not None}
+    is_matched = any(len(problem.graph.of_role(role)) > 2 for role in roles.difference(homes))
     of_shape: dict[tuple[int, int], list[_Choice]] = {}
     candidates = []
     for mesh in meshes:
         shape = (len(mesh), ranks_per_host(problem.cluster, mesh))
         if shape not in of_shape:
-            of_shape[shape] = _choices(problem, rates, calls, shape, only=only, noticed=noticed)
+            of_shape[shape] = _choices(problem, rates, calls, shape, only=only, is_matched=is_matched)
         for strategy, variants in of_shape[shape]:
             candidates.append(Candidate(ContiguousLayout(strategy, mesh.start), variants))
     return candidates
@@ -71,12 +72,11 @@ def _candidates(
 
 def _choices(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall], shape: tuple[int, int],
-    *, only: ParallelStrategy | None, noticed: Callable[[_Choice], Hashable],
+    *, only: ParallelStrategy | None, is_matched: bool,
 ) -> list[_Choice]:  # fmt: skip
     """Return the choices of a group on a mesh of `size` ranks, `in_host` of them on each host (the shape).
 
-    Of choices for which `noticed` returns the same, those are left out that another one equals or beats in
-    the seconds and the memory of every call.
+    With `is_matched` it matters whether another group has exactly the same layout.
     """
     size, in_host = shape
     of_calls = [find_variants(problem, rates, call, size=size, in_host=in_host, only=only) for call in calls]
@@ -85,53 +85,33 @@ def _choices(
         for strategy in of_calls[0]
         for variants in itertools.product(*(of_call.get(strategy, ()) for of_call in of_calls))
     ]
-    splits_host_calls = any(is_split for _, is_split in _host_calls_of(problem, calls))
-
-    def costs(choice: _Choice) -> tuple[float, ...]:
-        of_each = ((v.cost.seconds, v.home_bytes, v.copy_bytes, v.call_bytes) for v in choice.variants)
-        return (*itertools.chain(*of_each), -choice.strategy.dp if splits_host_calls else 0)
-
-    return undominated(choices, costs=costs, alike=noticed)
+    return choices if is_matched else _without_useless_cp(choices)
 
 
-def _host_calls_of(problem: Problem, calls: Sequence[FunctionCall]) -> list[tuple[str, bool]]:
-    """Return the plain Python calls that run on the ranks with the results of these calls, and whether each
-    is split over them."""
-    names = {call.name for call in calls}
-    anchors = ((call.name, *host_anchor(problem, call)) for call in problem.calls if call.role is None)
-    return [(name, is_split) for name, anchor, is_split in anchors if anchor in names]
+def _without_useless_cp(choices: Sequence[_Choice]) -> list[_Choice]:
+    """Return the choices except those with cp > 1 that are nowhere better than one with cp = 1.
 
-
-def _what_others_notice(
-    problem: Problem, calls: Sequence[FunctionCall], homes: Sequence[str]
-) -> Callable[[_Choice], Hashable]:
-    """Return a function that tells what the rest of a plan notices of a choice on a mesh, besides its costs.
-
-    That is the shard on each rank if the weights move or another role or copy may share their memory; the
-    last stage, where plain Python calls run; and the layout itself of a copy if the role has another one,
-    since copies share their memory only if they have the same layout.
+    Both have the same pp and tp and no ep, hence the same shard on every rank, and the one with cp = 1 has
+    no group of ranks that the other one lacks. So no reallocation, memory or call beside them tells them
+    apart.
     """
-    graph = problem.graph
-    trained = {call.role for call in problem.calls if call.kind == "train_step"}
-    roles = {call.role: problem.model_role(call) for call in calls if call.role is not None}
-    sources = [role.source for role in problem.roles.values() if role.source is not None]
-    num_calls = {name: len(graph.of_role(name)) for name in roles}
-    has_other_copies = any(num > 2 for name, num in num_calls.items() if name not in homes)
-    has_shared_shards = any(
-        name in trained or role.follows in trained or num_calls[name] > 1 or sources.count(role.source) > 1
-        for name, role in roles.items()
-    )
-    has_host_calls = bool(_host_calls_of(problem, calls))
+    without_cp: dict[tuple[int, int], list[tuple[float, ...]]] = {}
+    for strategy, variants in choices:
+        if strategy.cp == strategy.ep == 1:
+            without_cp.setdefault((strategy.pp, strategy.tp), []).append(_costs(variants))
 
-    def noticed(choice: _Choice) -> Hashable:
+    def is_useless(choice: _Choice) -> bool:
         s = choice.strategy
-        if has_other_copies:
-            return s
-        if has_shared_shards:
-            return (s.pp, s.tp, s.ep, s.cp if s.ep > 1 else 1)
-        return s.pp if has_host_calls else None
+        if s.cp == 1 or s.ep > 1:
+            return False
+        costs = _costs(choice.variants)
+        return any(is_no_worse(other, costs) for other in without_cp.get((s.pp, s.tp), ()))
 
-    return noticed
+    return [choice for choice in choices if not is_useless(choice)]
+
+
+def _costs(variants: Sequence[Variant]) -> tuple[float, ...]:
+    return tuple(itertools.chain(*(variant.costs for variant in variants)))
 
 
 def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:

@@ -20,7 +20,7 @@ from realhf.plan import CallPlan
 from realhf.planner.call_group import OPEN, CallGroup, placeholder_ranks
 from realhf.planner.dependencies import dependencies, host_anchor, reallocation_seconds
 from realhf.planner.grouping import find_call_groups
-from realhf.planner.model_states import available_bytes, shard_of
+from realhf.planner.model_states import available_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.throughput import periods
@@ -177,13 +177,24 @@ class SearchSpace:
         is_decided = self.is_decided(choices)
         for column, (user, trainer, _) in enumerate(self.needs.weights):
             ends = [self._group_of[trainer], self._group_of[user]]
-            for k in np.flatnonzero(is_decided[:, ends].all(axis=1)):
-                source, target = (self.groups[u].candidates[choices[k, u]].layout for u in ends)
-                if (key := (trainer, source, target)) not in self._known_moves:
-                    role = self.problem.model_role(self.calls[trainer])
-                    self._known_moves[key] = reallocation_seconds(self.rates, role, source, target)
-                seconds[k, column] = self._known_moves[key]
+            source, target = (self.groups[u] for u in ends)
+            rows = np.flatnonzero(is_decided[:, ends].all(axis=1))
+            sources, targets = choices[rows][:, ends].T
+            pairs = source.layout_of[sources] * len(target.layouts) + target.layout_of[targets]
+            distinct, position = np.unique(pairs, return_inverse=True)
+            of_pairs = [
+                self._move_seconds(trainer, source.layouts[a], target.layouts[b])
+                for a, b in zip(*divmod(distinct, len(target.layouts)), strict=True)
+            ]
+            seconds[rows, column] = np.array(of_pairs)[position]
         return seconds
+
+    def _move_seconds(self, trainer: int, source: ContiguousLayout, target: ContiguousLayout) -> float:
+        """Return the seconds of one reallocation; they are remembered, as it takes long to compute them."""
+        if (key := (trainer, source, target)) not in self._known_moves:
+            role = self.problem.model_role(self.calls[trainer])
+            self._known_moves[key] = reallocation_seconds(self.rates, role, source, target)
+        return self._known_moves[key]
 
     def is_decided(self, choices: np.ndarray) -> np.ndarray:
         """Return which choices are candidates of their groups, rather than meshes or open; shape (K, U)."""
@@ -299,4 +310,13 @@ def _same_shards(layout: ContiguousLayout, home: ContiguousLayout) -> bool:
     are_alike = all(getattr(layout.strategy, axis) == getattr(home.strategy, axis) for axis in axes)
     if not are_alike or layout.first_rank < home.first_rank or layout.ranks.stop > home.ranks.stop:
         return False
-    return all(shard_of(layout.as_layout, rank) == shard_of(home.as_layout, rank) for rank in layout.ranks)
+    first = layout.first_rank - home.first_rank
+    at_home = _shards(home.strategy)[:, first : first + len(layout.ranks)]
+    return np.array_equal(_shards(layout.strategy), at_home)
+
+
+@lru_cache(maxsize=1 << 12)
+def _shards(strategy: ParallelStrategy) -> np.ndarray:
+    """Return the indices of pipeline stage, tp and ep of every rank, shape (3, ranks)."""
+    pp, dp, _, tp = np.indices((strategy.pp, strategy.dp, strategy.cp, strategy.tp)).reshape(4, -1)
+    return np.stack([pp, tp, dp % strategy.ep])
