@@ -1,26 +1,19 @@
 """Call groups: calls that must share a layout, with all their candidate layouts as arrays."""
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-import networkx as nx
 import numpy as np
 
 from realhf.graph import FunctionCall
-from realhf.layout import Layout, ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.candidate_memory import Held
-from realhf.planner.candidates import Variant, find_meshes, find_variants
+from realhf.planner.candidates import Variant
 from realhf.planner.communicators import CommunicatorBytes
 from realhf.planner.parameter_boxes import ContiguousLayout
-from realhf.planner.problem import Problem
-from realhf.planner.rates import Rates
-
-_Variants = Mapping[ParallelStrategy, Sequence[Variant]]
 
 OPEN = -1
 """The choice of a group of which nothing is decided yet."""
@@ -50,10 +43,11 @@ class CallGroup:
     A choice for the group is the index of a candidate; or, if only the mesh is decided, one of
     `mesh_choices`; or OPEN. The arrays of `with_open_choices` have an entry for each of them.
 
-    `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
-    roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
-    `start_` and `least_` are for the bounds of memory_bounds.py: ranks before `inner` are on the first stage.
-    `connected` are the least bytes of communicators.
+    `layout_of` has the index of each candidate's layout in `layouts`, and `seconds` one column per call.
+    Bytes are those of the fullest rank: `resting` are always held for the roles in `homes`, `copied` for each
+    role in `copies`, and `running` only while a call of the group runs. `start_` and `least_` are for the
+    bounds of memory_bounds.py: ranks before `inner` are on the first stage. `connected` are the least bytes
+    of communicators.
     """
 
     def __init__(
@@ -65,6 +59,9 @@ class CallGroup:
         self.homes = tuple(role for role in roles if role in homes)
         self.copies = tuple(role for role in roles if role not in homes)
         self.candidates = sorted(candidates, key=lambda c: sum(v.cost.seconds for v in c.variants))
+        numbers = {layout: i for i, layout in enumerate(dict.fromkeys(c.layout for c in self.candidates))}
+        self.layouts = list(numbers)
+        self.layout_of = np.array([numbers[c.layout] for c in self.candidates], dtype=int)
         self.first = np.array([c.layout.first_rank for c in self.candidates])
         self.stop = np.array([c.layout.ranks.stop for c in self.candidates])
         self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])
@@ -196,112 +193,3 @@ class CallGroup:
             copied = [extended(array) for array in getattr(self, f"{prefix}copied")]
             setattr(extended_group, f"{prefix}copied", copied)
         return extended_group
-
-
-def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
-    """Return the calls joined into groups that must share a layout, in the order in which ranks run them."""
-    calls = problem.calls
-    positions = {call.name: i for i, call in enumerate(calls)}
-    ties = nx.Graph()
-    ties.add_nodes_from(i for i, call in enumerate(calls) if call.role is not None)
-    for names in problem.together:
-        nx.add_path(ties, [i for i, call in enumerate(calls) if call.name in names])
-    owners = {}
-    for role in problem.roles:
-        of_role = [positions[call.name] for call in problem.graph.of_role(role)]
-        training = [i for i in of_role if calls[i].kind == "train_step"]
-        nx.add_path(ties, training)
-        owners[role] = (training or of_role)[0]
-    known: dict[tuple[object, ...], _Variants] = {}
-    groups = []
-    moved = {call.role for call in calls if call.kind == "train_step"}
-    moved |= {name for name, role in problem.roles.items() if role.follows in moved}
-    for group in sorted(map(sorted, nx.connected_components(ties))):
-        candidates = _candidates(problem, rates, [calls[i] for i in group], known)
-        homes = [role for role, owner in owners.items() if owner in group]
-        first_role = calls[group[0]].role
-        is_alone = len(group) == 1 and sum(call.role == first_role for call in calls) == 1
-        if is_alone and first_role not in moved:
-            candidates = _undominated(candidates)
-        groups.append(CallGroup({i: calls[i] for i in group}, candidates, homes=homes))
-    return groups
-
-
-def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that no other on the same mesh beats in both time and memory.
-
-    This is for a call whose parameters never move, so that nothing else tells its candidates apart.
-    """
-    kept: dict[range, list[Candidate]] = {}
-    for candidate in sorted(candidates, key=lambda c: c.variants[0].cost.seconds):
-        (variant,) = candidate.variants
-        others = (other.variants[0] for other in kept.setdefault(candidate.layout.ranks, []))
-        if not any(
-            other.home_bytes <= variant.home_bytes and other.call_bytes <= variant.call_bytes
-            for other in others
-        ):
-            kept[candidate.layout.ranks].append(candidate)
-    return [candidate for group in kept.values() for candidate in group]
-
-
-def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
-    """Return the layout that the user has fixed for these calls, if any.
-
-    Raises ValueError if the calls cannot all have it.
-    """
-    pins = {name: problem.pins[name] for call in calls if (name := call.name) in problem.pins}
-    if not pins:
-        return None
-    (name, layout), *others = pins.items()
-    if any(other != layout for _, other in others):
-        raise ValueError(f"--pin: {' and '.join(pins)} must share a layout: pin them alike")
-    if layout.ranks != tuple(range(layout.ranks[0], layout.ranks[0] + len(layout.ranks))):
-        raise ValueError(f"--pin {name}={layout}: plans are made of contiguous ranks")
-    for call in calls:
-        try:
-            problem.model_role(call).config.check_layout(layout)
-        except ValueError as error:
-            raise ValueError(f"--pin {name}={layout}: call {call.name}: {error}") from error
-        max_dp = problem.workloads[call.name].most_replicas(call.kind)
-        if layout.dp > max_dp:
-            complaint = f"the {max_dp} samples of call {call.name} cannot be split over dp={layout.dp}"
-            raise ValueError(f"--pin {name}={layout}: {complaint}")
-    return layout
-
-
-def _candidates(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], known: dict[tuple[object, ...], _Variants]
-) -> list[Candidate]:
-    """Return the candidates on all meshes of the cluster, or on the pinned one.
-
-    If no call can be split over such meshes, it returns candidates inside the first host.
-    """
-    if (layout := _pinned(problem, calls)) is not None:
-        mesh = range(layout.ranks[0], layout.ranks[-1] + 1)
-        return _on_meshes(problem, rates, calls, [mesh], known, only=layout.strategy)
-    one_host = replace(problem.cluster, num_hosts=1)
-    return _on_meshes(problem, rates, calls, find_meshes(problem.cluster), known) or (
-        _on_meshes(problem, rates, calls, find_meshes(one_host), known)
-    )
-
-
-def _on_meshes(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], meshes: Sequence[range],
-    known: dict[tuple[object, ...], _Variants], *, only: ParallelStrategy | None = None,
-) -> list[Candidate]:  # fmt: skip
-    candidates = []
-    for mesh in meshes:
-        in_host = min(problem.cluster.count_by_host(mesh).values())
-        per_call: list[_Variants] = []
-        for call in calls:
-            key = (call.name, len(mesh), in_host, only)
-            if key not in known:
-                known[key] = find_variants(
-                    problem, rates, call, size=len(mesh), in_host=in_host, only=only
-                )
-            per_call.append(known[key])
-        for strategy in per_call[0]:
-            layout = ContiguousLayout(strategy, mesh.start)
-            options = [of_call.get(strategy, []) for of_call in per_call]
-            candidates += [Candidate(layout, combo) for combo in itertools.product(*options)]
-    return candidates

@@ -37,12 +37,14 @@ class StateBytes(NamedTuple):
 class CandidateMemory(NamedTuple):
     """The most bytes of a rank, those of the first stage, and the least of any stage.
 
-    `alone` is what the fullest rank needs if it holds nothing else.
+    `by_stage` are the bytes that the call adds on each of the stages of `StateBytes`, and `alone` is what the
+    fullest rank needs if it holds nothing else.
     """
 
     fullest: Held
     start: Held
     least: Held
+    by_stage: tuple[float, ...]
     alone: float
 
 
@@ -71,7 +73,8 @@ def candidate_memory(
     alone = (home if call.kind == "train_step" else copy) + running
     return CandidateMemory(
         Held(home.max(), copy.max(), running.max()), Held(own_home[0], own_copy[0], running[0]),
-        Held(own_home.min(), own_copy.min(), running.min()), alone.max())
+        Held(own_home.min(), own_copy.min(), running.min()),
+        tuple(running.tolist()), alone.max())
 
 
 def _running(

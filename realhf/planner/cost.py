@@ -8,13 +8,14 @@ overlap is known.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.kv_blocks import shared_tokens
 from realhf.layout import ParallelStrategy
@@ -46,13 +47,19 @@ class Spans(NamedTuple):
         return f"{' and '.join(used) or 'tensor'} parallel"
 
 
+def ranks_per_host(cluster: Cluster, ranks: Iterable[int]) -> int:
+    """Return the largest number n such that no n consecutive ranks of a mesh, counted from its first, lie on
+    two hosts. If the mesh begins or ends inside a host, this may be less than the ranks on any host."""
+    return math.gcd(*cluster.count_by_host(ranks).values())
+
+
 def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
     s = strategy
     near = max(1, per_host // s.tp)  # Number of tp groups on one host.
     replicas = s.num_replicas
     experts = s.num_expert_replicas
     return Spans(
-        tp=Span(s.tp, min(s.tp, per_host)),
+        tp=Span(s.tp, math.gcd(s.tp, per_host)),
         replicas=Span(replicas, min(replicas, near)),
         expert_replicas=Span(experts, max(1, min(experts, near // s.ep))),
         cp=Span(s.cp, min(s.cp, near)),

@@ -106,18 +106,6 @@ def reallocation_seconds(
     rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout
 ) -> float:
     """Return the seconds to move the trained parameters of a role from where it trains to another layout."""
-<<<<<<< HEAD
-    movement = _movement(rates, role, source, target, sharded=source.strategy.num_replicas > 1)
-    latency = Links.of_cluster(rates.cluster).latency_seconds
-    return movement.seconds / rates.efficiencies.link + movement.num_waves * latency
-
-
-def _movement(
-    rates: Rates, role: ModelRole, source: ContiguousLayout, target: ContiguousLayout, *, sharded: bool
-) -> Movement:
-    model = Model(role.config, role.lora, role.trained_spec.section_numel)
-=======
->>>>>>> moves
     cluster = rates.cluster
     first, last = (pick(source.ranks[end], target.ranks[end]) for pick, end in ((min, 0), (max, -1)))
     leaf = cluster.devices_per_host * (cluster.hosts_per_leaf or cluster.num_hosts)
@@ -127,7 +115,7 @@ def _movement(
     movement = estimate_movement(
         links, _moved(role), source, target, itemsize=role.itemsize,
         sharded=source.strategy.num_replicas > 1)
-    return movement.seconds / rates.assume.link + movement.num_waves * links.latency_seconds
+    return movement.seconds / rates.efficiencies.link + movement.num_waves * links.latency_seconds
 
 
 def _moved(role: ModelRole) -> Model:

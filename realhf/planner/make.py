@@ -99,7 +99,7 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
         if not on_all:
             return None
         strategies = {group.candidates[i].layout.strategy for i in on_all}
-        strategy = max(strategies, key=lambda s: (min(s.tp, 8), -s.dp, -s.tp, -s.ep))
+        strategy = max(strategies, key=lambda s: (s.tp <= 8, s.tp, -s.dp, -s.cp, -s.ep))
         allowed.append(np.array([i for i in on_all if group.candidates[i].layout.strategy == strategy]))
     local = LocalSearch(space, allowed)
     pairs = zip(space.groups, allowed, strict=True)

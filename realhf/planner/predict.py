@@ -7,7 +7,7 @@ import numpy as np
 
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.cost import CallCost, call_cost
+from realhf.planner.cost import CallCost, call_cost, ranks_per_host
 from realhf.planner.dependencies import arrivals, dependencies
 from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
@@ -30,7 +30,7 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
     costs = {}
     for call in problem.model_calls:
         call_plan = plan[call.name]
-        per_host = min(problem.cluster.count_by_host(call_plan.layout.ranks).values())
+        per_host = ranks_per_host(problem.cluster, call_plan.layout.ranks)
         workload = problem.workloads[call.name]
         costs[call.name] = call_cost(
             rates, call, problem.model_role(call), workload, call_plan, per_host=per_host

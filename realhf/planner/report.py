@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.planner import memory_report
+from realhf.planner.enumeration import pins_outside
 from realhf.planner.make import Planned
 from realhf.planner.simulate import TimelineEntry
 from realhf.units import format_bytes, format_seconds
@@ -38,6 +39,7 @@ def document(planned: Planned) -> dict[str, Any]:
         "step_seconds": planned.found.step_seconds,
         "lower_bound_seconds": planned.found.lower_bound_seconds,
         "gap": planned.found.gap,
+        "pins_outside": {name: str(layout) for name, layout in pins_outside(planned.problem).items()},
         "search_seconds": planned.search_seconds,
         "heuristic_step_seconds": planned.heuristic and planned.heuristic.seconds,
         "heuristic_fits": planned.heuristic is not None and planned.heuristic.fits,
@@ -92,8 +94,11 @@ def _summary(planned: Planned) -> list[Text]:
     enumerated = "the lower bound over the plans enumerated"
     if planned.problem.pins or planned.problem.together:
         enumerated += " with what is pinned or kept together"
+    outside = ", ".join(f"{name}={layout}" for name, layout in pins_outside(planned.problem).items())
     took = f"found in {format_seconds(planned.search_seconds)}"
     lines = [f"{format_seconds(found.step_seconds)} per step: {near} {enumerated}, {took}"]
+    if outside:
+        lines.append(f"a search without pins does not enumerate {outside}: its bound may be above this step")
     if (rule := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:
         usual = "tensor parallelism inside hosts and a pipeline across them for all calls"
         times = f"{rule.seconds / found.step_seconds:.2f} x as fast as {usual}"

@@ -189,8 +189,11 @@ class _Tree:
 
     @property
     def bound(self) -> float:
-        """Lower bound of the seconds per step over all plans of the space."""
-        return min(float(self._bounds.min(initial=np.inf)), self._given_up, self._local.best_score)
+        """Lower bound of the seconds per step over all plans of the space.
+
+        Plans that are shorter than the best one by a share of `_SAME` may have been discarded.
+        """
+        return min(float(self._bounds.min(initial=np.inf)), self._given_up, self._goal)
 
     def is_finished(self, gap: float) -> bool:
         goal = self._local.best_score * (1 - max(gap, _SAME))

@@ -17,8 +17,9 @@ import numpy as np
 
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.call_group import CallGroup, find_call_groups, placeholder_ranks
+from realhf.planner.call_group import CallGroup, placeholder_ranks
 from realhf.planner.dependencies import arrivals, dependencies, host_anchor
+from realhf.planner.grouping import find_call_groups
 from realhf.planner.memory_account import MemoryAccount
 from realhf.planner.memory_bounds import MemoryBounds
 from realhf.planner.model_states import available_bytes

@@ -10,11 +10,11 @@ from realhf.plan import CallPlan
 from realhf.planner.changes import WORKLOAD_KEYS, change, current_values, is_measured
 from realhf.planner.cost import call_cost
 from realhf.planner.dependencies import dependencies, reallocation_seconds
+from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.throughput import periods
-from realhf.planner.transfer import ContiguousLayout
 from realhf.units import format_bytes
 
 WIDEST = 4.0  # Changes are tried from this fraction of a quantity to this multiple.

@@ -29,7 +29,7 @@ from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import ExecutionPlan
-from realhf.planner.candidates import find_strategies
+from realhf.planner.enumeration import find_strategies
 from realhf.realloc.execute import Reallocator
 from realhf.runtime.program import compile_program
 from realhf.runtime.trainer import Trainer
@@ -487,7 +487,7 @@ def test_tensors_of_other_dtypes_and_shapes_are_named_by_the_check(made, tmp_pat
 
 def test_the_planner_takes_whole_replicas_of_a_dense_decoder():
     config = TransformersConfig.from_hf(PHI | {"tie_word_embeddings": False}, head="lm")
-    strategies = list(find_strategies(config, 4, per_host=4, max_dp=8))
+    strategies = list(find_strategies(config, 4, cluster=Cluster.load("h100-1x8"), max_dp=8))
     assert [str(strategy) for strategy in strategies] == ["d4"]
     exact = class_spec(config).numel
     assert model_spec(config).numel == pytest.approx(exact, rel=0.1)

@@ -1,4 +1,4 @@
-"""Random planning problems on small clusters."""
+"""Random planning problems on small clusters, and random pins."""
 
 from dataclasses import replace
 
@@ -6,10 +6,11 @@ from realhf.calls import HostFunction
 from realhf.cluster import Cluster, Link
 from realhf.experiment import lagged_parts
 from realhf.graph import DataflowGraph, FunctionCall
-from realhf.layout import DeviceMesh, Layout
-from realhf.model_config import ModelConfig
-from realhf.planner.candidates import find_meshes
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.lora import LoraConfig
+from realhf.model_config import ModelConfig, MoeConfig
 from realhf.planner.dependencies import host_anchor
+from realhf.planner.enumeration import find_meshes
 from realhf.planner.problem import ModelRole, Problem, Workload
 
 SHAPES = ((1, 2), (2, 1), (1, 4), (2, 2), (1, 3), (1, 6), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1), (9, 1))
@@ -25,9 +26,52 @@ def random_cluster(rng, *, memory):
 
 
 def random_model(rng):
+    """Return a small dense model or one with experts; heads allow tp * cp of up to 4."""
     layers, heads = rng.choice([1, 2, 3]), rng.choice([2, 4])
     hidden = 64 * heads
-    return ModelConfig("llama", 1000, hidden, 3 * hidden, layers, heads, 2, 64)
+    dense = ModelConfig("llama", 1000, hidden, 3 * hidden, layers, heads, 2, 64)
+    return replace(dense, family="mixtral", moe=MoeConfig(4, 2, hidden)) if rng.random() < 0.3 else dense
+
+
+def with_shared_weights(rng, roles):
+    """Return the roles, in which trained ones may have adapters on frozen weights that other roles share."""
+    trained = [name for name, role in roles.items() if role.trainable]
+    if not trained or rng.random() < 0.6:
+        return roles
+    base = roles[trained[0]]
+    roles = {**roles, trained[0]: replace(base, lora=LoraConfig(rank=4), source="weights")}
+    frozen = [name for name, role in roles.items() if role.is_frozen]
+    shared = {name: replace(roles[name], config=base.config, source="weights") for name in frozen}
+    return {**roles, **shared}
+
+
+def random_layout(rng, problem, call):
+    """Return a legal layout of a call on contiguous ranks, drawn from all of them."""
+    devices = problem.cluster.num_devices
+    while True:
+        first, stop = sorted(rng.sample(range(devices + 1), 2))
+        sizes = {}
+        left = stop - first
+        for axis in rng.sample(["pp", "dp", "cp", "tp"], 4):
+            sizes[axis] = rng.choice([n for n in range(1, left + 1) if left % n == 0])
+            left //= sizes[axis]
+        ep = rng.choice([n for n in range(1, sizes["dp"] + 1) if sizes["dp"] % n == 0])
+        if left > 1 or sizes["dp"] > problem.workloads[call.name].most_replicas(call.kind):
+            continue
+        layout = Layout(ParallelStrategy(ep=ep, **sizes), DeviceMesh(tuple(range(first, stop))))
+        try:
+            problem.model_role(call).config.check_layout(layout)
+        except ValueError:
+            continue
+        return layout
+
+
+def random_pins(rng, problem):
+    """Return layouts for one to three calls."""
+    pins = {}
+    for call in rng.sample(problem.model_calls, rng.randint(1, min(3, len(problem.model_calls)))):
+        pins[call.name] = random_layout(rng, problem, call)
+    return pins
 
 
 def random_problem(rng, *, num_calls, memory=1e12, pinned=False):
@@ -69,6 +113,7 @@ def random_problem(rng, *, num_calls, memory=1e12, pinned=False):
         )
         for name, role in roles.items()
     }  # fmt: skip
+    roles = with_shared_weights(rng, roles)
     graph = DataflowGraph(tuple(calls), ("prompts",))
     cluster, pins, together = random_cluster(rng, memory=memory), {}, ()
     named = [call.name for call in calls if call.role is not None]

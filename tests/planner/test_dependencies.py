@@ -66,7 +66,8 @@ def test_fine_tuning_pays_for_gathering_what_replicas_have_updated():
     for chosen in range(len(space.groups[0].candidates)):
         plan = np.array([[chosen]])
         gathered = scheduled("d8@0-7", "d8@0-7", sharded=True)
-        assert gathered == pytest.approx(7 / 8 * SPEC.numel * 4 / 1e9 / Rates(CLUSTER).efficiencies.link, rel=0.05)
+        link = 1e9 * Rates(CLUSTER).efficiencies.link
+        assert gathered == pytest.approx(7 / 8 * SPEC.numel * 4 / link, rel=0.05)
         waits = space.exact_periods(plan)[0] - space.call_times(plan).seconds[0, 0]
         assert waits == pytest.approx(gathered, rel=0.06)
 

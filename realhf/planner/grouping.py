@@ -1,0 +1,139 @@
+"""Joins the calls that must share a layout into groups, and finds the candidates of each group."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import networkx as nx
+
+from realhf.graph import FunctionCall
+from realhf.layout import Layout, ParallelStrategy
+from realhf.planner.call_group import CallGroup, Candidate
+from realhf.planner.candidates import Variant, find_variants, is_no_worse
+from realhf.planner.cost import ranks_per_host
+from realhf.planner.enumeration import find_meshes
+from realhf.planner.parameter_boxes import ContiguousLayout
+from realhf.planner.problem import Problem
+from realhf.planner.rates import Rates
+
+
+class _Choice(NamedTuple):
+    """A strategy for a call group on a mesh of some shape, with one variant for each call of the group."""
+
+    strategy: ParallelStrategy
+    variants: tuple[Variant, ...]
+
+
+def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
+    """Return the calls joined into groups that must share a layout, in the order in which ranks run them."""
+    calls = problem.calls
+    positions = {call.name: i for i, call in enumerate(calls)}
+    ties = nx.Graph()
+    ties.add_nodes_from(i for i, call in enumerate(calls) if call.role is not None)
+    for names in problem.together:
+        nx.add_path(ties, [i for i, call in enumerate(calls) if call.name in names])
+    owners = {}
+    for role in problem.roles:
+        of_role = [positions[call.name] for call in problem.graph.of_role(role)]
+        training = [i for i in of_role if calls[i].kind == "train_step"]
+        nx.add_path(ties, training)
+        owners[role] = (training or of_role)[0]
+    groups = []
+    for group in sorted(map(sorted, nx.connected_components(ties))):
+        members = {i: calls[i] for i in group}
+        homes = [role for role, owner in owners.items() if owner in group]
+        candidates = _candidates(problem, rates, list(members.values()), homes)
+        groups.append(CallGroup(members, candidates, homes=homes))
+    return groups
+
+
+def _candidates(
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], homes: Sequence[str]
+) -> list[Candidate]:
+    """Return the candidates of a group on all meshes of the cluster, or on the pinned one."""
+    if (layout := _pinned(problem, calls)) is not None:
+        meshes = [range(layout.ranks[0], layout.ranks[-1] + 1)]
+    else:
+        meshes = find_meshes(problem.cluster)
+    only = None if layout is None else layout.strategy
+    # Two copies of a role share their memory only if they have the same layout.
+    roles = {call.role for call in calls if call.role is not None}
+    is_matched = any(len(problem.graph.of_role(role)) > 2 for role in roles.difference(homes))
+    of_shape: dict[tuple[int, int], list[_Choice]] = {}
+    candidates = []
+    for mesh in meshes:
+        shape = (len(mesh), ranks_per_host(problem.cluster, mesh))
+        if shape not in of_shape:
+            of_shape[shape] = _choices(problem, rates, calls, shape, only=only, is_matched=is_matched)
+        for strategy, variants in of_shape[shape]:
+            candidates.append(Candidate(ContiguousLayout(strategy, mesh.start), variants))
+    return candidates
+
+
+def _choices(
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], shape: tuple[int, int],
+    *, only: ParallelStrategy | None, is_matched: bool,
+) -> list[_Choice]:  # fmt: skip
+    """Return the choices of a group on a mesh of `size` ranks, `in_host` of them on each host (the shape).
+
+    With `is_matched` it matters whether another group has exactly the same layout.
+    """
+    size, in_host = shape
+    of_calls = [find_variants(problem, rates, call, size=size, in_host=in_host, only=only) for call in calls]
+    choices = [
+        _Choice(strategy, variants)
+        for strategy in of_calls[0]
+        for variants in itertools.product(*(of_call.get(strategy, ()) for of_call in of_calls))
+    ]
+    return choices if is_matched else _without_useless_cp(choices)
+
+
+def _without_useless_cp(choices: Sequence[_Choice]) -> list[_Choice]:
+    """Return the choices except those with cp > 1 that are nowhere better than one with cp = 1.
+
+    Both have the same pp and tp and no ep, hence the same shard on every rank, and the one with cp = 1 has
+    no group of ranks that the other one lacks. So no reallocation, memory or call beside them tells them
+    apart.
+    """
+    without_cp: dict[tuple[int, int], list[tuple[float, ...]]] = {}
+    for strategy, variants in choices:
+        if strategy.cp == strategy.ep == 1:
+            without_cp.setdefault((strategy.pp, strategy.tp), []).append(_costs(variants))
+
+    def is_useless(choice: _Choice) -> bool:
+        s = choice.strategy
+        if s.cp == 1 or s.ep > 1:
+            return False
+        costs = _costs(choice.variants)
+        return any(is_no_worse(other, costs) for other in without_cp.get((s.pp, s.tp), ()))
+
+    return [choice for choice in choices if not is_useless(choice)]
+
+
+def _costs(variants: Sequence[Variant]) -> tuple[float, ...]:
+    return tuple(itertools.chain(*(variant.costs for variant in variants)))
+
+
+def _pinned(problem: Problem, calls: Sequence[FunctionCall]) -> Layout | None:
+    """Return the layout that the user has fixed for these calls, if any.
+
+    Raises ValueError if the calls cannot all have it.
+    """
+    pins = {name: problem.pins[name] for call in calls if (name := call.name) in problem.pins}
+    if not pins:
+        return None
+    (name, layout), *others = pins.items()
+    if any(other != layout for _, other in others):
+        raise ValueError(f"--pin: {' and '.join(pins)} must share a layout: pin them alike")
+    if layout.ranks != tuple(range(layout.ranks[0], layout.ranks[0] + len(layout.ranks))):
+        raise ValueError(f"--pin {name}={layout}: plans are made of contiguous ranks")
+    for call in calls:
+        try:
+            problem.model_role(call).config.check_layout(layout)
+        except ValueError as error:
+            raise ValueError(f"--pin {name}={layout}: call {call.name}: {error}") from error
+        max_dp = problem.workloads[call.name].most_replicas(call.kind)
+        if layout.dp > max_dp:
+            complaint = f"the {max_dp} samples of call {call.name} cannot be split over dp={layout.dp}"
+            raise ValueError(f"--pin {name}={layout}: {complaint}")
+    return layout

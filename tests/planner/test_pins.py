@@ -1,0 +1,161 @@
+"""Pinned plans against the bound that a search without pins prints: none is ever shorter."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.planner.enumeration import COMPLETE, find_meshes, find_strategies, pins_outside
+from realhf.planner.make import make_plan
+from realhf.planner.rates import Rates
+from realhf.planner.search import search
+from realhf.planner.search_space import SearchSpace
+from tests.planner.problems import (
+    random_lagged_problem,
+    random_pins,
+    random_problem,
+)  # fmt: skip
+
+PINS_PER_PROBLEM = 12
+EARLY = 4  # Iterations after which searches with pins stop; their plans are only upper bounds anyway.
+
+
+def draw_problem(seed):
+    """Return a random problem with or without lag, with memory from too little to plenty."""
+    rng = random.Random(seed)
+    memory = 1.42e9 + 10 ** rng.uniform(6.5, 8.3)  # 1.42e9 bytes are set aside.
+    num_calls = rng.randint(2, 4)
+    if rng.random() < 0.3:
+        lag = rng.randint(1, 2)
+        rounds = rng.choice([lag, lag + 1])
+        return rng, random_lagged_problem(rng, num_calls=num_calls, lag=lag, rounds=rounds, memory=memory)
+    return rng, random_problem(rng, num_calls=num_calls, memory=memory)
+
+
+def space_with(problem, rates, pins):
+    """Return the space of a problem with pins; None if they contradict each other or fit no device."""
+    try:
+        space = SearchSpace(replace(problem, pins=pins), rates)
+    except ValueError:
+        return None
+    return space if all(group.candidates for group in space.groups) else None
+
+
+def compare_pins(problem, rng):
+    """Return the seconds of plans with random pins, relative to the bound without pins."""
+    rates = Rates(problem.cluster)
+    free = space_with(problem, rates, {})
+    found = free and search(free, time_limit=60.0, gap=0.02, max_iterations=200)
+    ratios = []
+    for _ in range(PINS_PER_PROBLEM):
+        pins = random_pins(rng, problem)
+        if pins_outside(replace(problem, pins=pins)):
+            assert problem.cluster.num_devices > COMPLETE
+            continue
+        space = space_with(problem, rates, pins)
+        pinned = space and search(space, time_limit=60.0, max_iterations=EARLY)
+        if not pinned:
+            continue
+        assert found, pins  # What fits with pins also fits without.
+        assert pinned.step_seconds >= found.lower_bound_seconds * (1 - 1e-9), pins
+        ratios.append(pinned.step_seconds / found.lower_bound_seconds)
+    return ratios
+
+
+@pytest.mark.parametrize(
+    ("most_devices", "num_pins"), [(4, 500), pytest.param(9, 5000, marks=pytest.mark.slow)])
+def test_no_pinned_plan_beats_the_bound(most_devices, num_pins):
+    ratios = []
+    for seed in itertools.count():
+        rng, problem = draw_problem(seed)
+        if problem.cluster.num_devices <= most_devices:
+            ratios += compare_pins(problem, rng)
+        if len(ratios) >= num_pins:
+            break
+    assert min(ratios) < 1.001  # Some random pins are as good as the best plan.
+
+
+@pytest.mark.parametrize(
+    ("seeds", "most_pins", "least"),
+    [(range(120), 60, 8), pytest.param(range(150, 600), 400, 40, marks=pytest.mark.slow)])
+def test_the_best_of_all_pins_is_the_best_plan(seeds, most_pins, least):
+    """With every legal layout of every call pinned in turn, the best is what the search finds without pins.
+
+    So nothing that is left out before the search could have been better.
+    """
+    compared = 0
+    for seed in seeds:
+        _, problem = draw_problem(seed)
+        if problem.cluster.num_devices > 3 or len(problem.model_calls) > 2:
+            continue
+        calls = problem.model_calls
+        layouts = [legal_layouts(problem, call) for call in calls]
+        if math.prod(map(len, layouts)) > most_pins:
+            continue
+        rates = Rates(problem.cluster)
+        best = np.inf
+        for pinned in itertools.product(*layouts):
+            pins = {call.name: layout for call, layout in zip(calls, pinned, strict=True)}
+            if (space := space_with(problem, rates, pins)) and (found := search(space, time_limit=60.0)):
+                best = min(best, found.step_seconds)
+        space = space_with(problem, rates, {})
+        found = space and search(space, time_limit=60.0)
+        assert (found.step_seconds if found else np.inf) == pytest.approx(best, rel=2e-9), seed
+        compared += 1
+    assert compared >= least
+
+
+def legal_layouts(problem, call):
+    """Return all legal layouts of a call on contiguous ranks, by trying every product of sizes."""
+    devices = problem.cluster.num_devices
+    sizes = range(1, devices + 1)
+    layouts = []
+    max_dp = problem.workloads[call.name].most_replicas(call.kind)
+    for first, stop in itertools.combinations(range(devices + 1), 2):
+        mesh = DeviceMesh(tuple(range(first, stop)))
+        for pp, dp, cp, tp in itertools.product(sizes, repeat=4):
+            if pp * dp * cp * tp != stop - first or dp > max_dp:
+                continue
+            for ep in (n for n in sizes if dp % n == 0):
+                layout = Layout(ParallelStrategy(pp, dp, cp, tp, ep), mesh)
+                try:
+                    problem.model_role(call).config.check_layout(layout)
+                except ValueError:
+                    continue
+                layouts.append(layout)
+    return layouts
+
+
+def test_small_clusters_have_all_legal_layouts():
+    for seed in range(30):
+        _, problem = draw_problem(seed)
+        for call in problem.model_calls if problem.cluster.num_devices <= COMPLETE else ():
+            config = problem.model_role(call).config
+            max_dp = problem.workloads[call.name].most_replicas(call.kind)
+            enumerated = {
+                Layout(strategy, DeviceMesh(tuple(mesh)))
+                for mesh in find_meshes(problem.cluster)
+                for strategy in find_strategies(config, len(mesh), cluster=problem.cluster, max_dp=max_dp)
+            }
+            assert enumerated == set(legal_layouts(problem, call)), seed
+
+
+def test_pinning_the_plan_that_was_found_changes_nothing():
+    compared = 0
+    for seed in range(40):
+        _, problem = draw_problem(seed)
+        if problem.cluster.num_devices > 4:
+            continue
+        try:
+            planned = make_plan(problem, Rates(problem.cluster), time_limit=60.0)
+        except ValueError:  # Nothing fits.
+            continue
+        pins = {call.name: planned.plan[call.name].layout for call in problem.model_calls}
+        again = make_plan(replace(problem, pins=pins), Rates(problem.cluster), time_limit=60.0)
+        assert again.found.step_seconds == pytest.approx(planned.found.step_seconds, rel=1e-8), seed
+        compared += 1
+    assert compared >= 12
