@@ -120,7 +120,8 @@ def count_groups(world, layout, trains):
     if world.rank not in layout:
         return None
     spec = ModelRole(_config()).spec
-    engine = NativeEngine(spec, layout, world, dtype="float32", optimizer=OptimizerConfig() if trains else None)
+    optimizer = OptimizerConfig() if trains else None
+    engine = NativeEngine(spec, layout, world, dtype="float32", optimizer=optimizer)
     groups = engine.model.groups
     made = [groups.tp, groups.cp, groups.pp, groups.pp_back, groups.ep, groups.all, groups.ends]
     made += [group for group, _ in engine.model._partial]
