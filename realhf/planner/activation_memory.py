@@ -42,18 +42,18 @@ class CallMemory(NamedTuple):
     """The bytes that a rank holds for a call at one moment, by use; numbers, or arrays over ranks."""
 
     samples: float = 0.0
-    kv_cache: float = 0.0
+    kv_cache: Any = 0.0
     merged: float = 0.0  # Copies of weights with the adapters merged in.
     activations: float = 0.0
     messages: float = 0.0
     logits: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
-    loaded_weights: float = 0.0  # Those that wait in host memory while other calls run.
-    beside_cache: float = 0.0  # Memory that must be free, as a cache takes only a share of it.
+    loaded_weights: Any = 0.0  # Those that wait in host memory while other calls run.
+    beside_cache: Any = 0.0  # Memory that must be free, as a cache takes only a share of it.
 
     @property
-    def num_bytes(self) -> float:
+    def num_bytes(self) -> Any:
         return sum(self)
 
     def by_use(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ NCCL uses two channels for every 20 GB/s to a device of the same host, and at mo
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,11 +75,11 @@ _Group = tuple[np.ndarray, _Traffic, str]
 
 class CommunicatorBytes(NamedTuple):
     """What a candidate of the search adds at least on any of its ranks: for its layout, in addition if a role
-    trains there, and for reallocations from there, if something moves."""
+    trains there, and for reallocations from there, if something moves. Numbers, or arrays over candidates."""
 
-    layout: float
-    training: float
-    reallocation: float
+    layout: Any
+    training: Any
+    reallocation: Any
 
 
 class Communicators:

@@ -181,7 +181,7 @@ class _PlanAccount:
             if name not in self._offloaded:
                 yield f"{name} weights", self._weights(name, home)
                 if copies:
-                    yield f"{name} copy", sum(self._weights(name, layout) for layout in copies)
+                    yield f"{name} copy", np.sum([self._weights(name, layout) for layout in copies], axis=0)
             if role.trainable:
                 yield f"{name} gradients", size("gradients", name, home)
                 yield f"{name} optimizer", size("optimizer", name, home)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from realhf.plan import ExecutionPlan
+from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.call_group import OPEN, CallGroup
 from realhf.planner.memory_account import MemoryAccount
 
@@ -103,7 +103,7 @@ class MemoryBounds:
     def fullest(self, chosen: tuple[int, ...]) -> float:
         """Return the bytes that a plan needs on its fullest rank, as the check counts them."""
         if chosen not in self._known:
-            plans = {}
+            plans = dict[str, CallPlan]()
             for group, index in zip(self._groups, chosen, strict=True):
                 plans |= {
                     self._names[i]: plan for i, plan in zip(group.calls, group.call_plans(index), strict=True)

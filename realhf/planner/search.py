@@ -290,10 +290,10 @@ class _Tree:
             moving = self._space.moving(children)
             exact = self._space.periods(children, moving=moving, exact=are_finished)
             bounds = np.maximum(bounds, exact)
-            alive = np.flatnonzero(bounds < self._goal)
+            rows = np.flatnonzero(bounds < self._goal)
             if are_finished:
-                alive = self._best_fitting(children, alive[np.argsort(bounds[alive], kind="stable")])
-            children, bounds = children[alive], bounds[alive]
+                rows = self._best_fitting(children, rows[np.argsort(bounds[rows], kind="stable")])
+            children, bounds = children[rows], bounds[rows]
         return children, bounds
 
     def _best_fitting(self, plans: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -188,8 +188,8 @@ LONG_PROMPTS = [
         GENERATE, longest_prompt_tokens=60.0)),
     Case("d2@0-1", "generate", _role(trainable=False, **NARROW), replace(
         FEW_ROWS, longest_prompt_tokens=48.0)),
-    Case("d1@0", "forward", _role(trainable=False), replace(FULL, longest_prompt_tokens=28.0), 96),
-    Case("p2@0-1", "train_step", _role("bfloat16", **NARROW), replace(FULL, longest_prompt_tokens=28.0), 144),
+    Case("d1@0", "forward", _role(trainable=False), replace(FULL, longest_prompt_tokens=28.0), 50),
+    Case("p2@0-1", "train_step", _role("bfloat16", **NARROW), replace(FULL, longest_prompt_tokens=28.0), 50),
 ]  # fmt: skip
 
 
