@@ -14,7 +14,8 @@ from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
-from realhf.planner.rounds import RoundStatistics, steady_round, survival
+from realhf.planner.lengths import Lengths, geometric
+from realhf.planner.rounds import RoundStatistics, steady_round
 from realhf.transformers_config import TransformersConfig
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -24,8 +25,8 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class Workload:
     """The work of one call in one step. Numbers of tokens are per sequence, and means where they vary.
 
-    Responses have the given mean and at most `max_new_tokens`. Their lengths are assumed to be geometric,
-    truncated at that limit; if the mean equals the limit, all lengths are equal.
+    Responses have the given mean and at most `max_new_tokens`. Without `response_lengths`, their lengths are
+    assumed to be geometric, truncated at that limit; if the mean equals the limit, all lengths are equal.
     """
 
     num_samples: int = 1
@@ -47,6 +48,13 @@ class Workload:
     seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.
+    response_lengths: Lengths | None = None  # Their mean is `response_tokens`, and limit `max_new_tokens`.
+    work_stealing: bool = True  # Generation: whether replicas take waiting prompts from others.
+
+    def __post_init__(self) -> None:
+        if (lengths := self.response_lengths) is not None:
+            assert math.isclose(lengths.mean, self.response_tokens, rel_tol=1e-6)
+            assert lengths.limit == self._longest_response
 
     @property
     def tokens(self) -> float:
@@ -81,12 +89,17 @@ class Workload:
     @property
     def survival(self) -> np.ndarray:
         """Fraction of responses that have at least t tokens, for t from 1 to the limit."""
-        return survival(self.response_tokens, self._longest_response)
+        return self.lengths.survival
+
+    @property
+    def lengths(self) -> Lengths:
+        """The distribution of the lengths of responses."""
+        return self.response_lengths or geometric(self.response_tokens, self._longest_response)
 
     @property
     def round(self) -> RoundStatistics:
         """The rows of a round of generation in the steady state."""
-        return steady_round(self.response_tokens, self._longest_response, self.rounds)
+        return steady_round(self.lengths, self.rounds)
 
     @property
     def round_tokens(self) -> int:
@@ -105,9 +118,8 @@ class Workload:
     @cached_property
     def squared_tokens(self) -> float:
         """Mean of the squared length of a sequence; the work of causal attention is proportional to it."""
-        odd = 2 * np.arange(1, len(self.survival) + 1) - 1
-        squared_response = float((odd * self.survival).sum())
-        return self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + squared_response
+        prompt = self.prompt_tokens
+        return prompt**2 + 2 * prompt * self.response_tokens + self.lengths.squared_mean
 
 
 @dataclass(frozen=True)
