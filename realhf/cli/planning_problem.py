@@ -1,16 +1,14 @@
 """Translates an Experiment into the planner's Problem. Free of torch."""
 
 import copy
-import statistics
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
 
 from realhf.calls import TopLogProbs, longest_response
+from realhf.cli.sequence_lengths import sequence_lengths
 from realhf.cluster import Cluster
-from realhf.data.dataset import completion_columns, load_rows
 from realhf.experiment import Experiment, Role
 from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
@@ -19,8 +17,6 @@ from realhf.lora import adapter_spec
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.runtime.dry_trace import checked_parts
 from realhf.transformers_config import TransformersConfig
-
-_ROWS = 1000  # Rows of the dataset whose lengths are measured.
 
 
 def problem_of(
@@ -44,10 +40,7 @@ def problem_of(
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
     for call in graph.calls:
         call.require_work()
-    limit = longest_response(graph)
-    prompt, response = _lengths(experiment, limit)
-    longest = limit or round(response)
-    lengths = {"prompt_tokens": prompt, "response_tokens": response, "max_new_tokens": longest}
+    lengths = sequence_lengths(experiment, longest_response(graph))
     parts = checked_parts(experiment, graph)
     runs = _part_runs(experiment, parts)
     workloads = {
@@ -135,60 +128,11 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
     elif call.kind == "generate":
         settings["rounds"] = experiment.num_rounds
         settings |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
+        keeps = work.cache_on_update == "keep" and experiment.num_rounds > 1
+        settings["work_stealing"] = work.work_stealing and not keeps
     else:
         settings["output"] = work.output
     if call.kind == "train_step":
         settings |= {name: getattr(work, name) for name in ("minibatches", "epochs", "group_size")}
         settings["entropy"] = work.loss.entropy
     return Workload(samples, **settings)
-
-
-def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:
-    """Return the mean tokens of prompts and responses: as expected, else measured or at the limit."""
-    expected = experiment.expected
-    for name in ("prompt_tokens", "response_tokens"):
-        value = getattr(expected, name)
-        require(value is None or value >= 1, f"expected.{name}", value, "be at least 1")
-    prompt: float | None = expected.prompt_tokens
-    response: float | None = expected.response_tokens
-    if response is not None and limit and response > limit:
-        raise ValueError(f"expected.response_tokens is {response}: sampling.max_new_tokens allows {limit}")
-    response = response or limit or None
-    if prompt is None or response is None:
-        measured = _measured(experiment, limit)
-        prompt = prompt or measured[0]
-        response = response or measured[1]
-    return float(prompt), float(response)
-
-
-def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
-    """Return the mean tokens of the dataset's prompts and completions, without chat templates."""
-    from tokenizers import Tokenizer
-
-    unknown = [f"expected.{name}" for name in ("prompt_tokens", "response_tokens")
-               if getattr(experiment.expected, name) is None and (name == "prompt_tokens" or not limit)]
-    options = " ".join(f"--{name.replace('_', '-')} N" for name in unknown)
-    hint = f"set {' and '.join(unknown)} ({options}) to plan without data and tokenizer"
-    dataset = experiment.dataset
-    try:
-        rows = [load_rows(part, ("prompt_ids",))[:_ROWS] for part in dataset.parts]
-    except ValueError as error:
-        raise ValueError(f"{error}; {hint}") from error
-    path = Path(experiment.tokenizer_dir()) / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"tokenizer {experiment.tokenizer_dir()!r} has no tokenizer.json; {hint}")
-    tokenizer = Tokenizer.from_file(str(path))
-    texts: tuple[list[str], list[str]] = ([], [])
-    inputs = experiment.graph().inputs
-    for part, some in zip(dataset.parts, rows, strict=True):
-        completions = completion_columns(part, inputs) or [part.completion_key]
-        for found, keys in zip(texts, ([part.prompt_key], completions), strict=True):
-            found += [_text(row[key]) for row in some for key in keys if key in row]
-    prompt, completion = (
-        statistics.fmean(len(tokenizer.encode(text).ids) for text in column or [""]) for column in texts
-    )
-    return max(1.0, prompt), completion + 1  # One more for the end-of-sequence token.
-
-
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)

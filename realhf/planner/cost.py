@@ -113,7 +113,8 @@ class _Estimate:
         )
         stages = [self._block().times(layers) for layers in self._num_layers]
         stages[-1] = stages[-1].plus(head)
-        return self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1)
+        return self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1,
+                               largest=micro.largest)  # fmt: skip
 
     def train(self) -> CallCost:
         rates = self.rates
@@ -131,7 +132,8 @@ class _Estimate:
                 backward=backward,
             )  # fmt: skip
             stages[-1] = stages[-1].plus(head)
-        one = self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=2)
+        one = self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=2,
+                              largest=micro.largest)  # fmt: skip
         ends = {0, strategy.pp - 1}
         held = max((held_params(role.config, strategy, stage, role.lora) for stage in ends), key=sum)
         steps = self.work.minibatches * self.work.epochs
@@ -213,7 +215,9 @@ class _Estimate:
 
     @cached_property
     def _micro_batch(self) -> MeanMicroBatch:
-        return mean_micro_batch(self.work, self.strategy, self.call_plan.micro_batch_tokens)
+        return mean_micro_batch(
+            self.work, self.strategy, self.call_plan.micro_batch_tokens,
+            attention=self.role.attention_share)
 
     @property
     def _num_layers(self) -> list[int]:
@@ -253,16 +257,19 @@ class _Estimate:
         return self.rates.send(num_bytes, within_host=self.groups.stages_meet_in_host)
 
     def _pipelined(
-        self, stages: list[Cost], count: int, *, tokens: float, hops_per_slot: int
+        self, stages: list[Cost], count: int, *, tokens: float, hops_per_slot: int, largest: float = 1.0
     ) -> CallCost:
-        """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot`
-        times."""
+        """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot` times.
+
+        `stages` are those of a mean micro-batch. The largest one, which takes `largest` times as long, is the
+        one that fills and drains the pipeline (a proportionate flow shop, Pinedo 2016, section 6.1).
+        """
         hop = self._hop(tokens) if len(stages) > 1 else 0.0
         once = sum(stage.seconds for stage in stages) + hops_per_slot * (len(stages) - 1) * hop
         slowest = max(stages, key=lambda stage: stage.seconds)
         # There are as many micro-batches in flight as stages, so a round trip bounds the slot, too.
         slot = max(slowest.seconds, once / len(stages), hop)
-        seconds = once + (count - 1) * slot
+        seconds = once * largest + (count - largest) * slot
         busy = slowest.times(count)
         waiting = seconds - busy.seconds
         parts = {"compute": busy.compute, self.groups.within: busy.communication, "pipeline": waiting}

@@ -12,6 +12,7 @@ from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec
+from realhf.micro_batch import attention_share
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
 from realhf.planner.lengths import Lengths, geometric
@@ -48,13 +49,16 @@ class Workload:
     seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.
+    prompt_lengths: Lengths | None = None  # None: all prompts are as long as the mean.
     response_lengths: Lengths | None = None  # Their mean is `response_tokens`, and limit `max_new_tokens`.
     work_stealing: bool = True  # Generation: whether replicas take waiting prompts from others.
 
     def __post_init__(self) -> None:
-        if (lengths := self.response_lengths) is not None:
-            assert math.isclose(lengths.mean, self.response_tokens, rel_tol=1e-6)
-            assert lengths.limit == self._longest_response
+        for lengths, mean in (
+            (self.prompt_lengths, self.prompt_tokens), (self.response_lengths, self.response_tokens)
+        ):  # fmt: skip
+            assert lengths is None or math.isclose(lengths.mean, mean, rel_tol=1e-6)
+        assert self.response_lengths is None or self.response_lengths.limit == self._longest_response
 
     @property
     def tokens(self) -> float:
@@ -119,7 +123,13 @@ class Workload:
     def squared_tokens(self) -> float:
         """Mean of the squared length of a sequence; the work of causal attention is proportional to it."""
         prompt = self.prompt_tokens
-        return prompt**2 + 2 * prompt * self.response_tokens + self.lengths.squared_mean
+        squared = prompt**2 if self.prompt_lengths is None else self.prompt_lengths.squared_mean
+        return squared + 2 * prompt * self.response_tokens + self.lengths.squared_mean
+
+    @property
+    def all_alike(self) -> bool:
+        """Return whether all sequences have one length."""
+        return self.lengths.all_equal and (self.prompt_lengths is None or self.prompt_lengths.all_equal)
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,11 @@ class ModelRole:
     def trained_spec(self) -> ModelSpec:
         """The parameters that training changes and that are reallocated in every step."""
         return self.spec if self.lora is None else adapter_spec(self.config, self.lora)
+
+    @cached_property
+    def attention_share(self) -> float:
+        """The s for which a sequence of n tokens costs as much as n + s n^2 tokens without attention."""
+        return attention_share(self.spec)
 
     @property
     def is_frozen(self) -> bool:
