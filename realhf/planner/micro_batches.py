@@ -81,10 +81,12 @@ def _of_slowest_rank(
     split = _split(batches, workload.group_size, max_tokens, at_least, attention)
     num_micro_batches = max(1, round(split.num_micro_batches))
     share = 1 / num_micro_batches / strategy.cp
-    output_tokens = split.tokens - (split.prompt_tokens if workload.response_tokens else 0.0)
+    drawn = _drawn(batches._replace(dp=1))[1]  # Few long sequences: their mean is not quite the right one.
+    tokens = split.tokens * workload.tokens / drawn.mean()
+    squared_tokens = split.squared_tokens * workload.squared_tokens / (drawn**2).mean()
+    output_tokens = tokens - (split.prompt_tokens if workload.response_tokens else 0.0)
     return MeanMicroBatch(
-        num_micro_batches, split.tokens * share, split.squared_tokens * share, output_tokens * share,
-        split.largest)
+        num_micro_batches, tokens * share, squared_tokens * share, output_tokens * share, split.largest)
 
 
 class _Batches(NamedTuple):

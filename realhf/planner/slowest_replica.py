@@ -18,7 +18,8 @@ from realhf.planner.rounds import steady_round
 _NUM_BINS = 512  # Times are counted in bins of tokens, this many up to the longest response.
 _NEVER = 1e-8  # Lengths that so small a fraction of the rows exceeds are left out.
 _NUM_RANGES = 24  # The steps after all slots were full are averaged over this many ranges.
-_NUM_ENDS = 20  # The number of values that stand for the step in which the last row ends.
+_NUM_ENDS = 24  # The number of values that stand for the step in which the last row ends.
+_NUM_PARTS = 6  # Each of them is a mean over so many values.
 _DEVIATIONS = np.arange(-3.0, 4.5, 0.5)
 _NORMAL = np.exp(-(_DEVIATIONS**2) / 2) / np.exp(-(_DEVIATIONS**2) / 2).sum()
 
@@ -110,6 +111,7 @@ def decode_steps(rollout: Rollout) -> DecodeSteps:
     further = np.maximum(0.0, tokens[np.maximum(high, low)] - tokens[low] - last_steps * longer[:, None])
     still = np.maximum(0.0, np.append(running, 0.0)[edges] - longer[:, None]) / shorter
     still = np.hstack([np.ones((len(ends), 1)), still[:, 1:]])
+    spread = float(table.deviation > 0)
     range_tokens = np.diff(tokens[edges])
     context = np.diff(had[edges]) / np.maximum(range_tokens, 1e-30)
     rows = np.maximum(last_rows * range_tokens / (np.diff(edges) * table.bin_tokens), 2.0)
@@ -119,14 +121,18 @@ def decode_steps(rollout: Rollout) -> DecodeSteps:
     longest = len(table.alive) * table.bin_tokens
     most_steps = math.ceil(rollout.num_rows / slots - 1e-9) * longest - last_steps.sum(axis=1)
     if rollout.shared:  # A replica may take more than its share.
-        most_steps = full_steps + math.ceil(rollout.group / slots) * longest
+        most_steps = np.full(len(ends), full_steps + math.ceil(rollout.group / slots) * longest)
+    last_steps, further, ended, most_steps = (
+        array.reshape(_NUM_ENDS, _NUM_PARTS, -1).mean(axis=1)
+        for array in (last_steps, further / shorter, -np.diff(still, axis=1) * spread, most_steps)
+    )
     return DecodeSteps(
         rows=np.concatenate([[slots], np.ones(len(low)), rows]),
         context=np.concatenate([[full_context], context, context]),
         full_steps=full_steps, full_deviation=_full_deviation(rollout, table, slots),
-        last_steps=last_steps, further_steps=(last_rows - 1) * further / shorter,
-        further_ends=-np.diff(still, axis=1), further_rows=last_rows - 1, chances=chances,
-        most_full_steps=np.maximum(full_steps, most_steps), replicas=rollout.replicas)
+        last_steps=last_steps, further_steps=(last_rows - 1) * further,
+        further_ends=ended, further_rows=last_rows - 1, chances=chances,
+        most_full_steps=np.maximum(full_steps, most_steps[:, 0]), replicas=rollout.replicas)
 
 
 class _Table(NamedTuple):
@@ -226,15 +232,16 @@ def _last_ends(
     running: np.ndarray, slots: float, replicas: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return numbers of bins until the last row of a replica ends, the fraction of rows that would run
-    longer, and how probable these numbers are.
+    longer, and how probable these numbers are, for each `_NUM_PARTS` of them together.
 
     They are the finer, the later they are, as the slowest of the replicas counts. If many rows end in one
     bin, such as at the limit, the last of them is any.
     """
-    later = np.append(np.geomspace(1.0, 0.02 / replicas, _NUM_ENDS), 0.0)  # Chances to end later.
-    middle = (later[:-1] + later[1:]) / 2
+    later = np.append(np.geomspace(1.0, 0.002 / replicas, _NUM_ENDS), 0.0)  # Chances to end later.
+    parts = (np.arange(_NUM_PARTS) + 0.5) / _NUM_PARTS
+    middle = later[:-1, None] + np.diff(later)[:, None] * parts
     # All rows have ended by then with the chance (1 - running) ** slots.
-    longer = -np.expm1(np.log1p(-middle) / slots)
+    longer = -np.expm1(np.log1p(-middle.ravel()) / slots)
     ends = np.searchsorted(-np.minimum.accumulate(running), -longer * (1 + 1e-9))
     return ends, longer, -np.diff(later)
 
