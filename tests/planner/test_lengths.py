@@ -4,6 +4,7 @@ import heapq
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +131,19 @@ def test_equal_lengths_take_as_many_steps_as_there_are_rounds_of_slots():
         found, counts = steps.of_slowest(1.0 + 0.1 * steps.rows)
         assert found == pytest.approx(3 * 50 * (1 + 3.2) + 50 * (1 + 0.4))
         assert counts.sum() == pytest.approx(200)
+
+
+def test_the_table_of_the_documentation():
+    given = (geometric(500, 500), geometric(500.0, 16384), long_tail(500.0, 6000.0, 16384))
+    page = (Path(__file__).parents[2] / "docs/planner.md").read_text()
+    for words, rows, replicas, stealing in (
+        ("64, 64 | 1", 64, 1, False), ("64, 64 | 8", 64, 8, False), ("256, 64 | 8", 256, 8, False),
+        ("256, 64, work stealing | 8", 256, 8, True),
+    ):  # fmt: skip
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {words} |"))
+        shown = [float(cell.replace(",", "")) for cell in line.split("|")[3:6]]
+        found = [_priced(Rollout(one, 1, rows, 64, replicas, stealing, 8), COSTS["steps"]) for one in given]
+        assert shown == pytest.approx(found, rel=1e-3)
 
 
 def test_more_replicas_and_longer_tails_take_longer_and_stealing_less():
