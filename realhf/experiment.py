@@ -124,6 +124,8 @@ class Expected:
     response ends with the same chance after each token."""
     lengths_from: str | None = None  # Directory of a run whose rollouts.jsonl has the lengths of responses.
     host_seconds: float = 0.0  # Duration of each call in plain Python, such as a reward function.
+    reward_seconds: float = 0.0  # Mean time in which the reward functions score one answer.
+    reward_p99_seconds: float | None = None  # 99 % of the answers are scored in this time; None: all alike.
     part_runs: dict[str, float] = field(default_factory=dict)
     """How often a step runs a part, such as one that samples again: the mean, 1 for parts left out."""
 

@@ -9,12 +9,14 @@ import networkx as nx
 from realhf.calls import TopLogProbs, longest_response
 from realhf.cli.sequence_lengths import sequence_lengths
 from realhf.cluster import Cluster
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Expected, Experiment, Role
 from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
 from realhf.planner.problem import ModelRole, Problem, Workload
+from realhf.planner.scoring_time import ScoringTime
+from realhf.rewards.scoring import RewardCall
 from realhf.runtime.dry_trace import checked_parts
 from realhf.transformers_config import TransformersConfig
 
@@ -125,6 +127,7 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
     settings: dict[str, Any] = {**lengths, "samples_per_prompt": experiment.group_size}
     if call.kind == "host":
         settings["seconds"] = experiment.expected.host_seconds * lengths["runs"]
+        settings["scoring"] = _scoring_time(experiment.expected, work.function)
     elif call.kind == "generate":
         settings["rounds"] = experiment.num_rounds
         settings |= {name: getattr(work, name) for name in ("max_rows", "kv_cache_gib", "prefill_tokens")}
@@ -136,3 +139,26 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
         settings |= {name: getattr(work, name) for name in ("minibatches", "epochs", "group_size")}
         settings["entropy"] = work.loss.entropy
     return Workload(samples, **settings)
+
+
+def _scoring_time(expected: Expected, function: Any) -> ScoringTime | None:
+    """Return the time in which a function scores answers; None if it has no rewards, or none is expected."""
+    rewards = function.rewards if isinstance(function, RewardCall) else ()
+    mean, p99 = expected.reward_seconds, expected.reward_p99_seconds
+    require(mean >= 0, "expected.reward_seconds", mean, "be at least 0")
+    require(p99 is None or p99 > mean > 0, "expected.reward_p99_seconds", p99,
+            "be above expected.reward_seconds, which is above 0")  # fmt: skip
+    if not rewards or not mean:
+        return None
+    slowest = min(rewards, key=lambda reward: reward.concurrency or 1)
+    limit = None
+    if slowest.concurrency is not None:  # Else it is for all answers together.
+        limit = slowest.timeout_seconds or function.limits.timeout_seconds
+    if limit is not None and p99 is not None:
+        require(p99 < limit, "expected.reward_p99_seconds", p99, f"be below the time limit, {limit:g}")
+    time = ScoringTime(mean, p99, limit, slowest.concurrency or 1)
+    try:
+        time.of_slowest(1, 1)
+    except ValueError as error:
+        raise ValueError(f"expected.reward_p99_seconds is {p99:g}: {error}") from error
+    return time

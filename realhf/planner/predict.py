@@ -58,7 +58,7 @@ def step_seconds(
         for i, j, _ in needs.weights
     ]
     host = {
-        call.name: problem.workloads[call.name].seconds / plan[call.name].layout.dp
+        call.name: problem.workloads[call.name].seconds_on(plan[call.name].layout.dp)
         for call in calls if call.role is None
     }  # fmt: skip
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])

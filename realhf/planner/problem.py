@@ -17,6 +17,7 @@ from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
 from realhf.planner.lengths import Lengths, geometric
 from realhf.planner.rounds import RoundStatistics, steady_round
+from realhf.planner.scoring_time import ScoringTime
 from realhf.transformers_config import TransformersConfig
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,6 +48,7 @@ class Workload:
     top_k: int = 0
     """Most probable tokens per token, whose ids and log-probs a forward call finds and a train step reads."""
     seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
+    scoring: ScoringTime | None = None  # The time in which such a call scores answers, in addition.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.
     prompt_lengths: Lengths | None = None  # None: all prompts are as long as the mean.
@@ -68,6 +70,11 @@ class Workload:
     @property
     def prompts(self) -> int:
         return self.num_samples // self.samples_per_prompt
+
+    def seconds_on(self, num_ranks: int) -> float:
+        """Return the seconds of a call in plain Python that is split over some ranks."""
+        scoring = 0.0 if self.scoring is None else self.scoring.of_slowest(self.num_samples, num_ranks)
+        return self.seconds / num_ranks + scoring * self.runs
 
     def most_samples(self, kind: str, dp: int) -> int:
         """Return the most samples of any data-parallel rank in one mini-batch of a call of this kind."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from realhf import GRPO, Cluster, DatasetConfig, Expected, OptimizerConfig, Role, SamplingConfig
+from realhf import GRPO, Cluster, DatasetConfig, Expected, OptimizerConfig, Reward, Role, SamplingConfig
 from realhf.cli.planning_problem import problem_of
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
@@ -21,6 +21,7 @@ from realhf.planner.lengths import geometric, long_tail, observed
 from realhf.planner.micro_batches import mean_micro_batch
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
+from realhf.planner.scoring_time import ScoringTime
 from realhf.planner.slowest_replica import Rollout, decode_steps
 from realhf.runtime.exchange import Routing, assign
 
@@ -279,3 +280,32 @@ def test_answers_that_were_cut_off_earlier_are_refused(tmp_path):
     (tmp_path / "rollouts.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match="were cut off at 64 tokens"):
         _workload(tmp_path, lengths_from=str(tmp_path))
+
+
+@pytest.mark.parametrize(("at_once", "num_ranks"), [(1, 1), (1, 8), (8, 4), (64, 4)])
+def test_scoring_takes_as_long_as_on_the_slowest_rank(at_once, num_ranks):
+    time = ScoringTime(0.5, 4.0, 10.0, at_once)
+    rng = np.random.default_rng(3)
+    slowest = []
+    for _ in range(800):
+        drawn = long_tail(100, 800, 2000).draw(rng, (num_ranks, 32)) * 0.5 / 100
+        by_rank = []
+        for answers in drawn.tolist():
+            free = [0.0] * at_once  # When each of them can begin the next answer.
+            for seconds in answers:
+                heapq.heapreplace(free, free[0] + seconds)
+            by_rank.append(max(free))
+        slowest.append(max(by_rank))
+    assert time.of_slowest(32 * num_ranks, num_ranks) == pytest.approx(np.mean(slowest), rel=0.06)
+    assert ScoringTime(0.5, at_once=at_once).of_slowest(32 * num_ranks, num_ranks) == pytest.approx(
+        0.5 * max(1, 32 / at_once))
+
+
+def test_rewards_are_scored_as_many_at_once_as_their_concurrency_says(tmp_path):
+    times = {}
+    for concurrency in (None, 8):
+        experiment = _experiment(tmp_path, reward_seconds=0.5, reward_p99_seconds=4.0)
+        experiment.reward_function = Reward(_score, concurrency=concurrency, timeout_seconds=10.0)
+        problem = problem_of(experiment, Cluster.load("cpu-laptop"))
+        (times[concurrency],) = filter(None, (work.scoring for work in problem.workloads.values()))
+    assert times == {None: ScoringTime(0.5, 4.0), 8: ScoringTime(0.5, 4.0, 10.0, 8)}
