@@ -104,7 +104,9 @@ class SearchSpace:
         call = self.calls[position]
         anchor, is_split = host_anchor(self.problem, call)
         group = None if anchor is None else self._group_of[self.calls.index(self.problem.graph[anchor])]
-        numbers = np.unique(self.groups[group].replicas) if is_split and group is not None else np.array([1])
+        numbers = np.array([1])
+        if is_split and group is not None:
+            numbers = np.unique(self.groups[group].replicas).astype(int)
         seconds = np.zeros(1 + max(numbers, default=1))
         seconds[numbers] = [self.problem.workloads[call.name].seconds_on(n) for n in numbers.tolist()]
         return HostCall(position, group, is_split, seconds)
