@@ -21,10 +21,10 @@ from realhf.algorithms.sft import CrossEntropy
 from realhf.calls import Generate, TrainStep
 from realhf.data.batch import Batch, Packed
 from realhf.dist.world import World
-from realhf.engine.micro_batch import balance
 from realhf.engine.native import NativeEngine
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, even_split
+from realhf.micro_batch import balance
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.plan import CallPlan, ExecutionPlan

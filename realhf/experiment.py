@@ -113,11 +113,19 @@ class Role:
 
 @dataclass(frozen=True)
 class Expected:
-    """Expectations of the planner, lengths as means in tokens; nothing else depends on them."""
+    """Expectations of the planner, lengths in tokens; nothing else depends on them."""
 
-    prompt_tokens: int | None = None  # None: measured on the dataset.
-    response_tokens: int | None = None  # None: as many as sampling allows, or measured on the dataset.
+    prompt_tokens: int | None = None  # The mean; None: measured on the dataset.
+    longest_prompt_tokens: int | None = None  # None: measured with the mean, or equal to a given mean.
+    response_tokens: int | None = None
+    """The mean; None: of `lengths_from`, or as many as sampling allows, or measured on the dataset."""
+    response_p99: int | None = None
+    """Tokens that 99 % of the responses do not exceed: with the mean, it gives them a long tail. None: a
+    response ends with the same chance after each token."""
+    lengths_from: str | None = None  # Directory of a run whose rollouts.jsonl has the lengths of responses.
     host_seconds: float = 0.0  # Duration of each call in plain Python, such as a reward function.
+    reward_seconds: float = 0.0  # Mean time in which the reward functions score one answer.
+    reward_p99_seconds: float | None = None  # 99 % of the answers are scored in this time; None: all alike.
     part_runs: dict[str, float] = field(default_factory=dict)
     """How often a step runs a part, such as one that samples again: the mean, 1 for parts left out."""
 

@@ -1,27 +1,27 @@
 """Translates an Experiment into the planner's Problem. Free of torch."""
 
 import copy
-import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
 
 from realhf.calls import TopLogProbs, longest_response
+from realhf.cli.sequence_lengths import sequence_lengths
 from realhf.cluster import Cluster
-from realhf.data.dataset import completion_columns, load_rows, reads_pairs
+from realhf.data.dataset import load_rows, reads_pairs
 from realhf.evaluation.sets import Evaluation
-from realhf.experiment import Experiment, Role
+from realhf.experiment import Expected, Experiment, Role
 from realhf.field_types import require
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import adapter_spec
 from realhf.planner.problem import ModelRole, PlannedCall, Problem, Workload
+from realhf.planner.scoring_time import ScoringTime
+from realhf.rewards.scoring import RewardCall
 from realhf.runtime.dry_trace import checked_parts
 from realhf.transformers_config import TransformersConfig
 
-_ROWS = 1000  # Rows of the dataset whose lengths are measured.
 _GENERATION_FIELDS = ("max_rows", "kv_cache_gib", "prefill_tokens")
 _EVAL_PROMPTS = 1024  # Held-out prompts that are assumed if no data are read.
 
@@ -47,10 +47,7 @@ def problem_of(
         raise ValueError(f"role {unused[0]!r} has no call in the graph")
     for call in graph.calls:
         call.require_work()
-    limit = longest_response(graph)
-    prompt, response = _lengths(experiment, limit)
-    longest = limit or round(response)
-    lengths = {"prompt_tokens": prompt, "response_tokens": response, "max_new_tokens": longest}
+    lengths = sequence_lengths(experiment, longest_response(graph))
     parts = checked_parts(experiment, graph)
     runs = _part_runs(experiment, parts)
     workloads = {
@@ -136,10 +133,12 @@ def _workload(experiment: Experiment, call: FunctionCall, lengths: Mapping[str, 
     settings: dict[str, Any] = {**lengths, "samples_per_prompt": experiment.group_size}
     if call.kind == "host":
         settings["seconds"] = experiment.expected.host_seconds * lengths["runs"]
+        settings["scoring"] = _scoring_time(experiment.expected, work.function)
     elif call.kind == "generate":
         settings["rounds"] = experiment.num_rounds
-        settings["keeps_cache"] = work.cache_on_update == "keep" and experiment.num_rounds > 1
         settings |= {name: getattr(work, name) for name in _GENERATION_FIELDS}
+        keeps = work.cache_on_update == "keep" and experiment.num_rounds > 1
+        settings |= {"keeps_cache": keeps, "work_stealing": work.work_stealing and not keeps}
     else:
         settings["output"] = work.output
     if call.kind == "train_step":
@@ -155,8 +154,9 @@ def _evaluations(experiment: Experiment, lengths: Mapping[str, Any]) -> Iterator
         response = min(lengths["response_tokens"], limit)
         per_prompt = 2 if reads_pairs(graph.inputs) else evaluation.samples
         num_samples = per_prompt * _num_eval_prompts(experiment, evaluation)
-        settings = {**lengths, "response_tokens": response, "max_new_tokens": limit,
-                    "samples_per_prompt": per_prompt}
+        settings = {**lengths, "samples_per_prompt": per_prompt}
+        if (response, limit) != (lengths["response_tokens"], lengths["max_new_tokens"]):
+            settings |= {"response_tokens": response, "max_new_tokens": limit, "response_lengths": None}
         for call in graph.calls:
             if call.role is None:
                 continue
@@ -176,52 +176,24 @@ def _num_eval_prompts(experiment: Experiment, evaluation: Evaluation) -> int:
     return min(rows, evaluation.max_rows or rows)
 
 
-def _lengths(experiment: Experiment, limit: int) -> tuple[float, float]:
-    """Return the mean tokens of prompts and responses: as expected, else measured or at the limit."""
-    expected = experiment.expected
-    for name in ("prompt_tokens", "response_tokens"):
-        value = getattr(expected, name)
-        require(value is None or value >= 1, f"expected.{name}", value, "be at least 1")
-    prompt: float | None = expected.prompt_tokens
-    response: float | None = expected.response_tokens
-    if response is not None and limit and response > limit:
-        raise ValueError(f"expected.response_tokens is {response}: sampling.max_new_tokens allows {limit}")
-    response = response or limit or None
-    if prompt is None or response is None:
-        measured = _measured(experiment, limit)
-        prompt = prompt or measured[0]
-        response = response or measured[1]
-    return float(prompt), float(response)
-
-
-def _measured(experiment: Experiment, limit: int) -> tuple[float, float]:
-    """Return the mean tokens of the dataset's prompts and completions, without chat templates."""
-    from tokenizers import Tokenizer
-
-    unknown = [f"expected.{name}" for name in ("prompt_tokens", "response_tokens")
-               if getattr(experiment.expected, name) is None and (name == "prompt_tokens" or not limit)]
-    options = " ".join(f"--{name.replace('_', '-')} N" for name in unknown)
-    hint = f"set {' and '.join(unknown)} ({options}) to plan without data and tokenizer"
-    dataset = experiment.dataset
+def _scoring_time(expected: Expected, function: Any) -> ScoringTime | None:
+    """Return the time in which a function scores answers; None if it has no rewards, or none is expected."""
+    rewards = function.rewards if isinstance(function, RewardCall) else ()
+    mean, p99 = expected.reward_seconds, expected.reward_p99_seconds
+    require(mean >= 0, "expected.reward_seconds", mean, "be at least 0")
+    require(p99 is None or p99 > mean > 0, "expected.reward_p99_seconds", p99,
+            "be above expected.reward_seconds, which is above 0")  # fmt: skip
+    if not rewards or not mean:
+        return None
+    slowest = min(rewards, key=lambda reward: reward.concurrency or 1)
+    limit = None
+    if slowest.concurrency is not None:  # Else it is for all answers together.
+        limit = slowest.timeout_seconds or function.limits.timeout_seconds
+    if limit is not None and p99 is not None:
+        require(p99 < limit, "expected.reward_p99_seconds", p99, f"be below the time limit, {limit:g}")
+    time = ScoringTime(mean, p99, limit, slowest.concurrency or 1)
     try:
-        rows = [load_rows(part, ("prompt_ids",))[:_ROWS] for part in dataset.parts]
+        time.of_slowest(1, 1)
     except ValueError as error:
-        raise ValueError(f"{error}; {hint}") from error
-    path = Path(experiment.tokenizer_dir()) / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"tokenizer {experiment.tokenizer_dir()!r} has no tokenizer.json; {hint}")
-    tokenizer = Tokenizer.from_file(str(path))
-    texts: tuple[list[str], list[str]] = ([], [])
-    inputs = experiment.graph().inputs
-    for part, some in zip(dataset.parts, rows, strict=True):
-        completions = completion_columns(part, inputs) or [part.completion_key]
-        for found, keys in zip(texts, ([part.prompt_key], completions), strict=True):
-            found += [_text(row[key]) for row in some for key in keys if key in row]
-    prompt, completion = (
-        statistics.fmean(len(tokenizer.encode(text).ids) for text in column or [""]) for column in texts
-    )
-    return max(1.0, prompt), completion + 1  # One more for the end-of-sequence token.
-
-
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in prompt)
+        raise ValueError(f"expected.reward_p99_seconds is {p99:g}: {error}") from error
+    return time

@@ -12,13 +12,13 @@ from realhf.calls import Generate, OptimizerConfig, Scores, TopLogProbs, TrainSt
 from realhf.data.batch import Batch, Packed
 from realhf.dist.activity import Report, no_report, prefixed
 from realhf.dist.parallel import ParallelGroups
-from realhf.engine.micro_batch import groups_of
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.engine.pipeline import run_pipeline
 from realhf.engine.protocol import CallResult, Metrics, Shards
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.rounds import Round
+from realhf.micro_batch import groups_of
 from realhf.nn.context_parallel import token_range
 from realhf.nn.parameters import ShardedParameters
 

@@ -14,7 +14,6 @@ from realhf.dist.parallel import ParallelGroups
 from realhf.dist.world import World
 from realhf.engine.base import Engine, PassSettings, output_batch
 from realhf.engine.chunked_loss import loss_by_parts
-from realhf.engine.micro_batch import attention_share, micro_batches
 from realhf.engine.protocol import DTYPES, Metrics, Shards
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
@@ -25,6 +24,7 @@ from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.rounds import Round, prompt_groups
 from realhf.layout import Layout, even_split
 from realhf.lora import LoraConfig
+from realhf.micro_batch import attention_share, micro_batches
 from realhf.nn.lora import Adapters
 from realhf.nn.transformer import Transformer
 from realhf.param_spec import ModelSpec

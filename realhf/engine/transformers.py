@@ -20,7 +20,6 @@ from realhf.dist.world import World
 from realhf.engine.base import Engine, PassSettings, output_batch
 from realhf.engine.chunked_loss import compute_outputs, side_by_side
 from realhf.engine.hf_module import TransformersModel, token_mask
-from realhf.engine.micro_batch import padded_micro_batches
 from realhf.engine.protocol import DTYPES, Shards
 from realhf.errors import UserError
 from realhf.graph import FunctionCall
@@ -30,6 +29,7 @@ from realhf.inference.rounds import Round, prompt_groups
 from realhf.inference.sampling import for_vocabulary, sample, stream_seed
 from realhf.layout import Layout
 from realhf.lora import LoraConfig
+from realhf.micro_batch import padded_micro_batches
 from realhf.param_spec import ModelSpec
 
 

@@ -78,8 +78,8 @@ def find_variants(
             if memory.alone > capacity:
                 continue
             cost = call_cost(rates, call, role, work, call_plan, per_host=in_host)
-            bounds = (memory.start, memory.least, memory.by_stage, communicators)
-            variants.append(Variant(call_plan, cost, *memory.fullest, *bounds))
+            variants.append(Variant(
+                call_plan, cost, *memory.fullest, memory.start, memory.least, memory.by_stage, communicators))
         by_strategy[strategy] = _undominated(variants)
     return by_strategy
 

@@ -25,8 +25,7 @@ from realhf.planner.model_states import trained_params, weights_bytes
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
 from realhf.planner.shard import exchanged, held_params
-
-_NUM_RANGES = 24  # The decode steps of a generation are averaged over this many ranges.
+from realhf.planner.slowest_replica import DecodeSteps, Rollout, decode_steps
 
 
 class Spans(NamedTuple):
@@ -121,7 +120,8 @@ class _Estimate:
         )
         stages = [self._block().times(layers) for layers in self._num_layers]
         stages[-1] = stages[-1].plus(head)
-        return self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1)
+        return self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1,
+                               largest=micro.largest)  # fmt: skip
 
     def train(self) -> CallCost:
         rates = self.rates
@@ -139,7 +139,8 @@ class _Estimate:
                 backward=backward,
             )  # fmt: skip
             stages[-1] = stages[-1].plus(head)
-        one = self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=2)
+        one = self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=2,
+                              largest=micro.largest)  # fmt: skip
         ends = {0, strategy.pp - 1}
         held = max((held_params(role.config, strategy, stage, role.lora) for stage in ends), key=sum)
         steps = self.work.minibatches * self.work.epochs
@@ -161,50 +162,74 @@ class _Estimate:
         """Return the cost of a round of generation: prefill of prompts and histories, then decoding.
 
         Each stage works on one cohort of rows. While samples wait, every slot has a row; the last `max_rows`
-        samples then finish one by one.
+        samples then finish one by one. The call ends with the slowest replica.
         """
-        rates = self.rates
-        role = self.role
         work = self.work
-        tp = self.groups.tp
-        ep = self.groups.ep
         pp = self.strategy.pp
         samples = math.ceil(work.most_samples("generate", self.strategy.dp) / self.strategy.cp)
         live = samples * work.round.num_rows
-        rows = min(live, work.max_rows)
-        cohorts = min(pp, math.ceil(rows))
-        waves = live / rows  # How often all slots are filled.
-        rows = rows / cohorts
-        tokens, squared = _prefill(work, rows)
-        deepest = max(self._num_layers)
+        slots = min(live, work.max_rows)
+        cohorts = min(pp, math.ceil(slots))
+        waves = live / slots  # How often all slots are filled.
+        tokens, squared = _prefill(work, slots / cohorts)
         passes = max(1.0, tokens / work.prefill_tokens)
-        block = rates.block(role, tp, ep, tokens=tokens / passes, squared=squared / passes).times(passes)
+        block = self.rates.block(
+            self.role, self.groups.tp, self.groups.ep, tokens=tokens / passes, squared=squared / passes
+        ).times(passes)
         stages = [block.times(count) for count in self._num_layers]
         prefill = self._pipelined(stages, cohorts, tokens=tokens, hops_per_slot=1)
-        weights, running, context = _decode_ranges(work, rows, waves)
-        compute, communication = rates.decode_block(
-            role, tp, ep, rows=running, context=context, shared=_shared_prompts(work, rows, running),
-            longest=np.append(context[:-1], work.prompt_tokens + len(work.round.survival)),
-            is_alone=pp == 1,
-        )  # fmt: skip
-        head = rates.decode_head(role, tp, rows=running)
-        step = ((compute + communication) * deepest + head) * cohorts
-        if pp > 1:
-            whole = (compute + communication) * role.config.num_layers + head
-            step = np.maximum(step, whole + pp * self._hop(rows))
+        steps = self._decode_steps(live, slots)
+        compute, communication, step = self._decode(steps, slots, cohorts)
+        decode, num_steps = steps.of_slowest(step)
+        scale = decode / max(1e-30, float(step @ num_steps))
         parts = {
             "prefill": waves * prefill.seconds,
-            "decode": float(((compute * deepest + head) * cohorts * weights).sum()),
-            self.groups.within: float((communication * deepest * cohorts * weights).sum()),
+            "decode": scale * float(compute @ num_steps),
+            self.groups.within: scale * float(communication @ num_steps),
         }
-        seconds = waves * prefill.seconds + float((step * weights).sum())
+        seconds = waves * prefill.seconds + decode
         parts["pipeline"] = max(0.0, seconds - sum(parts.values()))
         return CallCost(seconds, parts)
+
+    def _decode_steps(self, live: float, slots: float) -> DecodeSteps:
+        """Return the decode steps of a replica that has `live` rows.
+
+        Replicas share prompts that wait; then no replica has more than the mean of all.
+        """
+        work = self.work
+        replicas = self.strategy.dp * self.strategy.cp
+        shared = work.work_stealing and live > slots and replicas > 1
+        if shared:
+            live = max(slots, work.num_samples * work.round.num_rows / replicas)
+        return decode_steps(
+            Rollout(work.lengths, work.rounds, live, slots, replicas, shared, work.samples_per_prompt))
+
+    def _decode(
+        self, steps: DecodeSteps, slots: float, cohorts: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the seconds of computation, of communication and of all together of each kind of step."""
+        rates = self.rates
+        tp = self.groups.tp
+        deepest = max(self._num_layers)
+        running = np.minimum(cohorts, steps.rows)  # Cohorts that still have rows.
+        rows = steps.rows / running
+        context = self.work.prompt_tokens + steps.context
+        longest = np.append(self.work.prompt_tokens + len(self.work.survival), context[1:])
+        compute, communication = rates.decode_block(
+            self.role, tp, self.groups.ep, rows=rows, context=context, longest=longest,
+            shared=_shared_prompts(self.work, slots / cohorts, rows), is_alone=self.strategy.pp == 1)
+        head = rates.decode_head(self.role, tp, rows=rows)
+        step = ((compute + communication) * deepest + head) * running
+        if self.strategy.pp > 1:
+            whole = (compute + communication) * self.role.config.num_layers + head
+            step = np.maximum(step, whole + self.strategy.pp * self._hop(slots / cohorts))
+        return (compute * deepest + head) * running, communication * deepest * running, step
 
     @cached_property
     def _micro_batch(self) -> MeanMicroBatch:
         limit = self.call_plan.micro_batch_tokens
-        micro = mean_micro_batch(self.work, self.strategy, limit)
+        micro = mean_micro_batch(
+            self.work, self.strategy, limit, attention=self.role.attention_share)
         if self.rates.path.pads_stages and self.strategy.pp > 1:
             micro = micro._replace(tokens=max(micro.tokens, limit / self.strategy.cp))
         return micro
@@ -247,16 +272,19 @@ class _Estimate:
         return self.rates.send(num_bytes, within_host=self.groups.stages_meet_in_host)
 
     def _pipelined(
-        self, stages: list[Cost], count: int, *, tokens: float, hops_per_slot: int
+        self, stages: list[Cost], count: int, *, tokens: float, hops_per_slot: int, largest: float = 1.0
     ) -> CallCost:
-        """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot`
-        times."""
+        """Return the cost of `count` micro-batches that each cross every stage border `hops_per_slot` times.
+
+        `stages` are those of a mean micro-batch. The largest one, which takes `largest` times as long, is the
+        one that fills and drains the pipeline (a proportionate flow shop, Pinedo 2016, section 6.1).
+        """
         hop = self._hop(tokens) if len(stages) > 1 else 0.0
         once = sum(stage.seconds for stage in stages) + hops_per_slot * (len(stages) - 1) * hop
         slowest = max(stages, key=lambda stage: stage.seconds)
         # There are as many micro-batches in flight as stages, so a round trip bounds the slot, too.
         slot = max(slowest.seconds, once / len(stages), hop)
-        seconds = once + (count - 1) * slot
+        seconds = once * largest + (count - largest) * slot
         busy = slowest.times(count)
         waiting = seconds - busy.seconds
         parts = {"compute": busy.compute, self.groups.within: busy.communication, "pipeline": waiting}
@@ -286,23 +314,3 @@ def _shared_prompts(work: Workload, rows: float, running: np.ndarray) -> SharedP
     ended = np.maximum(0.0, 1 - running / rows)
     prompts = distinct * (1 - ended ** (rows * share / distinct))  # Prompts that some row still continues.
     return SharedPrompts(prompts + (1 - share) * running, saved)
-
-
-def _decode_ranges(work: Workload, rows: float, waves: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for ranges of decode steps that grow in length: their expected number of steps, the mean
-    number of running rows, and the mean context of a row. The last entry is for the steps in which all
-    slots are full."""
-    alive = work.round.survival
-    steps = work.round.history + np.arange(1, len(alive) + 1)  # Tokens of a response at each step.
-    starts = np.unique(np.geomspace(1, len(alive) + 1, _NUM_RANGES + 1).astype(int))[:-1] - 1
-    active = 1 - (1 - alive) ** rows  # Probability that some row is still decoding.
-    weights = np.maximum(np.add.reduceat(active, starts), 1e-30)
-    running, context = (
-        np.add.reduceat(active * each, starts) / weights
-        for each in (np.clip(rows * alive, 1.0, rows), work.prompt_tokens + steps)
-    )
-    # While all slots are full, the context of their rows is the mean over all tokens.
-    mean = float(alive.sum())
-    weights = np.append(weights, (waves - 1) * mean)
-    running = np.append(running, rows)
-    return weights, running, np.append(context, work.prompt_tokens + float((alive * steps).sum()) / mean)

@@ -61,7 +61,7 @@ def step_seconds(
     first = np.array([[min(layout.ranks) for layout in layouts]])
     stop = np.array([[max(layout.ranks) + 1 for layout in layouts]])
     host = {
-        call.name: problem.workloads[call.name].seconds / plan[call.name].layout.dp
+        call.name: problem.workloads[call.name].seconds_on(plan[call.name].layout.dp)
         for call in calls if call.role is None
     }  # fmt: skip
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])

@@ -13,10 +13,13 @@ from realhf.cluster import Cluster
 from realhf.graph import DataflowGraph, FunctionCall
 from realhf.layout import Layout
 from realhf.lora import LoraConfig, adapter_spec
+from realhf.micro_batch import attention_share
 from realhf.model_config import ModelConfig
 from realhf.param_spec import ModelSpec, model_spec
 from realhf.plan import CallPlan, ExecutionPlan
-from realhf.planner.rounds import RoundStatistics, steady_round, survival
+from realhf.planner.lengths import Lengths, geometric
+from realhf.planner.rounds import RoundStatistics, steady_round
+from realhf.planner.scoring_time import ScoringTime
 from realhf.transformers_config import TransformersConfig
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -26,8 +29,8 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class Workload:
     """The work of one call in one step. Numbers of tokens are per sequence, and means where they vary.
 
-    Responses have the given mean and at most `max_new_tokens`. Their lengths are assumed to be geometric,
-    truncated at that limit; if the mean equals the limit, all lengths are equal.
+    Responses have the given mean and at most `max_new_tokens`. Without `response_lengths`, their lengths are
+    assumed to be geometric, truncated at that limit; if the mean equals the limit, all lengths are equal.
     """
 
     num_samples: int = 1
@@ -47,9 +50,20 @@ class Workload:
     top_k: int = 0
     """Most probable tokens per token, whose ids and log-probs a forward call finds and a train step reads."""
     seconds: float = 0.0  # Duration of a call in plain Python, in all of its runs.
+    scoring: ScoringTime | None = None  # The time in which such a call scores answers, in addition.
     runs: float = 1.0  # How often the call runs in a step, on average.
     longest_prompt_tokens: float = 0.0  # 0: all prompts are as long as the mean.
+    prompt_lengths: Lengths | None = None  # None: all prompts are as long as the mean.
+    response_lengths: Lengths | None = None  # Their mean is `response_tokens`, and limit `max_new_tokens`.
+    work_stealing: bool = True  # Generation: whether replicas take waiting prompts from others.
     keeps_cache: bool = False  # Generation: keys and values of unfinished samples stay between rounds.
+
+    def __post_init__(self) -> None:
+        for lengths, mean in (
+            (self.prompt_lengths, self.prompt_tokens), (self.response_lengths, self.response_tokens)
+        ):  # fmt: skip
+            assert lengths is None or math.isclose(lengths.mean, mean, rel_tol=1e-6)
+        assert self.response_lengths is None or self.response_lengths.limit == self._longest_response
 
     @property
     def longest_prompt(self) -> float:
@@ -64,6 +78,11 @@ class Workload:
     @property
     def prompts(self) -> int:
         return self.num_samples // self.samples_per_prompt
+
+    def seconds_on(self, num_ranks: int) -> float:
+        """Return the seconds of a call in plain Python that is split over some ranks."""
+        scoring = 0.0 if self.scoring is None else self.scoring.of_slowest(self.num_samples, num_ranks)
+        return self.seconds / num_ranks + scoring * self.runs
 
     def most_samples(self, kind: str, dp: int) -> int:
         """Return the most samples of any data-parallel rank in one mini-batch of a call of this kind."""
@@ -89,12 +108,17 @@ class Workload:
     @property
     def survival(self) -> np.ndarray:
         """Fraction of responses that have at least t tokens, for t from 1 to the limit."""
-        return survival(self.response_tokens, self._longest_response)
+        return self.lengths.survival
+
+    @property
+    def lengths(self) -> Lengths:
+        """The distribution of the lengths of responses."""
+        return self.response_lengths or geometric(self.response_tokens, self._longest_response)
 
     @property
     def round(self) -> RoundStatistics:
         """The rows of a round of generation in the steady state."""
-        return steady_round(self.response_tokens, self._longest_response, self.rounds)
+        return steady_round(self.lengths, self.rounds)
 
     @property
     def round_tokens(self) -> int:
@@ -113,9 +137,14 @@ class Workload:
     @cached_property
     def squared_tokens(self) -> float:
         """Mean of the squared length of a sequence; the work of causal attention is proportional to it."""
-        odd = 2 * np.arange(1, len(self.survival) + 1) - 1
-        squared_response = float((odd * self.survival).sum())
-        return self.prompt_tokens**2 + 2 * self.prompt_tokens * self.response_tokens + squared_response
+        prompt = self.prompt_tokens
+        squared = prompt**2 if self.prompt_lengths is None else self.prompt_lengths.squared_mean
+        return squared + 2 * prompt * self.response_tokens + self.lengths.squared_mean
+
+    @property
+    def all_alike(self) -> bool:
+        """Return whether all sequences have one length."""
+        return self.lengths.all_equal and (self.prompt_lengths is None or self.prompt_lengths.all_equal)
 
 
 @dataclass(frozen=True)
@@ -157,6 +186,11 @@ class ModelRole:
     def trained_spec(self) -> ModelSpec:
         """The parameters that training changes and that are reallocated in every step."""
         return self.spec if self.lora is None else adapter_spec(self.config, self.lora)
+
+    @cached_property
+    def attention_share(self) -> float:
+        """The s for which a sequence of n tokens costs as much as n + s n^2 tokens without attention."""
+        return attention_share(self.spec)
 
     @property
     def is_frozen(self) -> bool:

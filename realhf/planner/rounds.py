@@ -1,14 +1,16 @@
-"""Lengths of responses, and the rows of a round of generation.
+"""The rows of a round of generation.
 
-Lengths are assumed to be geometric, truncated at a limit. With several rounds, one in each step, a response
-gets an equal part of the limit in each. In the steady state a round therefore has rows of all ages: those of
-age a have been through a rounds, and their responses are longer than the tokens of a rounds.
+With several rounds, one in each step, a response gets an equal part of the limit in each. In the steady state
+a round therefore has rows of all ages: those of age a have been through a rounds, and their responses are
+longer than the tokens of a rounds.
 """
 
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+
+from realhf.planner.lengths import Lengths
 
 
 class RoundStatistics(NamedTuple):
@@ -29,31 +31,15 @@ class RoundStatistics(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def survival(mean: float, limit: int) -> np.ndarray:
-    """Return the fraction of responses that have at least t tokens, for t from 1 to the limit."""
-    if mean >= limit:
-        return np.ones(limit)
-    if mean <= 1:
-        return np.array([max(mean, 0.0)])
-    steps = np.arange(limit)
-    low, high = 0.0, 1.0  # Bisection on the probability that a response continues.
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if (middle**steps).sum() < mean else (low, middle)
-    return low**steps
-
-
-@lru_cache(maxsize=64)
-def steady_round(mean: float, limit: int, num_rounds: int) -> RoundStatistics:
-    """Return the statistics of a round in the steady state, for responses with this mean and limit."""
-    alive = survival(mean, limit)
+def steady_round(lengths: Lengths, num_rounds: int) -> RoundStatistics:
+    """Return the statistics of a round in the steady state, for responses of these lengths."""
+    alive = lengths.survival
     if num_rounds == 1:
         return RoundStatistics(np.ones(1), alive, np.zeros(len(alive)))
-    num_tokens = -(-limit // num_rounds)
+    num_tokens = -(-len(alive) // num_rounds)
     by_age = np.pad(alive, (0, num_rounds * num_tokens - len(alive))).reshape(num_rounds, num_tokens)
     ages = by_age[:, 0]
     running = by_age.sum(axis=0)
     had = num_tokens * np.arange(num_rounds)
     share = np.minimum(running / ages.sum(), 1.0)  # (Rounding may make it larger.)
     return RoundStatistics(ages, share, had @ by_age / np.maximum(running, 1e-30))
-

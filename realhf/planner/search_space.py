@@ -32,13 +32,13 @@ class HostCall(NamedTuple):
     """A call in plain Python, by its position among all calls.
 
     It runs on the ranks that have the results of the call group `anchor`, or on rank 0 without one. If it is
-    split over these ranks, it takes less than `seconds`.
+    split over these ranks, `seconds` has its time by their number.
     """
 
     position: int
     anchor: int | None
     is_split: bool
-    seconds: float
+    seconds: np.ndarray
 
 
 class CallTimes(NamedTuple):
@@ -73,7 +73,12 @@ class SearchSpace:
         call = self.calls[position]
         anchor, is_split = host_anchor(self.problem, call)
         group = None if anchor is None else self._group_of[self.calls.index(self.problem.graph[anchor])]
-        return HostCall(position, group, is_split, self.problem.workloads[call.name].seconds)
+        numbers = np.array([1])
+        if is_split and group is not None:
+            numbers = np.unique(self.groups[group].replicas).astype(int)
+        seconds = np.zeros(1 + max(numbers, default=1))
+        seconds[numbers] = [self.problem.workloads[call.name].seconds_on(n) for n in numbers.tolist()]
+        return HostCall(position, group, is_split, seconds)
 
     def call_plans(self, chosen: Sequence[int]) -> dict[str, CallPlan]:
         """Return the CallPlan of every call; `host_anchor` decides where calls in plain Python run."""
@@ -105,7 +110,7 @@ class SearchSpace:
         for owner, call in enumerate(self._host_calls, start=len(self.groups)):
             i = call.position
             if call.anchor is None:
-                seconds[:, i] = call.seconds
+                seconds[:, i] = call.seconds[1]
                 stop[:, i] = 1  # It runs on rank 0.
                 continue
             group = self.groups[call.anchor]
@@ -115,9 +120,9 @@ class SearchSpace:
             result_first = group.result_first[candidate]
             nowhere = placeholder_ranks(owner)
             if call.is_split:
-                seconds[:, i] = np.where(is_decided, call.seconds / group.replicas[candidate], 0.0)
+                seconds[:, i] = np.where(is_decided, call.seconds[group.replicas[candidate]], 0.0)
             else:
-                seconds[:, i] = call.seconds
+                seconds[:, i] = call.seconds[1]
             first[:, i] = np.where(is_decided, result_first, nowhere.start)
             call_stop = group.stop[candidate] if call.is_split else result_first + 1
             stop[:, i] = np.where(is_decided, call_stop, nowhere.stop)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from realhf.data.batch import Batch, Packed
 from realhf.dist.group import Outbox
 from realhf.dist.world import World
-from realhf.engine.micro_batch import balance
 from realhf.layout import Layout, even_split
+from realhf.micro_batch import balance
 
 Locations = dict[int, tuple[int, int]]
 """Maps a sample id to the rank that holds the sample, and to its index there."""

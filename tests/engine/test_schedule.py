@@ -6,14 +6,14 @@ from itertools import accumulate, pairwise, product
 import pytest
 
 from realhf.engine.chunked_loss import _part_bounds
-from realhf.engine.micro_batch import (
+from realhf.engine.pipeline import one_forward_one_backward
+from realhf.micro_batch import (
     attention_share,
     balance,
     groups_of,
     micro_batches,
     padded_micro_batches,
 )
-from realhf.engine.pipeline import one_forward_one_backward
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 

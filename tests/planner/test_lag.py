@@ -18,9 +18,9 @@ from realhf.plan import CallPlan
 from realhf.planner.call_memory import peak_memory
 from realhf.planner.cost import call_cost
 from realhf.planner.efficiencies import Efficiencies
+from realhf.planner.lengths import geometric
 from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Rates
-from realhf.planner.rounds import survival
 from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.simulate import simulate
@@ -102,7 +102,7 @@ class Trace:
             yield j, made_in, self._sending(work.num_samples * work.tokens)
         if call.kind == "generate" and self.rounds > 1:
             work = self.space.problem.workloads[call.name]
-            alive = survival(work.response_tokens, work.max_new_tokens)
+            alive = work.survival
             budget = math.ceil(work.max_new_tokens / self.rounds)
             unfinished = work.num_samples * alive[budget::budget].sum()
             yield i, step - 1, self._sending(unfinished * work.tokens)
@@ -199,7 +199,7 @@ def test_rows_of_a_round_are_those_of_drawn_lengths(mean, limit, rounds):
     rng = np.random.default_rng(0)
     work = Workload(prompt_tokens=10, response_tokens=mean, max_new_tokens=limit, rounds=rounds)
     num, budget = 200_000, math.ceil(limit / rounds)
-    lengths = (rng.random((num, 1)) < survival(mean, limit)[None]).sum(axis=1)
+    lengths = (rng.random((num, 1)) < geometric(mean, limit).survival[None]).sum(axis=1)
     had = np.concatenate([np.full((lengths > age * budget).sum(), age * budget) for age in range(rounds)])
     gets = np.concatenate(
         [np.minimum(lengths[lengths > age * budget] - age * budget, budget) for age in range(rounds)])

@@ -11,7 +11,7 @@ from realhf.planner.simulate import simulate
 from realhf.planner.throughput import first_starts
 from tests.planner.problems import random_problem, ranks_and_seconds
 
-NUM_STEPS = 140
+NUM_STEPS = 400
 ALL_CYCLES = 60  # A multiple of the length of any pattern of up to six steps.
 
 

@@ -1,0 +1,112 @@
+"""Lengths: a distribution of lengths in tokens, from a mean, a mean and a tail, or observed lengths.
+
+A response that reaches the limit is cut off there, so all responses that would be longer count as that long.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+_TAIL_DEVIATIONS = 2.3263478740408408  # Standard deviations of a normal variable at its 0.99 quantile.
+_WIDEST = 6.0  # The largest standard deviation of the logarithm that is tried.
+_NUM_NODES = 512  # A log-normal survival is computed at this many lengths, and interpolated in between.
+
+
+class Lengths:
+    """A distribution of whole numbers of tokens.
+
+    `survival` has the fraction of sequences with at least t tokens, for t from 1 to the limit.
+    """
+
+    def __init__(self, survival: np.ndarray) -> None:
+        self.survival = np.asarray(survival, dtype=float)
+        self.survival.flags.writeable = False
+        self._hash = hash(self.survival.tobytes())
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Lengths) and np.array_equal(self.survival, other.survival))
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that a sequence can have."""
+        return len(self.survival)
+
+    @cached_property
+    def mean(self) -> float:
+        return float(self.survival.sum())
+
+    @cached_property
+    def squared_mean(self) -> float:
+        """Mean of the squared length."""
+        return float((self.survival * (2 * np.arange(self.limit) + 1)).sum())
+
+    @property
+    def all_equal(self) -> bool:
+        return bool(self.survival[-1] == 1.0)
+
+    def quantile(self, share: float) -> int:
+        """Return the least length that this share of the sequences does not exceed."""
+        return int((self.survival > 1 - share).sum())
+
+    def draw(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
+        """Return independent lengths."""
+        return np.searchsorted(-self.survival, -rng.random(shape))
+
+
+@lru_cache(maxsize=64)
+def geometric(mean: float, limit: int) -> Lengths:
+    """Return lengths of this mean, of which a sequence ends with the same chance after each token.
+
+    If the mean is the limit, all lengths are equal.
+    """
+    if mean >= limit:
+        return Lengths(np.ones(limit))
+    if mean <= 1:
+        return Lengths(np.array([max(mean, 0.0)]))
+    steps = np.arange(limit)
+    low, high = 0.0, 1.0  # Bisection on the probability that a response continues.
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (middle**steps).sum() < mean else (low, middle)
+    return Lengths(low**steps)
+
+
+@lru_cache(maxsize=64)
+def long_tail(mean: float, p99: float, limit: int) -> Lengths:
+    """Return log-normal lengths with this mean, of which 99 % are at most `p99` tokens.
+
+    The mean is that of the lengths after they have been cut off at the limit. Raises ValueError if no
+    log-normal distribution has both.
+    """
+    low, high = 0.0, 0.0
+    while _log_normal(p99, high, limit).sum() > mean:  # The mean falls as the distribution gets wider.
+        low, high = high, high + 0.05
+        if high > _WIDEST:
+            raise ValueError(f"no long-tailed distribution has mean {mean:g} and 0.99 quantile {p99:g}")
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _log_normal(p99, middle, limit).sum() > mean else (low, middle)
+    return Lengths(_log_normal(p99, low, limit))
+
+
+def _log_normal(p99: float, deviation: float, limit: int) -> np.ndarray:
+    """Return the survival of log-normal lengths, given the standard deviation of their logarithm."""
+    if deviation == 0:
+        return (np.arange(limit) < p99).astype(float)
+    nodes = np.unique(np.geomspace(1, limit, _NUM_NODES).astype(int))
+    standard = (np.log(nodes / p99) / deviation + _TAIL_DEVIATIONS) / math.sqrt(2)
+    exceeds = np.array([math.erfc(x) / 2 for x in standard.tolist()])  # Of a length, to exceed a node.
+    return np.interp(np.arange(limit), np.append(0, nodes), np.append(1.0, exceeds))
+
+
+def observed(lengths: Sequence[int], limit: int | None = None) -> Lengths:
+    """Return the distribution of some lengths, at least one; longer ones than the limit are cut off."""
+    longest = max(lengths) if limit is None else limit
+    counts = np.bincount(np.clip(lengths, 1, longest), minlength=longest + 1)
+    return Lengths(1 - np.cumsum(counts)[:longest] / len(lengths))
