@@ -32,7 +32,8 @@ from realhf.plan import ExecutionPlan
 from realhf.planner.make import make_plan
 from realhf.planner.predict import predict
 from realhf.planner.problem import Problem
-from realhf.planner.profile import Profile, ProfiledRates
+from realhf.planner.profile import Profile
+from realhf.planner.profiled_rates import ProfiledRates
 from realhf.planner.rates import Rates
 
 THE_PLANNERS = "the planner's"

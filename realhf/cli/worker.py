@@ -209,7 +209,7 @@ def _measure(job: Job, world: World) -> int:
     measured = measure(world, job.program)
     if world.rank == 0 and job.out is not None:
         measured.save(job.out)
-        print(f"realhf: wrote {job.out}", file=sys.stderr)
+        print(f"realhf: wrote {job.out}: {measured.noise()[1]}", file=sys.stderr)
     return 0
 
 

@@ -11,7 +11,7 @@ from realhf.planner.cost import CallCost, call_cost
 from realhf.planner.dependencies import dependencies, reallocation_seconds
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.throughput import periods
+from realhf.planner.throughput import periods, shared_core_seconds
 from realhf.planner.transfer import ContiguousLayout
 
 _RANK_0 = Layout.parse("d1@0")
@@ -62,4 +62,7 @@ def step_seconds(
         for call in calls if call.role is None
     }  # fmt: skip
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
-    return float(periods(needs, seconds, shares[None], moving=np.array(moving).reshape(1, -1))[0])
+    period = periods(needs, seconds, shares[None], moving=np.array(moving).reshape(1, -1))[0]
+    first = np.array([[layout.ranks[0] for layout in layouts]])
+    stop = np.array([[layout.ranks[-1] + 1 for layout in layouts]])
+    return float(max(period, shared_core_seconds(problem.cluster, seconds, first, stop)[0]))

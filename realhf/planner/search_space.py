@@ -22,7 +22,7 @@ from realhf.planner.dependencies import dependencies, host_anchor, reallocation_
 from realhf.planner.model_states import available_bytes, shard_of
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.throughput import periods
+from realhf.planner.throughput import periods, shared_core_seconds
 from realhf.planner.transfer import ContiguousLayout
 
 
@@ -165,7 +165,8 @@ class SearchSpace:
         seconds, first, stop = self.call_times(choices)
         seconds = np.maximum(seconds, min_seconds)
         shares = (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
-        return periods(self.needs, seconds, shares, moving=moving, exact=exact)
+        busy = shared_core_seconds(self.problem.cluster, seconds, first, stop)
+        return np.maximum(busy, periods(self.needs, seconds, shares, moving=moving, exact=exact))
 
     def moving(self, choices: np.ndarray) -> np.ndarray:
         """Return the seconds of each reallocation, shape (K, number of `needs.weights`).

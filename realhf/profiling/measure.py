@@ -11,17 +11,20 @@ from realhf.data.batch import Packed
 from realhf.data.loader import load_tokenizer, make_loader
 from realhf.dist.world import World
 from realhf.errors import UserError
-from realhf.layout import Layout
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.planner.profile import SHAPE, ModelTables, Profile, Table, shape_of
 from realhf.profiling.clock import Clock
-from realhf.profiling.machine import describe, measure_cluster, measure_links
+from realhf.profiling.machine import measure_cluster, measure_links
 from realhf.profiling.models import Bench, Model, Sizes
+from realhf.profiling.surroundings import describe, measure_memory
 from realhf.runtime.program import Program
 
 
 def measure(world: World, program: Program) -> Profile:
     """Return the profile. Every rank must call this, and all get the same profile."""
+    machine = describe(world)
+    memory = measure_memory(world)
     sizes = _sizes(program, world)
     clock = Clock(world)
     shapes = _models(program)
@@ -29,15 +32,16 @@ def measure(world: World, program: Program) -> Profile:
     calls = dict[str, Table]()
     models: list[ModelTables] = []
     for number, model in enumerate(shapes, start=1):
-        for tp in _tensor_parallel_sizes(model.config, world):
-            _say(world, f"model shape {number} of {len(shapes)} in {model.dtype}, tp={tp}")
-            bench = Bench(clock, model, tp, sizes)
+        for strategy in _strategies(model.config, world):
+            _say(world, f"model shape {number} of {len(shapes)} in {model.dtype}, split as {strategy}")
+            bench = Bench(clock, model, strategy, sizes)
             shape = dict(zip(SHAPE, shape_of(model.config), strict=True))
-            models.append(ModelTables(shape, model.dtype, tp, bench.tables()))
+            models.append(ModelTables(
+                shape, model.dtype, strategy.tp, bench.tables(), strategy.ep, bench.noise))
             calls = {**bench.calls(), **calls}
     _say(world, "the machine")
     cluster = measure_cluster(clock, sorted({model.dtype for model in shapes}))
-    return Profile(time.strftime("%Y-%m-%d %H:%M"), describe(world), cluster, links, calls, models)
+    return Profile(time.strftime("%Y-%m-%d %H:%M"), machine, cluster, links, calls, models, memory)
 
 
 def _say(world: World, what: str) -> None:
@@ -46,11 +50,11 @@ def _say(world: World, what: str) -> None:
 
 
 def _sizes(program: Program, world: World) -> Sizes:
-    """Return the sizes of the experiment, from the first step's batch of its dataset."""
+    """Return the sizes of the experiment, as expected, or from the first step's batch of its dataset."""
     experiment = program.experiment
-    answer = None
+    answer = experiment.expected.prompt_tokens
     samples = experiment.batch_size * experiment.group_size
-    if world.rank == 0:
+    if world.rank == 0 and answer is None:
         loader = make_loader(
             experiment.dataset, keys=program.graph.inputs, group_size=experiment.group_size,
             seed=experiment.seed, tokenizer=load_tokenizer(experiment.tokenizer_dir()),
@@ -75,13 +79,14 @@ def _models(program: Program) -> list[Model]:
     return list(found.values())
 
 
-def _tensor_parallel_sizes(config: ModelConfig, world: World) -> Iterator[int]:
-    tp = 1
-    while tp <= world.ranks_per_host:
+def _strategies(config: ModelConfig, world: World) -> Iterator[ParallelStrategy]:
+    """Yield the legal splits of a block over ranks of one host: tp, or ep, by powers of two."""
+    sizes = [2**i for i in range(world.ranks_per_host.bit_length()) if world.ranks_per_host % 2**i == 0]
+    splits = [ParallelStrategy(tp=size) for size in sizes]
+    splits += [ParallelStrategy(dp=size, ep=size) for size in sizes[1:]]
+    for strategy in splits:
         try:
-            config.check_layout(Layout.parse(f"t{tp}@0-{tp - 1}"))
+            config.check_layout(Layout(strategy, DeviceMesh(tuple(range(strategy.num_ranks)))))
         except ValueError:
-            return
-        if world.size % tp == 0:
-            yield tp
-        tp *= 2
+            continue
+        yield strategy

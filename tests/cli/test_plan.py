@@ -145,7 +145,7 @@ def write_profile(directory, **fields):
         "memory_bandwidth_bytes_per_second": 1e10, "peak_flops": {"float32": 1e11, "float64": 5e10},
         "intra_host": LINK, "device_type": "cpu",
     }  # fmt: skip
-    tables = {"date": "2026-11-22", "machine": {}, "links": {}, "calls": {}, "models": []}
+    tables = {"date": "2026-11-22", "machine": {}, "links": [], "calls": {}, "models": []}
     path.write_text(yaml.safe_dump(tables | {"cluster": cluster | fields}))
     return path
 
