@@ -23,6 +23,7 @@ def realhf(*words: Any, processes: int, log: Path) -> None:
 
     The workers are what `realhf run` starts, but forked from a server that has already imported torch.
     """
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # As realhf's commands set it before they import torch.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with socket.socket() as probe:

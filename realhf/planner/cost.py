@@ -25,6 +25,7 @@ from realhf.planner.problem import ModelRole, Workload
 from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
 from realhf.planner.shard import exchanged, held_params
 
+_WAITING = ("pipeline",)  # The parts of a cost in which ranks wait for others.
 _NUM_RANGES = 24  # The decode steps of a generation are averaged over this many ranges.
 
 
@@ -100,15 +101,15 @@ def call_cost(
 def on_shared_cores(cost: CallCost, crowding: float) -> CallCost:
     """Return the cost of a call whose ranks share cores, so that work takes `crowding` times as long.
 
-    Ranks that work use the cores of those that wait for a pipeline. So the call takes as long as with cores
+    Ranks that work use the cores of those that wait. So the call takes as long as with cores
     for all ranks, or as long as its work, whichever is longer.
     """
     if crowding == 1:
         return cost
-    parts = {name: value * crowding for name, value in cost.parts.items() if name != "pipeline"}
+    parts = {name: value * crowding for name, value in cost.parts.items() if name not in _WAITING}
     worked = sum(parts.values())
     seconds = max(cost.seconds, worked)
-    return CallCost(seconds, {**parts, "pipeline": seconds - worked}, cost.num_micro_batches)
+    return CallCost(seconds, {**parts, _WAITING[0]: seconds - worked}, cost.num_micro_batches)
 
 
 @dataclass(frozen=True)
