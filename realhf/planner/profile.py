@@ -149,7 +149,7 @@ class ModelTables:
     @classmethod
     def from_dict(cls, document: Any, where: str) -> "ModelTables":
         legal = [f.name for f in fields(cls)]
-        given = {"ep": 1, "noise": {}} | check_fields(document, legal, optional=("ep", "noise"), where=where)
+        given = check_fields(document, legal, optional=("ep", "noise"), where=where)
         shape = check_fields(given["shape"], SHAPE, optional=_EXPERTS, where=f"{where}.shape")
         for name, value in shape.items():
             if not isinstance(value, str | int):
@@ -157,9 +157,9 @@ class ModelTables:
                 raise ValueError(f"{where}.shape.{name} is {shown}: it must be as in the model's config")
         if str(given["dtype"]) not in ITEMSIZE:
             raise ValueError(f"{where}.dtype is {given['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
-        tp, ep = (_count(given[name], f"{where}.{name}") for name in ("tp", "ep"))
+        tp, ep = (_count(given.get(name, 1), f"{where}.{name}") for name in ("tp", "ep"))
         tables = _tables(given["tables"], OF_MODEL, f"{where}.tables")
-        noise = _shares(given["noise"], f"{where}.noise")
+        noise = _shares(given.get("noise", {}), f"{where}.noise")
         return cls(dict.fromkeys(_EXPERTS, 0) | shape, given["dtype"], tp, tables, ep, noise)
 
 

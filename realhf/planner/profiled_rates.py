@@ -104,9 +104,8 @@ class ProfiledRates(Rates):
             near = self._nearest(role, tp, ep, name)
             if near is None:
                 return cost
-            sized = {"tokens": tokens, "squared": squared, "backward": backward}
-            measured = self.block(role, *near, **sized).seconds
-            ratio = measured / super().block(role, *near, **sized).seconds
+            ratio = self.block(role, *near, tokens=tokens, squared=squared, backward=backward).seconds
+            ratio /= super().block(role, *near, tokens=tokens, squared=squared, backward=backward).seconds
             return Cost(cost.compute * ratio, cost.communication)
 
         def price(length: float, tokens: float) -> float:
@@ -149,9 +148,9 @@ class ProfiledRates(Rates):
             near = self._nearest(role, tp, ep, "decode_block")
             if near is None:
                 return compute, communication
-            sized = {"rows": rows, "context": context, "shared": shared}
-            measured = sum(self.decode_block(role, *near, **sized))
-            return compute * measured / sum(roof(role, *near, **sized)), communication
+            computed, sent = self.decode_block(role, *near, rows=rows, context=context, shared=shared)
+            expected, expected_sent = roof(role, *near, rows=rows, context=context, shared=shared)
+            return compute * (computed + sent) / (expected + expected_sent), communication
 
         def price(context: np.ndarray, rows: np.ndarray) -> np.ndarray:
             return roof(role, tp, ep, rows=rows, context=context)[0]

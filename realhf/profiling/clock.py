@@ -59,7 +59,8 @@ class Clock:
         for _ in range(min(most, max(least, repetitions))):
             for key, function in work.items():
                 taken[key] += [self.once(function, waits=waits) for _ in range(counts[key])]
-        self.noise |= self._agreed(taken, busy, of=relative_spread)
+        spreads: dict[Key, float] = self._agreed(taken, busy, of=relative_spread)
+        self.noise.update(spreads)
         return {key: seconds / crowding for key, seconds in self._agreed(taken, busy).items()}
 
     def once(self, function: Callable[[], object], *, waits: bool = True) -> float:

@@ -81,7 +81,7 @@ def _collectives(clock: Clock, hosts: int) -> tuple[dict[str, Table], dict[str, 
         for num_bytes in _MESSAGE_BYTES:
             tensor = torch.zeros(num_bytes // 4, device=clock.world.device)
             chunks = list(tensor.tensor_split(count))
-            calls = {
+            calls: dict[str, Callable[[], object]] = {
                 "all_reduce": partial(group.all_reduce, tensor),
                 "all_gather": partial(group.all_gather_chunks, chunks),
                 "reduce_scatter": partial(group.reduce_scatter_chunks, chunks),

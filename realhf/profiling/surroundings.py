@@ -1,5 +1,6 @@
 """Facts about the machine that timings depend on, and the memory that processes and connections take."""
 
+import importlib
 import os
 import platform
 import subprocess
@@ -9,20 +10,20 @@ from typing import Any
 
 import torch
 
-import realhf
 from realhf.cluster import num_cores
 from realhf.dist.world import World
 
 
 def describe(world: World) -> dict[str, Any]:
     """Return the facts about the machine and the software, before anything is measured."""
+    package = importlib.import_module("realhf")
     cuda = torch.cuda.get_device_name() if world.device.type == "cuda" else None
     return {
         "platform": platform.platform(), "processor": _processor(), "cores": num_cores(),
         "device": cuda or "cpu", "hosts": world.size // world.ranks_per_host, "processes": world.size,
         "threads_per_process": torch.get_num_threads(), "load_before": round(os.getloadavg()[0], 2),
         "torch": str(torch.__version__), "python": platform.python_version(),
-        "realhf": realhf.__version__, "commit": _commit(),
+        "realhf": package.__version__, "commit": _commit(Path(__file__).parent),
     }  # fmt: skip
 
 
@@ -34,9 +35,8 @@ def _processor() -> str:
         return platform.processor()
 
 
-def _commit() -> str:
-    """Return the commit of this package's clone, or that it is none."""
-    directory = Path(realhf.__file__).parent.parent
+def _commit(directory: Path) -> str:
+    """Return the commit of the clone that the directory is in, or that it is none."""
     try:
         words = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--exclude", "*"]
         found = subprocess.run(words, capture_output=True, text=True, timeout=10)
