@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,7 +31,7 @@ class Clock:
         is_cpu = world.device.type == "cpu"
         self._runs_alone = is_cpu and torch.get_num_threads() == 1
         self._cores = num_cores() if is_cpu else math.inf
-        self.noise: dict[Hashable, float] = {}
+        self.noise: dict[Any, float] = {}
         """The interquartile range of all work timed so far, relative to its median: the mean over ranks."""
 
     def seconds(
@@ -59,8 +59,7 @@ class Clock:
         for _ in range(min(most, max(least, repetitions))):
             for key, function in work.items():
                 taken[key] += [self.once(function, waits=waits) for _ in range(counts[key])]
-        spreads: dict[Key, float] = self._agreed(taken, busy, of=relative_spread)
-        self.noise.update(spreads)
+        self.noise.update(self._agreed(taken, busy, of=relative_spread))
         return {key: seconds / crowding for key, seconds in self._agreed(taken, busy).items()}
 
     def once(self, function: Callable[[], object], *, waits: bool = True) -> float:
