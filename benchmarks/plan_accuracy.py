@@ -205,6 +205,8 @@ def show(rows: Sequence[Row], about: dict[str, Any], options: Options) -> int:
 
 def main(options: Options) -> int:
     before = machine()
+    if before["load_before"] > 0.5:
+        progress(f"the load is {before['load_before']:.1f}: other work on the machine disturbs the figures")
     names = [name for name in CASES if not options.only or name in options.only][: options.experiments]
     if unknown := [name for name in options.only if name not in CASES]:
         sys.exit(f"--only {unknown[0]}: the experiments are {', '.join(CASES)}")

@@ -13,7 +13,7 @@ from realhf.errors import UserError, require_output
 from realhf.experiment import Experiment
 
 HELP = "measure this machine for the models of an experiment, for the planner"
-EXAMPLES = ("realhf profile examples/grpo.py -o profile.yaml",)
+EXAMPLES = ("realhf profile examples/sft.py -o profile.yaml",)
 _TIMEOUT_SECONDS = 600.0
 _ANY_CLUSTER = "cpu-laptop"
 """A cluster for the problem; what is measured does not depend on it."""

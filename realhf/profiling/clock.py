@@ -46,8 +46,8 @@ class Clock:
         began = time.perf_counter()
         once = {key: [self.once(function, waits=waits)] for key, function in work.items()}  # Also warms up.
         (each,) = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}, busy).values()
-        alone = self._runs_alone and not waits
-        crowding = 1.0 if alone else max(1.0, (len(busy) or self.world.ranks_per_host) / self._cores)
+        num_busy = min(len(busy) or self.world.size, self.world.ranks_per_host)
+        crowding = 1.0 if self._runs_alone and not waits else self.crowding(num_busy)
         first = self._agreed(once, busy)
         counts = {
             key: max(1, min(_MOST_PER_REPETITION, round(_SHORT_SECONDS / max(seconds, 1e-9))))
@@ -61,6 +61,10 @@ class Clock:
                 taken[key] += [self.once(function, waits=waits) for _ in range(counts[key])]
         self.noise.update(self._agreed(taken, busy, of=relative_spread))
         return {key: seconds / crowding for key, seconds in self._agreed(taken, busy).items()}
+
+    def crowding(self, num_busy: int) -> float:
+        """Return how many times longer work takes while so many ranks of a host are busy."""
+        return max(1.0, num_busy / self._cores)
 
     def once(self, function: Callable[[], object], *, waits: bool = True) -> float:
         """Return the seconds on this rank, after all ranks began together."""

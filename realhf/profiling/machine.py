@@ -13,7 +13,7 @@ from realhf.dist.group import Group, Outbox
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
-from realhf.layout import Layout
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.dependencies import SAMPLE_BYTES
@@ -50,7 +50,7 @@ def measure_links(clock: Clock, sizes: Sizes) -> list[LinkTables]:
         if hosts <= 2:
             peer = 1 if hosts == 1 else world.ranks_per_host
             if hosts == 2 or world.ranks_per_host > 1:
-                found = {"send": _messages(clock, peer), "samples": _samples(clock, sizes, peer)}
+                found = {"send": _messages(clock, peer), "samples": _samples(clock, sizes, hosts)}
                 tables |= {name: table for name, (table, _) in found.items()}
                 noise |= {name: spread for name, (_, spread) in found.items()}
         measured.append(LinkTables(hosts, tables, noise))
@@ -138,33 +138,42 @@ def _ping_pong(group: Group, world: World, num_bytes: int, apart: int) -> None:
         group.exchange(*(([(peer, tensor)], []) if sends else ([], [(peer, tensor)])))
 
 
-def _samples(clock: Clock, sizes: Sizes, peer: int) -> tuple[Table, float]:
-    """Time samples that move from the first rank to another."""
+def _samples(clock: Clock, sizes: Sizes, hosts: int) -> tuple[Table, float]:
+    """Time samples that move between calls, on all ranks of so many hosts, each to another rank.
+
+    Between calls all ranks tell each other which samples they have, so they work even if few samples move.
+    """
     world = clock.world
-    source, target = Layout.parse("d1@0"), Layout.parse(f"d1@{peer}")
+    ranks = tuple(range(hosts * world.ranks_per_host))
+    strategy = ParallelStrategy(dp=len(ranks))
+    source = Layout(strategy, DeviceMesh(ranks))
+    target = Layout(strategy, DeviceMesh(ranks[::-1]))
     moves: dict[tuple[str, int, float], Callable[[], object]] = {}
-    for samples in sorted({1, max(2, sizes.samples)}):
+    for samples in sorted({1, max(2, sizes.samples // len(ranks))}):
         tokens = samples * sizes.tokens
         lengths = [sizes.tokens] * samples
         columns = {
             "ids": Packed(torch.zeros(tokens, dtype=torch.long), lengths),
             "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
         }
-        batch = Batch(list(range(samples)), columns) if world.rank == 0 else None
-        given = Source(source, batch, tag=tags.PROFILED)
-        moves["samples", peer, float(tokens * SAMPLE_BYTES)] = partial(_move, world, given, target)
-    seconds = clock.seconds(moves, busy=(0, peer))
-    table = Table({"bytes": tuple(num_bytes for _, _, num_bytes in moves)}, list(seconds.values()))
+        first = world.rank * samples
+        given = Source(source, Batch(list(range(first, first + samples)), columns), tag=tags.PROFILED)
+        num_bytes = float(len(ranks) * tokens * SAMPLE_BYTES)
+        moves["samples", hosts, num_bytes] = partial(_move, world, given, target)
+    # The planner takes these seconds as they are, on cores that all ranks share.
+    crowding = clock.crowding(world.ranks_per_host)
+    seconds = [taken * crowding for taken in clock.seconds(moves, busy=ranks).values()]
+    table = Table({"bytes": tuple(num_bytes for _, _, num_bytes in moves)}, seconds)
     return table, _median(clock.noise[key] for key in moves)
 
 
 def _move(world: World, source: Source, target: Layout) -> None:
+    if world.rank not in target:
+        return
     outbox = Outbox()
     exchange = Exchange(world, outbox)
-    if world.rank in source.layout:
-        exchange.send(source, target)
-    if world.rank in target:
-        exchange.receive([source], target, Routing(), tag=tags.PROFILED)
+    exchange.send(source, target)
+    exchange.receive([source], target, Routing(), tag=tags.PROFILED)
     outbox.wait()
 
 

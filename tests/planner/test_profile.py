@@ -238,3 +238,18 @@ def test_two_processes_measure_the_machine(tmp_path: Path):
     assert measured.calls.keys() == {"generate", "forward", "train_step"}
     role = measured.models[0]
     assert all(s > 0 for table in role.tables.values() for s in np.ravel(table.seconds))
+
+
+@pytest.mark.slow
+def test_a_profile_needs_neither_weights_nor_data(tmp_path: Path):
+    path, out = tmp_path / "named.py", tmp_path / "profile.yaml"
+    path.write_text(
+        "from realhf import *\n"
+        "experiment = SFT(actor=Role('tiny', dtype='float32', optimizer=OptimizerConfig()), batch_size=4,\n"
+        "                 expected=Expected(prompt_tokens=8, response_tokens=8))\n")
+    with Command(*REALHF, "profile", path, "--nproc", 1, "-o", out) as command:
+        code, _, err = command.finish(timeout=400)
+    assert code == 0 and "repeated timings vary by" in err, err
+    measured = Profile.load(str(out))
+    assert measured.models[0].shape["hidden_size"] == CONFIG.hidden_size
+    assert measured.links == [] and measured.cluster.intra_host.latency_seconds > 0
