@@ -31,8 +31,6 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
     Like a plan, this needs neither weights nor data if the experiment says how long its sequences are.
     """
     out = Path(options.out)
-    if options.nproc is not None and options.nproc < 1:
-        raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
     if other := [name for name, role in experiment.roles().items() if role.engine != "native"]:
         engine = experiment.roles()[other[0]].engine
         raise UserError(f"{options.experiment}: {other[0]}.engine is {engine}: only native ones are measured")
@@ -40,6 +38,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         problem = problem_of(experiment, Cluster.load(_ANY_CLUSTER))
     except ValueError as error:
         raise UserError(f"{options.experiment}: {error}") from error
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
     require_output(out, "--out", first="date:", what="profile")
     num_ranks = 1 if is_worker() else options.nproc or this_machine().num_devices
     if num_ranks == 1:
