@@ -1,27 +1,27 @@
-"""Compares the planner's costs, with a profile of this machine, with real runs of two processes.
+"""Compares the planner's costs, with profiles of this machine, with real runs of one and of four processes.
 
-    python benchmarks/plan_accuracy.py [--json] [--size small|demo] [--algorithm ppo|grpo]
+    python benchmarks/plan_accuracy.py [--json] [--only ppo "sft, long tail"] [--keep DIR]
 
-It profiles the machine, runs plans of one experiment in turns, and compares seconds of steps and of calls.
-The lower quartile of the measured steps counts, as in the profile, because other work on the machine can only
-make a step longer.
+There are twelve experiments (accuracy_task.py). Each model shape is profiled once per number of processes.
+Every experiment then runs on one process, and on four under a handful of plans and the planner's own. Medians
+of the measured steps and calls are compared with the predictions. It takes about 25 minutes on two cores;
+with --keep, a later call goes on where an earlier one was ended.
 """
 
 import dataclasses
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tyro
 import yaml
-from accuracy_task import SIZES, write_experiment
+from accuracy_runs import WARM_UP, Measured, realhf
+from accuracy_task import CASES, Case, expected_of, profiled_case, write_experiment
 from harness import Goal, machine, progress, report
 from rich.table import Table
 
@@ -30,197 +30,194 @@ from realhf.cli.planning_problem import problem_of
 from realhf.experiment import Experiment
 from realhf.plan import ExecutionPlan
 from realhf.planner.make import make_plan
-from realhf.planner.predict import predict, step_seconds
-from realhf.planner.profile import Profile, ProfiledRates
+from realhf.planner.predict import predict
+from realhf.planner.problem import Problem
+from realhf.planner.profile import Profile
+from realhf.planner.profiled_rates import ProfiledRates
+from realhf.planner.rates import Rates
 
-NUM_RANKS = 2
-WARM_UP = 2  # The first steps of each run do not count.
-
-
-def plans_of(algorithm: str, tokens: int) -> dict[str, dict[str, str | tuple[str, int]]]:
-    """Return name -> call -> layout, or layout and micro-batch tokens; `*` stands for all other calls."""
-    plans: dict[str, dict[str, Any]] = {
-        "one rank": {"*": "d1@0"},
-        "data": {"*": "d2@0-1"},
-        "tensor": {"*": "t2@0-1"},
-        "pipeline": {"*": ("p2@0-1", tokens // 4)},
-        "data, small micro-batches": {"*": ("d2@0-1", tokens // 8)},
-        "generate data, train tensor": {"*": "d2@0-1", "actor_train": "t2@0-1"},
-        "generate tensor, rest data": {"*": "d2@0-1", "actor_generate": "t2@0-1"},
-        "pipelined training": {"*": "d2@0-1", "actor_train": ("p2@0-1", tokens // 4)},
-        "reference elsewhere": {"*": "d2@0-1", "ref_forward": "d1@1"},
-    }
-    if algorithm == "ppo":
-        apart = {"reward_forward": "d1@0", "ref_forward": "d1@1", "critic_forward": "d1@1"}
-        plans["actor here, critic there"] = {"*": "d1@0", **apart, "critic_train": "d1@1"}
-        plans["scores apart, rest data"] = {"*": "d2@0-1", **apart, "critic_forward": "d1@0"}
-        plans["train apart"] = {"*": "d2@0-1", "actor_train": "d1@0", "critic_train": "d1@1"}
-    return plans
+THE_PLANNERS = "the planner's"
 
 
 @dataclass
 class Options:
-    size: Literal["small", "demo"] = "small"
-    algorithm: Literal["ppo", "grpo"] = "ppo"
-    rounds: int = 3
-    """Number of runs of every plan."""
-    steps: int = 8
-    profile: Path | None = None
-    """Use this profile instead of measuring one."""
+    only: tuple[str, ...] = ()
+    """Names of the experiments to run; none: all of them."""
+    experiments: int | None = None
+    """Run the first so many of them."""
+    processes: tuple[int, ...] = (1, 4)
+    steps: int = 6
+    """Measured steps of each run, after two that do not count."""
+    rounds: int = 1
+    """Number of runs of every plan, in turns."""
     keep: Path | None = None
-    """Directory for the runs; runs that exist in it are evaluated and not repeated."""
-    cpu_clock: bool = False
-    """For a machine that others use: take the CPU seconds of calls, and sum them up to steps. This leaves out
-    waits: bubbles of pipelines, latencies of tensor parallelism."""
+    """Directory for profiles and runs; those that exist in it are not repeated."""
     json: bool = False
     """Print one JSON document."""
 
 
 @dataclass
-class Measured:
-    """The seconds of steps and, by name, of calls; a call takes as long as its slowest rank."""
+class Row:
+    """A plan of an experiment: predicted and measured seconds of the step and of its calls."""
 
-    steps: list[float] = field(default_factory=list)
-    calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    response_tokens: list[float] = field(default_factory=list)
+    experiment: str
+    processes: int
+    plan: str
+    predicted: float
+    measured: float
+    calls: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, run: Path, *, cpu_clock: bool) -> None:
-        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        self.response_tokens += [m["response_length/mean"] for m in metrics if "response_length/mean" in m]
-        events = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
-        ends: dict[int, float] = defaultdict(float)
-        spans: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for event in events:
-            if event["kind"] not in ("move", "realloc", "offload"):
-                ends[event["step"]] = max(ends[event["step"]], event["end"])
-                wall = event["end"] - event["start"]
-                spans[event["step"], event["name"]].append(event["cpu_seconds"] if cpu_clock else wall)
-        for step in sorted(ends)[WARM_UP:]:
-            self.steps.append(ends[step] - ends[step - 1])
-        for (step, name), seconds in spans.items():
-            if step > WARM_UP:
-                self.calls[name].append(max(seconds))
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def call_errors(self) -> list[float]:
+        return [predicted / measured - 1 for predicted, measured in self.calls.values()]
 
 
-def lower_quartile(times: list[float]) -> float:
-    return times[0] if len(times) == 1 else statistics.quantiles(times, n=4, method="inclusive")[0]
+def plans_of(case: Case, processes: int) -> dict[str, dict[str, str]]:
+    """Return name -> call -> layout; `*` stands for all other calls."""
+    if processes == 1:
+        return {"d1": {"*": "d1@0"}}
+    plans: dict[str, dict[str, str]] = {"d4": {"*": "d4@0-3"}, "d2t2": {"*": "d2t2@0-3"}}
+    if case.generates:
+        plans["d4, trains d2p2"] = {"*": "d4@0-3", "actor_train": "d2p2@0-3"}
+        apart = {"actor_train": "d2@0-1", "critic_train": "d2@2-3", "ref_forward": "d2@2-3"}
+        plans["apart"] = {"*": "d4@0-3", **apart, "critic_forward": "d2@0-1"}
+    else:
+        plans["d2p2"] = {"*": "d2p2@0-3"}
+        plans["d2"] = {"*": "d2@0-1"}
+    if "expert" in case.shape:
+        plans["d4e2"] = {"*": "d4e2@0-3"}
+    return plans
 
 
-def realhf(*words: Any) -> None:
-    command = [sys.executable, "-m", "realhf", *map(str, words)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}")
+def profile_of(directory: Path, shape: str, processes: int) -> Profile:
+    """Return the profile of a model shape, measured unless the directory has it."""
+    path = directory / f"{processes} processes, {shape}.yaml"
+    if not path.exists():
+        progress(f"profiling {shape} on {processes}")
+        experiment = write_experiment(directory / f"profiled, {shape}", profiled_case(shape), steps=1)
+        realhf("profile", experiment, "-o", path, processes=processes, log=path.with_suffix(".log"))
+    return Profile.load(str(path))
 
 
-def write_plan(path: Path, experiment: Experiment, layouts: dict[str, Any]) -> None:
-    calls = {}
-    for call in experiment.graph().calls:
-        if call.role is not None:
-            layout, *tokens = np.atleast_1d(np.array(layouts.get(call.name, layouts["*"]), dtype=object))
-            calls[call.name] = {"layout": layout} | ({"micro_batch_tokens": int(tokens[0])} if tokens else {})
+def write_plan(path: Path, experiment: Experiment, layouts: Mapping[str, str]) -> ExecutionPlan:
+    calls = {
+        call.name: {"layout": layouts.get(call.name, layouts["*"])}
+        for call in experiment.graph().calls if call.role is not None
+    }  # fmt: skip
     path.write_text(yaml.safe_dump({"calls": calls}))
+    return ExecutionPlan.load(str(path))
 
 
-def ranks_of(values: np.ndarray) -> np.ndarray:
-    return np.argsort(np.argsort(values)).astype(float)
-
-
-def spearman(a: list[float], b: list[float]) -> float:
-    return float(np.corrcoef(ranks_of(np.array(a)), ranks_of(np.array(b)))[0, 1])
-
-
-def run_all(
-    directory: Path, experiment: Path, plans: dict[str, ExecutionPlan], options: Options
-) -> dict[str, Measured]:
-    """Run all plans in turns."""
-    measured = {name: Measured() for name in plans}
+def compare(directory: Path, name: str, processes: int, options: Options) -> Iterator[Row]:
+    """Run all plans of an experiment in turns, and yield a row for each."""
+    case = CASES[name]
+    rates = ProfiledRates(profile_of(directory, case.shape, processes))
+    place = directory / f"{processes} processes, {name}"
+    path = write_experiment(place, case, steps=options.steps + WARM_UP)
+    experiment = load_experiment(str(path))
+    experiment.expected = expected_of(case)
+    plans = {
+        plan: write_plan(place / f"plan-{number}.yaml", experiment, layouts)
+        for number, (plan, layouts) in enumerate(plans_of(case, processes).items())
+    }
+    if processes > 1:
+        problem = problem_of(experiment, rates.cluster)
+        plans[THE_PLANNERS] = make_plan(problem, rates, time_limit=10.0, gap=0.001).plan
+        plans[THE_PLANNERS].save(place / f"plan-{len(plans) - 1}.yaml")
+    measured = {plan: Measured() for plan in plans}
     for turn in range(options.rounds):
-        for number, name in enumerate(plans):
-            out = directory / f"run-{turn}-{number}"
-            plan = directory / f"plan-{number}.yaml"
+        for number, plan in enumerate(plans):
+            out = place / f"run-{turn}-{number}"
             if not (out / "summary.json").exists():
-                realhf("run", experiment, "--nproc", NUM_RANKS, "--plan", plan, "--out", out)
-            measured[name].add(out, cpu_clock=options.cpu_clock)
-            progress(f"round {turn + 1}, {name}: {lower_quartile(measured[name].steps):.3f} s")
-    return measured
+                words = ("run", path, "--plan", place / f"plan-{number}.yaml", "--out", out)
+                realhf(*words, processes=processes, log=out.with_suffix(".log"))
+            measured[plan].add(out)
+            progress(f"{name}, {processes} processes, {plan}: {measured[plan].step_seconds:.3f} s")
+    problem = problem_of(_with_host_seconds(experiment, measured), rates.cluster)
+    for plan, taken in measured.items():
+        yield _row(problem, rates, plans[plan], taken, (name, processes, plan))
 
 
-def show(rows: list[dict[str, Any]], about: dict[str, Any], options: Options) -> int:
-    errors = [row["predicted_seconds"] / row["measured_seconds"] - 1 for row in rows]
-    every_call = [call for row in rows for call in row["calls"].values()]
-    call_errors = [call["predicted_seconds"] / call["measured_seconds"] - 1 for call in every_call]
-    fastest = min(row["measured_seconds"] for row in rows)
-    chosen = min(rows, key=lambda row: row["predicted_seconds"])["measured_seconds"] / fastest
-    given = [row for row in rows if row["plan"] != "the planner's"]
-    rank = spearman(*([row[f"{x}_seconds"] for row in given] for x in ("predicted", "measured")))
+def _with_host_seconds(experiment: Experiment, measured: Mapping[str, Measured]) -> Experiment:
+    """Return the experiment with the measured seconds of its plain Python, which a user would give."""
+    host = [call.name for call in experiment.graph().calls if call.role is None]
+    seconds = [taken.call_seconds(name) for taken in measured.values() for name in host]
+    expected = dataclasses.replace(experiment.expected, host_seconds=statistics.fmean(seconds or [0.0]))
+    return dataclasses.replace(experiment, expected=expected)
+
+
+def _row(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, taken: Measured, about: tuple[str, int, str]
+) -> Row:
+    predicted = predict(problem, rates, plan)
+    calls = {name: (cost.seconds, taken.call_seconds(name)) for name, cost in predicted.calls.items()}
+    return Row(*about, predicted.step_seconds, taken.step_seconds, calls)
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    return float(np.corrcoef(*(np.argsort(np.argsort(values)) for values in (a, b)))[0, 1])
+
+
+def _correlation(rows: Sequence[Row]) -> float:
+    return spearman([row.predicted for row in rows], [row.measured for row in rows])
+
+
+def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each experiment on several processes."""
+    names = dict.fromkeys(row.experiment for row in rows if row.processes > 1)
+    return {name: [row for row in rows if row.processes > 1 and row.experiment == name] for name in names}
+
+
+def show(rows: Sequence[Row], about: dict[str, Any], options: Options) -> int:
+    """Print the rows and the goals, and return the exit code."""
+    groups = _groups(rows)
+    chosen = {
+        name: next(row.measured for row in group if row.plan == THE_PLANNERS)
+        / min(row.measured for row in group)
+        for name, group in groups.items()
+    }
+    call_errors = [abs(error) for row in rows for error in row.call_errors]
     goals = [
-        Goal("rank correlation of predicted and measured steps (Spearman)", rank, at_least=0.9),
-        Goal("median relative error of steps", statistics.median(map(abs, errors)), at_most=0.15),
-        Goal("median relative error of calls", statistics.median(map(abs, call_errors)), at_most=0.15),
-        Goal("best predicted plan, multiple of the fastest measured", chosen, at_most=1.05),
+        Goal("median relative error of steps", statistics.median(abs(r.error) for r in rows), at_most=0.1),
+        Goal("median relative error of calls", statistics.median(call_errors), at_most=0.15),
     ]
-    steps = Table("plan", "predicted", "measured", "error", "median", title="Seconds per step")
-    calls = Table("plan", *rows[0]["calls"], title="Seconds per call, predicted / measured")
-    for row, error in zip(rows, errors, strict=True):
-        numbers = (row[f"{x}_seconds"] for x in ("predicted", "measured"))
-        words = (*(f"{x:.3f}" for x in numbers), f"{error:+.0%}", f"{row['median_seconds']:.3f}")
-        steps.add_row(row["plan"], *words)
-        pairs = [(c["predicted_seconds"], c["measured_seconds"]) for c in row["calls"].values()]
-        calls.add_row(row["plan"], *(f"{a:.3f}/{b:.3f}" for a, b in pairs))
-    document = {**about, "plans": rows}
-    return report(document, tables=[steps, calls], goals=goals, as_json=options.json)
+    if len(rows) > 2:
+        goals.append(Goal("rank correlation of all steps (Spearman)", _correlation(rows), at_least=0.9))
+    if groups:
+        within = statistics.median(_correlation(group) for group in groups.values())
+        goals.append(Goal("median rank correlation of an experiment's plans", within, at_least=0.9))
+        most = max(chosen.values())
+        goals.append(Goal("planner's plan, multiple of the fastest measured", most, at_most=1.05))
+    steps = Table("experiment", "processes", "plan", "predicted", "measured", "error", "errors of calls")
+    for row in rows:
+        calls = "  ".join(f"{e:+.0%}" for e in row.call_errors)
+        numbers = (f"{row.predicted:.3f}", f"{row.measured:.3f}", f"{row.error:+.0%}")
+        steps.add_row(row.experiment, str(row.processes), row.plan, *numbers, calls)
+    for name, ratio in chosen.items():
+        progress(f"{name}: rank correlation {_correlation(groups[name]):.2f}, planner's plan {ratio:.2f}")
+    document = {**about, "rows": [dataclasses.asdict(row) for row in rows], "chosen": chosen}
+    return report(document, tables=[steps], goals=goals, as_json=options.json)
 
 
 def main(options: Options) -> int:
     before = machine()
-    size = SIZES[options.size]
+    if before["load_before"] > 0.5:
+        progress(f"the load is {before['load_before']:.1f}: other work on the machine disturbs the figures")
+    names = [name for name in CASES if not options.only or name in options.only][: options.experiments]
+    if unknown := [name for name in options.only if name not in CASES]:
+        sys.exit(f"--only {unknown[0]}: the experiments are {', '.join(CASES)}")
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as scratch:
-        directory = Path(scratch) if options.keep is None else options.keep
-        directory.mkdir(exist_ok=True, parents=True)
-        path = write_experiment(directory, algorithm=options.algorithm, size=size, steps=options.steps)
-        experiment = load_experiment(str(path))
-        profile_path = options.profile
-        if profile_path is None:
-            profile_path = directory / "profile.yaml"
-            progress("profiling")
-            realhf("profile", path, "--nproc", NUM_RANKS, "-o", profile_path)
-        rates = ProfiledRates(Profile.load(str(profile_path)))
-        tokens = size.prompts * size.group * (size.prompt_tokens[1] + size.new_tokens)
-        plans: dict[str, ExecutionPlan] = {}
-        for number, (name, layouts) in enumerate(plans_of(options.algorithm, tokens).items()):
-            write_plan(directory / f"plan-{number}.yaml", experiment, layouts)
-            plans[name] = ExecutionPlan.load(str(directory / f"plan-{number}.yaml"))
-        planned = make_plan(problem_of(experiment, rates.cluster), rates, time_limit=10.0, gap=0.001).plan
-        plans["the planner's"] = planned
-        planned.save(directory / f"plan-{len(plans) - 1}.yaml")
-        measured = run_all(directory, path, plans, options)
-        lengths = [x for m in measured.values() for x in m.response_tokens]
-        taken = measured["data"].calls  # In an experiment, the user gives the seconds of host functions.
-        host = [lower_quartile(taken[call.name]) for call in experiment.graph().calls if call.kind == "host"]
-        expected = dataclasses.replace(
-            experiment.expected, response_tokens=statistics.fmean(lengths),
-            host_seconds=statistics.fmean(host))
-        problem = problem_of(dataclasses.replace(experiment, expected=expected), rates.cluster)
-    rows = []
-    for name, plan in plans.items():
-        predicted = predict(problem, rates, plan)
-        own = measured[name]
-        if options.cpu_clock:
-            taken = {call.name: lower_quartile(own.calls[call.name]) for call in problem.model_calls}
-            own.steps = [step_seconds(problem, rates, plan, taken)]
-        rows.append({
-            "plan": name, "predicted_seconds": predicted.step_seconds,
-            "measured_seconds": lower_quartile(own.steps),
-            "median_seconds": statistics.median(own.steps),
-            "calls": {
-                call: {
-                    "predicted_seconds": cost.seconds,
-                    "measured_seconds": lower_quartile(own.calls[call]),
-                } for call, cost in predicted.calls.items()
-            },
-        })  # fmt: skip
-    return show(rows, {"machine": before, "size": options.size, "algorithm": options.algorithm}, options)
+        directory = (options.keep or Path(scratch)).resolve()
+        rows = [
+            row
+            for name in names for processes in options.processes
+            for row in compare(directory, name, processes, options)
+        ]  # fmt: skip
+    return show(rows, {"machine": before}, options)
 
 
 if __name__ == "__main__":

@@ -52,14 +52,18 @@ class Cluster:
     """What the hosts of a leaf can send, relative to what its links to other leaves carry."""
     rails: bool | None = None
     """Whether a device reaches only the devices of its own index on other hosts directly."""
+    cores_per_host: int | None = None  # On CPU: cores that the processes of a host share; None: one for each.
 
     def __post_init__(self) -> None:
         if self.device_type not in DEVICE_TYPES:
             raise ValueError(f"device_type is {self.device_type!r}: legal are {', '.join(DEVICE_TYPES)}")
         if self.accelerator not in (None, *ACCELERATORS):
             raise ValueError(f"accelerator is {self.accelerator!r}: legal are {', '.join(ACCELERATORS)}")
-        for name in ("num_hosts", "devices_per_host"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
+        for name in ("num_hosts", "devices_per_host", "cores_per_host"):
+            value = getattr(self, name)
+            if name == "cores_per_host" and value is None:
+                continue
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         optional = [f.name for f in fields(self) if f.default is None]
         for name, value in asdict(self).items():
@@ -117,6 +121,13 @@ class Cluster:
         ports = self.devices_per_host * self.link(within_host=False).bandwidth_bytes_per_second
         return self.host_bandwidth_bytes_per_second or ports
 
+    def crowding(self, num_busy: int) -> float:
+        """Return how many times longer work takes while so many devices of a host are busy.
+
+        It is 1 unless they are processes that share fewer cores.
+        """
+        return 1.0 if self.cores_per_host is None else max(1.0, num_busy / self.cores_per_host)
+
     def count_by_host(self, ranks: Iterable[int]) -> Counter[int]:
         """Return how many of these ranks are on each host."""
         return Counter(rank // self.devices_per_host for rank in ranks)
@@ -147,6 +158,13 @@ def host_memory_bytes() -> float:
     """
     whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return whole // _ROUNDED_BYTES * _ROUNDED_BYTES or whole
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _plain(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

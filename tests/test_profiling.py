@@ -3,17 +3,25 @@
 import functools
 import time
 
+import numpy as np
 import pytest
 import torch
 
+from realhf.algorithms.sft import CrossEntropy
+from realhf.calls import Generate, TrainStep
 from realhf.cli.plan import this_machine
+from realhf.cluster import num_cores
 from realhf.dist.world import World
-from realhf.model_config import ModelConfig
+from realhf.graph import FunctionCall
+from realhf.layout import ParallelStrategy
+from realhf.model_config import ModelConfig, MoeConfig
 from realhf.param_spec import model_spec
+from realhf.planner.profile import COLLECTIVES
 from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, prompts
 from realhf.profiling.machine import measure_cluster, measure_links
-from realhf.profiling.models import Model, Sizes
+from realhf.profiling.models import Bench, Model, Sizes
+from realhf.profiling.surroundings import describe, measure_memory
 from tests.nn.tiny import build, hf_config
 from tests.test_shipped_models import NUM_PARAMS
 
@@ -66,8 +74,6 @@ def _apart(world, per_host):
 def _measured(world, per_host):
     """The machine as a Cluster."""
     clock = Clock(_apart(world, per_host))
-    if per_host == 1:
-        assert measure_links(clock, Sizes(8, 16, 4, 1)) == {}  # Such tables are of what happens in a host.
     return measure_cluster(clock, ["float32"])
 
 
@@ -90,14 +96,92 @@ def test_links_are_measured_where_they_are(pool, per_host):
         assert cluster.host_port_bytes_per_second <= per_host * cluster.inter_host.bandwidth_bytes_per_second
 
 
+def _links(world, per_host):
+    clock = Clock(_apart(world, per_host))
+    return [(entry.hosts, entry.tables, entry.noise) for entry in measure_links(clock, Sizes(8, 16, 4, 1))]
+
+
+# Ranks per host -> hosts of the tables -> sizes of the groups that were measured.
+GROUPS = {4: {1: [2, 4]}, 2: {1: [2], 2: [2, 4]}, 1: {2: [2], 4: [4]}}
+
+
+@pytest.mark.parametrize("per_host", GROUPS)
+def test_collectives_are_measured_inside_hosts_and_between_them(pool, per_host):
+    answers = pool.run(_links, per_host)
+    assert all(answer == answers[0] for answer in answers)
+    sizes = {hosts: tables["all_to_all"].axes["ranks"] for hosts, tables, _ in answers[0]}
+    assert sizes == {hosts: tuple(map(float, sizes)) for hosts, sizes in GROUPS[per_host].items()}
+    for hosts, tables, noise in answers[0]:
+        assert tables.keys() == {*COLLECTIVES, *(("send", "samples") if hosts <= 2 else ())} == noise.keys()
+        for table in tables.values():
+            assert np.ravel(table.seconds).min() > 0
+        assert all(spread >= 0 for spread in noise.values())
+
+
+def _memory(world):
+    group_bytes = measure_memory(world)["communicator_bytes"]
+    own = world.control.all_gather_json(group_bytes)
+    return measure_memory(world), own, describe(world)
+
+
+def test_memory_and_surroundings_are_measured(pool):
+    for memory, own, facts in pool.run(_memory):
+        assert len(set(own)) == 1
+        assert 5e7 < memory["context_bytes"] < 4e9  # A process that has imported torch.
+        assert 0 <= memory["communicator_bytes"] < 1e9
+        assert facts["processes"] == 4 and facts["hosts"] == 1 and facts["threads_per_process"] >= 1
+        assert facts["cores"] == num_cores() and facts["load_before"] >= 0
+
+
+MOE = MoeConfig(num_experts=4, num_experts_per_token=2, expert_width=16)
+CALLS = (
+    FunctionCall("generate", "generate", ("prompt_ids",), (), role="actor", work=Generate()),
+    FunctionCall("train", "train_step", ("sequence_ids",), (), role="actor", work=TrainStep(CrossEntropy())),
+)
+
+
+@pytest.mark.parametrize(
+    ("moe", "strategy"),
+    [
+        pytest.param(None, ParallelStrategy(tp=2), marks=pytest.mark.slow),
+        (MOE, ParallelStrategy(dp=2, ep=2)),
+    ],
+)
+def test_two_processes_measure_a_model(pool, moe, strategy):
+    (tables, noise, calls), other = pool.run(_bench_of_two, moe, strategy, num_ranks=2)
+    assert (tables, noise, calls) == other
+    blocks = {"block_forward", "block_backward", "decode_block"}
+    rest = {"logprobs_forward", "logprobs_backward", "decode_head", "update", "zero_gradients"}
+    assert tables.keys() == (blocks if strategy.ep > 1 else blocks | rest)
+    assert calls.keys() == (set() if strategy.ep > 1 else {"generate", "forward", "train_step"})
+    assert {"forward", "train", "decode", "update"} <= noise.keys()
+    for table in tables.values():
+        assert np.ravel(table.seconds).min() > 0
+    *_, tokens = tables["block_forward"].axes.values()
+    assert tokens == (24.0, 36.0, 60.0, 96.0)
+
+
+@functools.cache
+def _two(world):
+    store = torch.distributed.PrefixStore("two", world._store)
+    return World(rank=world.rank, size=2, store=store, ranks_per_host=2)
+
+
+def _bench_of_two(world, moe, strategy):
+    config = ModelConfig("qwen3_moe" if moe else "qwen2", 32, 16, 32, 2, 2, 2, 8, moe=moe)
+    bench = Bench(Clock(_two(world)), Model(config, "float32", CALLS), strategy, Sizes(4, 12, 8, 1))
+    return bench.tables(), bench.noise, bench.calls()
+
+
 def test_ranks_without_a_part_do_not_make_a_message_look_faster(pool):
+    crowding = max(1, 4 / num_cores())  # Work on all four ranks is assumed to share the cores.
     for seconds in pool.run(_timed):
-        assert seconds["all"] == pytest.approx(0.05 / 4, rel=0.5)
-        assert seconds["busy"] == pytest.approx(0.05, rel=0.5)
+        assert seconds["all"] == pytest.approx(0.4 / 4 / crowding, rel=0.5)
+        assert seconds["busy"] == pytest.approx(0.4, rel=0.5)
 
 
 def _timed(world):
-    work = {"sleep": lambda: time.sleep(0.05 if world.rank == 1 else 0)}
+    work = {"sleep": lambda: time.sleep(0.4 if world.rank == 1 else 0)}
     clock = Clock(world)
     return {name: clock.seconds(work, budget=0.1, busy=busy)["sleep"]
             for name, busy in (("all", ()), ("busy", (1,)))}  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.checkpoint.names import find_checkpoints
+from realhf.planner.problem import Problem
 from realhf.runtime.program import Program
 
 LOCAL_LAUNCHER = "REALHF_LOCAL_LAUNCHER"
@@ -17,7 +18,7 @@ LAUNCHER_PLAN = "REALHF_PLAN"
 
 @dataclass(frozen=True)
 class Job:
-    """A program to run, and its output: `out` is a run directory, or the file of a profile."""
+    """A program to run, and its output directory."""
 
     program: Program
     name: str
@@ -30,6 +31,16 @@ class Job:
     """Whether errors are shown with the Python lines that led to them."""
     track: tuple[str, ...] = ()
     """The trackers that get the metrics."""
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """A problem whose models are to be measured, and the file of the profile."""
+
+    problem: Problem
+    out: Path
+    timeout_seconds: float
+    traceback: bool = False
 
 
 def resume_command(out: Path) -> str:

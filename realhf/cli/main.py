@@ -25,7 +25,7 @@ _COMMANDS = {
 """Modules with HELP, EXAMPLES, `add_options` and `run`."""
 _WITHOUT_EXPERIMENT = (evaluate, init, realloc, rollouts, scaling)
 """The commands that take no experiment file."""
-_WITH_WEIGHTS = (run, profile)
+_WITH_WEIGHTS = (run,)
 """The commands that read the weights of models."""
 
 

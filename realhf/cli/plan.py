@@ -17,7 +17,7 @@ from rich.text import Text
 from realhf.cli.job import is_worker
 from realhf.cli.planning_problem import problem_of, without_lag
 from realhf.cli.search_watch import SearchWatch
-from realhf.cluster import Cluster, host_memory_bytes
+from realhf.cluster import Cluster, host_memory_bytes, num_cores
 from realhf.errors import UserError, naming, require_output
 from realhf.experiment import Experiment
 from realhf.layout import Layout
@@ -27,7 +27,8 @@ from realhf.planner.changes import change
 from realhf.planner.lag import LagComparison
 from realhf.planner.make import Planned, make_plan
 from realhf.planner.problem import Problem
-from realhf.planner.profile import Profile, ProfiledRates
+from realhf.planner.profile import Profile
+from realhf.planner.profiled_rates import ProfiledRates, not_measured
 from realhf.planner.rates import Rates
 from realhf.planner.what_if import SearchLimits, what_if
 from realhf.planner.what_if import render as render_changes
@@ -100,8 +101,10 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
             found.append(what_if(planned, values, limits))
     if options.output:
         planned.plan.save(Path(options.output))
+    unmeasured = not_measured(rates, planned.problem, planned.plan)
     if options.json:
-        document = report.document(planned) | (comparison.document() if comparison else {})
+        document = report.document(planned) | {"not_measured": unmeasured}
+        document |= comparison.document() if comparison else {}
         print(json.dumps(document | ({"what_if": [one.document() for one in found]} if found else {})))
         return 0
     console = Console()
@@ -110,6 +113,8 @@ def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
         console.print(Text(), comparison.render(), soft_wrap=True)
     if found:
         console.print(Text(), render_changes(planned, found, columns=console.width), soft_wrap=True)
+    if unmeasured:
+        console.print(Text("\n" + "\n".join(unmeasured)), soft_wrap=True)
     if options.output:
         console.print(f"\nwritten to {options.output}", highlight=False)
     return 0
@@ -166,10 +171,10 @@ def _rates(cluster: Cluster, name: str | None) -> Rates:
     if name is None:
         return Rates(cluster)
     profile = Profile.load(name)
-    if (measured := profile.cluster.device_type) != cluster.device_type:
-        what = f"it was measured on {measured} devices, the cluster has {cluster.device_type} devices"
-        raise UserError(f"--profile {name}: {what}")
-    return ProfiledRates(profile, cluster)
+    try:
+        return ProfiledRates(profile, cluster)
+    except ValueError as error:
+        raise UserError(f"--profile {name}: {error}") from error
 
 
 def cluster_at_hand(*, nproc: int | None, cluster: str | None, profile: str | None) -> Cluster:
@@ -218,11 +223,12 @@ def this_machine(num_devices: int | None = None) -> Cluster:
     """
     found = _gpus()
     if not found:
-        number = num_devices or os.cpu_count() or 1
+        number = num_devices or num_cores()
         memory = host_memory_bytes()
         cluster = Cluster.load("cpu-laptop")
         return replace(
             cluster, devices_per_host=number, device_memory_bytes=memory / number, host_memory_bytes=memory,
+            cores_per_host=num_cores(),
             host_memory=None,  # Devices use the same memory, so offloading would save nothing.
         )  # fmt: skip
     model = re.search(r"Model:\s*(.*)", found[0])
@@ -269,6 +275,9 @@ def _cluster(options: Namespace) -> Cluster:
     per_host = cluster.devices_per_host
     if not 1 <= number <= cluster.num_devices or (number > per_host and number % per_host):
         legal = f"1 to {per_host}, or whole hosts of {per_host} up to {cluster.num_devices}"
+        if not options.cluster and options.profile is not None and cluster.inter_host is None:
+            mend = "for several, name a cluster file (--cluster)"
+            legal += f"; {options.profile} was measured on one host: {mend}"
         raise UserError(f"--devices {number}: legal are {legal}")
     if number <= per_host:
         return replace(cluster, num_hosts=1, devices_per_host=number)

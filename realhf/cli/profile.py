@@ -5,33 +5,44 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.cli.experiment_file import compile_experiment
-from realhf.cli.job import Job, is_worker
+from realhf.cli.job import ProfileJob, is_worker
 from realhf.cli.plan import this_machine
-from realhf.errors import require_output
+from realhf.cli.planning_problem import problem_of
+from realhf.cluster import Cluster
+from realhf.errors import UserError, require_output
 from realhf.experiment import Experiment
 
 HELP = "measure this machine for the models of an experiment, for the planner"
-EXAMPLES = ("realhf profile examples/grpo.py -o profile.yaml",)
+EXAMPLES = ("realhf profile examples/sft.py -o profile.yaml",)
 _TIMEOUT_SECONDS = 600.0
+_ANY_CLUSTER = "cpu-laptop"
+"""A cluster for the problem; what is measured does not depend on it."""
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf profile`."""
-    parser.set_defaults(plan=None)
     parser.add_argument("--nproc", type=int, help="local workers that measure at once; default: all devices")
     parser.add_argument("-o", "--out", default="profile.yaml", help="file to write; default: profile.yaml")
 
 
 def run(options: Namespace, experiment: Experiment, argv: Sequence[str]) -> int:
-    """Measure the machine, write the profile and return the exit code."""
-    in_worker = is_worker()
+    """Measure the machine, write the profile and return the exit code.
+
+    Like a plan, this needs neither weights nor data if the experiment says how long its sequences are.
+    """
     out = Path(options.out)
-    if not in_worker and options.nproc is None:
-        options.nproc = this_machine().num_devices
-    program, num_ranks = compile_experiment(experiment, options)
+    if other := [name for name, role in experiment.roles().items() if role.engine != "native"]:
+        engine = experiment.roles()[other[0]].engine
+        raise UserError(f"{options.experiment}: {other[0]}.engine is {engine}: only native ones are measured")
+    try:
+        problem = problem_of(experiment, Cluster.load(_ANY_CLUSTER))
+    except ValueError as error:
+        raise UserError(f"{options.experiment}: {error}") from error
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc is {options.nproc}: it must be at least 1")
     require_output(out, "--out", first="date:", what="profile")
-    if in_worker or num_ranks == 1:
-        job = Job(program, Path(options.experiment).stem, out, _TIMEOUT_SECONDS, options.traceback)
+    num_ranks = 1 if is_worker() else options.nproc or this_machine().num_devices
+    if num_ranks == 1:
+        job = ProfileJob(problem, out, _TIMEOUT_SECONDS, options.traceback)
         return importlib.import_module("realhf.cli.worker").profile(job)
     return importlib.import_module("realhf.cli.launch").launch(argv, num_ranks)

@@ -16,7 +16,7 @@ import torch
 
 from realhf.checkpoint.names import find_checkpoints
 from realhf.cli.eval import print_summary
-from realhf.cli.job import LOCAL_LAUNCHER, Job, resume_command, way_on
+from realhf.cli.job import LOCAL_LAUNCHER, Job, ProfileJob, resume_command, way_on
 from realhf.dist.activity import Activity
 from realhf.dist.failures import FailureBoard, write_error_file
 from realhf.dist.group import PeerError
@@ -74,7 +74,7 @@ class Place:
 def work(job: Job) -> int:
     """Train and return the exit code."""
     begun: list[Path] = []
-    code = _serve(partial(_train, begun=begun), job)
+    code = _serve(partial(_train, job, begun=begun), job)
     if begun and (text := way_on(begun[0])) is not None:  # After a failure, only a lone process returns.
         print(f"realhf: {text}", file=sys.stderr, flush=True)
     return code
@@ -82,12 +82,12 @@ def work(job: Job) -> int:
 
 def evaluate(job: Job, *, as_json: bool) -> int:
     """Evaluate a model and return the exit code."""
-    return _serve(partial(_evaluate, as_json=as_json), job)
+    return _serve(partial(_evaluate, job, as_json=as_json), job)
 
 
-def profile(job: Job) -> int:
+def profile(job: ProfileJob) -> int:
     """Measure the machine and return the exit code."""
-    return _serve(_measure, job)
+    return _serve(partial(_measure, job), job)
 
 
 def report(sentence: str, *, code: int, text: str | None = None, names_rank: bool = False) -> None:
@@ -190,15 +190,15 @@ def _evaluate(job: Job, world: World, *, as_json: bool) -> int:
     return 0
 
 
-def _measure(job: Job, world: World) -> int:
-    measured = measure(world, job.program)
-    if world.rank == 0 and job.out is not None:
+def _measure(job: ProfileJob, world: World) -> int:
+    measured = measure(world, job.problem)
+    if world.rank == 0:
         measured.save(job.out)
-        print(f"realhf: wrote {job.out}", file=sys.stderr)
+        print(f"realhf: wrote {job.out}: {measured.noise()[1]}", file=sys.stderr)
     return 0
 
 
-def _serve(task: Callable[[Job, World], int], job: Job) -> int:
+def _serve(task: Callable[[World], int], job: Job | ProfileJob) -> int:
     """Connect to the other ranks and run the task; return 0, 2 for a UserError, or 1 for other failures."""
     place = Place.from_environment()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
@@ -215,7 +215,7 @@ def _serve(task: Callable[[Job, World], int], job: Job) -> int:
             rank=place.rank, size=place.size, device=own_device(place.local_rank), store=store,
             ranks_per_host=place.ranks_per_host, timeout_seconds=job.timeout_seconds, activity=activity,
         )  # fmt: skip
-        code = task(job, world)
+        code = task(world)
     except UserError as error:
         if activity is not None:
             activity.leave_record(place.rank, str(error), traceback.format_exc())

@@ -8,7 +8,7 @@ from typing import Any
 
 from realhf.cluster import Cluster
 from realhf.planner.problem import Problem, Workload
-from realhf.planner.profile import ProfiledRates
+from realhf.planner.profiled_rates import ProfiledRates
 from realhf.planner.rates import Rates
 from realhf.suggest import did_you_mean
 

@@ -27,6 +27,8 @@ from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
 from realhf.planner.shard import exchanged, held_params
 from realhf.planner.slowest_replica import DecodeSteps, Rollout, decode_steps
 
+_WAITING = ("pipeline",)  # The parts of a cost in which ranks wait for others.
+
 
 class Spans(NamedTuple):
     """The rank groups of a strategy on contiguous ranks, with `per_host` of the ranks on each host."""
@@ -91,6 +93,7 @@ def call_cost(
     estimate = _Estimate(rates, role, workload, call_plan, strategy, spans(strategy, per_host))
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     cost = by_kind[call.kind]()
+    cost = on_shared_cores(cost, rates.cluster.crowding(min(strategy.num_ranks, per_host)))
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
     samples = math.ceil(num_samples / strategy.dp)
     extra = {"host": rates.call_seconds(call.kind, samples=samples)}
@@ -100,6 +103,20 @@ def call_cost(
     runs = workload.runs
     parts = {name: value * runs for name, value in {**cost.parts, **extra}.items() if value > 0}
     return CallCost((cost.seconds + sum(extra.values())) * runs, parts, cost.num_micro_batches)
+
+
+def on_shared_cores(cost: CallCost, crowding: float) -> CallCost:
+    """Return the cost of a call whose ranks share cores, so that work takes `crowding` times as long.
+
+    Ranks that work use the cores of those that wait. So the call takes as long as with cores
+    for all ranks, or as long as its work, whichever is longer.
+    """
+    if crowding == 1:
+        return cost
+    parts = {name: value * crowding for name, value in cost.parts.items() if name not in _WAITING}
+    worked = sum(parts.values())
+    seconds = max(cost.seconds, worked)
+    return CallCost(seconds, {**parts, _WAITING[0]: seconds - worked}, cost.num_micro_batches)
 
 
 @dataclass(frozen=True)

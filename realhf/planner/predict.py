@@ -12,7 +12,7 @@ from realhf.planner.dependencies import arrivals, dependencies
 from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.throughput import periods
+from realhf.planner.throughput import periods, shared_core_seconds
 
 _RANK_0 = Layout.parse("d1@0")
 
@@ -66,4 +66,5 @@ def step_seconds(
     }  # fmt: skip
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
     busy = needs.busy(moving, first, stop)
-    return float(periods(needs, seconds, shares[None], moving=moving, busy=busy)[0])
+    period = periods(needs, seconds, shares[None], moving=moving, busy=busy)[0]
+    return float(max(period, shared_core_seconds(problem.cluster, seconds, first, stop)[0]))

@@ -1,14 +1,16 @@
-"""The profile of a machine that `realhf profile` measured, and the rates that look times up in it.
+"""The profile of a machine that `realhf profile` measured.
 
-A profile is a YAML file. It describes the machine as a cluster, and has tables of links and calls, and
-tables per model shape, dtype and tensor-parallel size. A table has seconds at points of one or two
-quantities; `LINKS`, `CALLS` and `OF_MODEL` list the tables and their axes. Any table may be missing.
+A profile is a YAML file. It describes the machine as a cluster, and has tables of links, of calls, and of
+model shapes. A table has seconds at points of one or two quantities; `LINKS`, `CALLS` and `OF_MODEL` list the
+tables and their axes. Any table may be missing. Where devices share cores, seconds are those of a device with
+a core of its own.
 """
 
+import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,24 @@ import yaml
 from realhf.cluster import Cluster
 from realhf.field_types import check_fields
 from realhf.model_config import ModelConfig
-from realhf.planner.problem import ITEMSIZE, ModelRole
-from realhf.planner.rates import Cost, Rates, SharedPrompts, Span
+from realhf.planner.problem import ITEMSIZE
 from realhf.shipped import load_yaml
 
+_EXPERTS = ("num_experts", "num_experts_per_token", "expert_width", "shared_width")
 SHAPE = (
     "family", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
-    "tie_word_embeddings",
+    "tie_word_embeddings", *_EXPERTS,
 )  # fmt: skip
-"""The fields of a ModelConfig that tell shapes apart. The number of layers is not among them,
-since tables are about one block."""
+"""The fields of a ModelConfig and of its experts that tell shapes apart; those of experts are 0 in a model
+without any. The number of layers is not among them, since tables are about one block."""
 OUTPUTS = ("logprobs", "values", "scores")
 _COLLECTIVE = ("ranks", "bytes")
-LINKS = {
-    "all_reduce": _COLLECTIVE, "all_gather": _COLLECTIVE, "reduce_scatter": _COLLECTIVE, "send": ("bytes",),
-    "samples": ("bytes",),
-}  # fmt: skip
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+LINKS = {**dict.fromkeys(COLLECTIVES, _COLLECTIVE), "send": ("bytes",), "samples": ("bytes",)}
 """Tables about links: collectives and messages of tensors; `samples` is for the samples between calls."""
+MEMORY = ("context_bytes", "communicator_bytes")
+"""The memory of a device that is taken before any tensor is, and that of one more group of all ranks."""
+_AGAIN = "measure again with `realhf profile`"
 CALLS = dict.fromkeys(("generate", "forward", "train_step"), ("samples",))
 """Tables about the time that a call takes besides its passes."""
 _PASS = ("sequence_tokens", "tokens")
@@ -50,6 +53,10 @@ OF_MODEL = {
 }  # fmt: skip
 
 
+_CONTINUED = 4.0
+NOISY = 0.1  # Median noise above which a profile is hardly of use.
+
+
 @dataclass(frozen=True)
 class Table:
     """Seconds at points of one or two quantities. `axes` maps their names to rising values.
@@ -60,6 +67,13 @@ class Table:
 
     axes: Mapping[str, tuple[float, ...]]
     seconds: Any  # A list per axis, nested in the order of the axes.
+
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """The largest value of each axis at which the table is used: `_CONTINUED` times the last point on the
+        last axis, and the last point itself on the first of two."""
+        *across, last = self.axes.values()
+        return (*(points[-1] for points in across), _CONTINUED * last[-1])
 
     def at(self, *point: Any) -> Any:
         """Return the seconds at one point, given as one number per axis, or at the points in one array per
@@ -96,31 +110,57 @@ def _line(x: Sequence[float], y: np.ndarray, at: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class LinkTables:
+    """Tables of messages inside a host, or of messages among ranks on several hosts.
+
+    `noise` has the relative interquartile range of repeated timings, by table.
+    """
+
+    hosts: int
+    tables: Mapping[str, Table]
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, document: Any, where: str) -> "LinkTables":
+        given = check_fields(document, ("hosts", "tables", "noise"), optional=("noise",), where=where)
+        hosts = _count(given["hosts"], f"{where}.hosts")
+        tables = _tables(given["tables"], LINKS, f"{where}.tables")
+        return cls(hosts, tables, _shares(given.get("noise", {}), f"{where}.noise"))
+
+
+@dataclass(frozen=True)
 class ModelTables:
-    """Tables of one model shape in one dtype under one tensor-parallel size."""
+    """Tables of one model shape in one dtype, split by tensor and expert parallelism inside a host.
+
+    `noise` has the relative interquartile range of repeated timings, by the kind of work.
+    """
 
     shape: Mapping[str, Any]
     dtype: str
     tp: int
     tables: Mapping[str, Table]
+    ep: int = 1
+    noise: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (*(self.shape[name] for name in SHAPE), self.dtype, self.tp)
+        return (*(self.shape[name] for name in SHAPE), self.dtype)
 
     @classmethod
     def from_dict(cls, document: Any, where: str) -> "ModelTables":
-        given = check_fields(document, [f.name for f in fields(cls)], where=where)
-        shape = check_fields(given["shape"], SHAPE, where=f"{where}.shape")
+        legal = [f.name for f in fields(cls)]
+        given = check_fields(document, legal, optional=("ep", "noise"), where=where)
+        shape = check_fields(given["shape"], SHAPE, optional=_EXPERTS, where=f"{where}.shape")
         for name, value in shape.items():
             if not isinstance(value, str | int):
                 shown = textwrap.shorten(repr(value), 60)
                 raise ValueError(f"{where}.shape.{name} is {shown}: it must be as in the model's config")
         if str(given["dtype"]) not in ITEMSIZE:
             raise ValueError(f"{where}.dtype is {given['dtype']!r}: legal are {', '.join(ITEMSIZE)}")
-        if not isinstance(tp := given["tp"], int) or isinstance(tp, bool) or tp < 1:
-            raise ValueError(f"{where}.tp is {tp!r}: it must be a whole number of at least 1")
-        return cls(shape, given["dtype"], tp, _tables(given["tables"], OF_MODEL, f"{where}.tables"))
+        tp, ep = (_count(given.get(name, 1), f"{where}.{name}") for name in ("tp", "ep"))
+        tables = _tables(given["tables"], OF_MODEL, f"{where}.tables")
+        noise = _shares(given.get("noise", {}), f"{where}.noise")
+        return cls(dict.fromkeys(_EXPERTS, 0) | shape, given["dtype"], tp, tables, ep, noise)
 
 
 @dataclass(frozen=True)
@@ -130,36 +170,42 @@ class Profile:
     date: str
     machine: Mapping[str, Any]
     cluster: Cluster
-    links: Mapping[str, Table] = field(default_factory=dict)
+    links: Sequence[LinkTables] = ()
     calls: Mapping[str, Table] = field(default_factory=dict)
     models: Sequence[ModelTables] = ()
+    memory: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, document: Any) -> "Profile":
-        if isinstance(document, dict) and "wires" in document and "links" not in document:
-            document = {**document, "links": document["wires"]}  # Older profiles call the links so.
-            del document["wires"]
-        legal = ("date", "machine", "cluster", "links", "calls", "models")
-        given = check_fields(document, legal, whole="the profile")
+        legal = [f.name for f in fields(cls)]
+        given = check_fields(document, legal, optional=("memory",), whole="the profile")
         try:
             cluster = Cluster.from_dict(given["cluster"])
         except ValueError as error:
             raise ValueError(f"cluster: {error}") from error
         if "device_type" not in given["cluster"]:  # Older profiles lack it.
-            raise ValueError("cluster.device_type is missing: measure again with `realhf profile`")
-        if not isinstance(given["models"], list):
-            raise ValueError("models must be a list of tables per model shape")
+            raise ValueError(f"cluster.device_type is missing: {_AGAIN}")
+        if isinstance(given["links"], dict):
+            raise ValueError(f"links is of an older form: {_AGAIN}")
+        for name in ("links", "models"):
+            if not isinstance(given[name], list):
+                raise ValueError(f"{name} must be a list, with tables in each entry")
+        links = [LinkTables.from_dict(entry, f"links[{i}]") for i, entry in enumerate(given["links"])]
         models = [ModelTables.from_dict(entry, f"models[{i}]") for i, entry in enumerate(given["models"])]
-        links = _tables(given["links"], LINKS, "links")
         calls = _tables(given["calls"], CALLS, "calls")
-        return cls(str(given["date"]), given["machine"], cluster, links, calls, models)
+        memory = check_fields(given.get("memory", {}), MEMORY, optional=MEMORY, where="memory")
+        _numbers(list(memory.values()), "memory")
+        return cls(str(given["date"]), given["machine"], cluster, links, calls, models, memory)
 
     def to_dict(self) -> dict[str, Any]:
         cluster = {name: value for name, value in asdict(self.cluster).items() if value is not None}
-        models = [vars(model) | {"tables": _plain(model.tables)} for model in self.models]
+        parts = {
+            name: [vars(entry) | {"tables": _plain(entry.tables)} for entry in getattr(self, name)]
+            for name in ("links", "models")
+        }
         return {
-            "date": self.date, "machine": dict(self.machine), "cluster": cluster,
-            "links": _plain(self.links), "calls": _plain(self.calls), "models": models,
+            "date": self.date, "machine": dict(self.machine), "cluster": cluster, "links": parts["links"],
+            "calls": _plain(self.calls), "models": parts["models"], "memory": dict(self.memory),
         }  # fmt: skip
 
     @classmethod
@@ -170,133 +216,44 @@ class Profile:
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=110))
 
+    def noise(self) -> tuple[float, str]:
+        """Return the median noise of all timings, and a sentence about it."""
+        found = [(noise, f"{name} among ranks of {entry.hosts} host{'s'[: entry.hosts > 1]}")
+                 for entry in self.links for name, noise in entry.noise.items()]
+        found += [(noise, f"{name} in {entry.dtype} with tp={entry.tp} and ep={entry.ep}")
+                  for entry in self.models for name, noise in entry.noise.items()]
+        if not found:
+            return 0.0, "the profile does not say how noisy its timings were"
+        median = statistics.median(noise for noise, _ in found)
+        most, where = max(found)
+        spread = f"repeated timings vary by {median:.0%} (median of interquartile ranges)"
+        text = f"{spread}, at most by {most:.0%}: {where}"
+        if median > NOISY:
+            busy = f"load {self.machine['load_before']}" if "load_before" in self.machine else "other work"
+            text += f"; the machine was not quiet ({busy}): measure again when it is"
+        return median, text
 
-class ProfiledRates(Rates):
-    """Rates from the tables of a profile.
-
-    Whatever was not measured (a shape, dtype, tp size or number of ranks) comes from the roofline of
-    `cluster`, which is the profile's own unless another is given. The backward pass of a block includes the
-    accumulation of its gradients, and that of a head the rest of a micro-batch.
-    """
-
-    def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
-        super().__init__(cluster or profile.cluster)
-        self._profile = profile
-        self._links = profile.links
-        self._calls = profile.calls
-        self._models = {tables.key: tables.tables for tables in profile.models}
-
-    def on(self, cluster: Cluster) -> "ProfiledRates":
-        return ProfiledRates(self._profile, cluster)
-
-    def call_seconds(self, kind: str, *, samples: float) -> float:
-        table = self._calls.get(kind)
-        return super().call_seconds(kind, samples=samples) if table is None else table.at(samples)
-
-    def all_reduce(self, num_bytes: Any, span: Span) -> Any:
-        return self._collective("all_reduce", num_bytes, span)
-
-    def reduce_scatter(self, num_bytes: Any, span: Span) -> Any:
-        return self._collective("reduce_scatter", num_bytes, span)
-
-    def all_gather(self, num_bytes: Any, span: Span) -> Any:
-        return self._collective("all_gather", num_bytes, span)
-
-    def _collective(self, name: str, num_bytes: Any, span: Span) -> Any:
-        table = self._links.get(name)
-        if table is None or span.hosts > 1 or span.size not in table.axes["ranks"]:
-            return getattr(super(), name)(num_bytes, span)
-        return table.at(span.size, num_bytes)
-
-    def send(self, num_bytes: float, *, within_host: bool) -> float:
-        if within_host and "send" in self._links:
-            return self._links["send"].at(num_bytes)
-        return super().send(num_bytes, within_host=within_host)
-
-    def samples(self, num_bytes: float) -> float:
-        table = self._links.get("samples")
-        return super().samples(num_bytes) if table is None else table.at(num_bytes)
-
-    def block(
-        self, role: ModelRole, tp: Span, ep: Span, *, tokens: float, squared: float, backward: bool = False
-    ) -> Cost:
-        table = self._of(role, tp, "block_backward" if backward else "block_forward", ep)
-        if table is None:
-            return super().block(role, tp, ep, tokens=tokens, squared=squared, backward=backward)
-        seconds = table.at(squared / max(tokens, 1.0), tokens)
-        if role.lora is not None:  # The table was measured without adapters.
-            block = partial(super().block, tokens=tokens, squared=squared, backward=backward)
-            seconds *= block(role, tp, ep).compute / block(replace(role, lora=None), tp, ep).compute
-        communication = 0.0
-        if tp.size > 1:
-            communication = 2 * self.all_reduce(tokens * role.config.hidden_size * role.itemsize, tp)
-        communication = min(communication, seconds / 2)
-        return Cost(seconds - communication, communication)
-
-    def head(
-        self, role: ModelRole, tp: Span, *, tokens: float, output: str, backward: bool = False
-    ) -> Cost:
-        table = self._of(role, tp, f"{output}_{'backward' if backward else 'forward'}")
-        if table is None:
-            return super().head(role, tp, tokens=tokens, output=output, backward=backward)
-        head = partial(super().head, tp=tp, tokens=tokens, output=output, backward=backward)
-        return Cost(table.at(tokens) + _widening(lambda role: head(role).compute, role))
-
-    def decode_block(
-        self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray, context: np.ndarray,
-        shared: SharedPrompts | None = None, longest: np.ndarray | None = None, is_alone: bool | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        own, alike = (self._of(role, tp, name, ep) for name in ("decode_block", "decode_shared"))
-        if own is None:
-            return super().decode_block(
-                role, tp, ep, rows=rows, context=context, shared=shared, longest=longest, is_alone=is_alone)
-        seconds = own.at(context, rows)
-        if shared is not None and alike is not None:
-            # The time is linear in the number of prompts, from one per row down to one in all.
-            prompt = np.full_like(context, shared.tokens)
-            most = np.maximum(0.0, own.at(prompt, rows) - alike.at(prompt, rows))
-            seconds -= most * (rows - shared.prompts) / np.maximum(1.0, rows - 1)
-        communication = np.zeros_like(seconds)
-        if tp.size > 1:
-            least = 2 * self.all_reduce(0.0, tp)
-            communication = np.minimum(least, seconds / 2)
-        return seconds - communication, communication
-
-    def decode_head(self, role: ModelRole, tp: Span, *, rows: np.ndarray) -> np.ndarray:
-        table = self._of(role, tp, "decode_head")
-        head = partial(super().decode_head, tp=tp, rows=rows)
-        return head(role) if table is None else table.at(rows) + _widening(head, role)
-
-    def accumulate(self, role: ModelRole, params: float) -> float:
-        measured = self._of(role, Span(1, 1), "block_backward") is not None
-        return 0.0 if measured else super().accumulate(role, params)
-
-    def update(self, role: ModelRole, *, owned: float) -> float:
-        """Return the seconds of an optimizer step.
-
-        The step was measured without gradients and then also sets them to zero; after a backward pass it does
-        not.
-        """
-        step, zero = (self._of(role, Span(1, 1), name) for name in ("update", "zero_gradients"))
-        if step is None or zero is None:
-            return super().update(role, owned=owned)
-        return max(0.0, step.at(owned) - zero.at(owned))
-
-    def _of(self, role: ModelRole, tp: Span, name: str, ep: Span | None = None) -> Table | None:
-        if tp.hosts > 1 or (ep is not None and ep.size > 1):
-            return None
-        return self._models.get((*shape_of(role.config), role.dtype, tp.size), {}).get(name)
-
-
-def _widening(seconds: Callable[[ModelRole], Any], role: ModelRole) -> Any:
-    """Return how much longer a head in float32 takes, by the roofline: tables are about heads in the model's
-    dtype."""
-    return seconds(role) - seconds(replace(role, float32_head=False)) if role.widens_head else 0.0
+    def require_serves(self, cluster: Cluster) -> None:
+        """Raise ValueError if this profile says nothing about the devices of a cluster."""
+        here = self.cluster
+        if here.device_type != cluster.device_type:
+            theirs = f"the cluster has {cluster.device_type} devices"
+            raise ValueError(f"it was measured on {here.device_type} devices, {theirs}")
+        threads = self.machine.get("threads_per_process")
+        if cluster.device_type == "cpu" and threads is not None and cluster.cores_per_host is not None:
+            wanted = max(1, cluster.cores_per_host // cluster.devices_per_host)
+            if threads != wanted:
+                number = cluster.devices_per_host
+                what = f"it was measured with {here.devices_per_host} processes of {threads} threads"
+                asked = f"{number} processes on {cluster.cores_per_host} cores have {wanted}"
+                raise ValueError(f"{what}, and {asked}: measure with --nproc {number}")
 
 
 @lru_cache(maxsize=256)
 def shape_of(config: ModelConfig) -> tuple[Any, ...]:
-    return tuple(getattr(config, name) for name in SHAPE)
+    """Return the values of SHAPE."""
+    experts = tuple(0 if config.moe is None else getattr(config.moe, name) for name in _EXPERTS)
+    return (*(getattr(config, name) for name in SHAPE if name not in _EXPERTS), *experts)
 
 
 def _plain(tables: Mapping[str, Table]) -> dict[str, Any]:
@@ -306,6 +263,19 @@ def _plain(tables: Mapping[str, Table]) -> dict[str, Any]:
 def _tables(document: Any, legal: Mapping[str, Sequence[str]], where: str) -> dict[str, Table]:
     given = check_fields(document, tuple(legal), optional=legal, where=where)
     return {name: Table.from_dict(entry, legal[name], f"{where}.{name}") for name, entry in given.items()}
+
+
+def _count(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{where} is {value!r}: it must be a whole number of at least 1")
+    return value
+
+
+def _shares(document: Any, where: str) -> dict[str, float]:
+    if not isinstance(document, dict):
+        raise ValueError(f"{where} is {textwrap.shorten(repr(document), 60)}: it must map names to numbers")
+    _numbers(list(document.values()), where)
+    return document
 
 
 def _numbers(values: Any, where: str) -> list[float]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from realhf.cluster import Cluster
+
 NEVER = -np.inf
 
 
@@ -103,6 +105,29 @@ def periods(
         power = _product(power, step)
         best = np.maximum(best, power[diagonal, diagonal].max(axis=0) / length)
     return np.maximum(best, 0.0)
+
+
+def shared_core_seconds(
+    cluster: Cluster, seconds: np.ndarray, first: np.ndarray, stop: np.ndarray
+) -> np.ndarray:
+    """Return the seconds for which the cores of the busiest host work in each plan, shape (K,).
+
+    They are 0 unless devices share cores. `seconds`, `first` and `stop` (K, N) are those of calls, and of the
+    ranks on which they run. A call on fewer ranks than cores leaves the others to calls on other ranks. Ranks
+    below 0, which are not decided, count on a lone host.
+    """
+    busiest = np.zeros(len(seconds))
+    if cluster.cores_per_host is None:
+        return busiest
+    for host in range(cluster.num_hosts):
+        begin = host * cluster.devices_per_host
+        on_host = stop - first
+        if cluster.num_hosts > 1:
+            end = begin + cluster.devices_per_host
+            on_host = np.clip(np.minimum(stop, end) - np.maximum(first, begin), 0, None)
+        shares = np.minimum(1.0, on_host / cluster.cores_per_host)
+        busiest = np.maximum(busiest, (seconds * shares).sum(axis=1))
+    return busiest
 
 
 def first_starts(

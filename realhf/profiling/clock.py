@@ -1,12 +1,14 @@
 """A clock that times work on all ranks at once, since they share the machine's memory in a run, too."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from realhf.cluster import num_cores
 from realhf.dist.world import World
 
 Key = TypeVar("Key", bound=Hashable)
@@ -20,12 +22,17 @@ class Clock:
     """A clock for work on all ranks at once.
 
     A rank's time is the lower quartile over repetitions, as other processes can only slow some of them down.
-    Work of one thread on a CPU that does not communicate is timed by its CPU seconds.
+    Work of one thread on a CPU that does not communicate is timed by its CPU seconds. Other work on a CPU
+    with fewer cores than busy ranks takes that many times longer (see Cluster.crowding), which is taken out.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._runs_alone = world.device.type == "cpu" and torch.get_num_threads() == 1
+        is_cpu = world.device.type == "cpu"
+        self._runs_alone = is_cpu and torch.get_num_threads() == 1
+        self._cores = num_cores() if is_cpu else math.inf
+        self.noise: dict[Any, float] = {}
+        """The interquartile range of all work timed so far, relative to its median: the mean over ranks."""
 
     def seconds(
         self, work: Mapping[Key, Callable[[], object]], *, budget: float = 1.0, waits: bool = True,
@@ -39,6 +46,8 @@ class Clock:
         began = time.perf_counter()
         once = {key: [self.once(function, waits=waits)] for key, function in work.items()}  # Also warms up.
         (each,) = self._agreed({"seconds": [(time.perf_counter() - began) / len(work)]}, busy).values()
+        num_busy = min(len(busy) or self.world.size, self.world.ranks_per_host)
+        crowding = 1.0 if self._runs_alone and not waits else self.crowding(num_busy)
         first = self._agreed(once, busy)
         counts = {
             key: max(1, min(_MOST_PER_REPETITION, round(_SHORT_SECONDS / max(seconds, 1e-9))))
@@ -50,7 +59,12 @@ class Clock:
         for _ in range(min(most, max(least, repetitions))):
             for key, function in work.items():
                 taken[key] += [self.once(function, waits=waits) for _ in range(counts[key])]
-        return self._agreed(taken, busy)
+        self.noise.update(self._agreed(taken, busy, of=relative_spread))
+        return {key: seconds / crowding for key, seconds in self._agreed(taken, busy).items()}
+
+    def crowding(self, num_busy: int) -> float:
+        """Return how many times longer work takes while so many ranks of a host are busy."""
+        return max(1.0, num_busy / self._cores)
 
     def once(self, function: Callable[[], object], *, waits: bool = True) -> float:
         """Return the seconds on this rank, after all ranks began together."""
@@ -62,11 +76,23 @@ class Clock:
             torch.cuda.synchronize()
         return now() - start
 
-    def _agreed(self, taken: Mapping[Key, list[float]], busy: Collection[int]) -> dict[Key, float]:
-        mine = [_lower_quartile(times) for times in taken.values()]
+    def _agreed(
+        self, taken: Mapping[Key, list[float]], busy: Collection[int],
+        *, of: Callable[[list[float]], float] | None = None,
+    ) -> dict[Key, float]:  # fmt: skip
+        """Return a statistic of the times, by default the lower quartile: the mean over the busy ranks."""
+        mine = [(of or _lower_quartile)(times) for times in taken.values()]
         rows = self.world.control.all_gather_json(mine)
         columns = zip(*(row for rank, row in enumerate(rows) if not busy or rank in busy), strict=True)
         return dict(zip(taken, map(statistics.fmean, columns), strict=True))
+
+
+def relative_spread(times: list[float]) -> float:
+    """Return the interquartile range of times relative to their median; 0 if there is only one."""
+    if len(times) == 1:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / max(middle, 1e-9)
 
 
 def _lower_quartile(times: list[float]) -> float:

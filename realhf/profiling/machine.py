@@ -1,25 +1,23 @@
 """Time operations that depend on no model: messages, samples between calls, reallocations, products."""
 
-import os
-import platform
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from realhf.cluster import Cluster, Link, host_memory_bytes
+from realhf.cluster import Cluster, Link, host_memory_bytes, num_cores
 from realhf.data.batch import Batch, Packed
 from realhf.dist import tags
 from realhf.dist.group import Group, Outbox
 from realhf.dist.world import World
 from realhf.engine.native import NativeEngine
 from realhf.engine.protocol import DTYPES
-from realhf.layout import Layout
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.dependencies import SAMPLE_BYTES
-from realhf.planner.profile import Table
+from realhf.planner.profile import COLLECTIVES, LinkTables, Table
 from realhf.profiling.clock import Clock
 from realhf.profiling.memory import device_bytes
 from realhf.profiling.models import Sizes
@@ -28,6 +26,7 @@ from realhf.runtime.exchange import Exchange, Routing, Source
 
 _MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25)
 _FLOATS_PER_TOKEN = (SAMPLE_BYTES - 8) // 4  # Besides the ids.
+_LINK_BUDGET = 2.0  # Seconds for all collectives of groups of one size.
 _GEMM = 1024
 _COPY_BYTES = 1 << 27
 _NARROW = ModelConfig("llama", 256, 64, 256, 1, 1, 1, 64)
@@ -36,80 +35,145 @@ _WIDE = ModelConfig("llama", 1000, 1024, 8192, 1, 8, 8, 128)
 the second (30M parameters)."""
 
 
-def measure_links(clock: Clock, sizes: Sizes) -> dict[str, Table]:
-    """Time collectives and messages inside a host; return nothing where a rank is alone on its host."""
+def measure_links(clock: Clock, sizes: Sizes) -> list[LinkTables]:
+    """Time collectives and messages inside a host, and among two hosts and all of them if there are several.
+
+    All groups of one size work at once.
+    """
     world = clock.world
+    num_hosts = world.size // world.ranks_per_host
+    measured = []
+    for hosts in sorted({1, num_hosts, *((2,) if num_hosts % 2 == 0 else ())}):
+        if hosts * world.ranks_per_host == 1:
+            continue  # A rank that is alone on its host has no link inside it.
+        tables, noise = _collectives(clock, hosts)
+        if hosts <= 2:
+            peer = 1 if hosts == 1 else world.ranks_per_host
+            if hosts == 2 or world.ranks_per_host > 1:
+                found = {"send": _messages(clock, peer), "samples": _samples(clock, sizes, hosts)}
+                tables |= {name: table for name, (table, _) in found.items()}
+                noise |= {name: spread for name, (_, spread) in found.items()}
+        measured.append(LinkTables(hosts, tables, noise))
+    return measured
+
+
+def _groups(world: World, hosts: int) -> dict[int, list[int]]:
+    """Return the groups of this rank on so many hosts by size: inside a host the powers of two that divide
+    its number of ranks; else with one rank on each host, and with all ranks of the hosts."""
     per_host = world.ranks_per_host
-    if per_host == 1:  # All tables are about links inside a host.
-        return {}
-    counts = sorted({2, per_host} if per_host % 2 == 0 else {per_host})
-    rows: dict[str, list[list[float]]] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
-    for count in counts:
-        first = world.rank - world.rank % count
-        group = world.group(range(first, first + count))
-        times = [_collectives(clock, group, num_bytes) for num_bytes in _MESSAGE_BYTES]
-        for name, row in zip(rows, zip(*times, strict=True), strict=True):
-            rows[name].append(list(row))
-    axes = {"ranks": tuple(map(float, counts)), "bytes": tuple(map(float, _MESSAGE_BYTES))}
-    links = {name: Table(axes, values) for name, values in rows.items()}
+    if hosts == 1:
+        powers = {2**i for i in range(1, per_host.bit_length()) if per_host % 2**i == 0}
+        firsts = {n: world.rank - world.rank % n for n in sorted({*powers, per_host})}
+        return {n: list(range(first, first + n)) for n, first in firsts.items()}
+    first = world.rank - world.rank % (hosts * per_host)
+    everybody = list(range(first, first + hosts * per_host))
+    alike = [rank for rank in everybody if rank % per_host == world.rank % per_host]
+    return {len(ranks): ranks for ranks in (alike, everybody)}
+
+
+def _collectives(clock: Clock, hosts: int) -> tuple[dict[str, Table], dict[str, float]]:
+    """Return tables of collectives among ranks of so many hosts, and the noise of each."""
+    groups = {n: clock.world.group(ranks) for n, ranks in sorted(_groups(clock.world, hosts).items())}
+    times: dict[tuple[str, int, int], float] = {}
+    spreads: dict[tuple[str, int, int], float] = {}
+    for count, group in groups.items():
+        work: dict[tuple[str, int, int], Callable[[], object]] = {}
+        for num_bytes in _MESSAGE_BYTES:
+            tensor = torch.zeros(num_bytes // 4, device=clock.world.device)
+            chunks = list(tensor.tensor_split(count))
+            calls: dict[str, Callable[[], object]] = {
+                "all_reduce": partial(group.all_reduce, tensor),
+                "all_gather": partial(group.all_gather_chunks, chunks),
+                "reduce_scatter": partial(group.reduce_scatter_chunks, chunks),
+                "all_to_all": partial(_all_to_all, group, chunks),
+            }
+            work |= {(name, count, num_bytes): call for name, call in calls.items()}
+        times |= clock.seconds(work, budget=_LINK_BUDGET)
+        spreads |= {key: clock.noise[key] for key in work}
+    axes = {"ranks": tuple(map(float, groups)), "bytes": tuple(map(float, _MESSAGE_BYTES))}
+    tables = {
+        name: Table(axes, [[times[name, count, n] for n in _MESSAGE_BYTES] for count in groups])
+        for name in COLLECTIVES
+    }
+    return tables, {name: _median(spreads[key] for key in spreads if key[0] == name) for name in COLLECTIVES}
+
+
+def _all_to_all(group: Group, chunks: Sequence[torch.Tensor]) -> None:
+    """Exchange equal parts of a tensor between all members."""
+    peers = [i for i in range(group.size) if i != group.index]
+    parts = [(i, torch.empty_like(chunks[group.index])) for i in peers]
+    group.exchange([(i, chunks[i]) for i in peers], parts)
+
+
+def _messages(clock: Clock, peer: int) -> tuple[Table, float]:
+    """Time messages between each rank and the one that is `peer` ranks away."""
+    world = clock.world
     everybody = world.group(range(world.size))
-    paired = [rank for rank in range(world.size) if (rank % per_host) ^ 1 < per_host]
-    sends = clock.seconds(
-        {n: partial(_ping_pong, everybody, world, n) for n in _MESSAGE_BYTES}, busy=paired
-    )
-    links["send"] = Table({"bytes": axes["bytes"]}, [there_and_back / 2 for there_and_back in sends.values()])
-    links["samples"] = _samples(clock, sizes)
-    return links
+    paired = [rank for rank in range(world.size) if _partner(rank, peer, world.ranks_per_host) < world.size]
+    if peer == 1:
+        paired = [rank for rank in paired if (rank % world.ranks_per_host) ^ 1 < world.ranks_per_host]
+    work = {("send", peer, n): partial(_ping_pong, everybody, world, n, peer) for n in _MESSAGE_BYTES}
+    seconds = clock.seconds(work, busy=paired)
+    table = Table({"bytes": tuple(map(float, _MESSAGE_BYTES))}, [both / 2 for both in seconds.values()])
+    return table, _median(clock.noise[key] for key in work)
 
 
-def _collectives(clock: Clock, group: Group, num_bytes: int) -> list[float]:
-    """Return the seconds of an all-reduce, an all-gather and a reduce-scatter of `num_bytes` in all."""
-    tensor = torch.zeros(num_bytes // 4, device=clock.world.device)
-    chunks = list(tensor.tensor_split(group.size))
-    times = clock.seconds({
-        "all_reduce": partial(group.all_reduce, tensor),
-        "all_gather": partial(group.all_gather_chunks, chunks),
-        "reduce_scatter": partial(group.reduce_scatter_chunks, chunks),
-    })  # fmt: skip
-    return list(times.values())
+def _partner(rank: int, peer: int, per_host: int) -> int:
+    """Return the rank with which this one is paired, inside the host or on the next one."""
+    return rank ^ 1 if peer == 1 else rank + (per_host if rank // per_host % 2 == 0 else -per_host)
 
 
-def _ping_pong(group: Group, world: World, num_bytes: int) -> None:
-    """Send a message there and back between the two ranks of each pair inside a host."""
-    inside = world.rank % world.ranks_per_host
-    peer = world.rank - inside + (inside ^ 1)
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+def _ping_pong(group: Group, world: World, num_bytes: int, apart: int) -> None:
+    """Send a message there and back between the two ranks of each pair."""
+    per_host = world.ranks_per_host
+    peer = _partner(world.rank, apart, per_host)
     tensor = torch.zeros(num_bytes // 4, device=world.device)
-    if inside ^ 1 >= world.ranks_per_host:
+    if peer >= world.size or (apart == 1 and peer // per_host != world.rank // per_host):
         return
     for sends in (world.rank < peer, world.rank > peer):
         group.exchange(*(([(peer, tensor)], []) if sends else ([], [(peer, tensor)])))
 
 
-def _samples(clock: Clock, sizes: Sizes) -> Table:
-    """Time samples that move from the first rank to the second."""
+def _samples(clock: Clock, sizes: Sizes, hosts: int) -> tuple[Table, float]:
+    """Time samples that move between calls, on all ranks of so many hosts, each to another rank.
+
+    Between calls all ranks tell each other which samples they have, so they work even if few samples move.
+    """
     world = clock.world
-    source, target = Layout.parse("d1@0"), Layout.parse("d1@1")
-    moves: dict[float, Callable[[], object]] = {}
-    for samples in sorted({1, max(2, sizes.samples)}):
+    ranks = tuple(range(hosts * world.ranks_per_host))
+    strategy = ParallelStrategy(dp=len(ranks))
+    source = Layout(strategy, DeviceMesh(ranks))
+    target = Layout(strategy, DeviceMesh(ranks[::-1]))
+    moves: dict[tuple[str, int, float], Callable[[], object]] = {}
+    for samples in sorted({1, max(2, sizes.samples // len(ranks))}):
         tokens = samples * sizes.tokens
         lengths = [sizes.tokens] * samples
         columns = {
             "ids": Packed(torch.zeros(tokens, dtype=torch.long), lengths),
             "floats": Packed(torch.zeros(tokens, _FLOATS_PER_TOKEN), lengths),
         }
-        batch = Batch(list(range(samples)), columns) if world.rank == 0 else None
-        given = Source(source, batch, tag=tags.PROFILED)
-        moves[float(tokens * SAMPLE_BYTES)] = partial(_move, world, given, target)
-    return Table({"bytes": tuple(moves)}, list(clock.seconds(moves, busy=(0, 1)).values()))
+        first = world.rank * samples
+        given = Source(source, Batch(list(range(first, first + samples)), columns), tag=tags.PROFILED)
+        num_bytes = float(len(ranks) * tokens * SAMPLE_BYTES)
+        moves["samples", hosts, num_bytes] = partial(_move, world, given, target)
+    # The planner takes these seconds as they are, on cores that all ranks share.
+    crowding = clock.crowding(world.ranks_per_host)
+    seconds = [taken * crowding for taken in clock.seconds(moves, busy=ranks).values()]
+    table = Table({"bytes": tuple(num_bytes for _, _, num_bytes in moves)}, seconds)
+    return table, _median(clock.noise[key] for key in moves)
 
 
 def _move(world: World, source: Source, target: Layout) -> None:
+    if world.rank not in target:
+        return
     outbox = Outbox()
     exchange = Exchange(world, outbox)
-    if world.rank in source.layout:
-        exchange.send(source, target)
-    if world.rank in target:
-        exchange.receive([source], target, Routing(), tag=tags.PROFILED)
+    exchange.send(source, target)
+    exchange.receive([source], target, Routing(), tag=tags.PROFILED)
     outbox.wait()
 
 
@@ -137,7 +201,28 @@ def measure_cluster(clock: Clock, dtypes: list[str]) -> Cluster:
         host_bandwidth = per_host * each
     return Cluster(
         max(1, world.size // per_host), per_host, device_bytes(world), host_memory_bytes(), 2 * copied, peaks,
-        intra_host, inter_host, host_bandwidth, world.device.type)
+        intra_host, inter_host, host_bandwidth, world.device.type, _host_memory_link(clock),
+        cores_per_host=num_cores() if world.device.type == "cpu" else None)
+
+
+def _host_memory_link(clock: Clock) -> Link | None:
+    """Time copies from the host's memory to the device, on all devices at once; None if they are the same."""
+    device = clock.world.device
+    if device.type == "cpu":
+        return None
+    work: dict[int, Callable[[], object]] = {}
+    for num_bytes in (1 << 20, _COPY_BYTES):
+        there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        work[num_bytes] = partial(there.copy_, here)
+    (few_bytes, few), (many_bytes, many) = clock.seconds(work).items()
+    return _fitted(few_bytes, few, many_bytes, many)
+
+
+def _fitted(few_bytes: int, few: float, many_bytes: int, many: float) -> Link:
+    """Return the link that takes these seconds for few and for many bytes."""
+    bandwidth = (many_bytes - few_bytes) / max(many - few, 1e-9)
+    return Link(max(1e-7, few - few_bytes / bandwidth), bandwidth)
 
 
 def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 1) -> Link:
@@ -160,27 +245,8 @@ def _reallocation_link(clock: Clock, dtype: str, *, peer: int, num_pairs: int = 
             ends = (shards, None) if world.rank < peer else (None, shards)
             runs[num_bytes] = partial(reallocator.run, *ends)
     (few_bytes, few), (many_bytes, many) = clock.seconds(runs, busy=busy).items()
-    bandwidth = (many_bytes - few_bytes) / max(many - few, 1e-9)
-    return Link(max(1e-7, few - few_bytes / bandwidth), bandwidth)
+    return _fitted(few_bytes, few, many_bytes, many)
 
 
 def _nothing() -> None:
     """Do nothing, on a rank that has no part in the timed work."""
-
-
-def describe(world: World) -> dict[str, Any]:
-    """Return the facts about the machine that timings depend on."""
-    cuda = torch.cuda.get_device_name() if world.device.type == "cuda" else None
-    return {
-        "platform": platform.platform(), "processor": _processor(), "cores": os.cpu_count(),
-        "device": cuda or "cpu", "processes": world.size, "threads_per_process": torch.get_num_threads(),
-        "torch": str(torch.__version__), "python": platform.python_version(),
-    }  # fmt: skip
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()

@@ -21,7 +21,7 @@ from realhf.engine.native import NativeEngine
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.graph import FunctionCall
 from realhf.kv_blocks import shared_tokens
-from realhf.layout import Layout
+from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from realhf.planner.profile import CALLS, OF_MODEL, Table
@@ -29,8 +29,8 @@ from realhf.profiling.clock import Clock
 from realhf.profiling.decoding import Rows, most_rows, prompts
 
 _FEW, _MANY = 1, 3  # Blocks of the two models whose difference is measured.
-_LONG_ENOUGH = 0.4  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.
-_BUDGET = 15.0  # Seconds for all timings of a bench, unless the least number of repetitions takes longer.
+_LONG_ENOUGH = 0.15  # If a pass takes more seconds, no larger one is measured; its time is extrapolated.
+_BUDGET = 10.0  # Seconds for all timings of a bench, unless the least number of repetitions takes longer.
 _LARGEST_PASS = 1 << 14  # Tokens of the largest pass.
 _NUM_SIZES = 4
 _SHORT_PROMPT = 16  # The most tokens of prompts that are read.
@@ -121,14 +121,20 @@ class Sizes:
 
 
 class Bench:
-    """Measurements of one model shape under one tensor-parallel size, on all ranks."""
+    """Measurements of one model shape under one tensor- and expert-parallel size, on all ranks.
 
-    def __init__(self, clock: Clock, model: Model, tp: int, sizes: Sizes) -> None:
+    With expert parallelism only blocks are measured: the rest of a model is not split by it.
+    """
+
+    def __init__(self, clock: Clock, model: Model, strategy: ParallelStrategy, sizes: Sizes) -> None:
         self._clock = clock
         self._model = model
         self._sizes = sizes
-        first = clock.world.rank - clock.world.rank % tp
-        self._layout = Layout.parse(f"t{tp}@{first}-{first + tp - 1}" if tp > 1 else f"d1@{first}")
+        num_ranks = strategy.num_ranks
+        first = clock.world.rank - clock.world.rank % num_ranks
+        self._layout = Layout(strategy, DeviceMesh(tuple(range(first, first + num_ranks))))
+        self._only_blocks = strategy.ep > 1
+        self._waits = num_ranks > 1
         self._outputs = model.outputs
         self._generates = [call.work for call in model.calls if call.kind == "generate"]
         self._losses = [call.work.loss for call in model.calls if call.kind == "train_step"]
@@ -139,7 +145,13 @@ class Bench:
         self._tokens = self._pass_tokens()
         self._rows = self._chosen_rows()
         work = {**self._passes(), **self._decoding(), **self._updates()}
-        self._seconds: dict[Any, float] = clock.seconds(work, budget=_BUDGET, waits=tp > 1)
+        self._seconds: dict[Any, float] = clock.seconds(work, budget=_BUDGET, waits=self._waits)
+        kinds = dict.fromkeys(key if isinstance(key, str) else key[0] for key in work)
+        self.noise = {
+            kind: round(statistics.median(clock.noise[key] for key in work if kind in (key, key[0])), 4)
+            for kind in kinds
+        }
+        """The relative interquartile range of each kind of work: the median over its sizes."""
 
     def _engine(self, count: int, output: str, *, trains: bool) -> NativeEngine:
         config = self._model.with_blocks(count, "lm" if output == "logprobs" else "score")
@@ -159,7 +171,7 @@ class Bench:
             batch = self._sequences(tokens, self._sizes.sequence_tokens[-1])
             run = way(self._engines[_MANY], self._main, batch)
             chosen.append(tokens)
-            taken = [min(self._clock.once(run, waits=self._layout.tp > 1) for _ in range(2))]
+            taken = [min(self._clock.once(run, waits=self._waits) for _ in range(2))]
             if max(max(self._clock.world.control.all_gather_json(taken))) > _LONG_ENOUGH and len(chosen) > 1:
                 break
         return chosen
@@ -170,6 +182,8 @@ class Bench:
         *_, long = lengths = self._sizes.sequence_tokens
         for output, trains in {**self._outputs, self._main: self._trains}.items():
             is_main = output == self._main
+            if self._only_blocks and not is_main:
+                continue
             engines = self._engines if is_main else {_FEW: self._engine(_FEW, output, trains=trains)}
             for length in lengths if is_main else [long]:
                 for tokens in self._tokens:
@@ -178,7 +192,8 @@ class Bench:
                         work["forward", output, blocks, tokens, length] = self._forward(engine, output, batch)
                         if trains:
                             work["train", output, blocks, tokens, length] = self._train(engine, output, batch)
-        work["empty"] = self._forward(self._engines[_FEW], self._main, self._sequences(8, 4).select([]))
+        if not self._only_blocks:
+            work["empty"] = self._forward(self._engines[_FEW], self._main, self._sequences(8, 4).select([]))
         return work
 
     def _decoding(self) -> dict[Any, Callable[[], object]]:
@@ -196,12 +211,12 @@ class Bench:
                 for prompt in self._prompts:
                     own = Rows(engine.model, rows, prompt_tokens=prompt, num_prompts=rows)
                     work["decode", blocks, rows, prompt] = partial(own.decode, steps=_BLOCK_STEPS)
-                    if prompt == short and rows in self._counts:
+                    if prompt == short and rows in self._counts and not self._only_blocks:
                         work["prefill", blocks, rows] = own.reading()
                 if self._shares:
                     alike = Rows(engine.model, rows, prompt_tokens=long, num_prompts=1)
                     work["shared", blocks, rows] = partial(alike.decode, steps=_BLOCK_STEPS)
-            for new in (1, 1 + _DECODE_STEPS):
+            for new in () if self._only_blocks else (1, 1 + _DECODE_STEPS):
                 work["generate", rows, new] = self._generate(self._engines[_FEW], rows, short, new)
         return work
 
@@ -242,7 +257,7 @@ class Bench:
         tables = self._pass_tables()
         if self._model.generates:
             tables |= self._decode_tables()
-        if self._trains:
+        if self._trains and not self._only_blocks:
             numels = tuple(float(engine.model.flat.numel()) for engine in self._engines.values())
             for name, key in (("update", "update"), ("zero_gradients", "zero")):
                 times_of = [self._seconds[key, blocks] for blocks in self._engines]
@@ -260,7 +275,7 @@ class Bench:
             f"block_{way}": Table(axes, [[times[i] for times in row] for row in blocks])
             for i, way in enumerate(ways)
         }
-        for output, trains in self._outputs.items():
+        for output, trains in ({} if self._only_blocks else self._outputs).items():
             heads = [self._head(output, *sized) for sized in zip(self._tokens, blocks[-1], strict=True)]
             for i, way in enumerate(("forward", "backward") if trains else ("forward",)):
                 # Differences of noisy times can shrink as tokens grow, but the real times cannot.
@@ -301,7 +316,8 @@ class Bench:
         if self._shares:  # Short prompts share no cache block.
             alike = [self._decoding_block("shared", n) for n in self._rows]
             tables["decode_shared"] = Table(axes, [own[0], alike])
-        tables["decode_head"] = Table({"rows": rows}, [self._decoding_head(n) for n in self._rows])
+        if not self._only_blocks:
+            tables["decode_head"] = Table({"rows": rows}, [self._decoding_head(n) for n in self._rows])
         return tables
 
     def _decoding_block(self, name: str, *key: int) -> float:
@@ -324,6 +340,8 @@ class Bench:
 
     def calls(self) -> dict[str, Table]:
         """Return the seconds of calls besides passes and decode steps, by number of samples."""
+        if self._only_blocks:
+            return {}
         axes = {"samples": tuple(map(float, self._counts))}
         around = [self._seconds["empty"]] * len(axes["samples"])
         calls = {name: Table(axes, around) for name in ("forward", "train_step")}

@@ -121,6 +121,22 @@ def test_a_profile_of_one_host_serves_a_cluster_with_links_of_its_own(capsys, tm
     assert len(several["timeline"]["idle"]) == 8
 
 
+def test_what_a_profile_has_not_measured_is_listed(capsys, tmp_path):
+    words = [write_experiment(tmp_path, "sft"), "--profile", write_profile(tmp_path)]
+    answer = _plan(capsys, *words)
+    assert any(note.startswith("not measured: block forward of qwen2") for note in answer["not_measured"])
+    assert main(["plan", *map(str, words)]) == 0
+    assert all(note in capsys.readouterr().out.split("\n") for note in answer["not_measured"][:1])
+    without = _plan(capsys, words[0])
+    assert without["not_measured"] == []
+
+
+def test_a_profile_of_one_host_says_how_to_plan_for_several(capsys, tmp_path):
+    words = [write_experiment(tmp_path, "sft"), "--profile", write_profile(tmp_path), "--devices", 4]
+    assert main(["plan", *map(str, words)]) == 2
+    assert "was measured on one host: for several, name a cluster file (--cluster)" in capsys.readouterr().err
+
+
 # Fields of the profile's cluster, WORLD_SIZE and LOCAL_WORLD_SIZE -> words of the sentence.
 MISFITS = {
     "several hosts": ({}, (4, 2), ["measured on one host", "no link between the 2 hosts", "--cluster"]),
@@ -167,7 +183,7 @@ def write_profile(directory, **fields):
         "memory_bandwidth_bytes_per_second": 1e10, "peak_flops": {"float32": 1e11, "float64": 5e10},
         "intra_host": LINK, "device_type": "cpu",
     }  # fmt: skip
-    tables = {"date": "2026-11-22", "machine": {}, "links": {}, "calls": {}, "models": []}
+    tables = {"date": "2026-11-22", "machine": {}, "links": [], "calls": {}, "models": []}
     path.write_text(yaml.safe_dump(tables | {"cluster": cluster | fields}))
     return path
 

@@ -1,6 +1,7 @@
 """Profiles: errors in files, look-ups in tables, fallback to the roofline, and a real measurement."""
 
 import copy
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import yaml
 
 from realhf.cluster import Cluster
 from realhf.errors import UserError
-from realhf.model_config import ModelConfig
+from realhf.model_config import ModelConfig, MoeConfig
 from realhf.planner.problem import ModelRole
-from realhf.planner.profile import Profile, ProfiledRates, Table
+from realhf.planner.profile import COLLECTIVES, Profile, Table
+from realhf.planner.profiled_rates import ProfiledRates
 from realhf.planner.rates import Rates, SharedPrompts, Span
 from tests.cli_tools import REALHF, Command, write_experiment
 
@@ -26,6 +28,11 @@ def profile() -> Profile:
     return Profile.from_dict(copy.deepcopy(DOCUMENT))
 
 
+def _inside(document):
+    """Return the tables of links inside a host."""
+    return document["links"][0]["tables"]
+
+
 def rates() -> ProfiledRates:
     return ProfiledRates(profile())
 
@@ -37,12 +44,6 @@ def test_a_profile_survives_its_file(tmp_path: Path):
     assert again.cluster == Cluster.from_dict(DOCUMENT["cluster"])
 
 
-def test_an_older_profile_calls_the_links_wires():
-    document = copy.deepcopy(DOCUMENT)
-    document["wires"] = document.pop("links")
-    assert Profile.from_dict(document).to_dict() == profile().to_dict()
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -50,10 +51,16 @@ def test_an_older_profile_calls_the_links_wires():
         (lambda d: d.update(speed=3), "speed is not a field: legal are date, machine"),
         (lambda d: d["cluster"].update(num_hosts=0), "cluster: num_hosts is 0"),
         (lambda d: d["cluster"].pop("device_type"), "cluster.device_type is missing: measure again"),
-        (lambda d: d["links"].update(tin=1), "links.tin is not a field: legal are all_reduce"),
-        (lambda d: d["links"]["send"].update(seconds=[1]), "links.send.seconds must be a list of 2"),
-        (lambda d: d["links"]["send"].update(bytes=[5, 5]), "links.send.bytes is [5, 5]: it must hold"),
-        (lambda d: d["links"]["send"].pop("bytes"), "links.send.bytes is missing"),
+        (lambda d: d.update(links={}), "links is of an older form: measure again with `realhf profile`"),
+        (lambda d: d.update(links=3), "links must be a list, with tables in each entry"),
+        (lambda d: d["links"][0].update(hosts=0), "links[0].hosts is 0: it must be a whole number"),
+        (lambda d: d["links"][0].update(noise=[1]), "links[0].noise is [1]: it must map names to numbers"),
+        (lambda d: _inside(d).update(tin=1), "links[0].tables.tin is not a field: legal are all_reduce"),
+        (lambda d: _inside(d)["send"].update(seconds=[1]), "tables.send.seconds must be a list of 2"),
+        (lambda d: _inside(d)["send"].update(bytes=[5, 5]), "tables.send.bytes is [5, 5]: it must hold"),
+        (lambda d: _inside(d)["send"].pop("bytes"), "links[0].tables.send.bytes is missing"),
+        (lambda d: d["memory"].update(stack=1), "memory.stack is not a field: legal are context_bytes"),
+        (lambda d: d["models"][0].update(ep=0), "models[0].ep is 0"),
         (lambda d: d["calls"]["forward"].update(seconds=[1, "x"]), "calls.forward.seconds[1] is 'x'"),
         (lambda d: d["calls"]["forward"].update(seconds=[1, -1]), "calls.forward.seconds[1] is -1"),
         (lambda d: d["models"][0].update(dtype="int8"), "models[0].dtype is 'int8': legal are float64"),
@@ -118,21 +125,99 @@ def test_rates_answer_from_the_tables():
     assert r.call_seconds("forward", samples=6) == 1.5
 
 
-def test_what_was_not_measured_comes_from_the_roofline():
+def test_what_was_not_measured_comes_from_the_roofline_and_is_said():
     r, roof = rates(), Rates(Cluster.from_dict(DOCUMENT["cluster"]))
     sizes = {"tokens": 300.0, "squared": 9000.0}
     others = [ModelRole(ModelConfig.load("qwen2.5-0.5b"), "float32"), ModelRole(CONFIG, "bfloat16")]
     for role in others:
         assert r.block(role, ONE, ONE, **sizes) == roof.block(role, ONE, ONE, **sizes)
         assert r.update(role, owned=5) == roof.update(role, owned=5)
-    assert r.block(ROLE, TWO, ONE, **sizes).compute == roof.block(ROLE, TWO, ONE, **sizes).compute
+    assert "not measured: block forward of qwen2 of width 896 in float32 with tp=1: its roofline" in r.notes
     head = {"tokens": 5.0, "output": "logprobs", "backward": True}
     assert r.head(ROLE, ONE, **head) == roof.head(ROLE, ONE, **head)
-    for span in (Span(4, 4), Span(2, 1)):
-        assert r.all_gather(1000, span) == roof.all_gather(1000, span)
-    assert r.send(10, within_host=False) == roof.send(10, within_host=False)
-    assert r.samples(10) == roof.samples(10)
+    assert r.all_gather(1000, Span(4, 4)) == roof.all_gather(1000, Span(4, 4))
+    assert "not measured: all-gather among 4 ranks of 1 host: the figures of the cluster's links" in r.notes
     assert r.call_seconds("generate", samples=3) == roof.call_seconds("generate", samples=3)
+
+
+def test_links_between_hosts_have_tables_of_their_own():
+    r = rates()
+    assert r.all_gather(500, Span(2, 1)) == 20 and r.all_gather(500, Span(8, 4)) == 35
+    assert r.all_gather(500, Span(2, 2)) == 2 and r.all_to_all(500, Span(2, 2)) == 3
+    assert (r.send(500, within_host=True), r.send(500, within_host=False)) == (1, 10)
+    assert r.samples(500) == 11  # Its cluster has two hosts.
+    one = ProfiledRates(profile(), dataclasses.replace(profile().cluster, num_hosts=1, inter_host=None))
+    assert one.samples(500) == one.send(500, within_host=True)
+    assert not r.notes
+
+
+def test_a_split_that_was_not_measured_is_as_far_from_its_roofline_as_the_nearest():
+    r, roof = rates(), Rates(Cluster.from_dict(DOCUMENT["cluster"]))
+    sizes = {"tokens": 300.0, "squared": 9000.0}
+    ratio = 4 / roof.block(ROLE, ONE, ONE, **sizes).seconds
+    split = r.block(ROLE, TWO, ONE, **sizes)
+    assert split.compute == pytest.approx(ratio * roof.block(ROLE, TWO, ONE, **sizes).compute)
+    steps = {"rows": np.array([2.0]), "context": np.array([15.0])}
+    (compute, _), (roof_compute, _) = (x.decode_block(ROLE, TWO, ONE, **steps) for x in (r, roof))
+    ratio = 2.5 / sum(roof.decode_block(ROLE, ONE, ONE, **steps))
+    assert compute == pytest.approx(ratio * roof_compute)
+    name = "qwen2 of width 64 in float32 with tp=2: its roofline, scaled as measured with tp=1"
+    assert {f"not measured: block forward of {name}", f"not measured: decode block of {name}"} <= set(r.notes)
+
+
+def test_experts_have_tables_of_their_own():
+    moe = MoeConfig(num_experts=4, num_experts_per_token=2, expert_width=32)
+    role = ModelRole(dataclasses.replace(CONFIG, family="qwen3_moe", moe=moe), "float32")
+    r = rates()
+    cost = r.block(role, ONE, TWO, tokens=300, squared=9000)
+    # Twice an all-to-all of the rows' bytes, but at most half of the measured time.
+    assert cost.seconds == 4 and cost.communication == 2
+    compute, communication = r.decode_block(
+        role, ONE, TWO, rows=np.array([3.0]), context=np.array([10.0]))
+    assert (compute + communication).tolist() == [2]
+    assert not any("block" in note for note in r.notes)
+    for other in (dataclasses.replace(moe, num_experts=8), dataclasses.replace(moe, expert_width=16)):
+        r = rates()
+        unlike = dataclasses.replace(role, config=dataclasses.replace(role.config, moe=other))
+        r.block(unlike, ONE, TWO, tokens=9, squared=9)
+        assert any("block forward of qwen3_moe" in note for note in r.notes)
+
+
+def test_beyond_its_reach_a_table_grows_as_the_roofline():
+    r, roof = rates(), Rates(Cluster.from_dict(DOCUMENT["cluster"]))
+
+    def compute(length, tokens):
+        return roof.block(ROLE, ONE, ONE, tokens=tokens, squared=length * tokens).compute
+
+    # Tables have sequences of up to 30 tokens, and passes of up to 900, which continue up to 3600.
+    assert r.block(ROLE, ONE, ONE, tokens=3600, squared=30 * 3600).seconds == pytest.approx(12 * 4)
+    assert not r.notes
+    far = r.block(ROLE, ONE, ONE, tokens=7200, squared=3000 * 7200).seconds
+    assert far == pytest.approx(48 * compute(3000, 7200) / compute(30, 3600))
+    (note,) = r.notes
+    assert "at 3000 sequence tokens (used up to 30) and 7200 tokens (used up to 3600): beyond that" in note
+
+
+def test_a_profile_says_how_noisy_it_was():
+    noise, sentence = profile().noise()
+    assert noise == 0.06  # The median of 0.02, 0.04, 0.08 and 0.3.
+    assert "by 6% (median" in sentence and "at most by 30%: send among ranks of 1 host" in sentence
+    assert "quiet" not in sentence
+    document = copy.deepcopy(DOCUMENT)
+    document["links"][0]["noise"] = {"send": 0.9, "all_gather": 0.5}
+    noise, sentence = Profile.from_dict(document).noise()
+    assert noise == pytest.approx(0.29) and "the machine was not quiet (load 1.5): measure again" in sentence
+
+
+def test_a_profile_of_other_processes_is_refused():
+    document = copy.deepcopy(DOCUMENT) | {"machine": {"threads_per_process": 2}}
+    given = Profile.from_dict(document)
+    four = dataclasses.replace(given.cluster, cores_per_host=2)
+    with pytest.raises(ValueError, match="of 2 threads, and 4 processes on 2 cores have 1: measure with --n"):
+        ProfiledRates(given, four)
+    ProfiledRates(given, dataclasses.replace(four, cores_per_host=8))
+    with pytest.raises(ValueError, match="measured on cpu devices, the cluster has cuda devices"):
+        ProfiledRates(given, dataclasses.replace(four, device_type="cuda"))
 
 
 @pytest.mark.slow
@@ -143,11 +228,28 @@ def test_two_processes_measure_the_machine(tmp_path: Path):
     assert code == 0, err
     measured = Profile.load(str(out))
     assert measured.cluster.devices_per_host == 2 and measured.machine["processes"] == 2
+    assert measured.cluster.inter_host is None and [entry.hosts for entry in measured.links] == [1]
     assert {tables.tp for tables in measured.models} == {1, 2}
     for tables in measured.models:
         assert {"block_forward", "block_backward", "decode_block", "decode_head"} <= tables.tables.keys()
         assert {"logprobs_backward", "values_backward", "update"} <= tables.tables.keys()
-    assert measured.links.keys() == {"all_reduce", "all_gather", "reduce_scatter", "send", "samples"}
+    assert measured.links[0].tables.keys() == {*COLLECTIVES, "send", "samples"}
+    assert measured.links[0].noise.keys() == measured.links[0].tables.keys()
     assert measured.calls.keys() == {"generate", "forward", "train_step"}
     role = measured.models[0]
     assert all(s > 0 for table in role.tables.values() for s in np.ravel(table.seconds))
+
+
+@pytest.mark.slow
+def test_a_profile_needs_neither_weights_nor_data(tmp_path: Path):
+    path, out = tmp_path / "named.py", tmp_path / "profile.yaml"
+    path.write_text(
+        "from realhf import *\n"
+        "experiment = SFT(actor=Role('tiny', dtype='float32', optimizer=OptimizerConfig()), batch_size=4,\n"
+        "                 expected=Expected(prompt_tokens=8, response_tokens=8))\n")
+    with Command(*REALHF, "profile", path, "--nproc", 1, "-o", out) as command:
+        code, _, err = command.finish(timeout=400)
+    assert code == 0 and "repeated timings vary by" in err, err
+    measured = Profile.load(str(out))
+    assert measured.models[0].shape["hidden_size"] == CONFIG.hidden_size
+    assert measured.links == [] and measured.cluster.intra_host.latency_seconds > 0

@@ -1,0 +1,96 @@
+"""Processes that share the cores of a host: costs of calls, periods of plans, and the search over them."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from realhf.plan import ExecutionPlan
+from realhf.planner.cost import CallCost, on_shared_cores
+from realhf.planner.predict import predict
+from realhf.planner.rates import Rates
+from realhf.planner.search_space import SearchSpace
+from tests.planner.problems import random_problem, ranks_and_seconds
+from tests.planner.test_search import agrees
+
+
+def take_turns(num_stages, num_micro_batches, num_cores):
+    """Return the seconds of a pipeline whose stages take 1 per micro-batch, on cores that are shared evenly.
+
+    Each stage works on the micro-batches in order, once the stage before has passed them on.
+    """
+    left = np.ones((num_stages, num_micro_batches))
+    now = 0.0
+    while left.any():
+        ready = []
+        for stage, row in enumerate(left):
+            undone = np.flatnonzero(row > 0)
+            if len(undone) and (stage == 0 or left[stage - 1, undone[0]] == 0):
+                ready.append((stage, undone[0]))
+        speed = min(1.0, num_cores / len(ready))
+        least = min(left[at] for at in ready)
+        for at in ready:
+            left[at] = 0.0 if left[at] <= least + 1e-12 else left[at] - least
+        now += least / speed
+    return now
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 4])
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 3), (2, 4), (4, 1), (4, 4), (4, 16)])
+def test_ranks_that_work_use_the_cores_of_those_that_wait(num_stages, num_micro_batches, num_cores):
+    """The price is a lower bound of the time under fair sharing, and exact for one stage or enough cores."""
+    alone = take_turns(num_stages, num_micro_batches, num_stages)
+    assert alone == num_stages + num_micro_batches - 1
+    parts = {"compute": float(num_micro_batches), "pipeline": num_stages - 1.0}
+    crowding = max(1.0, num_stages / num_cores)
+    cost = on_shared_cores(CallCost(alone, parts), crowding)
+    taken = take_turns(num_stages, num_micro_batches, num_cores)
+    assert cost.seconds <= taken * (1 + 1e-9)
+    assert cost.seconds >= 0.65 * taken
+    if crowding == 1 or num_stages == 1 or num_cores == 1:
+        assert cost.seconds == pytest.approx(taken)
+    assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
+
+
+def _shared(seed, *, cores):
+    problem = random_problem(random.Random(seed), num_calls=3, memory=1.6e9)
+    return replace(problem, cluster=replace(problem.cluster, cores_per_host=cores))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_takes_at_least_as_long_as_the_cores_of_a_host_work(seed):
+    problem = _shared(seed, cores=2)
+    space = SearchSpace(problem, Rates(problem.cluster))
+    rng = random.Random(seed)
+    chosen = [rng.randrange(len(group.candidates)) for group in space.groups]
+    per_host = problem.cluster.devices_per_host
+    busiest = 0.0
+    for host in range(problem.cluster.num_hosts):
+        here = set(range(host * per_host, (host + 1) * per_host))
+        calls = ranks_and_seconds(space, chosen).values()
+        working = [seconds * min(2, len(here & set(ranks))) for ranks, seconds in calls]
+        busiest = max(busiest, sum(working) / 2)
+    period = space.exact_periods(np.array([chosen]))[0]
+    uncrowded = replace(problem.cluster, cores_per_host=None)
+    space.problem = replace(problem, cluster=uncrowded)
+    assert period == pytest.approx(max(busiest, space.exact_periods(np.array([chosen]))[0]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_finds_the_best_of_all_plans_on_shared_cores(seed):
+    problem = _shared(seed, cores=1 + seed % 2)
+    space = SearchSpace(problem, Rates(problem.cluster))
+    if np.prod([float(len(group.candidates)) for group in space.groups]) <= 20_000:
+        agrees(seed, space)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_are_predicted_as_the_search_prices_them(seed):
+    problem = _shared(seed, cores=2)
+    rates = Rates(problem.cluster)
+    space = SearchSpace(problem, rates)
+    chosen = [len(group.candidates) // 2 for group in space.groups]
+    plan_calls = space.call_plans(chosen)
+    period = space.exact_periods(np.array([chosen]))[0]
+    assert predict(problem, rates, ExecutionPlan(plan_calls)).step_seconds == pytest.approx(period)
