@@ -8,11 +8,14 @@ All rows share the efficiencies of `h100` (planner/efficiencies.py) and the desc
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from harness import Goal, geometric_mean, machine, progress, report
 from published_rows import (
     DEVICE_BYTES,
@@ -27,6 +30,7 @@ from published_rows import (
     PublishedStep,
 )
 from rich.table import Table
+from scipy.special import ndtr
 
 from realhf import GRPO, Expected, OptimizerConfig, PolicyLossConfig, Role, SamplingConfig
 from realhf.cli.planning_problem import problem_of
@@ -35,6 +39,7 @@ from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
 from realhf.planner.cost import call_cost
 from realhf.planner.efficiencies import EFFICIENCIES, Efficiencies
+from realhf.planner.lengths import Lengths
 from realhf.planner.make import make_plan
 from realhf.planner.model_states import weights_bytes
 from realhf.planner.problem import ModelRole, Problem, Workload
@@ -42,6 +47,9 @@ from realhf.planner.rates import Rates
 from realhf.planner.shard import widths
 
 _TRAINING = ("actor_forward", "ref_forward", "actor_train")
+LENGTHS_DEVIATION = 0.6
+"""Standard deviation of the logarithm of response lengths before they are cut off: an assumption, as the page
+has only means and limits."""
 RATIOS = (0.67, 1.5)
 MEANS = (0.8, 1.25)
 
@@ -65,8 +73,32 @@ def experiment_of(row: PublishedStep) -> GRPO:
 
 
 def problem_for(row: PublishedStep) -> Problem:
+    """Return the planning problem, with log-normal lengths, and with shares of prompts that stay as they are:
+    replicas of vLLM take nothing from each other."""
     cluster = Cluster.load("h100-8x8")
-    return problem_of(experiment_of(row), replace(cluster, num_hosts=row.devices // cluster.devices_per_host))
+    cluster = replace(cluster, num_hosts=row.devices // cluster.devices_per_host)
+    problem = problem_of(experiment_of(row), cluster)
+    work = problem.workloads["actor_generate"]
+    lengths = log_normal(work.response_tokens, work.max_new_tokens)
+    workloads = {
+        call.name: replace(
+            problem.workloads[call.name], response_lengths=lengths, response_tokens=lengths.mean,
+            work_stealing=False)
+        for call in problem.model_calls
+    }  # fmt: skip
+    return replace(problem, workloads={**problem.workloads, **workloads})
+
+
+@lru_cache(maxsize=16)
+def log_normal(mean: float, limit: int, deviation: float = LENGTHS_DEVIATION) -> Lengths:
+    """Return log-normal lengths that are cut off at the limit and then have this mean."""
+    tokens = np.arange(limit) + 0.5
+    low, high = 1.0, 1e9  # Bisection on the median.
+    for _ in range(80):
+        median = math.sqrt(low * high)
+        survival = ndtr(-np.log(tokens / median) / deviation)
+        low, high = (median, high) if survival.sum() < mean else (low, median)
+    return Lengths(survival)
 
 
 # The step of the peer

@@ -68,10 +68,14 @@ def _changed_workload(work: Workload, values: Mapping[str, float]) -> Workload:
     samples = work.num_samples
     if "batch_size" in values:
         samples = int(values["batch_size"]) * work.samples_per_prompt
+    prompts = None if work.prompt_lengths is None else work.prompt_lengths.scaled(prompt)
+    responses = None if work.response_lengths is None else work.response_lengths.scaled(response)
     return replace(
-        work, num_samples=samples, prompt_tokens=work.prompt_tokens * prompt,
+        work, num_samples=samples, prompt_lengths=prompts, response_lengths=responses,
+        prompt_tokens=work.prompt_tokens * prompt if prompts is None else prompts.mean,
         longest_prompt_tokens=work.longest_prompt_tokens * prompt,
-        response_tokens=work.response_tokens * response, max_new_tokens=round(work.max_new_tokens * response),
+        response_tokens=work.response_tokens * response if responses is None else responses.mean,
+        max_new_tokens=round(work.max_new_tokens * response) if responses is None else responses.limit,
     )  # fmt: skip
 
 

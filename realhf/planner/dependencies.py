@@ -1,6 +1,6 @@
 """The dependencies of calls: samples of other calls, reallocated weights, ranks of plain Python calls."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -121,6 +121,19 @@ def reallocation_seconds(
 def _moved(role: ModelRole) -> Model:
     """Return the parameters that training changes."""
     return Model(role.config, role.lora, role.trained_spec.section_numel)
+
+
+def moving_seconds(
+    rates: Rates, problem: Problem, needs: Dependencies, layouts: Mapping[int, ContiguousLayout]
+) -> np.ndarray:
+    """Return the seconds from the end of training until each copy of the weights is complete in one plan,
+    shape (1, number of `needs.weights`); `layouts` are those of calls by their position."""
+    moving = np.zeros((1, len(needs.weights)))
+    for trainer, numbers in needs.copies.items():
+        users = [needs.weights[number][0] for number in numbers]
+        copies = [(problem.calls[user], layouts[user]) for user in users]
+        moving[0, numbers] = arrivals(rates, problem, problem.calls[trainer], layouts[trainer], copies)
+    return moving
 
 
 def host_anchor(problem: Problem, call: FunctionCall) -> tuple[str | None, bool]:

@@ -54,6 +54,11 @@ class Lengths:
         """Return the least length that this share of the sequences does not exceed."""
         return int((self.survival > 1 - share).sum())
 
+    def scaled(self, factor: float) -> "Lengths":
+        """Return the distribution of lengths that are all `factor` times as long."""
+        tokens = np.arange(max(1, round(self.limit * factor))) / factor
+        return Lengths(np.interp(tokens, np.arange(self.limit), self.survival))
+
     def draw(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
         """Return independent lengths."""
         return np.searchsorted(-self.survival, -rng.random(shape))

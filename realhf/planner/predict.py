@@ -8,11 +8,11 @@ import numpy as np
 from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, call_cost, ranks_per_host
-from realhf.planner.dependencies import arrivals, dependencies
+from realhf.planner.dependencies import dependencies, moving_seconds
 from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.throughput import periods, shared_core_seconds
+from realhf.planner.throughput import step_periods
 
 _RANK_0 = Layout.parse("d1@0")
 
@@ -52,12 +52,7 @@ def step_seconds(
     needs = dependencies(problem, rates)
     layouts = [plan[call.name].layout for call in calls]
     ranges = [ContiguousLayout(layout.strategy, layout.ranks[0]) for layout in layouts]
-    shares = np.array([[bool({*a.ranks} & {*b.ranks}) for b in layouts] for a in layouts])
-    moving = np.zeros((1, len(needs.weights)))
-    for trainer, numbers in needs.copies.items():
-        users = [needs.weights[number][0] for number in numbers]
-        copies = [(calls[user], ranges[user]) for user in users]
-        moving[0, numbers] = arrivals(rates, problem, calls[trainer], ranges[trainer], copies)
+    moving = moving_seconds(rates, problem, needs, dict(enumerate(ranges)))
     first = np.array([[min(layout.ranks) for layout in layouts]])
     stop = np.array([[max(layout.ranks) + 1 for layout in layouts]])
     host = {
@@ -65,6 +60,4 @@ def step_seconds(
         for call in calls if call.role is None
     }  # fmt: skip
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
-    busy = needs.busy(moving, first, stop)
-    period = periods(needs, seconds, shares[None], moving=moving, busy=busy)[0]
-    return float(max(period, shared_core_seconds(problem.cluster, seconds, first, stop)[0]))
+    return float(step_periods(problem.cluster, needs, seconds, first, stop, moving=moving)[0])

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from realhf.layout import Layout
+from realhf.plan import ExecutionPlan
 from realhf.planner.call_group import Candidate
 from realhf.planner.candidates import Variant
-from realhf.planner.model_states import available_bytes
+from realhf.planner.memory_account import MemoryAccount
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.sensitivity import WIDEST, Sensitivity, TippingPoint
-from realhf.planner.throughput import periods
+from realhf.planner.throughput import have_common_ranks, step_periods
 from realhf.units import format_bytes, format_seconds
 
 _SAME = 1e-3  # Relative difference below which two steps count as equally long.
@@ -167,7 +168,8 @@ class _Alternatives:
         is_longer = longer >= _SAME
         tried = self._sensitivity.keys if is_longer else ()
         points = self._sensitivity.tipping_points(self._chosen, plan) if is_longer else ()
-        because = self._because(plan, max(_CAUSES, key=lambda name: causes[name]))
+        possible = [name for name in _CAUSES if name != "reallocation" or self._space.needs.weights]
+        because = self._because(plan, max(possible, key=lambda name: causes[name]))
         return RunnerUp(self._layout(plan), seconds, longer, causes, because, points, tried)
 
     @cached_property
@@ -177,8 +179,10 @@ class _Alternatives:
         if best is None or best[1] > self._step_seconds * (1 - _SAME):
             return None
         plan, seconds = best
-        lacking = float(self._space.excess_bytes(plan[None])[0])
-        needed = _device_memory(self._space, self._space.capacity + lacking)
+        account = MemoryAccount(self._space.problem)
+        counted = account.of_plan(ExecutionPlan(self._space.call_plans(plan)))
+        lacking = counted.fullest() - account.available
+        needed = _device_memory(self._space, plan)
         changed = _changed_options(*(self._candidate(p).variants for p in (self._chosen, plan)))
         return TooLarge(self._layout(plan), changed, 1 - seconds / self._step_seconds, lacking, needed)
 
@@ -215,7 +219,7 @@ class _Alternatives:
             before, after = (format_seconds(float(value)) for value in moving[:, column])
             what = f"reallocation of {space.calls[trainer].role} for {space.calls[user].name}"
             return f"{what} takes {after} instead of {before}"
-        shares = _shares(first, stop)
+        shares = have_common_ranks(first, stop)
         new = (shares[1] & ~shares[0])[own].any(axis=0)
         new[own] = False
         names = [space.calls[i].name for i in np.flatnonzero(new)]
@@ -228,10 +232,10 @@ def explain_difference(space: SearchSpace, before: np.ndarray, after: np.ndarray
     both = np.stack([before, after])
     seconds, first, stop = space.call_times(both)
     moving = space.moving(both)
-    shares = _shares(first, stop)
     mixes = list(itertools.product((0, 1), repeat=len(_CAUSES)))
     a, b, c = (np.array(column) for column in zip(*mixes, strict=True))
-    found = periods(space.needs, seconds[a], shares[c], moving=moving[b])
+    found = step_periods(
+        space.problem.cluster, space.needs, seconds[a], first[c], stop[c], moving=moving[b])
     of_mix = dict(zip(mixes, found.tolist(), strict=True))
     causes = dict.fromkeys(_CAUSES, 0.0)
     orders = list(itertools.permutations(range(len(_CAUSES))))
@@ -244,11 +248,6 @@ def explain_difference(space: SearchSpace, before: np.ndarray, after: np.ndarray
     return causes
 
 
-def _shares(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Return which calls have a device in common, for each plan; shape (K, N, N)."""
-    return (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
-
-
 def _changed_options(before: Sequence[Variant], after: Sequence[Variant]) -> str:
     """Return the options that are switched on or off, as words that follow a layout."""
     old, new = ({name for v in variants for name in v.call_plan.options} for variants in (before, after))
@@ -256,17 +255,27 @@ def _changed_options(before: Sequence[Variant], after: Sequence[Variant]) -> str
     return "".join(words + [f" without {name}" for name in sorted(old - new)])
 
 
-def _device_memory(space: SearchSpace, needed: float) -> float:
-    """Return the least memory of a device of which so many bytes are available, to three digits."""
-    cluster = space.problem.cluster
-    low = cluster.device_memory_bytes
-    high = low
-    while available_bytes(replace(cluster, device_memory_bytes=high)) < needed:
+def _device_memory(space: SearchSpace, plan: np.ndarray) -> float:
+    """Return the least memory of a device with which a plan fits, to three digits.
+
+    What a plan needs may grow with the memory, as a cache leaves a share of it free.
+    """
+    layouts = ExecutionPlan(space.call_plans(plan))
+    problem = space.problem
+
+    def fits(memory: float) -> bool:
+        cluster = replace(problem.cluster, device_memory_bytes=memory)
+        account = MemoryAccount(replace(problem, cluster=cluster))
+        return account.of_plan(layouts).fullest() <= account.available
+
+    low = problem.cluster.device_memory_bytes
+    high = 2 * low
+    while not fits(high):
         high *= 2
-    while high / low > 1 + 1e-4:
+    while high / low > 1 + 1e-3:
         middle = math.sqrt(low * high)
-        if available_bytes(replace(cluster, device_memory_bytes=middle)) < needed:
-            low = middle
-        else:
+        if fits(middle):
             high = middle
+        else:
+            low = middle
     return high

@@ -25,7 +25,7 @@ from realhf.planner.memory_bounds import MemoryBounds
 from realhf.planner.model_states import available_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
-from realhf.planner.throughput import periods, shared_core_seconds
+from realhf.planner.throughput import step_periods
 
 
 class HostCall(NamedTuple):
@@ -138,10 +138,8 @@ class SearchSpace:
         """
         seconds, first, stop = self.call_times(choices)
         seconds = np.maximum(seconds, min_seconds)
-        shares = (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
-        busy = None if moving is None else self.needs.busy(moving, first, stop)
-        period = periods(self.needs, seconds, shares, moving=moving, busy=busy, exact=exact)
-        return np.maximum(shared_core_seconds(self.problem.cluster, seconds, first, stop), period)
+        return step_periods(
+            self.problem.cluster, self.needs, seconds, first, stop, moving=moving, exact=exact)
 
     def moving(self, choices: np.ndarray) -> np.ndarray:
         """Return the seconds from the end of training until each copy of the weights is complete, shape (K,

@@ -8,13 +8,12 @@ import numpy as np
 
 from realhf.plan import CallPlan
 from realhf.planner.changes import WORKLOAD_KEYS, change, current_values, is_measured
-from realhf.planner.cost import call_cost
-from realhf.planner.dependencies import dependencies, reallocation_seconds
-from realhf.planner.parameter_boxes import ContiguousLayout
+from realhf.planner.cost import call_cost, ranks_per_host
+from realhf.planner.dependencies import dependencies, moving_seconds
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
-from realhf.planner.throughput import periods
+from realhf.planner.throughput import step_periods
 from realhf.units import format_bytes
 
 WIDEST = 4.0  # Changes are tried from this fraction of a quantity to this multiple.
@@ -106,7 +105,7 @@ class _ChangedSpace:
         self._rates = rates
         self._needs = dependencies(problem, rates)
         self._seconds: dict[tuple[int, int], float] = {}
-        self._moving: dict[tuple[int, ContiguousLayout, ContiguousLayout], float] = {}
+        self._moving: dict[tuple[int, ...], np.ndarray] = {}
 
     def step_seconds(self, plan: np.ndarray) -> float:
         space = self._space
@@ -117,29 +116,26 @@ class _ChangedSpace:
                 if (i, index) not in self._seconds:
                     self._seconds[i, index] = self._cost(i, variant.call_plan, candidate.layout.ranks)
                 seconds[0, i] = self._seconds[i, index]
-        shares = (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
-        moving = np.array([[self._moved(plan, *ends) for *ends, _ in self._needs.weights]])
-        return float(periods(self._needs, seconds, shares, moving=moving)[0])
+        return float(step_periods(
+            self._problem.cluster, self._needs, seconds, first, stop, moving=self._arrivals(plan))[0])
 
     def _cost(self, position: int, call_plan: CallPlan, ranks: range) -> float:
         """Return the seconds of a call."""
         call = self._space.calls[position]
-        per_host = min(self._problem.cluster.count_by_host(ranks).values())
+        per_host = ranks_per_host(self._problem.cluster, ranks)
         role = self._problem.model_role(call)
         work = self._problem.workloads[call.name]
         return call_cost(self._rates, call, role, work, call_plan, per_host=per_host).seconds
 
-    def _moved(self, plan: np.ndarray, user: int, trainer: int) -> float:
-        groups = self._space.groups
-        of_call = {i: u for u, group in enumerate(groups) for i in group.calls}
-        source, target = (groups[of_call[i]].candidates[plan[of_call[i]]].layout for i in (trainer, user))
-        if (key := (trainer, source, target)) not in self._moving:
-            if self._problem.cluster == self._space.problem.cluster:
-                column = [(i, j) for i, j, _ in self._needs.weights].index((user, trainer))
-                self._moving[key] = float(self._space.moving(plan[None])[0, column])
-            else:
-                role = self._problem.model_role(self._space.calls[trainer])
-                self._moving[key] = reallocation_seconds(self._rates, role, source, target)
+    def _arrivals(self, plan: np.ndarray) -> np.ndarray:
+        """Return the seconds until copies of weights are complete, which only another cluster changes."""
+        space = self._space
+        if self._problem.cluster == space.problem.cluster:
+            return space.moving(plan[None])
+        if (key := tuple(plan.tolist())) not in self._moving:
+            layouts = {i: group.candidates[index].layout
+                       for group, index in zip(space.groups, plan, strict=True) for i in group.calls}
+            self._moving[key] = moving_seconds(self._rates, self._problem, self._needs, layouts)
         return self._moving[key]
 
 

@@ -116,8 +116,9 @@ def decode_steps(rollout: Rollout) -> DecodeSteps:
     context = np.diff(had[edges]) / np.maximum(range_tokens, 1e-30)
     rows = np.maximum(last_rows * range_tokens / (np.diff(edges) * table.bin_tokens), 2.0)
     full = max(0.0, rollout.num_rows * table.mean - last_rows * tokens[-1])  # Tokens while slots are full.
-    full_context = max(0.0, rollout.num_rows * table.contexts - last_rows * had[-1]) / max(full, 1e-30)
-    full_steps = full / slots if full > 1e-6 * rollout.num_rows * table.mean else 0.0
+    full = full if full > 1e-6 * rollout.num_rows * table.mean else 0.0
+    full_context = max(0.0, rollout.num_rows * table.contexts - last_rows * had[-1]) / full if full else 0.0
+    full_steps = full / slots
     longest = len(table.alive) * table.bin_tokens
     most_steps = math.ceil(rollout.num_rows / slots - 1e-9) * longest - last_steps.sum(axis=1)
     if rollout.shared:  # A replica may take more than its share.

@@ -107,6 +107,24 @@ def periods(
     return np.maximum(best, 0.0)
 
 
+def step_periods(
+    cluster: Cluster, needs: Dependencies, seconds: np.ndarray, first: np.ndarray, stop: np.ndarray,
+    *, moving: np.ndarray | None = None, exact: bool = True,
+) -> np.ndarray:  # fmt: skip
+    """Return the periods of plans whose calls run on ranks from `first` to `stop`, shape (K, N) each.
+
+    Reallocations take time from ranks (`Dependencies.busy`), and devices may share cores.
+    """
+    busy = None if moving is None else needs.busy(moving, first, stop)
+    period = periods(needs, seconds, have_common_ranks(first, stop), moving=moving, busy=busy, exact=exact)
+    return np.maximum(period, shared_core_seconds(cluster, seconds, first, stop))
+
+
+def have_common_ranks(first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+    """Return whether two calls have a device in common, for each plan; shape (K, N, N)."""
+    return (first[:, :, None] < stop[:, None, :]) & (first[:, None, :] < stop[:, :, None])
+
+
 def shared_core_seconds(
     cluster: Cluster, seconds: np.ndarray, first: np.ndarray, stop: np.ndarray
 ) -> np.ndarray:

@@ -13,7 +13,8 @@ from realhf.plan import ExecutionPlan
 from realhf.planner.changes import change, current_values
 from realhf.planner.make import make_plan
 from realhf.planner.predict import predict
-from realhf.planner.profile import Profile, ProfiledRates
+from realhf.planner.profile import Profile
+from realhf.planner.profiled_rates import ProfiledRates
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import explain_difference, find_reasons
 from realhf.planner.search import search
@@ -194,7 +195,8 @@ def test_changes_that_are_refused(case, planned):
 
 def test_what_a_profile_has_measured_cannot_be_changed():
     profile = Profile.load(f"{HERE}/sample_profile.yaml")
-    problem = problem_of(ppo(), Cluster.load("h100-2x8"))
+    cpus = replace(Cluster.load("cpu-laptop"), num_hosts=2, cores_per_host=None)
+    problem = problem_of(ppo(), cpus)
     rates = ProfiledRates(profile, problem.cluster)
     for key in ("intra_host.bandwidth", "memory_bandwidth", "peak_flops.bfloat16"):
         with pytest.raises(ValueError, match=f"{key}: the profile has measured times"):
