@@ -5,7 +5,6 @@ what real processes allocate.
 """
 
 import math
-from dataclasses import replace
 
 from realhf.kv_blocks import tokens_for
 from realhf.layout import ParallelStrategy
@@ -28,7 +27,7 @@ def running_memory(problem: Problem, planned: PlannedCall, call_plan: CallPlan, 
     work = planned.workload
     strategy = call_plan.layout.strategy
     memory = peak_memory(
-        role, planned.kind, replace(work, max_rows=call_plan.max_rows or work.max_rows), strategy, stage,
+        role, planned.kind, work.with_rows(call_plan.max_rows), strategy, stage,
         micro_batch_tokens=call_plan.micro_batch_tokens, recompute=call_plan.recompute,
         fused=problem.cluster.device_type == "cuda",
     )  # fmt: skip

@@ -64,12 +64,13 @@ def state_bytes(problem: Problem, call: FunctionCall, strategy: ParallelStrategy
 
 
 def candidate_memory(
-    problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes
+    problem: Problem, call: FunctionCall, states: StateBytes, running: np.ndarray, *, offload: bool
 ) -> CandidateMemory:
-    """Return the bytes of a call with these options."""
-    running = _running(problem, call, call_plan, states)
-    offloads = 0.0 if call_plan.offload else 1.0
-    home, copy, own_home, own_copy = (offloads * array for array in states[1:])
+    """Return the bytes of a call that adds `running` on each stage, and its weights if it is offloaded."""
+    rests = 0.0 if offload else 1.0
+    home, copy, own_home, own_copy = (rests * array for array in states[1:])
+    if offload and not _may_share(problem, call):
+        running = running + states.copy
     alone = (home if call.kind == "train_step" else copy) + running
     return CandidateMemory(
         Held(home.max(), copy.max(), running.max()), Held(own_home[0], own_copy[0], running[0]),
@@ -77,30 +78,31 @@ def candidate_memory(
         tuple(running.tolist()), alone.max())
 
 
-def _running(
+def running_bytes(
     problem: Problem, call: FunctionCall, call_plan: CallPlan, states: StateBytes
 ) -> np.ndarray:
-    """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages."""
-    at_home = CallPlan(call_plan.layout, offload=call_plan.offload)
+    """Return the least bytes that the call, or an evaluation in its layout, adds on each of the stages,
+    without offloaded weights."""
+    at_home = CallPlan(call_plan.layout)
     planned = [(problem.planned(call), call_plan)]
     planned += [
         (beside, call_plan if has_options else at_home)
         for beside, has_options in problem.evaluations_beside(call)
     ]
-    shares = sum(role.source == problem.model_role(call).source for role in problem.roles.values()) > 1
     needs = [
-        [_least_running(problem, some, plan, stage, may_share=shares) for stage in states.stages]
-        for some, plan in planned
+        [_least_running(problem, some, plan, stage) for stage in states.stages] for some, plan in planned
     ]
     return np.array(needs).max(axis=0)
 
 
-def _least_running(
-    problem: Problem, planned: PlannedCall, call_plan: CallPlan, stage: int, *, may_share: bool
-) -> float:
+def _may_share(problem: Problem, call: FunctionCall) -> bool:
+    """Return whether a role's weights may be in the memory of another role."""
+    source = problem.model_role(call).source
+    return source is not None and sum(role.source == source for role in problem.roles.values()) > 1
+
+
+def _least_running(problem: Problem, planned: PlannedCall, call_plan: CallPlan, stage: int) -> float:
     memory = running_memory(problem, planned, call_plan, stage)
-    if may_share and problem.roles[planned.role].source is not None:
-        memory = memory._replace(loaded_weights=0.0)
     if planned.kind == "generate" and planned.workload.kv_cache_gib is None:
         if planned.counts_whole_cache(call_plan):
             memory = memory._replace(beside_cache=float(beside_cache(memory)))

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from realhf.graph import FunctionCall
 from realhf.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.plan import CallPlan
-from realhf.planner.candidate_memory import Held, candidate_memory, state_bytes
+from realhf.planner.candidate_memory import Held, candidate_memory, running_bytes, state_bytes
 from realhf.planner.communicators import CommunicatorBytes, Communicators, use_of
-from realhf.planner.cost import CallCost, call_cost
+from realhf.planner.cost import CallCost, call_cost, offloaded
 from realhf.planner.enumeration import find_strategies
 from realhf.planner.model_states import available_bytes, weights_bytes
 from realhf.planner.problem import Problem
@@ -54,10 +54,11 @@ class Variant:
 
 
 def find_variants(
-    problem: Problem, rates: Rates, call: FunctionCall, *, size: int, in_host: int,
-    only: ParallelStrategy | None = None,
+    problem: Problem, rates: Rates, call: FunctionCall, communicators: Communicators, *,
+    in_host: int, only: ParallelStrategy | None = None,
 ) -> dict[ParallelStrategy, list[Variant]]:  # fmt: skip
-    """Return the variants of a call on meshes of `size` ranks, `in_host` of them on one host, by strategy.
+    """Return the variants of a call on meshes of as many ranks as `communicators` has, `in_host` of them on
+    one host, by strategy.
 
     Each fits a device by itself, and no other variant with the same strategy beats it.
     """
@@ -65,21 +66,28 @@ def find_variants(
     work = problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
     by_strategy = {}
+    size = communicators.num_ranks
     max_dp = work.most_replicas(call.kind)
     strategies = find_strategies(role.config, size, cluster=problem.cluster, max_dp=max_dp)
     mesh = DeviceMesh(tuple(range(size)))
     for strategy in [only] if only is not None else strategies:
         states = state_bytes(problem, call, strategy)
         use = use_of(role, trains=call.kind == "train_step")
-        communicators = Communicators(problem.cluster, size).least(Layout(strategy, mesh), use)
+        connected = communicators.least(Layout(strategy, mesh), use)
         variants = []
+        offloads = (False, True) if _can_offload(problem, call, strategy) else (False,)
         for call_plan in _options(problem, call, Layout(strategy, mesh)):
-            memory = candidate_memory(problem, call, call_plan, states)
-            if memory.alone > capacity:
-                continue
-            cost = call_cost(rates, call, role, work, call_plan, per_host=in_host)
-            variants.append(Variant(
-                call_plan, cost, *memory.fullest, memory.start, memory.least, memory.by_stage, communicators))
+            running = running_bytes(problem, call, call_plan, states)
+            cost = None
+            for offload in offloads:
+                memory = candidate_memory(problem, call, states, running, offload=offload)
+                if memory.alone > capacity:
+                    continue
+                cost = cost or call_cost(rates, call, role, work, call_plan, per_host=in_host)
+                variants.append(Variant(
+                    replace(call_plan, offload=True) if offload else call_plan,
+                    offloaded(cost, rates, role, work, strategy) if offload else cost,
+                    *memory.fullest, memory.start, memory.least, memory.by_stage, connected))
         by_strategy[strategy] = _undominated(variants)
     return by_strategy
 
@@ -101,7 +109,7 @@ def is_no_worse(costs: tuple[float, ...], others: tuple[float, ...]) -> bool:
 
 
 def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[CallPlan]:
-    """Yield the call in this layout with every combination of micro-batching, recompute and offload."""
+    """Yield the call in this layout with every combination of micro-batching and recompute."""
     strategy = layout.strategy
     work = problem.workloads[call.name]
     longest = max(1, math.ceil(work.group_tokens))
@@ -111,14 +119,13 @@ def _options(problem: Problem, call: FunctionCall, layout: Layout) -> Iterator[C
     sizes = {largest, largest >> 2, largest >> 4, longest}
     if call.kind == "train_step":
         sizes.add(2 * longest)
-    offloads = (False, True) if _can_offload(problem, call, strategy) else (False,)
     if call.kind == "generate":
         rows = min(work.max_rows, work.rounds * -(-samples // strategy.cp))
         counts = sorted({max(1, rows >> i) for i in range(_HALVINGS)})
-        yield from (CallPlan(layout, max_rows=n, offload=offload) for offload in offloads for n in counts)
+        yield from (CallPlan(layout, max_rows=n) for n in counts)
         return
     rising = sorted({min(max(size, longest), largest) for size in sizes})
-    yield from (CallPlan(layout, tokens, offload=offload) for offload in offloads for tokens in rising)
+    yield from (CallPlan(layout, tokens) for tokens in rising)
     if call.kind == "train_step":  # Large micro-batches would use up the memory that recomputing saves.
         yield from (CallPlan(layout, tokens, recompute=True) for tokens in rising[:3])
 

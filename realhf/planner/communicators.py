@@ -87,7 +87,7 @@ class Communicators:
 
     def __init__(self, cluster: Cluster, num_ranks: int) -> None:
         self._cluster = cluster
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._hosts = np.arange(num_ranks) // cluster.devices_per_host
         channels = math.ceil(cluster.intra_host.bandwidth_bytes_per_second / _CHANNEL_BYTES_PER_SECOND)
         self._channels = min(_MOST_CHANNELS, 1 << max(1, (channels - 1).bit_length()))
@@ -105,8 +105,8 @@ class Communicators:
         Each has a communicator. A rank exchanges messages with few ranks of its host in one reallocation, so
         that all of them together are assumed to connect it with each of these once.
         """
-        total = np.zeros(self._num_ranks)
-        near = np.zeros(self._num_ranks)
+        total = np.zeros(self.num_ranks)
+        near = np.zeros(self.num_ranks)
         for ranks in moves:
             if ranks not in self._known:
                 group = (np.array([ranks]), _Traffic(most_peers=len(ranks)), "realloc")
@@ -134,7 +134,7 @@ class Communicators:
     def _summed(self, groups: Iterable[_Group]) -> np.ndarray:
         """Return the sum of each rank's bytes; of groups that occur twice, the larger ones count."""
         if self._cluster.device_type != "cuda":
-            return np.zeros(self._num_ranks)
+            return np.zeros(self.num_ranks)
         rows = [self._rows(*group) for group in groups]
         keys = np.stack([row[0] for row in rows])
         num_bytes = np.stack([row[1] for row in rows])
@@ -151,8 +151,8 @@ class Communicators:
 
         Equal groups of equal purpose have equal keys, and 0 is the key of ranks in no group.
         """
-        keys = np.zeros(self._num_ranks, np.uint64)
-        num_bytes = np.zeros(self._num_ranks)
+        keys = np.zeros(self.num_ranks, np.uint64)
+        num_bytes = np.zeros(self.num_ranks)
         size = members.shape[1]
         if size == 1:
             return keys, num_bytes

@@ -9,7 +9,7 @@ overlap is known.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -89,20 +89,28 @@ def call_cost(
 ) -> CallCost:  # fmt: skip
     """Return the cost of a call on contiguous ranks, with `per_host` of them on each host of the mesh."""
     strategy = call_plan.layout.strategy
-    workload = replace(workload, max_rows=call_plan.max_rows or workload.max_rows)
+    workload = workload.with_rows(call_plan.max_rows)
     estimate = _Estimate(rates, role, workload, call_plan, strategy, spans(strategy, per_host))
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     cost = by_kind[call.kind]()
     cost = on_shared_cores(cost, rates.cluster.crowding(min(strategy.num_ranks, per_host)))
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
     samples = math.ceil(num_samples / strategy.dp)
-    extra = {"host": rates.call_seconds(call.kind, samples=samples)}
-    if call_plan.offload:
-        weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
-        extra["offload"] = rates.host_copy(weights)
+    host = rates.call_seconds(call.kind, samples=samples)
     runs = workload.runs
-    parts = {name: value * runs for name, value in {**cost.parts, **extra}.items() if value > 0}
-    return CallCost((cost.seconds + sum(extra.values())) * runs, parts, cost.num_micro_batches)
+    parts = {name: value * runs for name, value in {**cost.parts, "host": host}.items() if value > 0}
+    cost = CallCost((cost.seconds + host) * runs, parts, cost.num_micro_batches)
+    return offloaded(cost, rates, role, workload, strategy) if call_plan.offload else cost
+
+
+def offloaded(
+    cost: CallCost, rates: Rates, role: ModelRole, workload: Workload, strategy: ParallelStrategy
+) -> CallCost:
+    """Return the cost of a call whose weights must first be loaded from host memory."""
+    weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
+    loading = rates.host_copy(weights) * workload.runs
+    parts = {**cost.parts, "offload": loading} if loading > 0 else cost.parts
+    return CallCost(cost.seconds + loading, parts, cost.num_micro_batches)
 
 
 def on_shared_cores(cost: CallCost, crowding: float) -> CallCost:

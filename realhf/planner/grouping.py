@@ -10,6 +10,7 @@ from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.planner.call_group import CallGroup, Candidate
 from realhf.planner.candidates import Variant, find_variants, is_no_worse
+from realhf.planner.communicators import Communicators
 from realhf.planner.cost import ranks_per_host
 from realhf.planner.enumeration import find_meshes
 from realhf.planner.parameter_boxes import ContiguousLayout
@@ -39,18 +40,23 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
         nx.add_path(ties, training)
         owners[role] = (training or of_role)[0]
     groups = []
+    communicators: dict[int, Communicators] = {}
     for group in sorted(map(sorted, nx.connected_components(ties))):
         members = {i: calls[i] for i in group}
         homes = [role for role, owner in owners.items() if owner in group]
-        candidates = _candidates(problem, rates, list(members.values()), homes)
+        candidates = _candidates(problem, rates, list(members.values()), homes, communicators)
         groups.append(CallGroup(members, candidates, homes=homes))
     return groups
 
 
 def _candidates(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], homes: Sequence[str]
-) -> list[Candidate]:
-    """Return the candidates of a group on all meshes of the cluster, or on the pinned one."""
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], homes: Sequence[str],
+    communicators: dict[int, Communicators],
+) -> list[Candidate]:  # fmt: skip
+    """Return the candidates of a group on all meshes of the cluster, or on the pinned one.
+
+    `communicators` are those of meshes by size; what they have counted serves all groups.
+    """
     if (layout := _pinned(problem, calls)) is not None:
         meshes = [range(layout.ranks[0], layout.ranks[-1] + 1)]
     else:
@@ -62,24 +68,29 @@ def _candidates(
     of_shape: dict[tuple[int, int], list[_Choice]] = {}
     candidates = []
     for mesh in meshes:
-        shape = (len(mesh), ranks_per_host(problem.cluster, mesh))
+        size = len(mesh)
+        shape = (size, ranks_per_host(problem.cluster, mesh))
+        if size not in communicators:
+            communicators[size] = Communicators(problem.cluster, size)
         if shape not in of_shape:
-            of_shape[shape] = _choices(problem, rates, calls, shape, only=only, is_matched=is_matched)
+            of_shape[shape] = _choices(
+                problem, rates, calls, communicators[size], shape[1], only=only, is_matched=is_matched)
         for strategy, variants in of_shape[shape]:
             candidates.append(Candidate(ContiguousLayout(strategy, mesh.start), variants))
     return candidates
 
 
 def _choices(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], shape: tuple[int, int],
-    *, only: ParallelStrategy | None, is_matched: bool,
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], communicators: Communicators,
+    in_host: int, *, only: ParallelStrategy | None, is_matched: bool,
 ) -> list[_Choice]:  # fmt: skip
-    """Return the choices of a group on a mesh of `size` ranks, `in_host` of them on each host (the shape).
+    """Return the choices of a group on a mesh with these communicators, `in_host` of its ranks on each host.
 
     With `is_matched` it matters whether another group has exactly the same layout.
     """
-    size, in_host = shape
-    of_calls = [find_variants(problem, rates, call, size=size, in_host=in_host, only=only) for call in calls]
+    of_calls = [
+        find_variants(problem, rates, call, communicators, in_host=in_host, only=only) for call in calls
+    ]
     choices = [
         _Choice(strategy, variants)
         for strategy in of_calls[0]

@@ -65,6 +65,10 @@ class Workload:
             assert lengths is None or math.isclose(lengths.mean, mean, rel_tol=1e-6)
         assert self.response_lengths is None or self.response_lengths.limit == self._longest_response
 
+    def with_rows(self, max_rows: int | None) -> "Workload":
+        """Return this work with as many rows decoded at once; as it is, without a number."""
+        return self if max_rows in (None, self.max_rows) else replace(self, max_rows=max_rows)
+
     @property
     def longest_prompt(self) -> float:
         """Tokens of the longest prompt, as far as it is known."""

@@ -10,6 +10,7 @@ is anytime: the least bound among the plans that are not explored yet holds for 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from realhf.planner.search_space import SearchSpace
 _CHILDREN = 12_000  # The number of plans to evaluate at once.
 _DIVE_EVERY = 2  # The number of iterations from one beam search to the next.
 _BEAM = 24  # The width of a beam search.
+_DIVE_CHECKS = 32  # The complete plans whose exact memory a beam search counts.
+_HEAVY = 0.1  # The share of all device seconds from which a call group is decided first.
 _MOST_NODES = 1_000_000  # Above this, the least promising plans are dropped and their bound is kept.
 _EXACT = 24  # The number of promising changes that local search evaluates with reallocations.
 _SAME = 1e-9  # Relative difference below which two times are equal.
@@ -59,21 +62,27 @@ def search(
         local.improve(np.array(start))
         if local.best_score < np.inf:
             break
-    tree = _Tree(space, local)
-    while not tree.is_finished(gap) and (spent := time.monotonic() - began) < time_limit:
+    trees = [_Tree(space, local, steps) for steps in _orders(space)]
+    num_iterations = 0
+    while not any(tree.is_finished(gap) for tree in trees):
+        if (spent := time.monotonic() - began) >= time_limit:
+            break
         if progress is not None:
-            progress(local.best_score, tree.bound, spent)
-        if max_iterations is not None and tree.num_iterations >= max_iterations:
+            progress(local.best_score, max(tree.bound for tree in trees), spent)
+        if max_iterations is not None and num_iterations >= max_iterations:
             break
         if should_stop is not None and local.best is not None and should_stop():
             break
+        tree = trees[num_iterations % len(trees)]
         tree.expand()
         if tree.num_iterations % _DIVE_EVERY == 1:
             tree.dive()
+        num_iterations += 1
     if local.best is None:
         return None
     best = local.polished()
-    return SearchResult(tuple(best.tolist()), local.best_score, tree.bound, tree.num_expanded)
+    bound = max(tree.bound for tree in trees)
+    return SearchResult(tuple(best.tolist()), local.best_score, bound, sum(t.num_expanded for t in trees))
 
 
 def leanest(space: SearchSpace) -> np.ndarray:
@@ -91,6 +100,7 @@ class LocalSearch:
         self._space = space
         self.best: np.ndarray | None = None
         self.best_score = np.inf
+        self._refined_score = np.inf
         self._allowed = allowed or [group.varied() for group in space.groups]
 
     def starts(self) -> list[list[int]]:
@@ -122,7 +132,7 @@ class LocalSearch:
 
     def _best_of(self, chosen: np.ndarray, score: float, group: int) -> tuple[np.ndarray, float]:
         """Return the best plan in which one group has another candidate, or `chosen` if none is better."""
-        plans = self._changed(chosen, group)
+        plans = _changed(chosen, group, self._allowed[group])
         rough = self._rough(plans)
         promising = np.argsort(rough, kind="stable")[:_EXACT]
         promising = promising[rough[promising] < score * (1 - _SAME)]
@@ -132,11 +142,15 @@ class LocalSearch:
         best = int(np.argmin(exact))
         return (plans[promising[best]], exact[best]) if exact[best] < score * (1 - _SAME) else (chosen, score)
 
-    def _changed(self, chosen: np.ndarray, group: int) -> np.ndarray:
-        """Return copies of the plan, each with one of the allowed candidates of a group."""
-        plans = np.repeat(chosen[None], len(self._allowed[group]), axis=0)
-        plans[:, group] = self._allowed[group]
-        return plans
+    def refine(self) -> None:
+        """Improve the best plan with all candidates to choose from, unless that has been done."""
+        if self.best is None or self.best_score >= self._refined_score:
+            return
+        allowed = self._allowed
+        self._allowed = [np.arange(len(group.candidates)) for group in self._space.groups]
+        self.improve(self.best)
+        self._allowed = allowed
+        self._refined_score = self.best_score
 
     def polished(self) -> np.ndarray:
         """Return the best plan, improved once more with all candidates to choose from.
@@ -144,11 +158,10 @@ class LocalSearch:
         Every group then takes the candidate with the least device seconds that keeps the step as short.
         """
         assert self.best is not None
-        self._allowed = [np.arange(len(group.candidates)) for group in self._space.groups]
-        self.improve(self.best)
+        self.refine()
         best = self.best
         for u, group in enumerate(self._space.groups):
-            plans = self._changed(best, u)
+            plans = _changed(best, u, np.arange(len(group.candidates)))
             as_short = self._rough(plans) <= self.best_score * (1 + _SAME)
             leaner = np.flatnonzero(as_short & (group.device_seconds < group.device_seconds[best[u]]))
             leaner = leaner[np.argsort(group.device_seconds[leaner], kind="stable")][:_EXACT]
@@ -172,16 +185,51 @@ class LocalSearch:
         return seconds + np.where(excess > 0, 1e6 * (1 + excess), 0.0)
 
 
+def _changed(chosen: np.ndarray, group: int, candidates: np.ndarray) -> np.ndarray:
+    """Return copies of the plan, each with one of these candidates of a group."""
+    plans = np.repeat(chosen[None], len(candidates), axis=0)
+    plans[:, group] = candidates
+    return plans
+
+
+class _Step(NamedTuple):
+    """What is decided next: a group's mesh, or its candidate, which is the last decision about it."""
+
+    group: int
+    is_last: bool
+
+
+def _least_device_seconds(space: SearchSpace) -> np.ndarray:
+    return np.array([group.device_seconds.min() for group in space.groups])
+
+
+def _orders(space: SearchSpace) -> list[list[_Step]]:
+    """Return two orders of steps, both with the groups with the most work first.
+
+    One decides all meshes and then all candidates, which soon shows how calls share the devices. The other
+    decides heavy groups wholly before all others, which soon shows how much memory they need.
+    """
+    least = _least_device_seconds(space)
+    order = np.argsort(-least, kind="stable").tolist()
+    heavy = [u for u in order if least[u] >= _HEAVY * least.sum()]
+    parts = [heavy, *([u] for u in order if u not in heavy)]
+    return [
+        [_Step(u, is_last) for part in some for is_last in (False, True) for u in part]
+        for some in ([order], parts)
+    ]
+
+
 class _Tree:
     """The unfinished plans of branch and bound: for each group a candidate, a mesh or OPEN."""
 
-    def __init__(self, space: SearchSpace, local: LocalSearch) -> None:
+    def __init__(self, space: SearchSpace, local: LocalSearch, steps: Sequence[_Step]) -> None:
+        """Set up a tree in which plans are decided in these steps."""
         self._space = space
         self._local = local
         self._groups = space.open_groups
         self._num_devices = space.problem.cluster.num_devices
-        self._least_device_seconds = np.array([group.device_seconds[:-1].min() for group in self._groups])
-        self._order = np.argsort(-self._least_device_seconds, kind="stable")
+        self._least_device_seconds = _least_device_seconds(space)
+        self._steps = steps
         self._choices = np.full((1, len(self._groups)), OPEN)
         self._bounds = self._bound(self._choices, np.zeros(1))
         self._given_up = np.inf
@@ -222,9 +270,10 @@ class _Tree:
 
     def _width(self, depth: int) -> int:
         """Return the number of plans to expand at once, so that their children stay below `_CHILDREN`."""
-        group = self._groups[self._order[depth % len(self._groups)]]
+        step = self._steps[depth]
+        group = self._groups[step.group]
         num_meshes = len(group.by_mesh)
-        num_children = num_meshes if depth < len(self._groups) else len(group.candidates) / num_meshes
+        num_children = len(group.candidates) / num_meshes if step.is_last else num_meshes
         return max(1, int(_CHILDREN / num_children))
 
     def dive(self) -> None:
@@ -237,13 +286,14 @@ class _Tree:
         for depth in range(int(depths[row]), self._leaf_depth):
             if not len(choices):
                 return
-            choices, bounds = self._children(choices, bounds, depth)
+            choices, bounds = self._children(choices, bounds, depth, most_plans=_DIVE_CHECKS)
             is_tight = self._space.estimated_excess_bytes(choices) > 0
             best = np.lexsort((bounds, is_tight))[:_BEAM]
             choices, bounds = choices[best], bounds[best]
         self._offer(choices, bounds)
         if len(choices):
             self._local.improve(choices[0])
+        self._local.refine()
 
     def _offer(self, plans: np.ndarray, seconds: np.ndarray) -> None:
         for i in np.argsort(seconds, kind="stable"):
@@ -251,7 +301,7 @@ class _Tree:
 
     @property
     def _depths(self) -> np.ndarray:
-        """Number of choices in each plan: a mesh for each group in `_order`, and then a candidate."""
+        """Number of steps that have been decided in each plan."""
         return (self._choices != OPEN).sum(axis=1) + self._space.is_decided(self._choices).sum(axis=1)
 
     def _most_promising(self, depths: np.ndarray) -> int:
@@ -269,30 +319,34 @@ class _Tree:
         self._choices, self._bounds = self._choices[rows], self._bounds[rows]
 
     def _children(
-        self, choices: np.ndarray, bounds: np.ndarray, depth: int
+        self, choices: np.ndarray, bounds: np.ndarray, depth: int, *, most_plans: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return every plan with every mesh, or then every candidate on its mesh, for the group at this
-        depth, if it may still become the best."""
-        u = int(self._order[depth % len(self._groups)])
+        """Return every plan with every mesh, or every candidate on its mesh, for the group of this step, if
+        it may still become the best.
+
+        Of complete plans, it is the best that fits, among the first `most_plans`.
+        """
+        u, is_last = self._steps[depth]
         group = self._groups[u]
-        if depth < len(self._groups):
-            next_choices = [group.mesh_choices] * len(choices)
-        else:
+        if is_last:
             next_choices = [group.by_mesh[mesh] for mesh in group.mesh_index(choices[:, u])]
+        else:
+            next_choices = [group.mesh_choices] * len(choices)
         counts = [len(of_plan) for of_plan in next_choices]
         children = np.repeat(choices, counts, axis=0)
         children[:, u] = np.concatenate(next_choices)
         bounds = self._bound(children, np.repeat(bounds, counts))
         alive = bounds < self._goal
         children, bounds = children[alive], bounds[alive]
-        if depth >= len(self._groups) and len(children):
+        if is_last and len(children):
             are_finished = depth + 1 == self._leaf_depth
             moving = self._space.moving(children)
             exact = self._space.periods(children, moving=moving, exact=are_finished)
             bounds = np.maximum(bounds, exact)
             rows = np.flatnonzero(bounds < self._goal)
             if are_finished:
-                rows = self._best_fitting(children, rows[np.argsort(bounds[rows], kind="stable")])
+                rows = rows[np.argsort(bounds[rows], kind="stable")]
+                rows = self._best_fitting(children, rows[:most_plans])
             children, bounds = children[rows], bounds[rows]
         return children, bounds
 
