@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import networkx as nx
@@ -40,7 +41,7 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
         nx.add_path(ties, training)
         owners[role] = (training or of_role)[0]
     groups = []
-    communicators: dict[int, Communicators] = {}
+    communicators: dict[tuple[int, int], Communicators] = {}
     for group in sorted(map(sorted, nx.connected_components(ties))):
         members = {i: calls[i] for i in group}
         homes = [role for role, owner in owners.items() if owner in group]
@@ -51,11 +52,11 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
 
 def _candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall], homes: Sequence[str],
-    communicators: dict[int, Communicators],
+    communicators: dict[tuple[int, int], Communicators],
 ) -> list[Candidate]:  # fmt: skip
     """Return the candidates of a group on all meshes of the cluster, or on the pinned one.
 
-    `communicators` are those of meshes by size; what they have counted serves all groups.
+    `communicators` are those of meshes by shape; what they have counted serves all groups.
     """
     if (layout := _pinned(problem, calls)) is not None:
         meshes = [range(layout.ranks[0], layout.ranks[-1] + 1)]
@@ -68,13 +69,13 @@ def _candidates(
     of_shape: dict[tuple[int, int], list[_Choice]] = {}
     candidates = []
     for mesh in meshes:
-        size = len(mesh)
-        shape = (size, ranks_per_host(problem.cluster, mesh))
-        if size not in communicators:
-            communicators[size] = Communicators(problem.cluster, size)
+        size, in_host = shape = (len(mesh), ranks_per_host(problem.cluster, mesh))
+        if shape not in communicators:
+            hosts = replace(problem.cluster, num_hosts=-(-size // in_host), devices_per_host=in_host)
+            communicators[shape] = Communicators(hosts, size)
         if shape not in of_shape:
             of_shape[shape] = _choices(
-                problem, rates, calls, communicators[size], shape[1], only=only, is_matched=is_matched)
+                problem, rates, calls, communicators[shape], in_host, only=only, is_matched=is_matched)
         for strategy, variants in of_shape[shape]:
             candidates.append(Candidate(ContiguousLayout(strategy, mesh.start), variants))
     return candidates

@@ -180,7 +180,7 @@ class _Alternatives:
             return None
         plan, seconds = best
         account = MemoryAccount(self._space.problem)
-        counted = account.of_plan(ExecutionPlan(self._space.call_plans(plan)))
+        counted = account.of_plan(ExecutionPlan(self._space.call_plans(plan.tolist())))
         lacking = counted.fullest() - account.available
         needed = _device_memory(self._space, plan)
         changed = _changed_options(*(self._candidate(p).variants for p in (self._chosen, plan)))
@@ -260,7 +260,7 @@ def _device_memory(space: SearchSpace, plan: np.ndarray) -> float:
 
     What a plan needs may grow with the memory, as a cache leaves a share of it free.
     """
-    layouts = ExecutionPlan(space.call_plans(plan))
+    layouts = ExecutionPlan(space.call_plans(plan.tolist()))
     problem = space.problem
 
     def fits(memory: float) -> bool:

@@ -303,7 +303,7 @@ def test_check_refuses_a_plan_that_does_not_fit_and_names_the_remedy(capsys, tmp
         "actor_train": {"layout": "d1@0", "micro_batch_tokens": 1 << 20},
     }}))  # fmt: skip
     cluster = tmp_path / "cluster.yaml"
-    for memory, code in (("4 GB", 0), ("1.4 GB", 2)):
+    for memory, code in (("4 GB", 0), ("1.45 GB", 2)):
         cluster.write_text(yaml.safe_dump(small | {"device_memory_bytes": memory}))
         assert main(["check", str(experiment), "--plan", str(plan), "--cluster", str(cluster)]) == code
     err = capsys.readouterr().err

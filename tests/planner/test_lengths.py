@@ -193,7 +193,7 @@ def test_the_slowest_rank_is_that_of_drawn_batches(name):
             minibatches=minibatches, response_lengths=lengths)
         routing = Routing(4, minibatches, keep_groups=group_size > 1)
         seen, all_drawn = [], []
-        for _ in range(12):
+        for _ in range(48):
             drawn = (PROMPT + lengths.draw(rng, 256)).tolist()
             all_drawn += drawn
             for shards in assign(dict(enumerate(map(float, drawn))), dp=dp, routing=routing):
