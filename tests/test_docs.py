@@ -77,7 +77,8 @@ def snippet(*, beginning: str) -> str:
 
 def hand_written_plan(*, evaluates: bool = False) -> str:
     """Return the plan that the pages show, or the one with layouts of evaluations."""
-    (text,) = (text for text in blocks("yaml") if ("eval/" in text) == evaluates)
+    plans = [text for text in blocks("yaml") if text.startswith("calls:")]
+    (text,) = (text for text in plans if ("eval/" in text) == evaluates)
     return text
 
 
