@@ -146,26 +146,17 @@ class CallGroup:
                     least = memory[i]
         return np.array(varied)
 
-    def tiers(
-        self, stage: str, *, with_copies: bool = False, only: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def tiers(self, stage: str) -> tuple[np.ndarray, np.ndarray]:
         """Return, for each mesh, how fast the calls can be in a given amount of memory on the first stage
         (`start`), or on any (`least`).
 
         The first array holds rising amounts of memory (resting and running), shape (meshes, tiers). The
         second holds the least seconds of each call among the candidates that need no more, shape (meshes,
-        tiers, calls). `with_copies` adds copies of weights to the amounts, and `only` says which candidates
-        count.
+        tiers, calls).
         """
         by_mesh = []
         needed = getattr(self, f"{stage}_resting") + getattr(self, f"{stage}_running")
-        if with_copies:
-            needed = needed + sum(getattr(self, f"{stage}_copied"))
         for on_mesh in self.by_mesh:
-            on_mesh = on_mesh if only is None else on_mesh[only[on_mesh]]
-            if not len(on_mesh):
-                by_mesh.append((np.array([np.inf]), np.full((1, len(self.calls)), np.inf)))
-                continue
             memory = needed[on_mesh]
             order = np.argsort(memory, kind="stable")
             least = np.minimum.accumulate(self.seconds[on_mesh[order]], axis=0)

@@ -74,7 +74,6 @@ class MemoryBounds:
         self._home_of = {role: u for u, group in enumerate(groups) for role in group.homes}
         self._layouts = _number_layouts(groups)
         self._known: dict[tuple[int, ...], float] = {}
-        self._known_tiers: dict[tuple[int, str, bool, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def excess(self, choices: np.ndarray, capacity: float, *, exact: bool) -> np.ndarray:
         """Return the bytes that each plan lacks, see `SearchSpace.excess_bytes`."""
@@ -124,57 +123,20 @@ class MemoryBounds:
             mesh = group.mesh_index(choices[rows, u])
             for stage, beside in zip(("start", "least"), _beside(here, u), strict=True):
                 own = getattr(group, f"{stage}_resting")[choices[rows, u]]
+                tier_bytes, seconds = self._tiers[u][stage]
                 free = capacity - (beside - own)
+                tier = np.maximum((tier_bytes[mesh] <= free[:, None]).sum(axis=1) - 1, 0)
                 index = rows[:, None], group.calls
-                least = _least_seconds(self._tiers(u, stage), mesh, free)
-                bounds[index] = np.maximum(bounds[index], least)
-                if self._has_lone_copy(u):
-                    least = self._least_with_copy(u, stage, choices[rows], here, free)
-                    bounds[index] = np.maximum(bounds[index], least)
+                bounds[index] = np.maximum(bounds[index], seconds[mesh, tier])
         return bounds
-
-    def _has_lone_copy(self, group: int) -> bool:
-        """Return whether a group has one copy of weights, which can share memory with nothing but their
-        home."""
-        copies = self._groups[group].copies
-        return len(copies) == 1 and not any(copies[0] in other.copies for other in self._groups[:group])
-
-    def _least_with_copy(
-        self, u: int, stage: str, choices: np.ndarray, loads: Loads, free: np.ndarray
-    ) -> np.ndarray:
-        """Return the least seconds of calls on a mesh where a copy of weights takes some of the free bytes.
-
-        It takes none if it may share the memory of the home. If that is decided, it must have the same kind.
-        """
-        group = self._open_groups[u]
-        role = group.copies[0]
-        home = self._home_of[role]
-        choice = choices[:, u]
-        mesh = group.mesh_index(choice)
-        is_apart = self._is_apart(u, role, choices, loads)
-        counted = getattr(group, f"{stage}_copied")[0][choice] * is_apart
-        least = _least_seconds(self._tiers(u, stage, with_copies=True), mesh, free + counted)
-        kinds = self._layouts[home].kind[choices[:, home]]
-        for kind in np.unique(kinds[~is_apart]).tolist():
-            rows = np.flatnonzero(~is_apart & (kinds == kind))
-            alike = _least_seconds(self._tiers(u, stage, kind=kind), mesh[rows], free[rows])
-            least[rows] = np.minimum(least[rows], alike)
-        return least
 
     @cached_property
     def _open_groups(self) -> list[CallGroup]:
         return [group.with_open_choices(u) for u, group in enumerate(self._groups)]
 
-    def _tiers(
-        self, u: int, stage: str, *, with_copies: bool = False, kind: int = -1
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tiers of a group's candidates, of one kind unless that is negative."""
-        key = (u, stage, with_copies, kind)
-        if key not in self._known_tiers:
-            group = self._groups[u]
-            only = None if kind < 0 else self._layouts[u].kind[: len(group.candidates)] == kind
-            self._known_tiers[key] = group.tiers(stage, with_copies=with_copies, only=only)
-        return self._known_tiers[key]
+    @cached_property
+    def _tiers(self) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+        return [{stage: group.tiers(stage) for stage in ("start", "least")} for group in self._groups]
 
     def _loads(self, choices: np.ndarray) -> Loads:
         """Return the loads of every group, with those copies that certainly have memory of their own."""
@@ -237,15 +199,6 @@ class MemoryBounds:
                 is_other |= (first[v] != first[group]) | (stop[v] != stop[group])
                 is_apart &= is_other & (choices[:, v] != OPEN)
         return is_apart
-
-
-def _least_seconds(
-    tiers: tuple[np.ndarray, np.ndarray], mesh: np.ndarray, free: np.ndarray
-) -> np.ndarray:
-    """Return the least seconds of calls on each mesh in the free bytes; infinity if none fits."""
-    num_bytes, seconds = tiers
-    tier = (num_bytes[mesh] <= free[:, None]).sum(axis=1) - 1
-    return np.where(tier[:, None] < 0, np.inf, seconds[mesh, np.maximum(tier, 0)])
 
 
 def _number_layouts(groups: Sequence[CallGroup]) -> list[_Layouts]:

@@ -369,9 +369,6 @@ class _Tree:
         if len(rest):
             kept = choices[rest]
             min_seconds = self._space.call_lower_bounds(kept)
-            fits = np.isfinite(min_seconds).all(axis=1)
-            bounds[rest[~fits]] = np.inf
-            rest, kept, min_seconds = rest[fits], kept[fits], min_seconds[fits]
             periods = self._space.periods(kept, min_seconds=min_seconds, exact=False)
             crowded = self._device_seconds(kept, min_seconds) / self._num_devices
             bounds[rest] = np.maximum.reduce([bounds[rest], periods, crowded])

@@ -191,7 +191,7 @@ class SearchSpace:
     def call_lower_bounds(self, choices: np.ndarray) -> np.ndarray:
         """Return lower bounds of the seconds of calls, shape (K, N), where only a group's mesh is chosen.
 
-        The bounds follow from the memory that the resting parts of other groups leave free; they are
-        infinite where no candidate fits. They are 0 for all other calls.
+        The bounds follow from the memory that the resting parts of other groups leave free. They are 0 for
+        all other calls.
         """
         return self._memory.call_lower_bounds(choices, self.capacity, len(self.calls))
