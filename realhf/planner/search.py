@@ -1,7 +1,8 @@
 """Search for the plan with the shortest step among those enumerated, and a lower bound over them.
 
 Local search finds a good plan. Branch and bound then raises the lower bound or finds a better plan: it
-chooses a mesh for every call group, those with the most work first, and then a candidate on each mesh. The
+chooses a mesh for every call group, those with the most work first, and a candidate on each mesh. Two trees
+take turns, which differ in the order of these steps; both bounds hold, so the higher one counts. The
 bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of their
 own, and that the step is no shorter than the sum of all device seconds over the number of devices. The search
 is anytime: the least bound among the plans that are not explored yet holds for every plan.
