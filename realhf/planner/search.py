@@ -224,7 +224,12 @@ class _Tree:
     """The unfinished plans of branch and bound: for each group a candidate, a mesh or OPEN."""
 
     def __init__(self, space: SearchSpace, local: LocalSearch, steps: Sequence[_Step]) -> None:
-        """Set up a tree in which plans are decided in these steps."""
+        """Set up a tree in which plans are decided in these steps.
+
+        Reallocations of unfinished plans are priced only if all meshes are decided before any candidate:
+        otherwise too many pairs of layouts come up.
+        """
+        self._prices_moves = not any(step.is_last for step in steps[: len(steps) // 2])
         self._space = space
         self._local = local
         self._groups = space.open_groups
@@ -341,7 +346,7 @@ class _Tree:
         children, bounds = children[alive], bounds[alive]
         if is_last and len(children):
             are_finished = depth + 1 == self._leaf_depth
-            moving = self._space.moving(children)
+            moving = self._space.moving(children) if are_finished or self._prices_moves else None
             exact = self._space.periods(children, moving=moving, exact=are_finished)
             bounds = np.maximum(bounds, exact)
             rows = np.flatnonzero(bounds < self._goal)
