@@ -1,7 +1,7 @@
 """Variants: every strategy of one call with every combination of options that the search considers."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -54,11 +54,11 @@ class Variant:
 
 
 def find_variants(
-    problem: Problem, rates: Rates, call: FunctionCall, communicators: Communicators, *,
+    problem: Problem, rates: Rates, call: FunctionCall, communicators: Sequence[Communicators], *,
     in_host: int, only: ParallelStrategy | None = None,
 ) -> dict[ParallelStrategy, list[Variant]]:  # fmt: skip
-    """Return the variants of a call on meshes of as many ranks as `communicators` has, `in_host` of them on
-    one host, by strategy.
+    """Return the variants of a call on meshes of the same size, `in_host` of their ranks on one host, by
+    strategy. `communicators` has those of each placement on hosts, of which the least ones count.
 
     Each fits a device by itself, and no other variant with the same strategy beats it.
     """
@@ -66,14 +66,15 @@ def find_variants(
     work = problem.workloads[call.name]
     capacity = available_bytes(problem.cluster)
     by_strategy = {}
-    size = communicators.num_ranks
+    size = communicators[0].num_ranks
     max_dp = work.most_replicas(call.kind)
     strategies = find_strategies(role.config, size, cluster=problem.cluster, max_dp=max_dp)
     mesh = DeviceMesh(tuple(range(size)))
     for strategy in [only] if only is not None else strategies:
         states = state_bytes(problem, call, strategy)
         use = use_of(role, trains=call.kind == "train_step")
-        connected = communicators.least(Layout(strategy, mesh), use)
+        placed = [some.least(Layout(strategy, mesh), use) for some in communicators]
+        connected = CommunicatorBytes(*map(min, zip(*placed, strict=True)))
         variants = []
         offloads = (False, True) if _can_offload(problem, call, strategy) else (False,)
         for call_plan in _options(problem, call, Layout(strategy, mesh)):

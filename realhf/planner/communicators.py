@@ -85,10 +85,11 @@ class CommunicatorBytes(NamedTuple):
 class Communicators:
     """The groups of layouts and reallocations on a cluster, as the runtime makes them."""
 
-    def __init__(self, cluster: Cluster, num_ranks: int) -> None:
+    def __init__(self, cluster: Cluster, num_ranks: int, *, first_rank: int = 0) -> None:
+        """Set up those of `num_ranks` ranks, which count from 0 and lie from `first_rank` of the cluster."""
         self._cluster = cluster
         self.num_ranks = num_ranks
-        self._hosts = np.arange(num_ranks) // cluster.devices_per_host
+        self._hosts = np.arange(first_rank, first_rank + num_ranks) // cluster.devices_per_host
         channels = math.ceil(cluster.intra_host.bandwidth_bytes_per_second / _CHANNEL_BYTES_PER_SECOND)
         self._channels = min(_MOST_CHANNELS, 1 << max(1, (channels - 1).bit_length()))
         self._known: dict[tuple[Layout, Use] | tuple[int, ...], np.ndarray] = {}

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import networkx as nx
@@ -52,11 +51,11 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
 
 def _candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall], homes: Sequence[str],
-    communicators: dict[tuple[int, int], Communicators],
+    known: dict[tuple[int, int], Communicators],
 ) -> list[Candidate]:  # fmt: skip
     """Return the candidates of a group on all meshes of the cluster, or on the pinned one.
 
-    `communicators` are those of meshes by shape; what they have counted serves all groups.
+    `known` are the communicators of meshes by size and first rank; what they count serves all groups.
     """
     if (layout := _pinned(problem, calls)) is not None:
         meshes = [range(layout.ranks[0], layout.ranks[-1] + 1)]
@@ -66,26 +65,34 @@ def _candidates(
     # Two copies of a role share their memory only if they have the same layout.
     roles = {call.role for call in calls if call.role is not None}
     is_matched = any(len(problem.graph.of_role(role)) > 2 for role in roles.difference(homes))
-    of_shape: dict[tuple[int, int], list[_Choice]] = {}
+    cluster = problem.cluster
+    placements: dict[tuple[int, int], list[Communicators]] = {}
+    for mesh in meshes:
+        first = mesh.start % cluster.devices_per_host
+        place = (len(mesh), first if first + len(mesh) > cluster.devices_per_host else 0)
+        if place not in known:
+            known[place] = Communicators(cluster, len(mesh), first_rank=place[1])
+        of_shape = placements.setdefault((len(mesh), ranks_per_host(cluster, mesh)), [])
+        if known[place] not in of_shape:
+            of_shape.append(known[place])
+    choices = {
+        shape: _choices(
+            problem, rates, calls, communicators, shape[1], only=only, is_matched=is_matched)
+        for shape, communicators in placements.items()
+    }  # fmt: skip
     candidates = []
     for mesh in meshes:
-        size, in_host = shape = (len(mesh), ranks_per_host(problem.cluster, mesh))
-        if shape not in communicators:
-            hosts = replace(problem.cluster, num_hosts=-(-size // in_host), devices_per_host=in_host)
-            communicators[shape] = Communicators(hosts, size)
-        if shape not in of_shape:
-            of_shape[shape] = _choices(
-                problem, rates, calls, communicators[shape], in_host, only=only, is_matched=is_matched)
-        for strategy, variants in of_shape[shape]:
+        for strategy, variants in choices[len(mesh), ranks_per_host(cluster, mesh)]:
             candidates.append(Candidate(ContiguousLayout(strategy, mesh.start), variants))
     return candidates
 
 
 def _choices(
-    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], communicators: Communicators,
+    problem: Problem, rates: Rates, calls: Sequence[FunctionCall], communicators: Sequence[Communicators],
     in_host: int, *, only: ParallelStrategy | None, is_matched: bool,
 ) -> list[_Choice]:  # fmt: skip
-    """Return the choices of a group on a mesh with these communicators, `in_host` of its ranks on each host.
+    """Return the choices of a group on a mesh with these communicators (one for each placement on
+    hosts), `in_host` of its ranks on each host.
 
     With `is_matched` it matters whether another group has exactly the same layout.
     """

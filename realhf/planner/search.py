@@ -1,7 +1,8 @@
 """Search for the plan with the shortest step among those enumerated, and a lower bound over them.
 
 Local search finds a good plan. Branch and bound then raises the lower bound or finds a better plan: it
-chooses a mesh for every call group, those with the most work first, and then a candidate on each mesh. The
+chooses a mesh for every call group, those with the most work first, and a candidate on each mesh. Two trees
+take turns, which differ in the order of these steps; both bounds hold, so the higher one counts. The
 bound of an unfinished plan assumes that calls whose choice is open take their least time on devices of their
 own, and that the step is no shorter than the sum of all device seconds over the number of devices. The search
 is anytime: the least bound among the plans that are not explored yet holds for every plan.
@@ -223,7 +224,12 @@ class _Tree:
     """The unfinished plans of branch and bound: for each group a candidate, a mesh or OPEN."""
 
     def __init__(self, space: SearchSpace, local: LocalSearch, steps: Sequence[_Step]) -> None:
-        """Set up a tree in which plans are decided in these steps."""
+        """Set up a tree in which plans are decided in these steps.
+
+        Reallocations of unfinished plans are priced only if all meshes are decided before any candidate:
+        otherwise too many pairs of layouts come up.
+        """
+        self._prices_moves = not any(step.is_last for step in steps[: len(steps) // 2])
         self._space = space
         self._local = local
         self._groups = space.open_groups
@@ -340,7 +346,7 @@ class _Tree:
         children, bounds = children[alive], bounds[alive]
         if is_last and len(children):
             are_finished = depth + 1 == self._leaf_depth
-            moving = self._space.moving(children)
+            moving = self._space.moving(children) if are_finished or self._prices_moves else None
             exact = self._space.periods(children, moving=moving, exact=are_finished)
             bounds = np.maximum(bounds, exact)
             rows = np.flatnonzero(bounds < self._goal)
