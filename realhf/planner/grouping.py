@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import networkx as nx
@@ -59,13 +60,16 @@ def _candidates(
     # Two copies of a role share their memory only if they have the same layout.
     roles = {call.role for call in calls if call.role is not None}
     is_matched = any(len(problem.graph.of_role(role)) > 2 for role in roles.difference(homes))
-    of_shape: dict[tuple[int, int], list[_Choice]] = {}
+    of_shape: dict[tuple[tuple[int, int], int], list[_Choice]] = {}
     candidates = []
     for mesh in meshes:
         shape = (len(mesh), ranks_per_host(problem.cluster, mesh))
-        if shape not in of_shape:
-            of_shape[shape] = _choices(problem, rates, calls, shape, only=only, is_matched=is_matched)
-        for strategy, variants in of_shape[shape]:
+        kind = problem.cluster.kind_index(mesh)
+        assert kind is not None, "meshes and pins are on hosts of one kind"
+        if (key := (shape, kind)) not in of_shape:
+            there = replace(problem, cluster=problem.cluster.kinds[kind], pins={})
+            of_shape[key] = _choices(there, rates.at(mesh), calls, shape, only=only, is_matched=is_matched)
+        for strategy, variants in of_shape[key]:
             candidates.append(Candidate(ContiguousLayout(strategy, mesh.start), variants))
     return candidates
 

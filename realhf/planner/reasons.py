@@ -67,14 +67,16 @@ class TooLarge:
     options: str
     shorter: float
     lacking_bytes: float
-    device_memory_bytes: float
+    device_memory_bytes: float | None
+    """That of all devices, if they are of one kind."""
 
     @property
     def text(self) -> str:
         with_more = f"with {format_bytes(self.lacking_bytes)} more per device"
-        needed = f"device_memory {format_bytes(self.device_memory_bytes)}"
+        if self.device_memory_bytes is not None:
+            with_more += f" (device_memory {format_bytes(self.device_memory_bytes)})"
         shorter = f"would make the step {self.shorter:.1%} shorter"
-        return f"{self.layout}{self.options} {shorter} {with_more} ({needed})"
+        return f"{self.layout}{self.options} {shorter} {with_more}"
 
 
 @dataclass(frozen=True)
@@ -256,9 +258,12 @@ def _changed_options(before: Sequence[Variant], after: Sequence[Variant]) -> str
     return "".join(words + [f" without {name}" for name in sorted(old - new)])
 
 
-def _device_memory(space: SearchSpace, needed: float) -> float:
-    """Return the least memory of a device of which so many bytes are available, to three digits."""
+def _device_memory(space: SearchSpace, needed: float) -> float | None:
+    """Return the least memory of a device of which so many bytes are available, to three digits; None if
+    devices are of several kinds."""
     cluster = space.problem.cluster
+    if len(cluster.kinds) > 1:
+        return None
     low = cluster.device_memory_bytes
     high = low
     while available_bytes(replace(cluster, device_memory_bytes=high)) < needed:
