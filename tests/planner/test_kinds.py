@@ -44,7 +44,8 @@ def mixed_problems(seeds):
         kinds = []
         for base in rng.sample([FAST, SLOW], 2):
             memory = (1.35e9 + 10 ** rng.uniform(6.5, 8.3)) / 0.95
-            kinds.append(replace(base, num_hosts=hosts, devices_per_host=per_host, device_memory_bytes=memory))
+            kind = replace(base, num_hosts=hosts, devices_per_host=per_host)
+            kinds.append(replace(kind, device_memory_bytes=memory))
         problem = random_problem(rng, num_calls=rng.randint(1, 3))
         yield seed, replace(problem, cluster=join_kinds(kinds))
 
@@ -85,11 +86,9 @@ def test_the_search_counts_the_memory_of_each_rank_as_the_check_does():
             worst = check.fullest
             assert excess <= worst.excess_bytes + 1, seed
             assert excess > 0 or excess == pytest.approx(worst.excess_bytes, abs=1), seed
-            least = min(kind.device_memory_bytes for kind in problem.cluster.kinds)
-            on_smaller += worst.hosts.device_memory_bytes == least
-            assert worst.rank in dict(
-                (hosts.device_memory_bytes, ranks) for ranks, hosts in problem.cluster.ranks_by_kind
-            )[worst.hosts.device_memory_bytes]
+            (hosts,) = (kind for ranks, kind in problem.cluster.ranks_by_kind if worst.rank in ranks)
+            assert worst.hosts == hosts
+            on_smaller += hosts.device_memory_bytes < problem.cluster.device_memory_bytes
     assert any(fitting) and not all(fitting) and on_smaller
 
 
@@ -128,8 +127,8 @@ def test_the_fast_kind_trains(fast_first):
     fast = {0, 1} if fast_first else {2, 3}
     assert {*planned.plan["train"].layout.ranks} <= fast
     rule = planned.heuristic
-    on = {c.layout.ranks for c in (g.candidates[i] for g, i in zip(planned.space.groups, rule.chosen))}
-    assert [set(ranks) for ranks in on] == [fast]
+    for group, index in zip(planned.space.groups, rule.chosen, strict=True):
+        assert {*group.candidates[index].layout.ranks} == fast
     assert planned.found.lower_bound_seconds <= planned.found.step_seconds <= rule.seconds
     again = predict(problem, Rates(cluster), planned.plan)
     assert again.step_seconds == pytest.approx(planned.found.step_seconds)
