@@ -19,9 +19,12 @@ from realhf.planner.reasons import Reason, find_reasons
 from realhf.planner.search import LocalSearch, Progress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.simulate import Simulation, simulate
+from realhf.planner.starts_by_kind import starts_by_kind
 from realhf.units import format_bytes
 
 _SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
+
+_BY_KIND = 0.2  # The fraction in which plans on one kind of hosts are searched, if there are several.
 
 
 class Heuristic(NamedTuple):
@@ -63,9 +66,11 @@ def make_plan(
     space = SearchSpace(problem, rates)
     _require_candidates(space)
     rule = heuristic(space)
+    starts = [] if rule is None else [rule.chosen]
+    starts += starts_by_kind(space, time_limit=_BY_KIND * time_limit, gap=gap)
     left = _SEARCHING * time_limit - (time.monotonic() - began)
     found = search(
-        space, time_limit=max(0.1, left), gap=gap, starts=[] if rule is None else [rule.chosen],
+        space, time_limit=max(0.1, left), gap=gap, starts=starts,
         max_iterations=max_iterations, progress=progress, should_stop=should_stop,
     )  # fmt: skip
     if found is None:

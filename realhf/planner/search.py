@@ -55,10 +55,11 @@ def search(
     """
     began = time.monotonic()
     local = LocalSearch(space)
-    for start in [*starts, *local.starts()]:
+    for start in starts:
         local.improve(np.array(start))
-        if local.best_score < np.inf:
-            break
+    for start in local.starts():
+        if local.best_score == np.inf:
+            local.improve(np.array(start))
     tree = _Tree(space, local)
     while not tree.is_finished(gap) and (spent := time.monotonic() - began) < time_limit:
         if progress is not None:

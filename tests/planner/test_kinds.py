@@ -20,7 +20,9 @@ from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.predict import predict
 from realhf.planner.problem import ModelRole, Problem, Workload
 from realhf.planner.rates import Rates
+from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
+from realhf.planner.starts_by_kind import starts_by_kind
 from realhf.planner.throughput import shared_core_seconds
 from tests.planner.problems import random_problem
 from tests.planner.test_search import agrees
@@ -132,6 +134,24 @@ def test_the_fast_kind_trains(fast_first):
     assert planned.found.lower_bound_seconds <= planned.found.step_seconds <= rule.seconds
     again = predict(problem, Rates(cluster), planned.plan)
     assert again.step_seconds == pytest.approx(planned.found.step_seconds)
+
+
+def test_a_plan_is_no_worse_than_on_either_kind_alone():
+    for seed in range(3):
+        rng = random.Random(seed)
+        problem = random_problem(rng, num_calls=4)
+        cluster = join_kinds([replace(FAST, num_hosts=2), replace(SLOW, num_hosts=2)])
+        problem = replace(problem, cluster=cluster)
+        space = SearchSpace(problem, Rates(cluster))
+        starts = starts_by_kind(space, time_limit=3.0, gap=0.0)
+        seconds = space.exact_periods(np.array(starts))
+        for (ranks, kind), start, found in zip(cluster.ranks_by_kind, starts, seconds, strict=True):
+            for group, index in zip(space.groups, start, strict=True):
+                assert {*group.candidates[index].layout.ranks} <= {*ranks}
+            alone = search(SearchSpace(replace(problem, cluster=kind), Rates(kind)), time_limit=3.0)
+            assert found == pytest.approx(alone.step_seconds, rel=0.05)
+        whole = make_plan(problem, Rates(cluster), time_limit=3.0, gap=0.01, explain=False)
+        assert whole.found.step_seconds <= seconds.min() * (1 + 1e-9)
 
 
 def test_a_kind_with_too_little_memory_is_left_out():
