@@ -104,6 +104,7 @@ def heuristic(space: SearchSpace) -> Heuristic | None:
 
 
 def _heuristic_on(space: SearchSpace, everywhere: range) -> Heuristic | None:
+    """Return the baseline plan in which every call is on these ranks."""
     allowed = []
     for group in space.groups:
         on_all = [i for i, candidate in enumerate(group.candidates) if candidate.layout.ranks == everywhere]
