@@ -5,9 +5,10 @@ name.
 """
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from realhf.field_types import check_fields
@@ -20,6 +21,8 @@ DEVICE_TYPES = ("cuda", "cpu")
 ACCELERATORS = ("h100", "h200", "a100", "cpu")
 _MAX_PER_HOST = 1 << 10
 _ROUNDED_BYTES = 4e9
+_SWITCHES = ("hosts_per_leaf", "oversubscription", "rails")
+"""The fields of a file with several kinds of hosts that all hosts have in common."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,14 @@ class Cluster:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
-        optional = [f.name for f in fields(self) if f.default is None]
-        for name, value in asdict(self).items():
+        optional = [f.name for f in fields(Cluster) if f.default is None]
+        given = {f.name: getattr(self, f.name) for f in fields(Cluster)}
+        for name, value in given.items():
             if (value is None and name in optional) or name in ("device_type", "accelerator", "rails"):
                 continue
-            has_parts = name == "peak_flops" or isinstance(getattr(self, name), Link)
-            parts = {f"{name}.{k}": v for k, v in value.items()} if has_parts else {name: value}
+            inner = asdict(value) if isinstance(value, Link) else value
+            has_parts = name == "peak_flops" or isinstance(value, Link)
+            parts = {f"{name}.{k}": v for k, v in inner.items()} if has_parts else {name: value}
             for where, number in parts.items():
                 if not is_positive(number):
                     raise ValueError(f"{where} is {number!r}: it must be a number above 0")
@@ -100,6 +105,42 @@ class Cluster:
     @property
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
+
+    @property
+    def kinds(self) -> "tuple[Cluster, ...]":
+        """The hosts of each kind as a cluster of their own, in the order of their ranks."""
+        return (self,)
+
+    @property
+    def ranks_by_kind(self) -> "list[tuple[range, Cluster]]":
+        """The ranks of each kind of hosts, with these hosts."""
+        found = []
+        first = 0
+        for kind in self.kinds:
+            found.append((range(first, first + kind.num_devices), kind))
+            first += kind.num_devices
+        return found
+
+    def kind_index(self, ranks: Collection[int]) -> int | None:
+        """Return the position in `kinds` of the hosts that have all of these ranks, None if there is none."""
+        for index, (of_kind, _) in enumerate(self.ranks_by_kind):
+            if min(ranks) in of_kind and max(ranks) in of_kind:
+                return index
+        return None
+
+    def first_devices(self, number: int) -> "Cluster":
+        """Return a part of one host, or whole hosts from the first one on, with this number of devices."""
+        if number <= self.devices_per_host:
+            return replace(self.kinds[0], num_hosts=1, devices_per_host=number)
+        kept = []
+        for ranks, kind in self.ranks_by_kind:
+            if (num_hosts := min(kind.num_hosts, (number - ranks.start) // self.devices_per_host)) > 0:
+                kept.append(replace(kind, num_hosts=num_hosts))
+        return join_kinds(kept)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document of a cluster file, without units."""
+        return asdict(self)
 
     def link(self, *, within_host: bool) -> Link:
         """Return the link from a device to others in its host, or to any: the one to other hosts, if it is
@@ -134,8 +175,9 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, document: Any) -> "Cluster":
-        optional = [f.name for f in fields(cls) if f.default is not MISSING]
-        values = check_fields(document, [f.name for f in fields(cls)], optional=optional, whole="the cluster")
+        if isinstance(document, dict) and isinstance(document.get("hosts"), list):
+            return _read_kinds(document)
+        values = check_fields(document, _FIELDS, optional=_OPTIONAL, whole="the cluster")
         for name in ("intra_host", "inter_host", "host_memory"):
             if values.get(name) is not None or name == "intra_host":
                 link = check_fields(values[name], [f.name for f in fields(Link)], where=name)
@@ -149,6 +191,118 @@ class Cluster:
     def load(cls, name: str) -> "Cluster":
         """Load a cluster file, or a shipped one by its short name. UserErrors name the file and the field."""
         return load_yaml(name, cls.from_dict, kind="plans/clusters", what="cluster")
+
+
+_FIELDS = [f.name for f in fields(Cluster)]
+_OPTIONAL = [f.name for f in fields(Cluster) if f.default is not MISSING]
+
+
+@dataclass(frozen=True)
+class MixedCluster(Cluster):
+    """Hosts of several kinds with equally many devices. Ranks fill those of the first kind, then of the next.
+
+    The figures of the whole are for ranks of several kinds together: those of the slowest kind, but the
+    memory of the largest device.
+    """
+
+    parts: tuple[Cluster, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        return self.parts
+
+    def to_dict(self) -> dict[str, Any]:
+        hosts = []
+        for kind in self.parts:
+            own = {k: v for k, v in asdict(kind).items() if k not in ("num_hosts", *_SWITCHES)}
+            hosts.append({"count": kind.num_hosts, **own})
+        return {"hosts": hosts, **{name: getattr(self, name) for name in _SWITCHES}}
+
+
+def join_kinds(kinds: Iterable[Cluster]) -> Cluster:
+    """Return the cluster of all hosts of some kinds. Raises ValueError if they do not go together."""
+    first, *others = kinds = tuple(kinds)
+    for number, kind in enumerate(others, start=1):
+        for name, what in (("devices_per_host", "equally many devices"), ("device_type", "one device type")):
+            mine, theirs = getattr(kind, name), getattr(first, name)
+            if mine != theirs:
+                rule = f"all hosts must have {what}"
+                raise ValueError(f"hosts[{number}].{name} is {mine}, that of hosts[0] is {theirs}: {rule}")
+    if not others:
+        return first
+    ports = [kind.host_port_bytes_per_second for kind in kinds]
+    dtypes = [name for name in first.peak_flops if all(name in kind.peak_flops for kind in kinds)]
+    slowest = min(kinds, key=lambda kind: max(kind.peak_flops.values()))
+    return MixedCluster(
+        num_hosts=sum(kind.num_hosts for kind in kinds), devices_per_host=first.devices_per_host,
+        device_memory_bytes=max(kind.device_memory_bytes for kind in kinds),
+        host_memory_bytes=min(kind.host_memory_bytes for kind in kinds),
+        memory_bandwidth_bytes_per_second=min(kind.memory_bandwidth_bytes_per_second for kind in kinds),
+        peak_flops={name: min(kind.peak_flops[name] for kind in kinds) for name in dtypes},
+        intra_host=_slowest_link([kind.intra_host for kind in kinds]) or first.intra_host,
+        inter_host=_slowest_link([kind.inter_host for kind in kinds]),
+        host_bandwidth_bytes_per_second=min(ports) if any(
+            kind.host_bandwidth_bytes_per_second is not None for kind in kinds) else None,
+        device_type=first.device_type, host_memory=_slowest_link([kind.host_memory for kind in kinds]),
+        accelerator=slowest.accelerator_name, parts=kinds,
+        **{name: getattr(first, name) for name in _SWITCHES},
+    )  # fmt: skip
+
+
+def _slowest_link(links: Iterable[Link | None]) -> Link | None:
+    """Return the greatest latency and the least bandwidth of some links, None if one of them is missing."""
+    known = []
+    for link in links:
+        if link is None:
+            return None
+        known.append(link)
+    latency = max(link.latency_seconds for link in known)
+    return Link(latency, min(link.bandwidth_bytes_per_second for link in known))
+
+
+def _read_kinds(document: dict[str, Any]) -> Cluster:
+    """Return the cluster of a file that lists kinds of hosts."""
+    common = ("inter_host", *_SWITCHES)
+    values = check_fields(document, ["hosts", *common], optional=common)
+    entries = values.pop("hosts")
+    if not entries:
+        raise ValueError("hosts is []: it must list at least one kind of hosts")
+    return join_kinds(_read_kind(entry, f"hosts[{i}]", values) for i, entry in enumerate(entries))
+
+
+def _read_kind(entry: Any, where: str, common: Mapping[str, Any]) -> Cluster:
+    """Return the hosts of one kind: the figures of the cluster file `like`, then those that all hosts have in
+    common, then those of the entry."""
+    figures = [name for name in _FIELDS if name not in ("num_hosts", *_SWITCHES)]
+    has_like = isinstance(entry, dict) and "like" in entry
+    optional = ["like", *(figures if has_like else (*_OPTIONAL, *common))]
+    own = check_fields(entry, ["count", "like", *figures], optional=optional, where=where)
+    count = own.pop("count")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{where}.count is {count!r}: it must be a whole number of at least 1")
+    values: dict[str, Any] = {}
+    if (name := own.pop("like", None)) is not None:
+        alike = _load_like(name, where).to_dict()
+        values = {field: alike[field] for field in figures}
+    values |= {**common, **own, "num_hosts": count}
+    try:
+        return Cluster.from_dict(values)
+    except ValueError as error:
+        words = re.findall(r"\w+", str(error))
+        is_common = bool(words) and words[0] in common and words[0] not in own
+        raise ValueError(str(error) if is_common else f"{where}.{error}") from error
+
+
+def _load_like(name: Any, where: str) -> Cluster:
+    if not isinstance(name, str):
+        raise ValueError(f"{where}.like is {name!r}: it must name a cluster file, such as h100-8x8")
+    try:
+        alike = Cluster.load(name)
+    except ValueError as error:
+        raise ValueError(f"{where}.like: {error}") from error
+    if len(alike.kinds) > 1:
+        raise ValueError(f"{where}.like is {name!r}: that file has several kinds of hosts, it must have one")
+    return alike
 
 
 def host_memory_bytes() -> float:

@@ -1,5 +1,7 @@
 """Cluster files."""
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
@@ -67,7 +69,7 @@ def test_every_shipped_cluster_loads_by_its_name():
         assert cluster.intra_host.bandwidth_bytes_per_second > cluster.inter_host.bandwidth_bytes_per_second
         assert cluster.intra_host.latency_seconds < cluster.inter_host.latency_seconds
         if name != "cpu-laptop":
-            assert f"{cluster.num_hosts}x{cluster.devices_per_host}" == name.split("-")[1]
+            assert f"{cluster.num_hosts}x{cluster.devices_per_host}" == name.split("-")[-1]
     h100 = Cluster.load("h100-8x8")
     assert h100.num_devices == 64 and h100.peak_flops["bfloat16"] == 989e12
 
@@ -107,6 +109,74 @@ def test_load_names_file_and_field(tmp_path, old, new, sentence):
     with pytest.raises(ValueError) as caught:
         Cluster.load(str(path))
     assert str(path) in str(caught.value) and sentence in str(caught.value)
+
+
+KINDS = """
+hosts:
+  - {count: 2, like: h100-8x8}
+  - {count: 1, like: a100-8x8, device_memory_bytes: 40 GB}
+inter_host: {latency_seconds: 10 us, bandwidth_bytes_per_second: 100 Gbit/s}
+"""
+
+
+def test_hosts_of_two_kinds():
+    cluster = Cluster.from_dict(yaml.safe_load(KINDS))
+    fast, slow = cluster.kinds
+    far = cluster.inter_host
+    assert far == Link(pytest.approx(1e-5), 12.5e9)
+    assert fast == replace(Cluster.load("h100-8x8"), num_hosts=2, inter_host=far)
+    assert slow == replace(Cluster.load("a100-8x8"), num_hosts=1, inter_host=far, device_memory_bytes=40e9)
+    assert [ranks for ranks, _ in cluster.ranks_by_kind] == [range(0, 16), range(16, 24)]
+    assert cluster.num_devices == 24 and cluster.device_memory_bytes == 80e9
+    assert cluster.peak_flops == slow.peak_flops and cluster.intra_host == slow.intra_host
+    indices = [cluster.kind_index(ranks) for ranks in (range(16), [16, 23], [15, 16], [24])]
+    assert indices == [0, 1, None, None]
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    assert cluster.first_devices(16) == fast and cluster.first_devices(24) == cluster
+    assert cluster.first_devices(4) == replace(fast, num_hosts=1, devices_per_host=4)
+    shipped = [Cluster.load(name) for name in ("h100-a100-4x8", "h100-8x8")]
+    assert [len(each.kinds) for each in shipped] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("count: 2", "count: 0", "hosts[0].count is 0: it must be a whole number of at least 1"),
+        ("count: 2, ", "", "hosts[0].count is missing"),
+        ("like: h100-8x8", "like: h100", "hosts[0].like: 'h100' is neither a path nor a shipped name"),
+        ("like: h100-8x8", "like: 8", "hosts[0].like is 8: it must name a cluster file"),
+        ("like: h100-8x8", "like: h100-a100-4x8", "hosts[0].like is 'h100-a100-4x8': that file has several"),
+        (", like: h100-8x8", "", "hosts[0].devices_per_host is missing"),
+        ("40 GB", "40 Gb", "hosts[1].device_memory_bytes is '40 Gb': it must be a number"),
+        ("device_memory_bytes", "memory", "hosts[1].memory is not a field"),
+        ("device_memory_bytes: 40 GB", "rails: true", "hosts[1].rails is not a field"),
+        ("device_memory_bytes: 40 GB", "devices_per_host: 4", "hosts[1].devices_per_host is 4, that of "),
+        ("device_memory_bytes: 40 GB", "device_type: cpu", "hosts[1].device_type is cpu, that of hosts[0]"),
+        ("100 Gbit/s", "fast", "cluster.yaml: inter_host.bandwidth_bytes_per_second is 'fast'"),
+        ("\ninter_host", "\nrails: 4\ninter_host", "cluster.yaml: rails is 4: legal are"),
+        ("\ninter_host", "\nnum_hosts: 4\ninter_host", "num_hosts is not a field (did you mean hosts?)"),
+        (KINDS, "hosts: []", "hosts is []: it must list at least one kind"),
+        ("{count: 2, like: h100-8x8}", "8", "hosts[0] is 8: it must give count, like, "),
+    ],
+)  # fmt: skip
+def test_load_names_the_kind_of_hosts(tmp_path, old, new, sentence):
+    assert old in KINDS
+    path = tmp_path / "cluster.yaml"
+    path.write_text(KINDS.replace(old, new, 1))
+    with pytest.raises(ValueError) as caught:
+        Cluster.load(str(path))
+    assert str(path) in str(caught.value) and sentence in str(caught.value)
+
+
+def test_kinds_need_a_link_between_their_hosts(tmp_path):
+    figures = yaml.safe_load(GOOD.replace("num_hosts: 2", "count: 1"))
+    del figures["inter_host"]
+    with pytest.raises(ValueError, match="inter_host is missing: 2 hosts need the link between them"):
+        Cluster.from_dict({"hosts": [figures, figures]})
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"hosts:\n  - {{count: 1, like: {path}}}\n")
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Cluster.load(str(path))
 
 
 def test_unknown_names_list_the_shipped_ones():

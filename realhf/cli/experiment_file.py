@@ -45,6 +45,10 @@ def _smaller_plan(
 
     def make() -> ExecutionPlan:
         cluster = cluster_at_hand(nproc=None, cluster=options.cluster, profile=options.profile)
+        if len(cluster.kinds) > 1:
+            raise UserError(
+                f"{said}: cluster {options.cluster} has several kinds of hosts, and which are left is not "
+                "known: give the plan for fewer ranks (--fallback-plan)")
         per_host = min(cluster.devices_per_host, num_ranks)
         left = dataclasses.replace(
             cluster, devices_per_host=per_host, num_hosts=max(1, num_ranks // per_host))
@@ -142,7 +146,8 @@ def compile_experiment(
         program = compile_program(experiment, plan, world_size=num_ranks)
         if cluster is not None and (origin := named or profile) is not None:
             links = Links.of_cluster(cluster, origin=f"{origin}'s")
-            program = dataclasses.replace(program, links=links, peak_flops=cluster.peak_flops)
+            peaks = cluster.peak_flops if len(cluster.kinds) == 1 else {}  # A call's depend on its ranks.
+            program = dataclasses.replace(program, links=links, peak_flops=peaks)
         return program, num_ranks
     except ValueError as error:
         about_plan = options.plan is not None and str(error).startswith("calls.")

@@ -279,6 +279,4 @@ def _cluster(options: Namespace) -> Cluster:
             mend = "for several, name a cluster file (--cluster)"
             legal += f"; {options.profile} was measured on one host: {mend}"
         raise UserError(f"--devices {number}: legal are {legal}")
-    if number <= per_host:
-        return replace(cluster, num_hosts=1, devices_per_host=number)
-    return replace(cluster, num_hosts=number // per_host)
+    return cluster.first_devices(number)

@@ -1,8 +1,8 @@
 """Changes of a planning problem by name: other lengths, another batch, another cluster."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -21,7 +21,8 @@ _UNITS = ("_bytes_per_second", "_bytes", "_seconds")
 def current_values(problem: Problem) -> dict[str, float]:
     """Return the quantities that a change can name, with their values.
 
-    Those of the cluster have the names of its fields without their units, such as `inter_host.bandwidth`.
+    Those of the cluster have the names of its fields without their units, such as `inter_host.bandwidth`, or
+    `hosts.0.inter_host.bandwidth` where there are several kinds of hosts.
     """
     work = _any_workload(problem)
     values = {
@@ -29,7 +30,8 @@ def current_values(problem: Problem) -> dict[str, float]:
         "batch_size": work.prompts,
     }  # fmt: skip
     fields = _cluster_fields(problem.cluster)
-    return values | {key: _at(asdict(problem.cluster), path) for key, path in fields.items()}
+    document = problem.cluster.to_dict()
+    return values | {key: _at(document, path) for key, path in fields.items()}
 
 
 def change(problem: Problem, rates: Rates, values: Mapping[str, float | str]) -> tuple[Problem, Rates]:
@@ -91,22 +93,29 @@ def _amount(key: str, value: float | str) -> float:
     return amount
 
 
-def _cluster_fields(cluster: Cluster) -> dict[str, tuple[str, ...]]:
+_Path = tuple[str | int, ...]
+
+
+def _cluster_fields(cluster: Cluster) -> dict[str, _Path]:
     """Return the name of every number that describes a cluster, with its place in the document."""
-    paths: list[tuple[str, ...]] = []
-    for name, value in asdict(cluster).items():
-        parts = value if isinstance(value, Mapping) else {}
-        paths += [(name, part) for part, number in parts.items() if isinstance(number, Real)]
-        if isinstance(value, Real) and not isinstance(value, bool):
-            paths.append((name,))
-    return {_without_unit(".".join(path)): path for path in paths}
+    paths = _number_paths(cluster.to_dict())
+    return {_without_unit(".".join(map(str, path))): path for path in paths}
+
+
+def _number_paths(value: Any) -> Iterator[_Path]:
+    """Yield the place of every number of a document."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        yield ()
+    parts = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, Mapping) else {}
+    for name, part in parts.items():
+        yield from ((name, *path) for path in _number_paths(part))
 
 
 def _without_unit(name: str) -> str:
     return next((name.removesuffix(unit) for unit in _UNITS if name.endswith(unit)), name)
 
 
-def _at(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+def _at(document: Any, path: _Path) -> Any:
     for name in path:
         document = document[name]
     return document
@@ -115,7 +124,7 @@ def _at(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 def _changed_cluster(cluster: Cluster, values: Mapping[str, float | str]) -> Cluster:
     if not values:
         return cluster
-    document = asdict(cluster)
+    document = cluster.to_dict()
     for key, value in values.items():
         *parents, name = _cluster_fields(cluster)[key]
         number = int(value) if isinstance(value, str) and value.isdecimal() else value

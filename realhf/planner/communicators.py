@@ -90,8 +90,9 @@ class Communicators:
         self._cluster = cluster
         self.num_ranks = num_ranks
         self._hosts = np.arange(first_rank, first_rank + num_ranks) // cluster.devices_per_host
-        channels = math.ceil(cluster.intra_host.bandwidth_bytes_per_second / _CHANNEL_BYTES_PER_SECOND)
-        self._channels = min(_MOST_CHANNELS, 1 << max(1, (channels - 1).bit_length()))
+        self._channels = np.full(num_ranks, _num_channels(cluster))
+        for ranks, kind in cluster.ranks_by_kind:
+            self._channels[ranks.start : ranks.stop] = _num_channels(kind)
         self._known: dict[tuple[Layout, Use] | tuple[int, ...], np.ndarray] = {}
 
     def of_layout(self, layout: Layout, use: Use) -> np.ndarray:
@@ -166,15 +167,22 @@ class Communicators:
     def _bytes(self, members: np.ndarray, traffic: _Traffic) -> np.ndarray:
         """Return the bytes of a communicator on each of its members."""
         num_bytes = np.full(members.shape, float(_BASE_BYTES))
+        channels = self._channels[members]
         if traffic.collective:
             of_channel = _PAIR_CHANNEL_BYTES if members.shape[1] == 2 else _RING_CHANNEL_BYTES
-            num_bytes += min(self._channels, _MOST_COLLECTIVE_CHANNELS) * of_channel
+            num_bytes += np.minimum(channels, _MOST_COLLECTIVE_CHANNELS) * of_channel
         if traffic.most_peers or traffic.has_pool:
             on_host = _counts_by_value(self._hosts[members])
             near = np.minimum(on_host - 1, traffic.most_peers)
-            num_bytes += near * self._channels * _PEER_CHANNEL_BYTES
-            num_bytes += (on_host < members.shape[1]) * self._channels * _POOL_CHANNEL_BYTES
+            num_bytes += near * channels * _PEER_CHANNEL_BYTES
+            num_bytes += (on_host < members.shape[1]) * channels * _POOL_CHANNEL_BYTES
         return num_bytes
+
+
+def _num_channels(cluster: Cluster) -> int:
+    """Return how many channels connect two devices of a host."""
+    channels = math.ceil(cluster.intra_host.bandwidth_bytes_per_second / _CHANNEL_BYTES_PER_SECOND)
+    return min(_MOST_CHANNELS, 1 << max(1, (channels - 1).bit_length()))
 
 
 def _counts_by_value(values: np.ndarray) -> np.ndarray:

@@ -110,7 +110,8 @@ def reallocation_seconds(
     first, last = (pick(source.ranks[end], target.ranks[end]) for pick, end in ((min, 0), (max, -1)))
     leaf = cluster.devices_per_host * (cluster.hosts_per_leaf or cluster.num_hosts)
     slowdown = 1.0 if first // leaf == last // leaf else cluster.slowdown(cluster.num_hosts)
-    links = Links.of_cluster(cluster)
+    rates = rates.at((first, last))
+    links = Links.of_cluster(rates.cluster)
     links = replace(links, nic=links.nic / slowdown, host=links.host / slowdown)
     movement = estimate_movement(
         links, _moved(role), source, target, itemsize=role.itemsize,

@@ -1,7 +1,7 @@
 """The layouts that the search enumerates: meshes of contiguous ranks, and strategies on them.
 
-On clusters of up to `COMPLETE` devices they are all legal layouts on contiguous ranks. On larger clusters
-they are fewer:
+Every mesh is on hosts of one kind. On up to `COMPLETE` devices of a kind they are all legal layouts on
+contiguous ranks. On more devices they are fewer:
 
 - Meshes inside a host have a size that divides the host's number of devices, and start at a multiple of it.
   Larger ones are ranges of whole hosts. On more than 8 hosts, meshes inside a host are on the first one only;
@@ -20,20 +20,28 @@ from realhf.model_config import ModelConfig
 from realhf.planner.problem import Problem
 
 COMPLETE = 8
-"""Clusters of up to this many devices have all legal layouts on contiguous ranks enumerated."""
+"""Up to this many devices of a kind have all legal layouts on contiguous ranks enumerated."""
 _RANGE_ENDS = 8  # Ranges of hosts begin and end at this many positions, evenly spaced.
 _MOST_HOSTS = 4  # The most hosts of a tp group, where ranges end at few positions.
 _SMALLEST_RANGE = 4  # Smaller ranges are aligned powers of two, down to this fraction of the spacing.
 
 
 def find_meshes(cluster: Cluster) -> list[range]:
-    """Return the ranges of ranks that plans may use, largest first."""
+    """Return the ranges of ranks that plans may use, largest first. Each is on hosts of one kind."""
+    meshes = [
+        range(ranks.start + mesh.start, ranks.start + mesh.stop)
+        for ranks, kind in cluster.ranks_by_kind for mesh in _meshes_on(kind)
+    ]  # fmt: skip
+    return sorted(meshes, key=lambda mesh: (-len(mesh), mesh.start))
+
+
+def _meshes_on(cluster: Cluster) -> list[range]:
+    """Return the ranges of ranks on hosts of one kind."""
     devices = cluster.num_devices
     per_host = cluster.devices_per_host
     hosts = cluster.num_hosts
     if devices <= COMPLETE:
-        ranges = [range(first, stop) for first in range(devices) for stop in range(first + 1, devices + 1)]
-        return sorted(ranges, key=_largest_first)
+        return [range(first, stop) for first in range(devices) for stop in range(first + 1, devices + 1)]
     spacing = 1 << max(0, math.ceil(math.log2(hosts / _RANGE_ENDS)))
     split = devices if spacing == 1 else per_host  # Ranks of hosts that have meshes inside them.
     sizes = [n for n in _divisors(per_host) if n < per_host]
@@ -42,12 +50,7 @@ def find_meshes(cluster: Cluster) -> list[range]:
     of_hosts = {(first, stop) for first in ends for stop in ends if first < stop}
     for n in (spacing >> i for i in range(1, spacing.bit_length()) if 1 << i <= _SMALLEST_RANGE):
         of_hosts |= {(first, first + n) for first in range(0, hosts - n + 1, n)}
-    meshes += [range(first * per_host, stop * per_host) for first, stop in of_hosts]
-    return sorted(meshes, key=_largest_first)
-
-
-def _largest_first(mesh: range) -> tuple[int, int]:
-    return (-len(mesh), mesh.start)
+    return [*meshes, *(range(first * per_host, stop * per_host) for first, stop in of_hosts)]
 
 
 def find_strategies(
@@ -87,8 +90,9 @@ def pins_outside(problem: Problem) -> dict[str, Layout]:
 
     def is_outside(layout: Layout) -> bool:
         first, last = layout.ranks[0], layout.ranks[-1]
-        return range(first, last + 1) not in meshes or (
-            not _is_enumerated(problem.cluster, layout.tp, layout.cp)
+        kind = problem.cluster.kind_index(layout.ranks)
+        return range(first, last + 1) not in meshes or kind is None or (
+            not _is_enumerated(problem.cluster.kinds[kind], layout.tp, layout.cp)
         )
 
     return {name: layout for name, layout in problem.pins.items() if is_outside(layout)}

@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import networkx as nx
 
+from realhf.cluster import Cluster
 from realhf.graph import FunctionCall
 from realhf.layout import Layout, ParallelStrategy
 from realhf.planner.call_group import CallGroup, Candidate
@@ -25,6 +27,20 @@ class _Choice(NamedTuple):
     variants: tuple[Variant, ...]
 
 
+class _Shape(NamedTuple):
+    """What the price of a call on a mesh depends on."""
+
+    kind: int  # The index of the kind of hosts.
+    size: int
+    in_host: int  # Ranks that each host has at least, see `ranks_per_host`.
+
+
+def _shape(cluster: Cluster, mesh: range) -> _Shape:
+    kind = cluster.kind_index(mesh)
+    assert kind is not None, "meshes and pins are on hosts of one kind"
+    return _Shape(kind, len(mesh), ranks_per_host(cluster, mesh))
+
+
 def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
     """Return the calls joined into groups that must share a layout, in the order in which ranks run them."""
     calls = problem.calls
@@ -40,7 +56,7 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
         nx.add_path(ties, training)
         owners[role] = (training or of_role)[0]
     groups = []
-    communicators: dict[tuple[int, int], Communicators] = {}
+    communicators: dict[tuple[int, int, int], Communicators] = {}
     for group in sorted(map(sorted, nx.connected_components(ties))):
         members = {i: calls[i] for i in group}
         homes = [role for role, owner in owners.items() if owner in group]
@@ -51,11 +67,12 @@ def find_call_groups(problem: Problem, rates: Rates) -> list[CallGroup]:
 
 def _candidates(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall], homes: Sequence[str],
-    known: dict[tuple[int, int], Communicators],
+    known: dict[tuple[int, int, int], Communicators],
 ) -> list[Candidate]:  # fmt: skip
     """Return the candidates of a group on all meshes of the cluster, or on the pinned one.
 
-    `known` are the communicators of meshes by size and first rank; what they count serves all groups.
+    `known` are the communicators of meshes by kind of host, size and first rank; what they count serves all
+    groups.
     """
     if (layout := _pinned(problem, calls)) is not None:
         meshes = [range(layout.ranks[0], layout.ranks[-1] + 1)]
@@ -66,23 +83,25 @@ def _candidates(
     roles = {call.role for call in calls if call.role is not None}
     is_matched = any(len(problem.graph.of_role(role)) > 2 for role in roles.difference(homes))
     cluster = problem.cluster
-    placements: dict[tuple[int, int], list[Communicators]] = {}
-    for mesh in meshes:
+    placements: dict[_Shape, list[Communicators]] = {}
+    shapes = [_shape(cluster, mesh) for mesh in meshes]
+    for mesh, shape in zip(meshes, shapes, strict=True):
         first = mesh.start % cluster.devices_per_host
-        place = (len(mesh), first if first + len(mesh) > cluster.devices_per_host else 0)
+        place = (shape.kind, len(mesh), first if first + len(mesh) > cluster.devices_per_host else 0)
         if place not in known:
-            known[place] = Communicators(cluster, len(mesh), first_rank=place[1])
-        of_shape = placements.setdefault((len(mesh), ranks_per_host(cluster, mesh)), [])
+            known[place] = Communicators(cluster.kinds[shape.kind], len(mesh), first_rank=place[2])
+        of_shape = placements.setdefault(shape, [])
         if known[place] not in of_shape:
             of_shape.append(known[place])
-    choices = {
-        shape: _choices(
-            problem, rates, calls, communicators, shape[1], only=only, is_matched=is_matched)
-        for shape, communicators in placements.items()
-    }  # fmt: skip
+    choices = {}
+    for shape, communicators in placements.items():
+        there = replace(problem, cluster=cluster.kinds[shape.kind], pins={})
+        mesh = meshes[shapes.index(shape)]
+        choices[shape] = _choices(
+            there, rates.at(mesh), calls, communicators, shape.in_host, only=only, is_matched=is_matched)
     candidates = []
-    for mesh in meshes:
-        for strategy, variants in choices[len(mesh), ranks_per_host(cluster, mesh)]:
+    for mesh, shape in zip(meshes, shapes, strict=True):
+        for strategy, variants in choices[shape]:
             candidates.append(Candidate(ContiguousLayout(strategy, mesh.start), variants))
     return candidates
 

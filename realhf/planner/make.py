@@ -8,18 +8,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost import CallCost
 from realhf.planner.memory_check import MemoryCheck, check_memory, require_fit
+from realhf.planner.model_states import available_bytes
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
 from realhf.planner.reasons import Reason, find_reasons
 from realhf.planner.search import LocalSearch, Progress, SearchResult, leanest, search
 from realhf.planner.search_space import SearchSpace
 from realhf.planner.simulate import Simulation, simulate
+from realhf.planner.starts_by_kind import starts_by_kind
 from realhf.units import format_bytes
 
 _SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
+
+_BY_KIND = 0.2  # The fraction in which plans on one kind of hosts are searched, if there are several.
 
 
 class Heuristic(NamedTuple):
@@ -61,9 +66,11 @@ def make_plan(
     space = SearchSpace(problem, rates)
     _require_candidates(space)
     rule = heuristic(space)
+    starts = [] if rule is None else [rule.chosen]
+    starts += starts_by_kind(space, time_limit=_BY_KIND * time_limit, gap=gap)
     left = _SEARCHING * time_limit - (time.monotonic() - began)
     found = search(
-        space, time_limit=max(0.1, left), gap=gap, starts=[] if rule is None else [rule.chosen],
+        space, time_limit=max(0.1, left), gap=gap, starts=starts,
         max_iterations=max_iterations, progress=progress, should_stop=should_stop,
     )  # fmt: skip
     if found is None:
@@ -86,13 +93,18 @@ def make_plan(
 
 
 def heuristic(space: SearchSpace) -> Heuristic | None:
-    """Return the baseline plan of ReaL (Mei et al. 2024).
+    """Return the baseline plan of ReaL (Mei et al. 2024), on the kind of hosts where its step is shortest.
 
-    Every call runs on all devices, with tensor parallelism inside hosts and a pipeline across them that is as
-    deep as the model allows. Among its options it takes the fastest that fit together, or the fastest of all
-    if none do. The result is None where a call fits in no layout on all devices.
+    Every call runs on all devices there, with tensor parallelism inside hosts and a pipeline across them that
+    is as deep as the model allows. Among its options it takes the fastest that fit together, or the fastest
+    of all if none do. The result is None where a call fits in no layout on all devices.
     """
-    everywhere = range(space.problem.cluster.num_devices)
+    found = [_heuristic_on(space, ranks) for ranks, _ in space.problem.cluster.ranks_by_kind]
+    return min(filter(None, found), key=lambda rule: (not rule.fits, rule.seconds), default=None)
+
+
+def _heuristic_on(space: SearchSpace, everywhere: range) -> Heuristic | None:
+    """Return the baseline plan in which every call is on these ranks."""
     allowed = []
     for group in space.groups:
         on_all = [i for i, candidate in enumerate(group.candidates) if candidate.layout.ranks == everywhere]
@@ -134,10 +146,16 @@ def _require_candidates(space: SearchSpace) -> None:
         names = " and ".join(calls)
         for name in calls:
             if (layout := problem.pins.get(name)) is not None:
-                has = f"a device has {format_bytes(space.capacity)} available"
+                has = f"a device has {format_bytes(_available(problem, layout))} available"
                 why = f"{has}: pin it to more ranks, or leave the pin out"
                 raise ValueError(f"--pin {name}={layout}: call {names} does not fit there, {why}")
         raise ValueError(f"call {names} does not fit in any layout, even alone: {_devices(space)}")
+
+
+def _available(problem: Problem, layout: Layout) -> float:
+    """Return what plans may use of the smallest device of a layout."""
+    kinds = [kind for ranks, kind in problem.cluster.ranks_by_kind if {*ranks} & {*layout.ranks}]
+    return min(map(available_bytes, kinds))
 
 
 def _nothing_fits(space: SearchSpace) -> str:
@@ -160,7 +178,9 @@ def _devices(space: SearchSpace) -> str:
         total += 4 * role.wide_itemsize * role.trained_spec.numel if role.trainable else 0
     has = format_bytes(space.capacity)
     per_host = problem.cluster.devices_per_host
-    there_are = f"the cluster has {num_devices} device{'s' * (num_devices > 1)} with {has} available on each"
+    at_most = "at most " * (len(problem.cluster.kinds) > 1)
+    devices = f"{num_devices} device{'s' * (num_devices > 1)}"
+    there_are = f"the cluster has {devices} with {at_most}{has} available on each"
     if space.capacity <= 0:
         whole = format_bytes(problem.cluster.device_memory_bytes)
         return f"{there_are} (of {whole}, less what is set aside): is a unit missing in device_memory_bytes?"

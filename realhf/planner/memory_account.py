@@ -83,9 +83,9 @@ class PlanMemory:
             for name, call in self.running.items()
         }
 
-    def fullest(self) -> float:
-        """Return the bytes of the fullest rank."""
-        return float(max(need.max() for need in self.needs().values()))
+    def excess(self, available: np.ndarray) -> float:
+        """Return the most bytes that a rank lacks of what it has available; below 0 if none lacks any."""
+        return float(max((need - available).max() for need in self.needs().values()))
 
     def parts(self, rank: int, call: str) -> dict[str, float]:
         """Return the parts of what a rank needs while a call runs, without those that take nothing."""
@@ -99,7 +99,8 @@ class MemoryAccount:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.num_ranks = problem.cluster.num_devices
-        self.available = available_bytes(problem.cluster)
+        kinds = problem.cluster.ranks_by_kind
+        self.available = np.concatenate([np.full(len(r), available_bytes(kind)) for r, kind in kinds])
         self.communicators = Communicators(problem.cluster, self.num_ranks)
         self._placements: dict[Layout, Placement] = {}
         self._kinds: dict[tuple[int, int, int], int] = {}

@@ -33,6 +33,8 @@ class Loads(NamedTuple):
     start_running: np.ndarray
     least_resting: np.ndarray
     least_running: np.ndarray
+    smaller: np.ndarray
+    """By how much the device of `first` is smaller than the largest one of the cluster."""
 
     def resting_at(self, rank: np.ndarray) -> np.ndarray:
         """Return what rests on one rank of each plan for every group."""
@@ -45,11 +47,12 @@ class Loads(NamedTuple):
         return np.where(rank < self.inner, self.start_running, self.least_running) * covers
 
     def fullest(self) -> np.ndarray:
-        """Return a lower bound of the bytes on the fullest rank of each plan."""
+        """Return a lower bound of the bytes on the fullest rank of each plan, if all devices were as large as
+        the largest and the difference were in use."""
         fullest = np.zeros(self.first.shape[1])
-        for rank in self.first:  # One rank of each plan.
+        for rank, smaller in zip(self.first, self.smaller, strict=True):  # One rank of each plan.
             need = self.resting_at(rank).sum(axis=0) + self.running_at(rank).max(axis=0)
-            fullest = np.maximum(fullest, need)
+            fullest = np.maximum(fullest, need + smaller)
         return fullest
 
 
@@ -71,6 +74,7 @@ class MemoryBounds:
         self.account = account
         self._groups = groups
         self._names = names
+        self._smaller = account.available.max() - account.available
         self._home_of = {role: u for u, group in enumerate(groups) for role in group.homes}
         self._layouts = _number_layouts(groups)
         self._known: dict[tuple[int, ...], float] = {}
@@ -83,7 +87,7 @@ class MemoryBounds:
             for group, choice in zip(self._groups, choices.T, strict=True):
                 is_complete &= group.is_candidate(choice)
             for k in np.flatnonzero((excess <= 0) & is_complete):
-                excess[k] = self.fullest(tuple(choices[k].tolist())) - capacity
+                excess[k] = self.counted_excess(tuple(choices[k].tolist()))
         return excess
 
     def estimate(self, choices: np.ndarray, capacity: float) -> np.ndarray:
@@ -100,15 +104,15 @@ class MemoryBounds:
             start_resting=resting, least_resting=resting, start_running=running, least_running=running)
         return loads.fullest() - capacity
 
-    def fullest(self, chosen: tuple[int, ...]) -> float:
-        """Return the bytes that a plan needs on its fullest rank, as the check counts them."""
+    def counted_excess(self, chosen: tuple[int, ...]) -> float:
+        """Return the bytes that a plan lacks on its fullest rank, as the check counts them."""
         if chosen not in self._known:
             plans = dict[str, CallPlan]()
             for group, index in zip(self._groups, chosen, strict=True):
                 plans |= {
                     self._names[i]: plan for i, plan in zip(group.calls, group.call_plans(index), strict=True)
                 }
-            self._known[chosen] = self.account.of_plan(ExecutionPlan(plans)).fullest()
+            self._known[chosen] = self.account.of_plan(ExecutionPlan(plans)).excess(self.account.available)
         return self._known[chosen]
 
     def call_lower_bounds(self, choices: np.ndarray, capacity: float, num_calls: int) -> np.ndarray:
@@ -124,7 +128,7 @@ class MemoryBounds:
             for stage, beside in zip(("start", "least"), _beside(here, u), strict=True):
                 own = getattr(group, f"{stage}_resting")[choices[rows, u]]
                 tier_bytes, seconds = self._tiers[u][stage]
-                free = capacity - (beside - own)
+                free = capacity - here.smaller[u] - (beside - own)
                 tier = np.maximum((tier_bytes[mesh] <= free[:, None]).sum(axis=1) - 1, 0)
                 index = rows[:, None], group.calls
                 bounds[index] = np.maximum(bounds[index], seconds[mesh, tier])
@@ -141,9 +145,11 @@ class MemoryBounds:
     def _loads(self, choices: np.ndarray) -> Loads:
         """Return the loads of every group, with those copies that certainly have memory of their own."""
         columns = list(zip(self._open_groups, choices.T, strict=True))
-        loads = Loads(*(
-            np.stack([getattr(group, name)[choice] for group, choice in columns]) for name in Loads._fields
-        ))  # fmt: skip
+        names = [name for name in Loads._fields if name != "smaller"]
+        arrays = {name: np.stack([getattr(g, name)[choice] for g, choice in columns]) for name in names}
+        first = arrays["first"]
+        smaller = np.where(first >= 0, self._smaller[np.maximum(first, 0)], 0.0)
+        loads = Loads(**arrays, smaller=smaller)
         moves = np.stack([group.is_sharded[choice] for group, choice in columns])
         for u, (group, choice) in enumerate(columns):
             copies = zip(group.copies, group.start_copied, group.least_copied, strict=True)

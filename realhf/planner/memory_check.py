@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
 from realhf.planner.memory_account import MemoryAccount
 from realhf.planner.model_states import available_bytes, fixed_reserve
@@ -14,29 +15,54 @@ from realhf.units import format_bytes
 
 
 class Peak(NamedTuple):
-    """The largest need of one rank, and the call during which it occurs. `parts` are in bytes."""
+    """The largest need of one rank, and the call during which it occurs. `parts` are in bytes, and `hosts`
+    are those of the rank's kind."""
 
     rank: int
     call: str
     parts: Mapping[str, float]
+    hosts: Cluster
 
     @property
     def num_bytes(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def available(self) -> float:
+        """What plans may use of the rank's device: its memory without the fixed parts of the reserve."""
+        return available_bytes(self.hosts)
+
+    @property
+    def excess_bytes(self) -> float:
+        """What the rank lacks; at most 0 if its need fits."""
+        return self.num_bytes - self.available
+
+    @property
+    def reserve(self) -> Mapping[str, float]:
+        return fixed_reserve(self.hosts)
+
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """The peak of every rank, the peak of the fullest rank during each call, and a device's bytes.
+    """The peak of every rank, and that of the fullest rank during each call.
 
-    `available` is what plans may use: a device's memory without the fixed parts of the reserve (`reserve`).
+    The fullest rank is the one that has least left. `available`, `reserve` and `device_bytes` are its.
     """
 
     peaks: Mapping[int, Peak]
     by_call: Mapping[str, Peak]
-    available: float
-    reserve: Mapping[str, float]
-    device_bytes: float
+
+    @property
+    def available(self) -> float:
+        return self.fullest.available
+
+    @property
+    def reserve(self) -> Mapping[str, float]:
+        return self.fullest.reserve
+
+    @property
+    def device_bytes(self) -> float:
+        return self.fullest.hosts.device_memory_bytes
 
     @property
     def calls(self) -> Mapping[str, float]:
@@ -45,39 +71,45 @@ class MemoryCheck:
 
     @property
     def fullest(self) -> Peak:
-        return max(self.peaks.values(), key=lambda peak: peak.num_bytes)
+        return max(self.peaks.values(), key=lambda peak: peak.excess_bytes)
 
     @property
     def fits(self) -> bool:
         """Whether the plan leaves the whole reserve free on every rank, as all plans of the search do."""
-        return self.fullest.num_bytes <= self.available
+        return self.fullest.excess_bytes <= 0
 
     @property
     def is_tight(self) -> bool:
         """Whether the plan does not fit, but would if the allocator could use all memory that is free."""
-        return self.available < self.fullest.num_bytes <= self.available + self.reserve["fragmentation"]
+        excess = [peak.excess_bytes - peak.reserve["fragmentation"] for peak in self.peaks.values()]
+        return not self.fits and max(excess) <= 0
 
     def share(self, peak: Peak) -> float:
         """Return the fraction of the device that is in use, with the reserve apart from fragmentation."""
-        used = peak.num_bytes + sum(self.reserve.values()) - self.reserve["fragmentation"]
-        return used / self.device_bytes
+        used = peak.num_bytes + sum(peak.reserve.values()) - peak.reserve["fragmentation"]
+        return used / peak.hosts.device_memory_bytes
 
 
 def check_memory(problem: Problem, plan: ExecutionPlan, account: MemoryAccount | None = None) -> MemoryCheck:
     """Return the memory that a plan needs on every rank."""
-    memory = (account or MemoryAccount(problem)).of_plan(plan)
+    account = account or MemoryAccount(problem)
+    memory = account.of_plan(plan)
     needs = memory.needs()
     names = list(needs)
     need = np.stack([needs[name] for name in names])
     busy = np.flatnonzero(np.isfinite(need).any(axis=0)).tolist()
     largest = need.argmax(axis=0)
-    peaks = {
-        rank: Peak(rank, names[largest[rank]], memory.parts(rank, names[largest[rank]])) for rank in busy}
-    fullest = zip(names, need.argmax(axis=1).tolist(), strict=True)
-    by_call = {name: Peak(rank, name, memory.parts(rank, name)) for name, rank in fullest}
-    cluster = problem.cluster
+
+    def peak(rank: int, name: str) -> Peak:
+        kind = problem.cluster.kind_index((rank,))
+        assert kind is not None
+        return Peak(rank, name, memory.parts(rank, name), problem.cluster.kinds[kind])
+
+    fullest = zip(names, (need - account.available).argmax(axis=1).tolist(), strict=True)
     return MemoryCheck(
-        peaks, by_call, available_bytes(cluster), fixed_reserve(cluster), cluster.device_memory_bytes)
+        {rank: peak(rank, names[largest[rank]]) for rank in busy},
+        {name: peak(rank, name) for name, rank in fullest},
+    )
 
 
 def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = False) -> MemoryCheck:
@@ -92,9 +124,10 @@ def require_fit(problem: Problem, plan: ExecutionPlan, *, allow_tight: bool = Fa
     peak = check.fullest
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+    device = "a device's" if len(problem.cluster.kinds) == 1 else "its"
     raise ValueError(
         f"calls.{peak.call} needs {format_bytes(peak.num_bytes)} on rank {peak.rank} ({shown}), but "
-        f"{format_bytes(check.available)} of a device's {format_bytes(problem.cluster.device_memory_bytes)} "
+        f"{format_bytes(check.available)} of {device} {format_bytes(check.device_bytes)} "
         f"are available; {_remedy(problem, plan, account)}"
     )
 
@@ -108,7 +141,7 @@ def _remedy(problem: Problem, plan: ExecutionPlan, account: MemoryAccount) -> st
             return f"it fits with {' and '.join(changes)}"
         peak = check.fullest
         for description, changed in _changes(problem, plan, peak):
-            if check_memory(problem, changed, account).peaks[peak.rank].num_bytes <= check.available:
+            if check_memory(problem, changed, account).peaks[peak.rank].excess_bytes <= 0:
                 changes.append(description)
                 plan = changed
                 break

@@ -33,8 +33,9 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
         per_host = ranks_per_host(problem.cluster, call_plan.layout.ranks)
         workload = problem.workloads[call.name]
         costs[call.name] = call_cost(
-            rates, call, problem.model_role(call), workload, call_plan, per_host=per_host
-        )
+            rates.at(call_plan.layout.ranks), call, problem.model_role(call), workload, call_plan,
+            per_host=per_host,
+        )  # fmt: skip
     seconds = {name: cost.seconds for name, cost in costs.items()}
     return Prediction(step_seconds(problem, rates, plan, seconds), costs)
 

@@ -256,6 +256,10 @@ class Problem:
             if max(layout.ranks) >= self.cluster.num_devices:
                 has = f"the cluster has {self.cluster.num_devices} devices"
                 raise ValueError(f"--pin {name}={layout}: rank {max(layout.ranks)} does not exist, {has}")
+            if self.cluster.kind_index(layout.ranks) is None:
+                ranges = " or ".join(f"{r.start}-{r.stop - 1}" for r, _ in self.cluster.ranks_by_kind)
+                rule = f"a layout is planned on hosts of one kind, here on ranks {ranges}"
+                raise ValueError(f"--pin {name}={layout}: {rule}")
 
     @property
     def calls(self) -> tuple[FunctionCall, ...]:

@@ -236,6 +236,9 @@ class Profile:
     def require_serves(self, cluster: Cluster) -> None:
         """Raise ValueError if this profile says nothing about the devices of a cluster."""
         here = self.cluster
+        if (num_kinds := len(cluster.kinds)) > 1:
+            theirs = f"the cluster has {num_kinds} kinds of hosts"
+            raise ValueError(f"it describes one kind of hosts and {theirs}: leave --profile out")
         if here.device_type != cluster.device_type:
             theirs = f"the cluster has {cluster.device_type} devices"
             raise ValueError(f"it was measured on {here.device_type} devices, {theirs}")

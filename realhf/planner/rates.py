@@ -6,8 +6,9 @@ sends. `Efficiencies` say how near kernels come to the peaks, and an `EnginePath
 reads; a profile (profile.py) replaces them by measurements.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,13 +103,24 @@ class Rates(LinkRates):
     ) -> None:
         """None: the efficiencies of the cluster's accelerator, and the path of this engine."""
         super().__init__(cluster, efficiencies or Efficiencies.of(cluster))
+        self._given = efficiencies, path
         self.path = path or EnginePath.of(cluster)
         self._memory = cluster.memory_bandwidth_bytes_per_second * self.efficiencies.memory
         self.known_blocks: dict[tuple[object, ...], Cost] = {}
 
     def on(self, cluster: Cluster) -> "Rates":
-        """Return the rates of another cluster of the same devices."""
-        return Rates(cluster, self.efficiencies, self.path)
+        """Return the rates of another cluster; what this one was given replaces that one's efficiencies."""
+        return Rates(cluster, *self._given)
+
+    def at(self, ranks: Collection[int]) -> "Rates":
+        """Return the rates of the kind of hosts that has these ranks, or those of the slowest if several
+        have."""
+        kind = self.cluster.kind_index(ranks)
+        return self if kind is None or len(self.cluster.kinds) == 1 else self._of_kinds[kind]
+
+    @cached_property
+    def _of_kinds(self) -> "list[Rates]":
+        return [self.on(kind) for kind in self.cluster.kinds]
 
     def call_seconds(self, kind: str, *, samples: float) -> float:
         """Return the seconds of a call of this kind on a rank besides its passes."""

@@ -68,14 +68,16 @@ class TooLarge:
     options: str
     shorter: float
     lacking_bytes: float
-    device_memory_bytes: float
+    device_memory_bytes: float | None
+    """That of all devices, if they are of one kind."""
 
     @property
     def text(self) -> str:
         with_more = f"with {format_bytes(self.lacking_bytes)} more per device"
-        needed = f"device_memory {format_bytes(self.device_memory_bytes)}"
+        if self.device_memory_bytes is not None:
+            with_more += f" (device_memory {format_bytes(self.device_memory_bytes)})"
         shorter = f"would make the step {self.shorter:.1%} shorter"
-        return f"{self.layout}{self.options} {shorter} {with_more} ({needed})"
+        return f"{self.layout}{self.options} {shorter} {with_more}"
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class _Alternatives:
         plan, seconds = best
         account = MemoryAccount(self._space.problem)
         counted = account.of_plan(ExecutionPlan(self._space.call_plans(plan.tolist())))
-        lacking = counted.fullest() - account.available
+        lacking = counted.excess(account.available)
         needed = _device_memory(self._space, plan)
         changed = _changed_options(*(self._candidate(p).variants for p in (self._chosen, plan)))
         return TooLarge(self._layout(plan), changed, 1 - seconds / self._step_seconds, lacking, needed)
@@ -255,18 +257,21 @@ def _changed_options(before: Sequence[Variant], after: Sequence[Variant]) -> str
     return "".join(words + [f" without {name}" for name in sorted(old - new)])
 
 
-def _device_memory(space: SearchSpace, plan: np.ndarray) -> float:
-    """Return the least memory of a device with which a plan fits, to three digits.
+def _device_memory(space: SearchSpace, plan: np.ndarray) -> float | None:
+    """Return the least memory of a device with which a plan fits, to three digits; None if devices are of
+    several kinds.
 
     What a plan needs may grow with the memory, as a cache leaves a share of it free.
     """
     layouts = ExecutionPlan(space.call_plans(plan.tolist()))
     problem = space.problem
+    if len(problem.cluster.kinds) > 1:
+        return None
 
     def fits(memory: float) -> bool:
         cluster = replace(problem.cluster, device_memory_bytes=memory)
         account = MemoryAccount(replace(problem, cluster=cluster))
-        return account.of_plan(layouts).fullest() <= account.available
+        return account.of_plan(layouts).excess(account.available) <= 0
 
     low = problem.cluster.device_memory_bytes
     high = 2 * low

@@ -101,6 +101,9 @@ def _summary(planned: Planned) -> list[Text]:
         lines.append(f"a search without pins does not enumerate {outside}: its bound may be above this step")
     if (rule := planned.heuristic) is not None and planned.problem.cluster.num_devices > 1:
         usual = "tensor parallelism inside hosts and a pipeline across them for all calls"
+        ranks = planned.space.groups[0].candidates[rule.chosen[0]].layout.ranks
+        if len(planned.problem.cluster.kinds) > 1:
+            usual += f" on ranks {ranks.start}-{ranks.stop - 1}"
         times = f"{rule.seconds / found.step_seconds:.2f} x as fast as {usual}"
         lines.append(times if rule.fits else f"{usual} does not fit in memory")
     peak = check.fullest

@@ -59,10 +59,11 @@ def search(
     """
     began = time.monotonic()
     local = LocalSearch(space)
-    for start in [*starts, *local.starts()]:
+    for start in starts:
         local.improve(np.array(start))
-        if local.best_score < np.inf:
-            break
+    for start in local.starts():
+        if local.best_score == np.inf:
+            local.improve(np.array(start))
     trees = [_Tree(space, local, steps) for steps in _orders(space)]
     num_iterations = 0
     while not any(tree.is_finished(gap) for tree in trees):

@@ -47,9 +47,10 @@ class Sensitivity:
         """The quantities that are tried: lengths, and the bandwidths of the links that there are."""
         cluster = self._space.problem.cluster
         keys = ["response_tokens"]
-        keys += ["intra_host.bandwidth"] * (cluster.devices_per_host > 1)
-        keys += ["inter_host.bandwidth"] * (cluster.num_hosts > 1)
-        return tuple(k for k in keys if self._values.get(k) and not is_measured(self._space.rates, k))
+        links = ["intra_host.bandwidth"] * (cluster.devices_per_host > 1)
+        links += ["inter_host.bandwidth"] * (cluster.num_hosts > 1)
+        keys += [key for link in links for key in self._values if key.endswith(link)]
+        return tuple(k for k in keys if self._values[k] and not is_measured(self._space.rates, k))
 
     def seconds(self, plan: np.ndarray, key: str, factor: float) -> float:
         """Return the seconds per step of a plan under one change."""
@@ -125,7 +126,7 @@ class _ChangedSpace:
         per_host = ranks_per_host(self._problem.cluster, ranks)
         role = self._problem.model_role(call)
         work = self._problem.workloads[call.name]
-        return call_cost(self._rates, call, role, work, call_plan, per_host=per_host).seconds
+        return call_cost(self._rates.at(ranks), call, role, work, call_plan, per_host=per_host).seconds
 
     def _arrivals(self, plan: np.ndarray) -> np.ndarray:
         """Return the seconds until copies of weights are complete, which only another cluster changes."""

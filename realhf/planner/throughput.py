@@ -135,16 +135,14 @@ def shared_core_seconds(
     below 0, which are not decided, count on a lone host.
     """
     busiest = np.zeros(len(seconds))
-    if cluster.cores_per_host is None:
-        return busiest
-    for host in range(cluster.num_hosts):
-        begin = host * cluster.devices_per_host
-        on_host = stop - first
-        if cluster.num_hosts > 1:
-            end = begin + cluster.devices_per_host
-            on_host = np.clip(np.minimum(stop, end) - np.maximum(first, begin), 0, None)
-        shares = np.minimum(1.0, on_host / cluster.cores_per_host)
-        busiest = np.maximum(busiest, (seconds * shares).sum(axis=1))
+    for ranks, kind in cluster.ranks_by_kind:
+        for begin in ranks[:: cluster.devices_per_host] if kind.cores_per_host is not None else ():
+            on_host = stop - first
+            if cluster.num_hosts > 1:
+                end = begin + cluster.devices_per_host
+                on_host = np.clip(np.minimum(stop, end) - np.maximum(first, begin), 0, None)
+            shares = np.minimum(1.0, on_host / kind.cores_per_host)
+            busiest = np.maximum(busiest, (seconds * shares).sum(axis=1))
     return busiest
 
 

@@ -78,6 +78,8 @@ def _obstacle(problem: Problem, plan: ExecutionPlan) -> str | None:
     if plan.num_ranks > (has := problem.cluster.num_devices):
         return f"the layouts need {plan.num_ranks} devices of {has}"
     for call in problem.model_calls:
+        if problem.cluster.kind_index(plan[call.name].layout.ranks) is None:
+            return f"{call.name} would lie on hosts of several kinds"
         most = problem.workloads[call.name].most_replicas(call.kind)
         if (dp := plan[call.name].layout.dp) > most:
             return f"{call.name} has work for {most} of its {dp} replicas"

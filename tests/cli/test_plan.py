@@ -13,6 +13,7 @@ from realhf.cli import search_watch
 from realhf.cli.main import main
 from realhf.cluster import Cluster, Link, host_memory_bytes
 from realhf.errors import UserError
+from realhf.layout import Layout
 from realhf.plan import ExecutionPlan
 from tests.cli_tools import REALHF, REPO, Command, read_jsonl, untimed, write_experiment
 
@@ -317,3 +318,31 @@ def test_prompts_that_cannot_be_measured_are_named(capsys, tmp_path):
     path = write_experiment(tmp_path, body=body)
     assert main(["plan", str(path), "--cluster", "h100-2x8"]) == 2
     assert "rows.jsonl line 2: prompt is null: it must be text" in capsys.readouterr().err
+
+
+def test_commands_on_two_kinds_of_hosts(tmp_path, capsys):
+    """The second kind is too small for any call, so that the plan is on the first."""
+    cluster, path = tmp_path / "kinds.yaml", tmp_path / "plan.yaml"
+    cluster.write_text("""
+hosts:
+  - {count: 1, like: cpu-laptop}
+  - {count: 1, like: cpu-laptop, device_memory_bytes: 100 MB}
+inter_host: {latency_seconds: 300 us, bandwidth_bytes_per_second: 1 GB/s}
+""")
+    experiment = write_experiment(tmp_path, "sft")
+    words = [str(experiment), "--cluster", str(cluster)]
+    answer = _plan(capsys, *words, "-o", path, "--what-if", "hosts.1.device_memory=4GB")
+    first = Cluster.load("cpu-laptop").num_devices
+    layouts = [Layout.parse(call["layout"]) for call in answer["calls"].values()]
+    assert all(max(layout.ranks) < first for layout in layouts)
+    assert answer["what_if"][0]["best_step_seconds"] <= answer["step_seconds"]
+    assert main(["check", words[0], "--plan", str(path), *words[1:]]) == 0
+    name = next(iter(answer["calls"]))
+    refusals = {
+        ("--pin", f"{name}=d2@{first - 1}-{first}"): "a layout is planned on hosts of one kind",
+        ("--profile", str(write_profile(tmp_path))): "leave --profile out",
+    }
+    for options, says in refusals.items():
+        capsys.readouterr()
+        assert main(["plan", *words, *options]) == 2
+        assert says in capsys.readouterr().err
