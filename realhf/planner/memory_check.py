@@ -81,8 +81,7 @@ class MemoryCheck:
     @property
     def is_tight(self) -> bool:
         """Whether the plan does not fit, but would if the allocator could use all memory that is free."""
-        excess = [peak.excess_bytes - peak.reserve["fragmentation"] for peak in self.peaks.values()]
-        return not self.fits and max(excess) <= 0
+        return not self.fits and all(self.share(peak) <= 1 for peak in self.peaks.values())
 
     def share(self, peak: Peak) -> float:
         """Return the fraction of the device that is in use, with the reserve apart from fragmentation."""
