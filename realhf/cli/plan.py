@@ -34,7 +34,7 @@ from realhf.planner.what_if import SearchLimits, what_if
 from realhf.planner.what_if import render as render_changes
 from realhf.units import format_seconds
 
-HELP = "search a plan for a cluster, with a lower bound over the plans enumerated"
+HELP = "search for a fast plan for a cluster, with a lower bound over the plans enumerated"
 EXAMPLES = (
     "realhf plan examples/ppo_7b.py --cluster h100-2x8 -o plan.yaml",
     "realhf plan examples/grpo.py --profile profile.yaml --devices 4",
@@ -43,7 +43,7 @@ EXAMPLES = (
 _GAP = 0.01
 """The search ends when the plan is within this share of the lower bound."""
 TIME_LIMIT = 60.0
-"""Seconds after which the search ends at the latest."""
+"""Seconds for a plan; the search gets four fifths of them (planner/make.py)."""
 _WHAT_IF_SECONDS = 10.0
 """Seconds after which the search under a change ends at the latest."""
 
@@ -52,18 +52,18 @@ def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf plan`."""
     add = parser.add_argument
     add("--cluster", help="cluster file or shipped name such as h100-8x8; default: this machine")
-    add("--profile", help="what `realhf profile` measured; its machine is the default cluster")
+    add("--profile", help="file of `realhf profile`; without --cluster, plan for its machine")
     add("-o", "--output", metavar="PLAN.yaml", help="where to write the plan")
-    text = f"seconds that the search may take; default: {TIME_LIMIT:g}"
+    text = f"most seconds for the plan, four fifths of them for the search; default: {TIME_LIMIT:g}"
     add("--time-limit", type=float, default=TIME_LIMIT, metavar="S", help=text)
-    text = "search until the plan is within this share of the lower bound over the plans enumerated"
+    text = "stop as soon as the plan is within this share of the lower bound over the plans enumerated"
     add("--gap", type=float, default=_GAP, help=f"{text}; default: {_GAP:g}")
     text = "fix the layout of a call, such as actor_train=d8t8@0-63; may be repeated"
     add("--pin", action="append", default=[], metavar="CALL=LAYOUT", help=text)
     text = "calls that share one layout, separated by commas; may be repeated"
     add("--together", action="append", default=[], metavar="CALLS", help=text)
     add("--devices", type=int, metavar="N", help="plan for the first N devices only, such as after a failure")
-    text = "what a change does to the plan, such as response_tokens=8000; may be repeated"
+    text = "show what a change does to the plan, such as response_tokens=8000; may be repeated"
     add("--what-if", action="append", default=[], metavar="KEY=VALUE", help=text)
     add("--json", action="store_true", help="print one JSON document")
 

@@ -21,7 +21,7 @@ _ANY_CLUSTER = "cpu-laptop"
 
 def add_options(parser: ArgumentParser) -> None:
     """Declare the options of `realhf profile`."""
-    parser.add_argument("--nproc", type=int, help="local workers that measure at once; default: all devices")
+    parser.add_argument("--nproc", type=int, help="processes that measure; default: one for each device")
     parser.add_argument("-o", "--out", default="profile.yaml", help="file to write; default: profile.yaml")
 
 

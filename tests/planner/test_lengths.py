@@ -136,7 +136,7 @@ def test_equal_lengths_take_as_many_steps_as_there_are_rounds_of_slots():
 
 def test_the_table_of_the_documentation():
     given = (geometric(500, 500), geometric(500.0, 16384), long_tail(500.0, 6000.0, 16384))
-    page = (Path(__file__).parents[2] / "docs/planner.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/cost-model.md").read_text()
     for words, rows, replicas, stealing in (
         ("64, 64 | 1", 64, 1, False), ("64, 64 | 8", 64, 8, False), ("256, 64 | 8", 256, 8, False),
         ("256, 64, work stealing | 8", 256, 8, True),

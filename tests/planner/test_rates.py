@@ -26,7 +26,7 @@ from realhf.planner.problem import ModelRole
 from realhf.planner.rates import Rates, Span
 
 ONE = Span(1, 1)
-PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[2] / "docs" / "cost-model.md"
 
 
 def _cluster(*, flops=1e30, memory=1e30, **options):
