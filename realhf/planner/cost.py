@@ -49,12 +49,15 @@ class Spans(NamedTuple):
 
 
 def ranks_per_host(cluster: Cluster, ranks: Iterable[int]) -> int:
-    """Return the largest number n such that no n consecutive ranks of a mesh, counted from its first, lie on
-    two hosts. If the mesh begins or ends inside a host, this may be less than the ranks on any host."""
+    """Return the largest n for which no group lies on two hosts if a mesh is split into groups of n ranks.
+
+    If the mesh begins or ends inside a host, n may be less than the mesh has on any host.
+    """
     return math.gcd(*cluster.count_by_host(ranks).values())
 
 
 def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
+    """Return the rank groups of a strategy on a mesh with `per_host` ranks on each host."""
     s = strategy
     near = max(1, per_host // s.tp)  # Number of tp groups on one host.
     replicas = s.num_replicas
