@@ -65,7 +65,8 @@ def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
     return Spans(
         tp=Span(s.tp, math.gcd(s.tp, per_host)),
         replicas=Span(replicas, min(replicas, near)),
-        expert_replicas=Span(experts, max(1, min(experts, near // s.ep))),
+        # The ranks of a cp group have the same experts, and next to it are groups with other experts.
+        expert_replicas=Span(experts, min(experts, max(min(s.cp, near), near // s.ep))),
         cp=Span(s.cp, min(s.cp, near)),
         ep=Span(s.ep, max(1, min(s.ep, near // s.cp))),
         stages_meet_in_host=s.num_ranks <= per_host,
