@@ -104,7 +104,7 @@ def _all_to_all(group: Group, chunks: Sequence[torch.Tensor]) -> None:
 
 
 def _messages(clock: Clock, hosts: int) -> tuple[Table, float]:
-    """Time messages between the ranks of each pair: inside a host, or with `hosts` 2 on neighbouring hosts."""
+    """Time messages between the ranks of each pair, inside a host or on two neighbouring ones."""
     world = clock.world
     everybody = world.group(range(world.size))
     partners = [_partner(rank, hosts, per_host=world.ranks_per_host) for rank in range(world.size)]
