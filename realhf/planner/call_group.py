@@ -16,7 +16,7 @@ from realhf.planner.communicators import CommunicatorBytes
 from realhf.planner.parameter_boxes import ContiguousLayout
 
 OPEN = -1
-"""The choice of a group of which nothing is decided yet."""
+"""The choice of a group about which nothing is decided yet."""
 
 
 def placeholder_ranks(owner: int) -> range:
@@ -43,11 +43,11 @@ class CallGroup:
     A choice for the group is the index of a candidate; or, if only the mesh is decided, one of
     `mesh_choices`; or OPEN. The arrays of `with_open_choices` have an entry for each of them.
 
-    `layout_of` has the index of each candidate's layout in `layouts`, and `seconds` one column per call.
-    Bytes are those of the fullest rank: `resting` are always held for the roles in `homes`, `copied` for each
-    role in `copies`, and `running` only while a call of the group runs. `start_` and `least_` are for the
-    bounds of memory_bounds.py: ranks before `inner` are on the first stage. `connected` are the least bytes
-    of communicators.
+    `seconds` has one column per call. Bytes are those of the fullest rank: `resting` are always held for the
+    roles in `homes`, `copied` for each role in `copies`, and `running` only while a call of the group runs.
+    Arrays that begin with `start_` (the first stage) or `least_` (any stage) are for the bounds of
+    memory_bounds.py; ranks before `inner` are on the first stage. `connected` are the least bytes of
+    communicators.
     """
 
     def __init__(
@@ -59,9 +59,6 @@ class CallGroup:
         self.homes = tuple(role for role in roles if role in homes)
         self.copies = tuple(role for role in roles if role not in homes)
         self.candidates = sorted(candidates, key=lambda c: sum(v.cost.seconds for v in c.variants))
-        numbers = {layout: i for i, layout in enumerate(dict.fromkeys(c.layout for c in self.candidates))}
-        self.layouts = list(numbers)
-        self.layout_of = np.array([numbers[c.layout] for c in self.candidates], dtype=int)
         self.first = np.array([c.layout.first_rank for c in self.candidates])
         self.stop = np.array([c.layout.ranks.stop for c in self.candidates])
         self.seconds = np.array([[v.cost.seconds for v in c.variants] for c in self.candidates])

@@ -55,9 +55,9 @@ class Variant:
 
 def find_variants(
     problem: Problem, rates: Rates, call: FunctionCall, communicators: Sequence[Communicators], *,
-    in_host: int, only: ParallelStrategy | None = None,
+    per_host: int, only: ParallelStrategy | None = None,
 ) -> dict[ParallelStrategy, list[Variant]]:  # fmt: skip
-    """Return the variants of a call on meshes of the same size, `in_host` of their ranks on one host, by
+    """Return the variants of a call on meshes of the same size, `per_host` of their ranks on each host, by
     strategy. `communicators` has those of each placement on hosts, of which the least ones count.
 
     Each fits a device by itself, and no other variant with the same strategy beats it.
@@ -84,7 +84,7 @@ def find_variants(
                 memory = candidate_memory(problem, call, states, running, offload=offload)
                 if memory.alone > capacity:
                     continue
-                cost = cost or call_cost(rates, call, role, work, call_plan, per_host=in_host)
+                cost = cost or call_cost(rates, call, role, work, call_plan, per_host=per_host)
                 variants.append(Variant(
                     replace(call_plan, offload=True) if offload else call_plan,
                     offloaded(cost, rates, role, work, strategy) if offload else cost,

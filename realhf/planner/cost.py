@@ -49,12 +49,15 @@ class Spans(NamedTuple):
 
 
 def ranks_per_host(cluster: Cluster, ranks: Iterable[int]) -> int:
-    """Return the largest number n such that no n consecutive ranks of a mesh, counted from its first, lie on
-    two hosts. If the mesh begins or ends inside a host, this may be less than the ranks on any host."""
+    """Return the largest n for which no group lies on two hosts if a mesh is split into groups of n ranks.
+
+    If the mesh begins or ends inside a host, n may be less than the mesh has on any host.
+    """
     return math.gcd(*cluster.count_by_host(ranks).values())
 
 
 def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
+    """Return the rank groups of a strategy on a mesh with `per_host` ranks on each host."""
     s = strategy
     near = max(1, per_host // s.tp)  # Number of tp groups on one host.
     replicas = s.num_replicas
@@ -62,7 +65,8 @@ def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
     return Spans(
         tp=Span(s.tp, math.gcd(s.tp, per_host)),
         replicas=Span(replicas, min(replicas, near)),
-        expert_replicas=Span(experts, max(1, min(experts, near // s.ep))),
+        # The ranks of a cp group have the same experts, and next to it are groups with other experts.
+        expert_replicas=Span(experts, min(experts, max(min(s.cp, near), near // s.ep))),
         cp=Span(s.cp, min(s.cp, near)),
         ep=Span(s.ep, max(1, min(s.ep, near // s.cp))),
         stages_meet_in_host=s.num_ranks <= per_host,

@@ -26,9 +26,10 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
     receiving = np.zeros(len(calls))
     for i, call in enumerate(calls):
         work = problem.workloads[call.name]
-        for producer in filter(None, map(problem.graph.producer, call.inputs)):
-            j = index[producer.name]
-            is_late = producer.name in problem.ahead and call.name not in problem.ahead
+        producers = filter(None, map(problem.graph.producer, call.inputs))
+        for name in dict.fromkeys(producer.name for producer in producers):  # One message has all its keys.
+            j = index[name]
+            is_late = name in problem.ahead and call.name not in problem.ahead
             num_tokens = work.num_samples * work.tokens
             token_bytes = SAMPLE_BYTES + (top_bytes(work) if call.kind == "train_step" else 0)
             seconds = rates.samples(num_tokens * token_bytes)

@@ -34,7 +34,8 @@ class EnginePath:
     sum up outputs."""
     pads_stages: bool = False  # Under a pipeline, micro-batches are padded to the limit of their tokens.
     splits_experts: bool = True  # Tensor-parallel ranks split each expert; else they hold different experts.
-    overlap: float = 0.0  # Fraction of a backward pass that hides the reduction of gradients.
+    overlap: float = 0.0
+    """Fraction of a mini-batch's passes beside which gradients are reduced and parameters gathered."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> "EnginePath":

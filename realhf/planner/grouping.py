@@ -32,7 +32,7 @@ class _Shape(NamedTuple):
 
     kind: int  # The index of the kind of hosts.
     size: int
-    in_host: int  # Ranks that each host has at least, see `ranks_per_host`.
+    per_host: int  # See `ranks_per_host`.
 
 
 def _shape(cluster: Cluster, mesh: range) -> _Shape:
@@ -98,7 +98,7 @@ def _candidates(
         there = replace(problem, cluster=cluster.kinds[shape.kind], pins={})
         mesh = meshes[shapes.index(shape)]
         choices[shape] = _choices(
-            there, rates.at(mesh), calls, communicators, shape.in_host, only=only, is_matched=is_matched)
+            there, rates.at(mesh), calls, communicators, shape.per_host, only=only, is_matched=is_matched)
     candidates = []
     for mesh, shape in zip(meshes, shapes, strict=True):
         for strategy, variants in choices[shape]:
@@ -108,15 +108,15 @@ def _candidates(
 
 def _choices(
     problem: Problem, rates: Rates, calls: Sequence[FunctionCall], communicators: Sequence[Communicators],
-    in_host: int, *, only: ParallelStrategy | None, is_matched: bool,
+    per_host: int, *, only: ParallelStrategy | None, is_matched: bool,
 ) -> list[_Choice]:  # fmt: skip
     """Return the choices of a group on a mesh with these communicators (one for each placement on
-    hosts), `in_host` of its ranks on each host.
+    hosts), `per_host` of its ranks on each host.
 
     With `is_matched` it matters whether another group has exactly the same layout.
     """
     of_calls = [
-        find_variants(problem, rates, call, communicators, in_host=in_host, only=only) for call in calls
+        find_variants(problem, rates, call, communicators, per_host=per_host, only=only) for call in calls
     ]
     choices = [
         _Choice(strategy, variants)

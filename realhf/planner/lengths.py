@@ -106,7 +106,8 @@ def _log_normal(p99: float, deviation: float, limit: int) -> np.ndarray:
         return (np.arange(limit) < p99).astype(float)
     nodes = np.unique(np.geomspace(1, limit, _NUM_NODES).astype(int))
     standard = (np.log(nodes / p99) / deviation + _TAIL_DEVIATIONS) / math.sqrt(2)
-    exceeds = np.array([math.erfc(x) / 2 for x in standard.tolist()])  # Of a length, to exceed a node.
+    # The probability that a length exceeds each node.
+    exceeds = np.array([math.erfc(x) / 2 for x in standard.tolist()])
     return np.interp(np.arange(limit), np.append(0, nodes), np.append(1.0, exceeds))
 
 

@@ -23,7 +23,6 @@ from realhf.planner.starts_by_kind import starts_by_kind
 from realhf.units import format_bytes
 
 _SEARCHING = 0.8  # The fraction of the time limit for the search; the rest is for describing the plan.
-
 _BY_KIND = 0.2  # The fraction in which plans on one kind of hosts are searched, if there are several.
 
 
@@ -67,7 +66,10 @@ def make_plan(
     _require_candidates(space)
     rule = heuristic(space)
     starts = [] if rule is None else [rule.chosen]
-    starts += starts_by_kind(space, time_limit=_BY_KIND * time_limit, gap=gap)
+    starts += starts_by_kind(
+        space, time_limit=_BY_KIND * time_limit, gap=gap, max_iterations=max_iterations,
+        should_stop=should_stop,
+    )  # fmt: skip
     left = _SEARCHING * time_limit - (time.monotonic() - began)
     found = search(
         space, time_limit=max(0.1, left), gap=gap, starts=starts,

@@ -34,7 +34,7 @@ class Loads(NamedTuple):
     least_resting: np.ndarray
     least_running: np.ndarray
     smaller: np.ndarray
-    """By how much the device of `first` is smaller than the largest one of the cluster."""
+    """The bytes that the device of rank `first` has less than the largest device of the cluster."""
 
     def resting_at(self, rank: np.ndarray) -> np.ndarray:
         """Return what rests on one rank of each plan for every group."""

@@ -15,8 +15,10 @@ from realhf.units import format_bytes
 
 
 class Peak(NamedTuple):
-    """The largest need of one rank, and the call during which it occurs. `parts` are in bytes, and `hosts`
-    are those of the rank's kind."""
+    """The largest need of one rank, and the call during which it occurs.
+
+    `parts` has the bytes of each part; `hosts` are the hosts of the rank's kind.
+    """
 
     rank: int
     call: str
@@ -29,12 +31,12 @@ class Peak(NamedTuple):
 
     @property
     def available(self) -> float:
-        """What plans may use of the rank's device: its memory without the fixed parts of the reserve."""
+        """The bytes of the rank's device that plans may use: all but the fixed parts of the reserve."""
         return available_bytes(self.hosts)
 
     @property
     def excess_bytes(self) -> float:
-        """What the rank lacks; at most 0 if its need fits."""
+        """The bytes that the rank lacks; at most 0 if its need fits."""
         return self.num_bytes - self.available
 
     @property
@@ -46,7 +48,7 @@ class Peak(NamedTuple):
 class MemoryCheck:
     """The peak of every rank, and that of the fullest rank during each call.
 
-    The fullest rank is the one that has least left. `available`, `reserve` and `device_bytes` are its.
+    The fullest rank is the one that has least left; `available`, `reserve` and `device_bytes` are about it.
     """
 
     peaks: Mapping[int, Peak]

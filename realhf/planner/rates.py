@@ -26,7 +26,7 @@ from realhf.planner.problem import ModelRole
 from realhf.planner.shard import widths
 
 _LOGIT_BYTES = 4  # Logits are float32.
-_EXCHANGED_PASSES = 4  # Of EnginePath.expert_passes, those on the far side of an exchange.
+_EXCHANGED_PASSES = 4  # The part of EnginePath.expert_passes that is on the far side of an exchange.
 _SMALLEST_TILE = 16  # Rows of the smallest tile of a grouped product.
 
 
@@ -37,13 +37,14 @@ class BlockShape(NamedTuple):
     width: float  # Sum of the widths of the MLPs that a token passes.
     expert: int  # The parameters of one expert.
     moe_share: float  # Fraction of blocks that have experts.
-    split: float  # Sum of the terms that the dense products add up, of those that tp splits.
-    whole: float  # The same of those that it does not split.
+    split: float  # Sum, over the dense products whose terms tp splits, of the terms that each adds up.
+    whole: float  # The same over the products whose terms it does not split.
     decode_attention: float  # FLOPs of a new token and one in the cache.
 
 
 @lru_cache(maxsize=256)
 def block_shape(config: ModelConfig) -> BlockShape:
+    """Return the means over all decoder blocks of a model."""
     c = config
     spec = model_spec(config)
     dense = dense_params(spec) / config.num_layers
@@ -113,8 +114,8 @@ class Rates(LinkRates):
         return Rates(cluster, *self._given)
 
     def at(self, ranks: Collection[int]) -> "Rates":
-        """Return the rates of the kind of hosts that has these ranks, or those of the slowest if several
-        have."""
+        """Return the rates of the kind of hosts that has these ranks; if several kinds have them, rates as if
+        all hosts had the worst figures of any."""
         kind = self.cluster.kind_index(ranks)
         return self if kind is None or len(self.cluster.kinds) == 1 else self._of_kinds[kind]
 
@@ -316,7 +317,8 @@ class Rates(LinkRates):
     def _decode_experts(
         self, role: ModelRole, tp: Span, ep: Span, *, rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Return what `_experts` does, for decode steps of `rows`."""
+        """Return the same as `_experts`, for decode steps of `rows` on each rank, whose loads are taken to be
+        even."""
         c = role.config
         moe = c.moe
         assert moe is not None

@@ -27,8 +27,8 @@ _NORMAL = np.exp(-(_DEVIATIONS**2) / 2) / np.exp(-(_DEVIATIONS**2) / 2).sum()
 class Rollout(NamedTuple):
     """The rows that a generation decodes.
 
-    `num_rows` of each replica, which has `slots` of them at once. With `shared`, replicas that are done take
-    waiting prompts, of `group` rows each, from others.
+    Each of the `replicas` has `num_rows`, of which `slots` run at once. With `shared`, replicas that are done
+    take waiting prompts, of `group` rows each, from others.
     """
 
     lengths: Lengths

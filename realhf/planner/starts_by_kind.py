@@ -1,5 +1,6 @@
 """Plans on hosts of one kind alone, from which the search on several kinds begins."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from realhf.layout import DeviceMesh, Layout
@@ -8,9 +9,12 @@ from realhf.planner.search import search
 from realhf.planner.search_space import SearchSpace
 
 
-def starts_by_kind(space: SearchSpace, *, time_limit: float, gap: float) -> list[list[int]]:
+def starts_by_kind(
+    space: SearchSpace, *, time_limit: float, gap: float, max_iterations: int | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[list[int]]:  # fmt: skip
     """Return a plan on each kind of hosts that has one, found in an equal share of the time; none if there
-    is one kind."""
+    is one kind. Each search has the other limits to itself (see `search`)."""
     kinds = space.problem.cluster.ranks_by_kind
     if len(kinds) == 1:
         return []
@@ -21,7 +25,10 @@ def starts_by_kind(space: SearchSpace, *, time_limit: float, gap: float) -> list
         alone = SearchSpace(problem, space.rates.at(ranks))
         if not all(group.candidates for group in alone.groups):
             continue
-        found = search(alone, time_limit=time_limit / len(kinds), gap=gap)
+        found = search(
+            alone, time_limit=time_limit / len(kinds), gap=gap, max_iterations=max_iterations,
+            should_stop=should_stop,
+        )  # fmt: skip
         if found is not None:
             starts.append(_located(space, alone, found.chosen, ranks.start))
     return starts

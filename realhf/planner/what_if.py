@@ -33,8 +33,8 @@ class WhatIf:
     """A change, the plan's layouts under it, and the best plan found under it.
 
     `step_seconds` is that of the plan's layouts, with micro-batches, rows and options chosen anew. It is None
-    where they cannot run, and `best_step_seconds` where no plan fits; the obstacles say why. `layouts` has
-    the calls that the best plan runs elsewhere.
+    where they cannot run, and `best_step_seconds` where no plan fits; the obstacles say why. `best_layouts`
+    has the calls that the best plan runs elsewhere.
     """
 
     values: Mapping[str, str]

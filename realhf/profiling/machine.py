@@ -48,11 +48,9 @@ def measure_links(clock: Clock, sizes: Sizes) -> list[LinkTables]:
             continue  # A rank that is alone on its host has no link inside it.
         tables, noise = _collectives(clock, hosts)
         if hosts <= 2:
-            peer = 1 if hosts == 1 else world.ranks_per_host
-            if hosts == 2 or world.ranks_per_host > 1:
-                found = {"send": _messages(clock, peer), "samples": _samples(clock, sizes, hosts)}
-                tables |= {name: table for name, (table, _) in found.items()}
-                noise |= {name: spread for name, (_, spread) in found.items()}
+            found = {"send": _messages(clock, hosts), "samples": _samples(clock, sizes, hosts)}
+            tables |= {name: table for name, (table, _) in found.items()}
+            noise |= {name: spread for name, (_, spread) in found.items()}
         measured.append(LinkTables(hosts, tables, noise))
     return measured
 
@@ -105,37 +103,40 @@ def _all_to_all(group: Group, chunks: Sequence[torch.Tensor]) -> None:
     group.exchange([(i, chunks[i]) for i in peers], parts)
 
 
-def _messages(clock: Clock, peer: int) -> tuple[Table, float]:
-    """Time messages between each rank and the one that is `peer` ranks away."""
+def _messages(clock: Clock, hosts: int) -> tuple[Table, float]:
+    """Time messages between the ranks of each pair, inside a host or on two neighbouring ones."""
     world = clock.world
     everybody = world.group(range(world.size))
-    paired = [rank for rank in range(world.size) if _partner(rank, peer, world.ranks_per_host) < world.size]
-    if peer == 1:
-        paired = [rank for rank in paired if (rank % world.ranks_per_host) ^ 1 < world.ranks_per_host]
-    work = {("send", peer, n): partial(_ping_pong, everybody, world, n, peer) for n in _MESSAGE_BYTES}
+    partners = [_partner(rank, hosts, per_host=world.ranks_per_host) for rank in range(world.size)]
+    paired = [rank for rank, partner in enumerate(partners) if partner is not None]
+    partner = partners[world.rank]
+    work: dict[tuple[str, int, int], Callable[[], object]] = {
+        ("send", hosts, n): _nothing if partner is None else partial(_ping_pong, everybody, world, n, partner)
+        for n in _MESSAGE_BYTES
+    }
     seconds = clock.seconds(work, busy=paired)
     table = Table({"bytes": tuple(map(float, _MESSAGE_BYTES))}, [both / 2 for both in seconds.values()])
     return table, _median(clock.noise[key] for key in work)
 
 
-def _partner(rank: int, peer: int, per_host: int) -> int:
-    """Return the rank with which this one is paired, inside the host or on the next one."""
-    return rank ^ 1 if peer == 1 else rank + (per_host if rank // per_host % 2 == 0 else -per_host)
+def _partner(rank: int, hosts: int, *, per_host: int) -> int | None:
+    """Return the rank with which this one is paired: a neighbour on its host, or with `hosts` 2 the one with
+    its index on the neighbouring host. None for the last of an odd number on one host."""
+    host, index = divmod(rank, per_host)
+    if hosts > 1:
+        return (host ^ 1) * per_host + index
+    return host * per_host + (index ^ 1) if index ^ 1 < per_host else None
 
 
 def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 4)
 
 
-def _ping_pong(group: Group, world: World, num_bytes: int, apart: int) -> None:
-    """Send a message there and back between the two ranks of each pair."""
-    per_host = world.ranks_per_host
-    peer = _partner(world.rank, apart, per_host)
+def _ping_pong(group: Group, world: World, num_bytes: int, partner: int) -> None:
+    """Send a message to the partner and back."""
     tensor = torch.zeros(num_bytes // 4, device=world.device)
-    if peer >= world.size or (apart == 1 and peer // per_host != world.rank // per_host):
-        return
-    for sends in (world.rank < peer, world.rank > peer):
-        group.exchange(*(([(peer, tensor)], []) if sends else ([], [(peer, tensor)])))
+    for sends in (world.rank < partner, world.rank > partner):
+        group.exchange(*(([(partner, tensor)], []) if sends else ([], [(partner, tensor)])))
 
 
 def _samples(clock: Clock, sizes: Sizes, hosts: int) -> tuple[Table, float]:
