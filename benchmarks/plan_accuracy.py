@@ -119,14 +119,14 @@ def compare(directory: Path, name: str, processes: int, options: Options) -> Ite
     place = directory / f"{processes} processes, {name}"
     path = write_experiment(place, case, steps=options.steps + WARM_UP)
     experiment = load_experiment(str(path))
-    experiment.expected = expected_of(case)
+    experiment.expected = expected_of(case, place)
     plans = {
         plan: write_plan(place / f"plan-{number}.yaml", experiment, layouts)
         for number, (plan, layouts) in enumerate(plans_of(case, processes).items())
     }
     if processes > 1:
         problem = problem_of(experiment, rates.cluster)
-        plans[THE_PLANNERS] = make_plan(problem, rates, time_limit=10.0, gap=0.001).plan
+        plans[THE_PLANNERS] = make_plan(problem, rates, time_limit=10.0, gap=0.001, explain=False).plan
         plans[THE_PLANNERS].save(place / f"plan-{len(plans) - 1}.yaml")
     measured = {plan: Measured() for plan in plans}
     for turn in range(options.rounds):

@@ -68,11 +68,20 @@ def _changed_workload(work: Workload, values: Mapping[str, float]) -> Workload:
     samples = work.num_samples
     if "batch_size" in values:
         samples = int(values["batch_size"]) * work.samples_per_prompt
-    return replace(
-        work, num_samples=samples, prompt_tokens=work.prompt_tokens * prompt,
-        longest_prompt_tokens=work.longest_prompt_tokens * prompt,
-        response_tokens=work.response_tokens * response, max_new_tokens=round(work.max_new_tokens * response),
-    )  # fmt: skip
+    changes: dict[str, Any] = {
+        "prompt_tokens": work.prompt_tokens * prompt, "response_tokens": work.response_tokens * response,
+        "longest_prompt_tokens": work.longest_prompt_tokens * prompt,
+        "max_new_tokens": round(work.max_new_tokens * response),
+    }  # fmt: skip
+    if work.prompt_lengths is not None:
+        prompts = work.prompt_lengths.scaled(prompt)
+        changes |= {"prompt_lengths": prompts, "prompt_tokens": prompts.mean}
+    if work.response_lengths is not None:
+        responses = work.response_lengths.scaled(response)
+        changes |= {
+            "response_lengths": responses, "response_tokens": responses.mean,
+            "max_new_tokens": responses.limit}
+    return replace(work, num_samples=samples, **changes)
 
 
 def _amount(key: str, value: float | str) -> float:

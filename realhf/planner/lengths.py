@@ -54,6 +54,16 @@ class Lengths:
         """Return the least length that this share of the sequences does not exceed."""
         return int((self.survival > 1 - share).sum())
 
+    def scaled(self, factor: float) -> "Lengths":
+        """Return the distribution of lengths that are all `factor` times as long.
+
+        Those in between two whole numbers count partly as the one and partly as the other.
+        """
+        up_to = np.append(0.0, np.cumsum(self.survival))
+        nodes = np.minimum(np.arange(max(1, math.ceil(self.limit * factor - 1e-9)) + 1) / factor, self.limit)
+        survival = np.diff(np.interp(nodes, np.arange(self.limit + 1), up_to)) * factor
+        return Lengths(np.round(survival, 12))
+
     def draw(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
         """Return independent lengths."""
         return np.searchsorted(-self.survival, -rng.random(shape))
