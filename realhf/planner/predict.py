@@ -9,6 +9,7 @@ from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, call_cost, ranks_per_host
 from realhf.planner.dependencies import arrivals, dependencies
+from realhf.planner.neighbours import seconds_with_neighbours
 from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
@@ -19,10 +20,14 @@ _RANK_0 = Layout.parse("d1@0")
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step in the steady state, and the cost of each call alone."""
+    """Seconds of a step in the steady state, and the cost of each call alone.
+
+    `call_seconds` are those of calls among their neighbours, with which they may share cores.
+    """
 
     step_seconds: float
     calls: Mapping[str, CallCost]
+    call_seconds: Mapping[str, float]
 
 
 def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
@@ -35,14 +40,21 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
         costs[call.name] = call_cost(
             rates, call, problem.model_role(call), workload, call_plan, per_host=per_host
         )
-    seconds = {name: cost.seconds for name, cost in costs.items()}
-    return Prediction(step_seconds(problem, rates, plan, seconds), costs)
+    step, among_others = _walked(problem, rates, plan, {name: cost.seconds for name, cost in costs.items()})
+    return Prediction(step, costs, {name: among_others[name] for name in costs})
 
 
 def step_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> float:
-    """Return the seconds of a step in the steady state if calls take `call_seconds`.
+    """Return the seconds of a step in the steady state if calls take `call_seconds`."""
+    return _walked(problem, rates, plan, call_seconds)[0]
+
+
+def _walked(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step, and of each call among its neighbours.
 
     Calls in plain Python that the plan leaves out run on rank 0, as in a run.
     """
@@ -67,4 +79,7 @@ def step_seconds(
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
     busy = needs.busy(moving, first, stop)
     period = periods(needs, seconds, shares[None], moving=moving, busy=busy)[0]
-    return float(max(period, shared_core_seconds(problem.cluster, seconds, first, stop)[0]))
+    among_others = seconds_with_neighbours(
+        problem.cluster, needs, seconds[0], first[0], stop[0], moving=moving[0], busy=busy[0])
+    step = float(max(period, shared_core_seconds(problem.cluster, seconds, first, stop)[0]))
+    return step, dict(zip((call.name for call in calls), among_others.tolist(), strict=True))
