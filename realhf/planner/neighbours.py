@@ -44,7 +44,7 @@ def _walk(
         for i, step in enumerate(steps):
             if step < _STEPS and np.isinf(starts[step, i]):
                 ready[i] = _ready(ends, waits, step, i)
-        for i in np.flatnonzero(ready <= now):
+        for i in np.flatnonzero(ready <= now).tolist():
             starts[steps[i], i] = now
             left[i] = seconds[i]
         running = np.array([step < _STEPS and starts[step, i] < np.inf for i, step in enumerate(steps)])
@@ -54,7 +54,7 @@ def _walk(
             np.where(running, left / speed, np.inf).min(), np.where(ready > now, ready, np.inf).min() - now)
         left -= np.where(running, until * speed, 0.0)
         now += until
-        for i in np.flatnonzero(running & (left <= 1e-12)):
+        for i in np.flatnonzero(running & (left <= 1e-12)).tolist():
             ends[steps[i], i] = now
             steps[i] += 1
     return starts, ends
