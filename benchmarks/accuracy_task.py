@@ -14,6 +14,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from realhf import Expected
+from realhf.runtime.rollout_file import ROLLOUTS
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _SPREAD = 1.0  # Standard deviation of the logarithms of long-tailed lengths.
@@ -82,11 +83,17 @@ CASES: dict[str, Case] = {
 }
 
 
-def expected_of(case: Case) -> Expected:
-    """Return what the planner is told about the lengths of an experiment."""
-    return Expected(
-        prompt_tokens=round(sum(case.prompt_tokens) / 2),
-        response_tokens=round(sum(case.response_tokens) / case.prompts))
+def expected_of(case: Case, directory: Path) -> Expected:
+    """Return what the planner is told about the lengths of an experiment.
+
+    Prompts, and completions that are not generated, are measured on the dataset. How long responses get is
+    in a file of rollouts, as if the experiment had already run.
+    """
+    if not case.generates:
+        return Expected()
+    with (directory / ROLLOUTS).open("w") as file:
+        file.writelines(json.dumps({"length": length}) + "\n" for length in case.response_tokens)
+    return Expected(lengths_from=str(directory))
 
 
 def profiled_case(shape: str) -> Case:

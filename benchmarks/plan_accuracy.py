@@ -9,6 +9,7 @@ with --keep, a later call goes on where an earlier one was ended.
 """
 
 import dataclasses
+import shutil
 import statistics
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from rich.table import Table
 from realhf.cli.experiment_file import load_experiment
 from realhf.cli.planning_problem import problem_of
 from realhf.experiment import Experiment
-from realhf.plan import ExecutionPlan
+from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.make import make_plan
 from realhf.planner.predict import predict
 from realhf.planner.problem import Problem
@@ -112,6 +113,20 @@ def write_plan(path: Path, experiment: Experiment, layouts: Mapping[str, str]) -
     return ExecutionPlan.load(str(path))
 
 
+def save_plan(plan: ExecutionPlan, place: Path, number: int) -> None:
+    """Save a plan, and remove runs of another plan under this number."""
+    path = place / f"plan-{number}.yaml"
+    if path.exists() and _options(ExecutionPlan.load(str(path))) != _options(plan):
+        for run in place.glob(f"run-*-{number}"):
+            shutil.rmtree(run)
+    plan.save(path)
+
+
+def _options(plan: ExecutionPlan) -> dict[str, CallPlan]:
+    """Return the plan of each call on a model without predictions."""
+    return {name: dataclasses.replace(call, predicted={}) for name, call in plan.calls.items()}
+
+
 def compare(directory: Path, name: str, processes: int, options: Options) -> Iterator[Row]:
     """Run all plans of an experiment in turns, and yield a row for each."""
     case = CASES[name]
@@ -119,15 +134,15 @@ def compare(directory: Path, name: str, processes: int, options: Options) -> Ite
     place = directory / f"{processes} processes, {name}"
     path = write_experiment(place, case, steps=options.steps + WARM_UP)
     experiment = load_experiment(str(path))
-    experiment.expected = expected_of(case)
+    experiment.expected = expected_of(case, place)
     plans = {
         plan: write_plan(place / f"plan-{number}.yaml", experiment, layouts)
         for number, (plan, layouts) in enumerate(plans_of(case, processes).items())
     }
     if processes > 1:
         problem = problem_of(experiment, rates.cluster)
-        plans[THE_PLANNERS] = make_plan(problem, rates, time_limit=10.0, gap=0.001).plan
-        plans[THE_PLANNERS].save(place / f"plan-{len(plans) - 1}.yaml")
+        plans[THE_PLANNERS] = make_plan(problem, rates, time_limit=10.0, gap=0.001, explain=False).plan
+        save_plan(plans[THE_PLANNERS], place, len(plans) - 1)
     measured = {plan: Measured() for plan in plans}
     for turn in range(options.rounds):
         for number, plan in enumerate(plans):
@@ -154,7 +169,7 @@ def _row(
     problem: Problem, rates: Rates, plan: ExecutionPlan, taken: Measured, about: tuple[str, int, str]
 ) -> Row:
     predicted = predict(problem, rates, plan)
-    calls = {name: (cost.seconds, taken.call_seconds(name)) for name, cost in predicted.calls.items()}
+    calls = {name: (secs, taken.call_seconds(name)) for name, secs in predicted.call_seconds.items()}
     return Row(*about, predicted.step_seconds, taken.step_seconds, calls)
 
 

@@ -75,11 +75,15 @@ def spans(strategy: ParallelStrategy, per_host: int) -> Spans:
 
 @dataclass(frozen=True)
 class CallCost:
-    """Seconds of one call, also by part: `compute`, `tensor parallel`, `pipeline`, and so on."""
+    """Seconds of one call, also by part: `compute`, `tensor parallel`, `pipeline`, and so on.
+
+    They are those of the slowest replica; a mean replica works `mean_share` as long.
+    """
 
     seconds: float
     parts: Mapping[str, float] = field(default_factory=dict)
     num_micro_batches: int = 1
+    mean_share: float = 1.0
 
     @property
     def limit(self) -> str:
@@ -97,13 +101,17 @@ def call_cost(
     estimate = _Estimate(rates, role, workload, call_plan, strategy, spans(strategy, per_host))
     by_kind = {"generate": estimate.generate, "forward": estimate.forward, "train_step": estimate.train}
     cost = by_kind[call.kind]()
-    cost = on_shared_cores(cost, rates.cluster.crowding(min(strategy.num_ranks, per_host)))
     num_samples = workload.num_samples * (workload.round.num_rows if call.kind == "generate" else 1)
-    samples = math.ceil(num_samples / strategy.dp)
-    host = rates.call_seconds(call.kind, samples=samples)
+    host = rates.call_seconds(call.kind, samples=math.ceil(num_samples / strategy.dp))
+    cost = replace(cost, seconds=cost.seconds + host, parts={**cost.parts, "host": host})
+    crowding, alone = (
+        rates.cluster.crowding(min(ranks, per_host))
+        for ranks in (strategy.num_ranks, strategy.num_ranks // strategy.dp)
+    )
+    cost = on_shared_cores(cost, crowding, alone=alone, replicas=strategy.dp)
     runs = workload.runs
-    parts = {name: value * runs for name, value in {**cost.parts, "host": host}.items() if value > 0}
-    cost = CallCost((cost.seconds + host) * runs, parts, cost.num_micro_batches)
+    parts = {name: value * runs for name, value in cost.parts.items() if value > 0}
+    cost = replace(cost, seconds=cost.seconds * runs, parts=parts)
     return offloaded(cost, rates, role, workload, strategy) if call_plan.offload else cost
 
 
@@ -114,21 +122,24 @@ def offloaded(
     weights = max(weights_bytes(role, strategy, stage) for stage in {0, strategy.pp - 1})
     loading = rates.host_copy(weights) * workload.runs
     parts = {**cost.parts, "offload": loading} if loading > 0 else cost.parts
-    return CallCost(cost.seconds + loading, parts, cost.num_micro_batches)
+    return replace(cost, seconds=cost.seconds + loading, parts=parts)
 
 
-def on_shared_cores(cost: CallCost, crowding: float) -> CallCost:
+def on_shared_cores(cost: CallCost, crowding: float, *, alone: float = 1.0, replicas: int = 1) -> CallCost:
     """Return the cost of a call whose ranks share cores, so that work takes `crowding` times as long.
 
     Ranks that work use the cores of those that wait. So the call takes as long as with cores
-    for all ranks, or as long as its work, whichever is longer.
+    for all ranks, or as long as its work, whichever is longer. Once the other replicas, which are taken as
+    equal, have ended, work of the slowest one takes only `alone` times as long.
     """
     if crowding == 1:
         return cost
-    parts = {name: value * crowding for name, value in cost.parts.items() if name not in _WAITING}
+    others = 1.0 if replicas == 1 else max(0.0, (replicas * cost.mean_share - 1) / (replicas - 1))
+    slowdown = others * crowding + (1 - others) * alone
+    parts = {name: value * slowdown for name, value in cost.parts.items() if name not in _WAITING}
     worked = sum(parts.values())
     seconds = max(cost.seconds, worked)
-    return CallCost(seconds, {**parts, _WAITING[0]: seconds - worked}, cost.num_micro_batches)
+    return replace(cost, seconds=seconds, parts={**parts, _WAITING[0]: seconds - worked})
 
 
 @dataclass(frozen=True)
@@ -149,8 +160,9 @@ class _Estimate:
         )
         stages = [self._block().times(layers) for layers in self._num_layers]
         stages[-1] = stages[-1].plus(head)
-        return self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1,
+        cost = self._pipelined(stages, micro.num_micro_batches, tokens=micro.tokens, hops_per_slot=1,
                                largest=micro.largest)  # fmt: skip
+        return replace(cost, mean_share=micro.mean_share)
 
     def train(self) -> CallCost:
         rates = self.rates
@@ -185,7 +197,9 @@ class _Estimate:
         update = rates.update(role, owned=owned)
         parts = {name: part * steps for name, part in one.parts.items()}
         parts |= {"data parallel": data * steps, "optimizer": update * steps}
-        return CallCost(steps * (one.seconds + data + update), parts, one.num_micro_batches)
+        seconds = one.seconds + data + update
+        share = 1 - (1 - micro.mean_share) * one.seconds / seconds
+        return CallCost(steps * seconds, parts, one.num_micro_batches, share)
 
     def generate(self) -> CallCost:
         """Return the cost of a round of generation: prefill of prompts and histories, then decoding.
@@ -218,7 +232,9 @@ class _Estimate:
         }
         seconds = waves * prefill.seconds + decode
         parts["pipeline"] = max(0.0, seconds - sum(parts.values()))
-        return CallCost(seconds, parts)
+        mean = waves * prefill.seconds + steps.of_mean(step)
+        mean *= min(1.0, work.num_samples / self.strategy.num_replicas / samples)
+        return CallCost(seconds, parts, mean_share=mean / seconds)
 
     def _decode_steps(self, live: float, slots: float) -> DecodeSteps:
         """Return the decode steps of a replica that has `live` rows.

@@ -26,15 +26,13 @@ def dependencies(problem: Problem, rates: Rates) -> Dependencies:
     receiving = np.zeros(len(calls))
     for i, call in enumerate(calls):
         work = problem.workloads[call.name]
-        producers = filter(None, map(problem.graph.producer, call.inputs))
-        for name in dict.fromkeys(producer.name for producer in producers):  # One message has all its keys.
-            j = index[name]
-            is_late = name in problem.ahead and call.name not in problem.ahead
-            num_tokens = work.num_samples * work.tokens
-            token_bytes = SAMPLE_BYTES + (top_bytes(work) if call.kind == "train_step" else 0)
-            seconds = rates.samples(num_tokens * token_bytes)
-            (late_data if is_late else data)[i, j] = seconds
-            receiving[i] += seconds  # They come to some ranks of the call, which then deal them out.
+        token_bytes = SAMPLE_BYTES + (top_bytes(work) if call.kind == "train_step" else 0)
+        num_bytes = work.num_samples * work.tokens * token_bytes
+        for producer in filter(None, map(problem.graph.producer, call.inputs)):
+            j = index[producer.name]
+            is_late = producer.name in problem.ahead and call.name not in problem.ahead
+            (late_data if is_late else data)[i, j] = rates.sending(num_bytes)
+            receiving[i] = rates.samples(num_bytes)  # All at once: some ranks get them, and deal them out.
         if call.kind == "generate" and work.rounds > 1:
             num_tokens = work.num_samples * float(work.round.ages[1:].sum()) * work.tokens
             late_data[i, i] = rates.samples(num_tokens * SAMPLE_BYTES)

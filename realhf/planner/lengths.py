@@ -55,9 +55,14 @@ class Lengths:
         return int((self.survival > 1 - share).sum())
 
     def scaled(self, factor: float) -> "Lengths":
-        """Return the distribution of lengths that are all `factor` times as long."""
-        tokens = np.arange(max(1, round(self.limit * factor))) / factor
-        return Lengths(np.interp(tokens, np.arange(self.limit), self.survival))
+        """Return the distribution of lengths that are all `factor` times as long.
+
+        Those in between two whole numbers count partly as the one and partly as the other.
+        """
+        up_to = np.append(0.0, np.cumsum(self.survival))
+        nodes = np.minimum(np.arange(max(1, math.ceil(self.limit * factor - 1e-9)) + 1) / factor, self.limit)
+        survival = np.diff(np.interp(nodes, np.arange(self.limit + 1), up_to)) * factor
+        return Lengths(np.round(survival, 12))
 
     def draw(self, rng: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:
         """Return independent lengths."""

@@ -73,8 +73,12 @@ class LinkRates:
         slowdown = self.cluster.slowdown(self.cluster.num_hosts)
         return self._exchange(num_bytes, float(within_host), 0.0 if within_host else slowdown)
 
+    def sending(self, num_bytes: float) -> float:
+        """Return the seconds to send samples to ranks of the call that reads them, beside other calls."""
+        return self.samples(num_bytes)
+
     def samples(self, num_bytes: float) -> float:
-        """Return the seconds to move samples between calls, from host memory to host memory."""
+        """Return the seconds in which ranks of a call deal out samples, from host memory to host memory."""
         return self.send(num_bytes, within_host=False)
 
     def host_copy(self, num_bytes: float) -> float:

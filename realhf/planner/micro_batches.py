@@ -36,6 +36,7 @@ class MeanMicroBatch(NamedTuple):
     squared_tokens: float  # Sum of the squared lengths of its sequences.
     output_tokens: float  # Positions whose logits are computed.
     largest: float = 1.0  # The cost of the largest one, relative to the mean.
+    mean_share: float = 1.0  # The cost of a mean rank's part, relative to that of the slowest one.
 
 
 class LargestMicroBatch(NamedTuple):
@@ -64,8 +65,10 @@ def mean_micro_batch(
     num_micro_batches = min(groups, max(math.ceil(groups / max_groups), min(strategy.pp, groups)))
     each = groups * workload.group_size / num_micro_batches / strategy.cp
     output_tokens = workload.response_tokens or workload.tokens
+    samples = workload.num_samples / workload.minibatches / strategy.dp
     return MeanMicroBatch(
-        num_micro_batches, each * workload.tokens, each * workload.squared_tokens, each * output_tokens)
+        num_micro_batches, each * workload.tokens, each * workload.squared_tokens, each * output_tokens,
+        mean_share=min(1.0, samples / (groups * workload.group_size)))
 
 
 def _of_slowest_rank(
@@ -86,7 +89,8 @@ def _of_slowest_rank(
     squared_tokens = split.squared_tokens * workload.squared_tokens / (drawn**2).mean()
     output_tokens = tokens - (split.prompt_tokens if workload.response_tokens else 0.0)
     return MeanMicroBatch(
-        num_micro_batches, tokens * share, squared_tokens * share, output_tokens * share, split.largest)
+        num_micro_batches, tokens * share, squared_tokens * share, output_tokens * share, split.largest,
+        split.mean_share)
 
 
 class _Batches(NamedTuple):
@@ -111,6 +115,7 @@ class _Split(NamedTuple):
     squared_tokens: float
     prompt_tokens: float
     largest: float  # The cost of the largest micro-batch, relative to the mean one.
+    mean_share: float  # The cost of a mean rank's part, relative to that of the slowest one.
 
 
 @lru_cache(maxsize=64)
@@ -138,10 +143,11 @@ def _dealt(batches: _Batches) -> list[list[list[int]]]:
 
 class _Share(NamedTuple):
     """What the slowest rank has of a mini-batch: the lengths of its prompts, and by unit those of its whole
-    sequences."""
+    sequences. A mean rank's part costs `mean_share` as much."""
 
     prompts: np.ndarray
     whole: np.ndarray
+    mean_share: float
 
 
 @lru_cache(maxsize=1024)
@@ -153,7 +159,8 @@ def _slowest(batches: _Batches, attention: float) -> list[_Share]:
     for number, ranks in enumerate(_dealt(batches)):
         sums = [sum([costs[number][unit] for unit in units]) for units in ranks]
         slowest = ranks[sums.index(max(sums))]
-        found.append(_Share(prompts[number, slowest], whole[number, slowest]))
+        mean_share = sum(sums) / batches.dp / max(sums)
+        found.append(_Share(prompts[number, slowest], whole[number, slowest], mean_share))
     return found
 
 
@@ -166,9 +173,11 @@ def _split(
     found = [_split_share(share.whole.reshape(-1, group_size), max_tokens, at_least, attention)
              for share in shares[:_MOST_SPLITS]]  # fmt: skip
     num_parts, largest = np.mean(found, axis=0).tolist()
-    sums = [(share.whole.sum(), (share.whole**2).sum(), share.prompts.sum()) for share in shares]
-    tokens, squared_tokens, prompt_tokens = np.mean(sums, axis=0).tolist()
-    return _Split(num_parts, tokens, squared_tokens, prompt_tokens, largest)
+    sums = [
+        (share.whole.sum(), (share.whole**2).sum(), share.prompts.sum(), share.mean_share) for share in shares
+    ]
+    tokens, squared_tokens, prompt_tokens, mean_share = np.mean(sums, axis=0).tolist()
+    return _Split(num_parts, tokens, squared_tokens, prompt_tokens, largest, mean_share)
 
 
 def _split_share(

@@ -9,6 +9,7 @@ from realhf.layout import Layout
 from realhf.plan import CallPlan, ExecutionPlan
 from realhf.planner.cost import CallCost, call_cost, ranks_per_host
 from realhf.planner.dependencies import dependencies, moving_seconds
+from realhf.planner.neighbours import seconds_with_neighbours
 from realhf.planner.parameter_boxes import ContiguousLayout
 from realhf.planner.problem import Problem
 from realhf.planner.rates import Rates
@@ -19,10 +20,14 @@ _RANK_0 = Layout.parse("d1@0")
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step in the steady state, and the cost of each call alone."""
+    """Seconds of a step in the steady state, and the cost of each call alone.
+
+    `call_seconds` are those of calls among their neighbours, with which they may share cores.
+    """
 
     step_seconds: float
     calls: Mapping[str, CallCost]
+    call_seconds: Mapping[str, float]
 
 
 def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
@@ -36,14 +41,21 @@ def predict(problem: Problem, rates: Rates, plan: ExecutionPlan) -> Prediction:
             rates.at(call_plan.layout.ranks), call, problem.model_role(call), workload, call_plan,
             per_host=per_host,
         )  # fmt: skip
-    seconds = {name: cost.seconds for name, cost in costs.items()}
-    return Prediction(step_seconds(problem, rates, plan, seconds), costs)
+    step, among_others = _walked(problem, rates, plan, {name: cost.seconds for name, cost in costs.items()})
+    return Prediction(step, costs, {name: among_others[name] for name in costs})
 
 
 def step_seconds(
     problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
 ) -> float:
-    """Return the seconds of a step in the steady state if calls take `call_seconds`.
+    """Return the seconds of a step in the steady state if calls take `call_seconds`."""
+    return _walked(problem, rates, plan, call_seconds)[0]
+
+
+def _walked(
+    problem: Problem, rates: Rates, plan: ExecutionPlan, call_seconds: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step, and of each call among its neighbours.
 
     Calls in plain Python that the plan leaves out run on rank 0, as in a run.
     """
@@ -61,4 +73,8 @@ def step_seconds(
         for call in calls if call.role is None
     }  # fmt: skip
     seconds = np.array([[{**host, **call_seconds}[call.name] for call in calls]])
-    return float(step_periods(problem.cluster, needs, seconds, first, stop, moving=moving)[0])
+    step = float(step_periods(problem.cluster, needs, seconds, first, stop, moving=moving)[0])
+    among_others = seconds_with_neighbours(
+        problem.cluster, needs, seconds[0], first[0], stop[0], moving=moving[0],
+        busy=needs.busy(moving, first, stop)[0])
+    return step, dict(zip((call.name for call in calls), among_others.tolist(), strict=True))

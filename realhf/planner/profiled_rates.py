@@ -89,10 +89,18 @@ class ProfiledRates(Rates):
             return super().send(num_bytes, within_host=within_host)
         return table.at(num_bytes)
 
+    def sending(self, num_bytes: float) -> float:
+        """Return 0 where samples were measured: those seconds are from the first message to the last."""
+        return self.samples(num_bytes) if self._samples is None else 0.0
+
     def samples(self, num_bytes: float) -> float:
-        within_host = self.cluster.num_hosts == 1
-        table = self._links.get(1 if within_host else 2, {}).get("samples")
-        return self.send(num_bytes, within_host=within_host) if table is None else table.at(num_bytes)
+        if self._samples is not None:
+            return self._samples.at(num_bytes)
+        return self.send(num_bytes, within_host=self.cluster.num_hosts == 1)
+
+    @property
+    def _samples(self) -> Table | None:
+        return self._links.get(min(self.cluster.num_hosts, 2), {}).get("samples")
 
     # Computing
 

@@ -66,9 +66,7 @@ class DecodeSteps(NamedTuple):
 
         `seconds` are those of a step of each kind. Steps between one row and many are interpolated.
         """
-        one, many = seconds[1:].reshape(2, -1)
-        more_rows = self.rows[1 + len(one) :] - 1
-        per_row = (many - one) / more_rows
+        one, per_row = self._one_and_further(seconds)
         ends = self.last_steps @ one
         means = self.full_steps * seconds[0] + ends + self.further_steps @ per_row
         by_range = self.last_steps * per_row
@@ -85,9 +83,25 @@ class DecodeSteps(NamedTuple):
         order = np.argsort(values, axis=None)
         is_slowest = np.diff(np.minimum(np.cumsum(chances[order]), 1.0) ** self.replicas, prepend=0.0)
         weights = np.bincount(order // len(_NORMAL), is_slowest, minlength=len(means))
-        further = weights @ self.further_steps / more_rows
+        further = weights @ self.further_steps / self._more_rows
         return float(is_slowest @ values.ravel()[order]), np.concatenate(
             [[self.full_steps], weights @ self.last_steps - further, further])
+
+    def of_mean(self, seconds: np.ndarray) -> float:
+        """Return the expected seconds of any replica."""
+        one, per_row = self._one_and_further(seconds)
+        after = self.last_steps @ one + self.further_steps @ per_row
+        return self.full_steps * float(seconds[0]) + float(self.chances @ after)
+
+    @property
+    def _more_rows(self) -> np.ndarray:
+        """The rows of each kind of step after the first, besides one."""
+        return self.rows[1 + self.last_steps.shape[1] :] - 1
+
+    def _one_and_further(self, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of a later step with one row, and what each further row adds."""
+        one, many = seconds[1:].reshape(2, -1)
+        return one, (many - one) / self._more_rows
 
 
 @lru_cache(maxsize=4096)

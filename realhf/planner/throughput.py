@@ -160,6 +160,15 @@ def first_starts(
     return np.array(starts)
 
 
+def delays(
+    needs: Dependencies, shares: np.ndarray, moving: np.ndarray, busy: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds from the end of call j until call i can start in one plan, shape (N, N) each: in the
+    same step, and in the next one."""
+    same, before = _waits(needs, np.zeros((1, len(shares))), shares[None], moving[None], busy[None])
+    return same[..., 0], before[..., 0]
+
+
 def _waits(
     needs: Dependencies, seconds: np.ndarray, shares: np.ndarray, moving: np.ndarray | None,
     busy: np.ndarray | None,

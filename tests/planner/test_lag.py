@@ -111,8 +111,7 @@ class Trace:
         call = self.space.calls[i]
         work = self.space.problem.workloads[call.name]
         made = [key for key in call.inputs if self.space.problem.graph.producer(key) is not None]
-        producers = {self.space.problem.graph.producer(key).name for key in made}
-        return len(producers) * self._sending(work.num_samples * work.tokens)
+        return self._sending(work.num_samples * work.tokens) if made else 0.0
 
     def _sending(self, num_tokens):
         return self.space.rates.samples(num_tokens * 40)

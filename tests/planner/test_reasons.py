@@ -11,6 +11,7 @@ from realhf.cli.planning_problem import problem_of
 from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
 from realhf.planner.changes import change, current_values
+from realhf.planner.lengths import observed
 from realhf.planner.make import make_plan
 from realhf.planner.predict import predict
 from realhf.planner.profile import Profile
@@ -180,6 +181,23 @@ def test_changes_reach_every_workload_and_the_cluster(planned):
         "response_tokens": 45, "prompt_tokens": 200, "batch_size": 128, "num_hosts": 4,
         "inter_host.bandwidth": 25e9, "device_memory": 60e9}  # fmt: skip
     assert change(problem, rates, current_values(problem))[0] == problem
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.7, 3.0])
+def test_observed_lengths_keep_their_shape_when_they_are_scaled(planned, factor):
+    """The moments are those of lengths that are all multiplied, up to rounding to whole tokens."""
+    lengths = np.array([12, 40, 40, 90, 270])
+    prompts, responses = (observed((lengths + more).tolist()) for more in (0, 7))
+    given = {"prompt_tokens": prompts.mean, "prompt_lengths": prompts, "response_tokens": responses.mean,
+             "response_lengths": responses, "max_new_tokens": responses.limit}  # fmt: skip
+    workloads = {name: replace(work, **given) for name, work in planned.problem.workloads.items()}
+    problem = replace(planned.problem, workloads=workloads)
+    wanted = {key: current_values(problem)[key] * factor for key in ("prompt_tokens", "response_tokens")}
+    for work in change(problem, planned.space.rates, wanted)[0].workloads.values():
+        for found, before in ((work.prompt_lengths, lengths), (work.response_lengths, lengths + 7)):
+            assert found.mean == pytest.approx((before * factor).mean())
+            assert found.squared_mean == pytest.approx(np.square(before * factor).mean(), rel=0.01)
+            assert abs(found.quantile(0.5) - 1.5 - np.median(before) * factor) <= 1.5
 
 
 REFUSED = {

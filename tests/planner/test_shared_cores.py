@@ -6,11 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
 from realhf.planner.cost import CallCost, on_shared_cores
+from realhf.planner.neighbours import seconds_with_neighbours
 from realhf.planner.predict import predict
 from realhf.planner.rates import Rates
 from realhf.planner.search_space import SearchSpace
+from realhf.planner.throughput import Dependencies
 from tests.planner.problems import random_problem, ranks_and_seconds
 from tests.planner.test_search import agrees
 
@@ -51,6 +54,44 @@ def test_ranks_that_work_use_the_cores_of_those_that_wait(num_stages, num_micro_
     if crowding == 1 or num_stages == 1 or num_cores == 1:
         assert cost.seconds == pytest.approx(taken)
     assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 4])
+@pytest.mark.parametrize(("replicas", "tp"), [(2, 1), (4, 1), (2, 2), (6, 1)])
+def test_the_slowest_replica_has_the_cores_for_itself_in_the_end(replicas, tp, num_cores):
+    """Compare with fair sharing among the slowest replica, which takes 3 s alone, and others of 1.2 s."""
+    left = [3.0] * tp + [1.2] * (replicas - 1) * tp
+    taken = 0.0
+    while left:
+        least = min(left)
+        taken += least * max(1.0, len(left) / num_cores)
+        left = [each - least for each in left if each > least]
+    mean_share = (3.0 + (replicas - 1) * 1.2) / replicas / 3.0
+    cost = CallCost(3.0, {"compute": 3.0}, mean_share=mean_share)
+    crowding, alone = (max(1.0, ranks / num_cores) for ranks in (replicas * tp, tp))
+    found = on_shared_cores(cost, crowding, alone=alone, replicas=replicas)
+    assert found.seconds == pytest.approx(taken)
+    assert sum(found.parts.values()) == pytest.approx(taken)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_cores", "expected"),
+    [((2, 2), 2, (2.0, 4.0)), ((1, 1), 2, (1.0, 3.0)), ((1, 3), 2, (1.5, 3.5)), ((2, 2), 4, (1.0, 3.0)),
+     ((1, 1), 1, (2.0, 4.0))],
+)  # fmt: skip
+def test_calls_on_other_ranks_use_the_same_cores(ranks, num_cores, expected):
+    """Calls of 1 and of 3 s run beside each other; then comes one on all ranks.
+
+    While both run, each gets its part of the cores that they could use.
+    """
+    num_ranks = sum(ranks)
+    cluster = replace(Cluster.load("h100-1x8"), devices_per_host=num_ranks, cores_per_host=num_cores)
+    nothing = np.full((3, 3), -np.inf)
+    needs = Dependencies(nothing, nothing, (), np.zeros(3))
+    first, stop = np.array([0, ranks[0], 0]), np.array([ranks[0], num_ranks, num_ranks])
+    found = seconds_with_neighbours(
+        cluster, needs, np.array([1.0, 3.0, 5.0]), first, stop, moving=np.zeros(0), busy=np.zeros((3, 3)))
+    assert found == pytest.approx([*expected, 5.0])
 
 
 def _shared(seed, *, cores):
