@@ -137,8 +137,7 @@ def _dealt(batches: _Batches) -> list[list[list[int]]]:
 
 
 class _Share(NamedTuple):
-    """What the slowest rank has of a mini-batch: the lengths of its prompts, and by unit those of its whole
-    sequences."""
+    """The part of a mini-batch that the slowest rank has: lengths of prompts and whole sequences, by unit."""
 
     prompts: np.ndarray
     whole: np.ndarray
