@@ -150,7 +150,7 @@ class Cluster:
     def slowdown(self, num_hosts: int, *, in_ring: bool = False) -> float:
         """Return by how much leaf switches slow down the traffic among this many hosts that fill leaves.
 
-        Of the traffic of a ring, a leaf sends only as much to other leaves as one of its hosts.
+        In a ring, a leaf sends only as much to other leaves as one of its hosts.
         """
         if self.hosts_per_leaf is None or self.oversubscription is None or num_hosts <= self.hosts_per_leaf:
             return 1.0

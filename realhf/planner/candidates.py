@@ -96,7 +96,7 @@ def find_variants(
 def _undominated(variants: Iterable[Variant]) -> list[Variant]:
     """Return the variants of one layout that no other one equals or beats in all its costs.
 
-    Of variants with equal costs the first one is kept.
+    The first of several variants with equal costs is kept.
     """
     kept: list[Variant] = []
     for variant in sorted(variants, key=lambda v: v.costs):  # A variant comes after all those that beat it.

@@ -49,8 +49,23 @@ def change(problem: Problem, rates: Rates, values: Mapping[str, float | str]) ->
             raise ValueError(f"{key}: {why}; leave --profile out")
     cluster = _changed_cluster(problem.cluster, {k: v for k, v in values.items() if k not in WORKLOAD_KEYS})
     of_work = {key: _amount(key, value) for key, value in values.items() if key in WORKLOAD_KEYS}
-    workloads = {name: _changed_workload(work, of_work) for name, work in problem.workloads.items()}
-    changed = replace(problem, cluster=cluster, workloads=workloads)
+    known = _any_workload(problem)
+    prompt = of_work.get("prompt_tokens", known.prompt_tokens) / (known.prompt_tokens or 1.0)
+    response = of_work.get("response_tokens", known.response_tokens) / (known.response_tokens or 1.0)
+    workloads = {
+        name: _scaled(work, prompt=prompt, response=response) for name, work in problem.workloads.items()
+    }
+    if "batch_size" in of_work:
+        prompts = int(of_work["batch_size"])
+        workloads = {
+            name: replace(work, num_samples=prompts * work.samples_per_prompt)
+            for name, work in workloads.items()
+        }
+    evaluations = tuple(
+        planned._replace(workload=_scaled(planned.workload, prompt=prompt, response=response))
+        for planned in problem.evaluations
+    )
+    changed = replace(problem, cluster=cluster, workloads=workloads, evaluations=evaluations)
     return changed, rates if cluster == problem.cluster else rates.on(cluster)
 
 
@@ -64,16 +79,12 @@ def _any_workload(problem: Problem) -> Workload:
     return problem.workloads[problem.model_calls[0].name]
 
 
-def _changed_workload(work: Workload, values: Mapping[str, float]) -> Workload:
-    prompt = values.get("prompt_tokens", work.prompt_tokens) / (work.prompt_tokens or 1.0)
-    response = values.get("response_tokens", work.response_tokens) / (work.response_tokens or 1.0)
-    samples = work.num_samples
-    if "batch_size" in values:
-        samples = int(values["batch_size"]) * work.samples_per_prompt
+def _scaled(work: Workload, *, prompt: float, response: float) -> Workload:
+    """Return a workload whose prompts and responses, and their limits, are multiplied by these factors."""
     prompts = None if work.prompt_lengths is None else work.prompt_lengths.scaled(prompt)
     responses = None if work.response_lengths is None else work.response_lengths.scaled(response)
     return replace(
-        work, num_samples=samples, prompt_lengths=prompts, response_lengths=responses,
+        work, prompt_lengths=prompts, response_lengths=responses,
         prompt_tokens=work.prompt_tokens * prompt if prompts is None else prompts.mean,
         longest_prompt_tokens=work.longest_prompt_tokens * prompt,
         response_tokens=work.response_tokens * response if responses is None else responses.mean,

@@ -43,7 +43,7 @@ _SALTS = _RANDOM.integers(1 << 62, size=(len(_PURPOSES), 2), dtype=np.uint64)
 
 
 class Use(NamedTuple):
-    """What the engines of one layout do in it."""
+    """The properties of a layout's engines that decide which groups exchange what."""
 
     trains: bool = False
     is_tied: bool = False  # The first and the last stage both hold the embedding.
@@ -74,8 +74,11 @@ _Group = tuple[np.ndarray, _Traffic, str]
 
 
 class CommunicatorBytes(NamedTuple):
-    """What a candidate of the search adds at least on any of its ranks: for its layout, in addition if a role
-    trains there, and for reallocations from there, if something moves. Numbers, or arrays over candidates."""
+    """The least bytes of communicators that a candidate of the search adds on any of its ranks.
+
+    They are those of its layout, those in addition if a role trains there, and those of reallocations from
+    there if something moves; numbers, or arrays over candidates.
+    """
 
     layout: Any
     training: Any

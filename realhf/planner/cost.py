@@ -128,9 +128,9 @@ def offloaded(
 def on_shared_cores(cost: CallCost, crowding: float, *, alone: float = 1.0, replicas: int = 1) -> CallCost:
     """Return the cost of a call whose ranks share cores, so that work takes `crowding` times as long.
 
-    Ranks that work use the cores of those that wait. So the call takes as long as with cores
-    for all ranks, or as long as its work, whichever is longer. Once the other replicas, which are taken as
-    equal, have ended, work of the slowest one takes only `alone` times as long.
+    Ranks that work use the cores of those that wait. So the call takes as long as with cores for all ranks,
+    or as long as its work, whichever is longer. Once the other replicas, which are taken as equal, have
+    ended, work of the slowest one takes only `alone` times as long.
     """
     if crowding == 1:
         return cost
@@ -185,7 +185,7 @@ class _Estimate:
         ends = {0, strategy.pp - 1}
         held = max((held_params(role.config, strategy, stage, role.lora) for stage in ends), key=sum)
         steps = self.work.minibatches * self.work.epochs
-        # Parameters are gathered between optimizer steps; after the last, reallocation distributes them.
+        # Parameters are gathered between optimizer steps. After the last one, reallocations bring them.
         gathers = (steps - 1) / steps if strategy.num_replicas > 1 else 0.0
         data = owned = 0.0
         for part, span in zip(held, (self.groups.replicas, self.groups.expert_replicas), strict=True):

@@ -28,7 +28,7 @@ class _Choice(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What the price of a call on a mesh depends on."""
+    """The properties of a mesh on which the price of a call depends."""
 
     kind: int  # The index of the kind of hosts.
     size: int

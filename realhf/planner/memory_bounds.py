@@ -70,7 +70,7 @@ class MemoryBounds:
     """The memory of the plans of a search space."""
 
     def __init__(self, account: MemoryAccount, groups: Sequence[CallGroup], names: Sequence[str]) -> None:
-        """`names` are those of the calls, whose positions the groups have."""
+        """Set up the bounds; `names` has the name of every call, by the positions that the groups have."""
         self.account = account
         self._groups = groups
         self._names = names

@@ -142,8 +142,10 @@ def _dealt(batches: _Batches) -> list[list[list[int]]]:
 
 
 class _Share(NamedTuple):
-    """What the slowest rank has of a mini-batch: the lengths of its prompts, and by unit those of its whole
-    sequences. A mean rank's part costs `mean_share` as much."""
+    """The part of a mini-batch that the slowest rank has: lengths of prompts and whole sequences, by unit.
+
+    A mean rank's part costs `mean_share` as much.
+    """
 
     prompts: np.ndarray
     whole: np.ndarray

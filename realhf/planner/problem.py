@@ -66,7 +66,7 @@ class Workload:
         assert self.response_lengths is None or self.response_lengths.limit == self._longest_response
 
     def with_rows(self, max_rows: int | None) -> "Workload":
-        """Return this work with as many rows decoded at once; as it is, without a number."""
+        """Return this work with `max_rows` rows decoded at once; unchanged if that is None."""
         return self if max_rows in (None, self.max_rows) else replace(self, max_rows=max_rows)
 
     @property

@@ -102,7 +102,7 @@ class Rates(LinkRates):
     def __init__(
         self, cluster: Cluster, efficiencies: Efficiencies | None = None, path: EnginePath | None = None
     ) -> None:
-        """None: the efficiencies of the cluster's accelerator, and the path of this engine."""
+        """Set up the rates, by default for the accelerator's efficiencies and the path of this engine."""
         super().__init__(cluster, efficiencies or Efficiencies.of(cluster))
         self._given = efficiencies, path
         self.path = path or EnginePath.of(cluster)

@@ -261,7 +261,7 @@ def _device_memory(space: SearchSpace, plan: np.ndarray) -> float | None:
     """Return the least memory of a device with which a plan fits, to three digits; None if devices are of
     several kinds.
 
-    What a plan needs may grow with the memory, as a cache leaves a share of it free.
+    The need of a plan may grow with the memory, as a cache leaves a share of it free.
     """
     layouts = ExecutionPlan(space.call_plans(plan.tolist()))
     problem = space.problem

@@ -195,7 +195,7 @@ def _changed(chosen: np.ndarray, group: int, candidates: np.ndarray) -> np.ndarr
 
 
 class _Step(NamedTuple):
-    """What is decided next: a group's mesh, or its candidate, which is the last decision about it."""
+    """The next decision: about a group's mesh, or about its candidate, which is the last one about it."""
 
     group: int
     is_last: bool
@@ -331,7 +331,7 @@ class _Tree:
         """Return every plan with every mesh, or every candidate on its mesh, for the group of this step, if
         it may still become the best.
 
-        Of complete plans, it is the best that fits, among the first `most_plans`.
+        If this completes the plans, return only the best one that fits, among the first `most_plans`.
         """
         u, is_last = self._steps[depth]
         group = self._groups[u]

@@ -100,7 +100,7 @@ class SearchSpace:
     def call_times(self, choices: np.ndarray) -> CallTimes:
         """Return the times and ranks of every call.
 
-        Where the layout of a plain Python call's group is undecided, so are its ranks.
+        The ranks of a plain Python call are undecided if the layout of its group is.
         """
         seconds, first, stop = (np.zeros((len(choices), len(self.calls))) for _ in range(3))
         for group, choice in zip(self.open_groups, choices.T, strict=True):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from realhf.planner.search_space import SearchSpace
-from realhf.planner.throughput import first_starts
+from realhf.planner.throughput import first_starts, have_common_ranks
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def simulate(space: SearchSpace, chosen: np.ndarray) -> Simulation:
     busy = space.needs.busy(moving, times.first, times.stop)[0]
     durations = space.needs.durations(moving)[0]
     seconds, first, stop = (array[0] for array in times)
-    shares = (first[:, None] < stop) & (first < stop[:, None])
+    shares = have_common_ranks(times.first, times.stop)[0]
     num_steps = 4 * len(space.calls) + 4
     starts = first_starts(space.needs, seconds, shares, moving[0], busy, num_steps=num_steps)[-1]
     starts = starts - starts.min()

@@ -74,7 +74,7 @@ class Dependencies:
             low = np.maximum(first, first[:, j, None])
             high = np.minimum(stop, stop[:, j, None])
             most = np.zeros(low.shape)
-            # What ranks send is most at the first shared rank, or where some target stops.
+            # A rank that sends most is the first shared one, or the one where some target stops.
             for rank in (low, *(np.broadcast_to(stop[:, user, None], low.shape) for user in users)):
                 sent = np.zeros(low.shape)
                 for number, user in zip(numbers, users, strict=True):

@@ -139,7 +139,7 @@ class TrainMoments:
     def _activated_linear(self) -> float:
         """Bytes in the backward pass of the activation and the down projection, besides the gradient of
         their output."""
-        # Of a part of the tokens.
+        # The activation works on a part of the tokens at a time.
         temporaries = 3 * self.role.itemsize * self.pieces.working_numel(self.tokens * self.pieces.widths.mlp)
         if self.role.lora is not None:  # The gradients of two linear layers for one input, and their sum.
             return max(3 * self._mlp, self._gate_and_up + temporaries)

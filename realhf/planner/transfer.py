@@ -147,7 +147,7 @@ class _Cells:
 
 
 class _Loads:
-    """What the ports of ranks carry, in elements, each of shape (H, P).
+    """The loads of the ranks' ports, in elements, each of shape (H, P).
 
     A rank lacks what it has `received`. As a holder it must send `first_sent`, the first copies inside its
     host, and `direct_sent` if holders send all copies. `sent` is what it sends if all that hold or want a
@@ -222,7 +222,8 @@ def _leaving(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what a rank of each host sends to other hosts, of each cell: once, and to every host.
 
-    What leaves once is sent by the ranks on holders' hosts that hold or want it, all copies by holders.
+    If it leaves once, all ranks on holders' hosts that hold or want it share the sending. Otherwise holders
+    send all copies.
     """
     holds = have > 0
     if cells.parts == 1:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from realhf.cluster import Cluster, Link, host_memory_bytes, num_cores
+from realhf.cluster import ACCELERATORS, Cluster, Link, host_memory_bytes, num_cores
 from realhf.data.batch import Batch, Packed
 from realhf.dist import tags
 from realhf.dist.group import Group, Outbox
@@ -203,7 +203,16 @@ def measure_cluster(clock: Clock, dtypes: list[str]) -> Cluster:
     return Cluster(
         max(1, world.size // per_host), per_host, device_bytes(world), host_memory_bytes(), 2 * copied, peaks,
         intra_host, inter_host, host_bandwidth, world.device.type, _host_memory_link(clock),
+        accelerator=_accelerator(world),
         cores_per_host=num_cores() if world.device.type == "cpu" else None)
+
+
+def _accelerator(world: World) -> str | None:
+    """Return the accelerator whose efficiencies are known for this GPU; None on CPU, or if there is none."""
+    if world.device.type == "cpu":
+        return None
+    name = torch.cuda.get_device_name(world.device).lower()
+    return next((known for known in ACCELERATORS if known in name), None)
 
 
 def _host_memory_link(clock: Clock) -> Link | None:
