@@ -242,6 +242,9 @@ class Profile:
         if here.device_type != cluster.device_type:
             theirs = f"the cluster has {cluster.device_type} devices"
             raise ValueError(f"it was measured on {here.device_type} devices, {theirs}")
+        if here.accelerator_name != cluster.accelerator_name:
+            theirs = f"the cluster has {cluster.accelerator_name}"
+            raise ValueError(f"it was measured on {here.accelerator_name}, {theirs}")
         threads = self.machine.get("threads_per_process")
         if cluster.device_type == "cpu" and threads is not None and cluster.cores_per_host is not None:
             wanted = max(1, cluster.cores_per_host // cluster.devices_per_host)

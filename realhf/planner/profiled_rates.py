@@ -9,6 +9,7 @@ import numpy as np
 
 from realhf.cluster import Cluster
 from realhf.plan import ExecutionPlan
+from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.predict import predict
 from realhf.planner.problem import ModelRole, Problem
 from realhf.planner.profile import NOISY, Profile, Table, shape_of
@@ -42,8 +43,9 @@ class ProfiledRates(Rates):
     """
 
     def __init__(self, profile: Profile, cluster: Cluster | None = None) -> None:
-        super().__init__(cluster or profile.cluster)
-        profile.require_serves(self.cluster)
+        cluster = cluster or profile.cluster
+        profile.require_serves(cluster)
+        super().__init__(cluster, _efficiencies(profile.cluster, cluster))
         self.profile = profile
         self._links = {entry.hosts: entry.tables for entry in profile.links}
         self._calls = profile.calls
@@ -248,6 +250,18 @@ class ProfiledRates(Rates):
 
     def _note(self, what: str) -> None:
         self.notes[f"not measured: {what}"] = None
+
+
+def _efficiencies(measured: Cluster, cluster: Cluster) -> Efficiencies:
+    """Return the efficiencies of a cluster; figures that were measured are reached as they are."""
+    reached: dict[str, float] = {}
+    if (cluster.intra_host, cluster.inter_host) == (measured.intra_host, measured.inter_host):
+        reached["link"] = 1.0
+    if cluster.peak_flops == measured.peak_flops:
+        reached["matmul"] = 1.0
+    if cluster.memory_bandwidth_bytes_per_second == measured.memory_bandwidth_bytes_per_second:
+        reached["memory"] = 1.0
+    return replace(Efficiencies.of(cluster), **reached)
 
 
 def not_measured(rates: Rates, problem: Problem, plan: ExecutionPlan) -> list[str]:
