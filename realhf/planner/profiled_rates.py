@@ -254,14 +254,13 @@ class ProfiledRates(Rates):
 
 def _efficiencies(measured: Cluster, cluster: Cluster) -> Efficiencies:
     """Return the efficiencies of a cluster; figures that were measured are reached as they are."""
-    reached: dict[str, float] = {}
-    if (cluster.intra_host, cluster.inter_host) == (measured.intra_host, measured.inter_host):
-        reached["link"] = 1.0
-    if cluster.peak_flops == measured.peak_flops:
-        reached["matmul"] = 1.0
-    if cluster.memory_bandwidth_bytes_per_second == measured.memory_bandwidth_bytes_per_second:
-        reached["memory"] = 1.0
-    return replace(Efficiencies.of(cluster), **reached)
+    usual = Efficiencies.of(cluster)
+    same_links = (cluster.intra_host, cluster.inter_host) == (measured.intra_host, measured.inter_host)
+    same_peaks = cluster.peak_flops == measured.peak_flops
+    bandwidths = {each.memory_bandwidth_bytes_per_second for each in (measured, cluster)}
+    return replace(
+        usual, link=1.0 if same_links else usual.link, matmul=1.0 if same_peaks else usual.matmul,
+        memory=1.0 if len(bandwidths) == 1 else usual.memory)
 
 
 def not_measured(rates: Rates, problem: Problem, plan: ExecutionPlan) -> list[str]:
