@@ -12,6 +12,7 @@ import yaml
 from realhf.cluster import Cluster
 from realhf.errors import UserError
 from realhf.model_config import ModelConfig, MoeConfig
+from realhf.planner.efficiencies import Efficiencies
 from realhf.planner.problem import ModelRole
 from realhf.planner.profile import COLLECTIVES, Profile, Table
 from realhf.planner.profiled_rates import ProfiledRates
@@ -125,8 +126,14 @@ def test_rates_answer_from_the_tables():
     assert r.call_seconds("forward", samples=6) == 1.5
 
 
+def roofline():
+    """Return the rooflines of the profile's cluster, whose measured figures are reached as they are."""
+    cluster = Cluster.from_dict(DOCUMENT["cluster"])
+    return Rates(cluster, dataclasses.replace(Efficiencies.of(cluster), link=1.0, matmul=1.0, memory=1.0))
+
+
 def test_what_was_not_measured_comes_from_the_roofline_and_is_said():
-    r, roof = rates(), Rates(Cluster.from_dict(DOCUMENT["cluster"]))
+    r, roof = rates(), roofline()
     sizes = {"tokens": 300.0, "squared": 9000.0}
     others = [ModelRole(ModelConfig.load("qwen2.5-0.5b"), "float32"), ModelRole(CONFIG, "bfloat16")]
     for role in others:
@@ -152,7 +159,7 @@ def test_links_between_hosts_have_tables_of_their_own():
 
 
 def test_a_split_that_was_not_measured_is_as_far_from_its_roofline_as_the_nearest():
-    r, roof = rates(), Rates(Cluster.from_dict(DOCUMENT["cluster"]))
+    r, roof = rates(), roofline()
     sizes = {"tokens": 300.0, "squared": 9000.0}
     ratio = 4 / roof.block(ROLE, ONE, ONE, **sizes).seconds
     split = r.block(ROLE, TWO, ONE, **sizes)
@@ -184,7 +191,7 @@ def test_experts_have_tables_of_their_own():
 
 
 def test_beyond_its_reach_a_table_grows_as_the_roofline():
-    r, roof = rates(), Rates(Cluster.from_dict(DOCUMENT["cluster"]))
+    r, roof = rates(), roofline()
 
     def compute(length, tokens):
         return roof.block(ROLE, ONE, ONE, tokens=tokens, squared=length * tokens).compute
