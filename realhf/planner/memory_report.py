@@ -64,7 +64,7 @@ def reserve_sentence(check: MemoryCheck) -> str:
     """Return what a device holds in reserve, and whether the plan keeps to it."""
     fragmentation = check.reserve["fragmentation"]
     connected = max(peak.parts.get("communicators", 0.0) for peak in check.peaks.values())
-    sizes = {name: check.reserve[name] for name in _RESERVED} | {"communicators (at most)": connected}
+    sizes = {name: check.reserve[name] for name in _RESERVED} | {"communicators (about)": connected}
     parts = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size]
     share = fragmentation / check.device_bytes
     free = f"{format_bytes(fragmentation)} ({share:.0%}) stay free for fragmentation"
