@@ -62,7 +62,7 @@ def use_of(role: ModelRole, *, trains: bool) -> Use:
 
 
 class _Traffic(NamedTuple):
-    """How a group is used: by collectives, or by messages to at most `most_peers` of its members."""
+    """The use of a group: collectives, or messages to at most `most_peers` of its members."""
 
     collective: bool = False
     most_peers: int = 0

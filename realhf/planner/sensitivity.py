@@ -1,4 +1,4 @@
-"""How steps of given plans change with lengths and links, and where another plan becomes the better one."""
+"""Prices given plans under other lengths and links, and finds where another plan becomes the better one."""
 
 import math
 from dataclasses import dataclass

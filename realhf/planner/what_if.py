@@ -1,4 +1,4 @@
-"""What a change of lengths, batch or cluster does to a plan, and which plan is the best found under it."""
+"""Prices a plan under a change of lengths, batch or cluster, and finds the best plan under it."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
