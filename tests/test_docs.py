@@ -369,7 +369,7 @@ def test_the_commands_for_plans_as_they_are_written(workplace, tmp_path):
             code, out, err = process.finish(timeout=300)
         assert code == 0, f"{command}\n{err}"
         if words[0] == "plan" and "--json" not in words:
-            assert "lower bound over the plans enumerated, found in" in out, command
+            assert "the lower bound over the plans enumerated" in out and ", found in" in out, command
     assert (tmp_path / "profile.yaml").is_file() and (tmp_path / "auto/summary.json").is_file()
 
 
