@@ -118,12 +118,14 @@ def test_a_step_takes_at_least_as_long_as_the_cores_of_a_host_work(seed):
     assert period == pytest.approx(max(busiest, space.exact_periods(np.array([chosen]))[0]))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_search_finds_the_best_of_all_plans_on_shared_cores(seed):
-    problem = _shared(seed, cores=1 + seed % 2)
-    space = SearchSpace(problem, Rates(problem.cluster))
-    if np.prod([float(len(group.candidates)) for group in space.groups]) <= 20_000:
-        agrees(seed, space)
+def test_the_search_finds_the_best_of_all_plans_on_shared_cores():
+    solved = []
+    for seed in range(40):
+        problem = _shared(seed, cores=1 + seed % 2)
+        space = SearchSpace(problem, Rates(problem.cluster))
+        if 0 < np.prod([float(len(group.candidates)) for group in space.groups]) <= 20_000:
+            solved.append(agrees(seed, space))
+    assert sum(solved) >= 8
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -75,8 +75,9 @@ def movement(seed, names, clusters):
         return config, cluster, source, target, source.strategy.num_replicas > 1 and rng.random() < 0.8
 
 
-def agrees(config, cluster, source, target, sharded, *, lora=None):
-    """Return whether anything moves, after comparing the estimate with the schedule."""
+def ratios(config, cluster, source, target, sharded, *, lora=None):
+    """Return the estimated seconds relative to the schedule's, without and with latencies; none if nothing
+    moves, for both alike."""
     spec = model_spec(config) if lora is None else adapter_spec(config, lora)
     links = Links.of_cluster(cluster)
     ours = estimate_movement(
@@ -85,32 +86,38 @@ def agrees(config, cluster, source, target, sharded, *, lora=None):
         spec, source=source.as_layout, target=target.as_layout, itemsize=2, links=links, sharded=sharded)
     if not schedule.bundles:
         assert ours == (0.0, 0)
-        return False
-    what = f"{config.family} {source.as_layout} -> {target.as_layout} {sharded}: {ours.seconds}"
-    assert schedule.seconds / MOST < ours.seconds < MOST * schedule.seconds, what
+        return []
     waiting = links.latency_seconds
     with_latency = ours.seconds + ours.num_waves * waiting, schedule.seconds + schedule.num_waves * waiting
-    assert with_latency[1] / MOST < with_latency[0] < MOST * with_latency[1], what
-    return True
+    return [ours.seconds / schedule.seconds, with_latency[0] / with_latency[1]]
+
+
+def are_near(found):
+    return all(1 / MOST < ratio < MOST for ratio in found)
 
 
 def test_estimates_are_near_the_schedules():
     clusters = ("h100-1x8", "h100-2x8", "h100-8x8", "cpu-laptop")
-    moved = [agrees(*movement(seed, QUICK[:3] if seed % 2 else QUICK[3:], clusters)) for seed in range(40)]
-    assert sum(moved) >= 25
+    found = [ratios(*movement(seed, QUICK[:3] if seed % 2 else QUICK[3:], clusters)) for seed in range(40)]
+    assert all(map(are_near, found)), found
+    assert sum(map(bool, found)) >= 25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(120))
 def test_estimates_of_large_models_are_near_the_schedules(seed):
     names = EXPERTS if seed % 2 else DENSE
-    agrees(*movement(seed, names, ("h100-1x8", "h100-2x8", "h100-8x8", "h100-16x8")))
+    found = ratios(*movement(seed, names, ("h100-1x8", "h100-2x8", "h100-8x8", "h100-16x8")))
+    assert are_near(found), found
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_adapters_are_moved_alone(seed):
-    config, cluster, source, target, sharded = movement(seed, QUICK[:3], ("h100-2x8",))
-    agrees(config, cluster, source, target, sharded, lora=LoraConfig(rank=16))
+def test_adapters_are_moved_alone():
+    found = []
+    for seed in range(8):
+        config, cluster, source, target, sharded = movement(seed, QUICK[:3], ("h100-2x8",))
+        found.append(ratios(config, cluster, source, target, sharded, lora=LoraConfig(rank=16)))
+    assert all(map(are_near, found)), found
+    assert sum(map(bool, found)) >= 4
 
 
 def test_experts_are_not_free():
@@ -118,7 +125,8 @@ def test_experts_are_not_free():
     config = ModelConfig.load("qwen1.5-moe-a2.7b")
     cluster = Cluster.load("h100-1x8")
     source, target = (ContiguousLayout(ParallelStrategy.parse(text), 0) for text in ("d4e4", "d4"))
-    assert agrees(config, cluster, source, target, sharded=False)
+    found = ratios(config, cluster, source, target, sharded=False)
+    assert found and are_near(found), found
 
 
 def test_far_apart_costs_as_much_as_side_by_side():
