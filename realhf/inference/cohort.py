@@ -135,7 +135,8 @@ class Cohort:
             return
         tokens_B, logprobs_B = sample(
             self._model.logits(hidden), draws_B, config=self._sampling,
-            vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing)
+            vocab_start=self._model.vocab_range[0], group=self._parallel.tp, processing=processing,
+            widest_shard=-(-self._model.config.vocab_size // self._parallel.layout.tp))
         self._drawn = self.samples.record(at, tokens_B, logprobs_B, insertions)
         messages = [(stage, self._drawn) for stage in range(self._parallel.at.pp)]
         self._sent.append(self._parallel.pp_back.post(messages, []))
