@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from realhf.attention.interface import Sequences
 from realhf.inference.block_tables import BlockTables, Decoding
 from realhf.inference.kv_cache import KVCache
 from realhf.nn.attention import AttentionKind, masked_attention, packed_attention
@@ -98,9 +99,9 @@ class Prefill(Segment):
         row_T, position_T, _ = token_positions(seq_lens, cache_positions_T.device)
         length_T = torch.tensor(whole_lens, device=cache_positions_T.device)[row_T]
         super().__init__(position_T, length_T, cache_positions_T, longest=max(whole_lens))
-        self._seq_lens = list(seq_lens)
+        self._at = Sequences.of(seq_lens, cache_positions_T.device)
 
     def attend(
         self, cache: KVCache, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, kind: AttentionKind
     ) -> Tensor:
-        return packed_attention(q_TND, k_TKD, v_TKD, self._seq_lens, kind)
+        return packed_attention(q_TND, k_TKD, v_TKD, self._at, kind)
