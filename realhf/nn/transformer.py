@@ -201,7 +201,9 @@ class Transformer(ShardedParameters):
         """Whether a CUDA graph can record `advance`: it waits neither for the host nor for ranks that may
         compute something else."""
         by_length = self._rope is not None and self._rope.by_length
-        return self.groups.ep.size == 1 and not by_length
+        # Only the grouped product of bfloat16 reads the experts' numbers of rows on the device.
+        has_kernels = self.config.moe is None or self.flat.dtype == torch.bfloat16
+        return self.groups.ep.size == 1 and has_kernels and not by_length
 
     @property
     def addresses(self) -> tuple[int, ...]:
