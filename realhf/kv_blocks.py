@@ -58,10 +58,9 @@ def num_blocks(num_tokens: int, size: int) -> int:
     return -(-num_tokens // size)
 
 
-def shared_tokens(length: int, count: int, *, page_tokens: int | None = None) -> int:
+def shared_tokens(length: int, count: int) -> int:
     """Return how many of a prompt's tokens lie in blocks that its samples share."""
-    size = SMALL if page_tokens is None else block_size([], max_new_tokens=0, page_tokens=page_tokens)
-    return length // size * size if count > 1 else 0
+    return length // SMALL * SMALL if count > 1 else 0
 
 
 def blocks_for(prompts: Iterable[tuple[int, int]], *, size: int, num_slots: int, max_new_tokens: int) -> int:

@@ -13,7 +13,7 @@ from tests.families import CASES, MOE_CASES
 from tests.gpu.pretended import Tape
 
 
-class Reference(ReferenceAttention):
+class PagedReference(ReferenceAttention):
     """The reference, which a Tape can record, with the page size of some kernel."""
 
     in_graph = True

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realhf.kv_blocks import padded_size
-from tests.inference.paged import Reference, engine_of, recorded, write_family
+from tests.inference.paged import PagedReference, engine_of, recorded, write_family
 from tests.inference.test_generate import _generate, long_prompts
 
 
@@ -12,8 +12,8 @@ from tests.inference.test_generate import _generate, long_prompts
 def test_replayed_steps_give_the_same_tokens_and_logprobs(name, tmp_path):
     """Passes that one call has recorded are replayed in the next."""
     write_family(name, tmp_path)
-    engine = engine_of(tmp_path, paged=Reference())
-    tapes = recorded(engine, Reference())
+    engine = engine_of(tmp_path, paged=PagedReference())
+    tapes = recorded(engine, PagedReference())
     for options in ({}, {"max_rows": 5, "prefill_tokens": 30}, {}):
         options = {"seed": 3, "max_new_tokens": 40, **options}
         num_replays = sum(tape.num_replays for tape in tapes)
@@ -31,8 +31,8 @@ def test_replayed_steps_give_the_same_tokens_and_logprobs(name, tmp_path):
 def test_lengths_that_decide_on_angles_are_not_recorded(tmp_path):
     for name in ("phi-3", "llama-dynamic"):
         write_family(name, tmp_path / name)
-        engine = engine_of(tmp_path / name, paged=Reference())
-        tapes = recorded(engine, Reference())
+        engine = engine_of(tmp_path / name, paged=PagedReference())
+        tapes = recorded(engine, PagedReference())
         _generate(engine, long_prompts()[-1:], seed=3)
         assert not tapes and not engine.model.recordable
 

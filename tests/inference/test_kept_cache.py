@@ -15,7 +15,7 @@ from realhf.lora import LoraConfig
 from realhf.model_config import ModelConfig
 from realhf.param_spec import model_spec
 from tests.families import CASES
-from tests.inference.paged import Reference, recorded
+from tests.inference.paged import PagedReference, recorded
 from tests.inference.rounds import (
     BLOCK_GIB,
     Case,
@@ -104,7 +104,7 @@ def _kept_on_pages(case, options=None):
     """Generate by the paged path with recorded passes; return rows by id, and the tapes."""
     case = replace(case, options=case.options | (options or {}))
     engine = make_engine(case, World(), Layout.parse("d1@0"))
-    tapes = recorded(engine, Reference())
+    tapes = recorded(engine, PagedReference())
     return _kept(engine, case, World()), tapes
 
 

@@ -15,7 +15,7 @@ from realhf.param_spec import model_spec
 from tests.gpu.host_traffic import host_traffic
 from tests.gpu.models import OUTPUTS, tokens, write_model
 from tests.gpu.pretended import pretended_device
-from tests.inference.paged import Reference
+from tests.inference.paged import PagedReference
 
 ROWS, NEW = 5, 100
 READS = "Event.synchronize"
@@ -28,7 +28,7 @@ def _steps(directory, *, dtype="float32", world=None, layout="d1@0", **sampling)
     with pretended_device() as device:
         engine = NativeEngine(
             model_spec(ModelConfig.load(str(directory))), Layout.parse(layout), world or World(device=device),
-            dtype=dtype, paged=Reference())
+            dtype=dtype, paged=PagedReference())
         engine.load(directory, seed=0)
         work = Generate(SamplingConfig(max_new_tokens=NEW, **sampling))
         call = FunctionCall("gen", "generate", ("prompt_ids",), OUTPUTS, role="actor", work=work)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.inference.paged import Reference, engine_of, write_family
+from tests.inference.paged import PagedReference, engine_of, write_family
 from tests.inference.test_generate import _generate, long_prompts
 
 FAMILIES = [
@@ -23,7 +23,7 @@ def _tight(engine):
 def test_tokens_are_those_of_the_cpu(name, tmp_path):
     write_family(name, tmp_path)
     on_cpu = engine_of(tmp_path)
-    engine = engine_of(tmp_path, paged=Reference())
+    engine = engine_of(tmp_path, paged=PagedReference())
     for options in ({}, *_tight(engine)):
         options = {"seed": 3, "max_new_tokens": NEW, **options}
         expected, whole = _generate(on_cpu, long_prompts(), **options)
