@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from realhf.attention.interface import AttentionBackend
 from realhf.calls import Generate, OptimizerConfig, TrainStep
 from realhf.checkpoint.hf import load_adapters, load_weights
 from realhf.data.batch import Batch
@@ -19,6 +20,7 @@ from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
 from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.generation import Generation
+from realhf.inference.page_pool import page_pool
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
 from realhf.inference.rounds import Round, prompt_groups
@@ -38,8 +40,10 @@ class NativeEngine(Engine):
         self, spec: ModelSpec, layout: Layout, world: World,
         *, dtype: str, optimizer: OptimizerConfig | None = None, memory: torch.Tensor | None = None,
         lora: LoraConfig | None = None, adapter_memory: torch.Tensor | None = None,
-        float32_head: bool = False,
+        float32_head: bool = False, paged: AttentionBackend | None = None,
     ) -> None:  # fmt: skip
+        """Generation attends to its cache by the backend `paged`; None: by the best one of a GPU, or block by
+        block on a CPU."""
         groups = ParallelGroups.create(world, layout)
         self.adapters = None
         if lora is not None:
@@ -49,6 +53,8 @@ class NativeEngine(Engine):
             float32_head=float32_head)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
         self._cache_limit = CacheLimit(groups)
+        self.pages = page_pool(self.model, paged)
+        """The pages of all generations of this engine; None: each generation has its own."""
         self._kept: dict[str, tuple[Generation, Batch]] = {}
         """Call -> its generation with a cache that is kept, and on heads the unfinished samples."""
 
@@ -75,7 +81,9 @@ class NativeEngine(Engine):
     ) -> tuple[Batch, Batch]:
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         keeps = work.cache_on_update == "keep" and round_.budget is not None
-        generation = Generation(self.model, work, stream=call.name, limit=self._cache_limit, keeps=keeps)
+        generation = Generation(
+            self.model, work, stream=call.name, limit=self._cache_limit, pool=self.pages,
+            keeps=keeps)
         held = Batch([])
         if keeps:
             generation, held = self._kept.setdefault(call.name, (generation, held))
@@ -98,7 +106,9 @@ class NativeEngine(Engine):
         return prompts[slice(*even_split(len(prompts), self.groups.cp.size, self.groups.cp.index))]
 
     def flush_cache(self, call: str) -> None:
-        self._kept.pop(call, None)
+        if call in self._kept:
+            generation, _ = self._kept.pop(call)
+            generation.release()
 
     def _micro_batches(
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from realhf.attention.choose import attention_backend
-from realhf.attention.cpu import attention_with_lse, masked_attention
 from realhf.attention.interface import AttentionKind, Sequences
-
-__all__ = ["Attend", "attend_in_parts", "attention_with_lse", "masked_attention", "packed_attention"]
-# (The cache of inference/ still imports `attention_with_lse` and `masked_attention` from here.)
 
 
 @dataclass(frozen=True)

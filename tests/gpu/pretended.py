@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from realhf.attention.interface import AttentionKind, Pages
 from realhf.attention.reference import ReferenceAttention
-from realhf.inference import cohort
+from realhf.inference import page_pool
 from tests.gpu.host_traffic import RECORDER, PretendedEvent, PretendedStream
 
 _run_backward = torch.autograd._engine_run_backward
@@ -37,7 +37,7 @@ _OF_HOST_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_
 def pretended_device() -> Iterator[torch.device]:
     """The device, for as long as it is there."""
     kernels = patch.object(varlen, "varlen_attn", RECORDER.kernel(_varlen_attn))
-    graphs = patch.object(cohort, "recorder", lambda device: Tape if device == CUDA else None)
+    graphs = patch.object(page_pool, "recorder", lambda device: Tape if device == CUDA else None)
     memory = patch.multiple(
         torch.cuda, mem_get_info=lambda device: (1 << 34, 1 << 35), memory_reserved=lambda device: 0,
         memory_allocated=lambda device: 0,
