@@ -10,8 +10,10 @@ SMALL = 64
 _LARGE = 128
 """Tokens in a large block, which is faster to attend to; a shorter one is a multiple of `_STEP`."""
 _STEP = 16
-SHARE_OF_FREE = 0.5
-"""Share of the free memory that a cache may take, unless the user sets a limit."""
+SHARE_OF_HOST = 0.5
+"""Share of a host's free memory that a cache may take, unless the user sets a limit: others use it, too."""
+SHARE_OF_DEVICE = 0.9
+"""Share of a GPU's free memory for a cache and for what the passes need beside it."""
 
 
 class CachedHeads(NamedTuple):
@@ -89,3 +91,17 @@ def padded_size(count: int) -> int:
     """Round up to one of a few sizes: every size up to 8, then four sizes per doubling."""
     step = max(1, 1 << (count - 1).bit_length() >> 3)
     return -(-count // step) * step
+
+
+def cache_limit(
+    free_bytes: float, pass_bytes: float, *, device_type: str, takes_all: bool = False
+) -> float:
+    """Return the most bytes that a cache takes, beside passes that need `pass_bytes` at their peak.
+
+    With `takes_all` it may have all memory that the passes leave. The result is below 0 if they leave none.
+    """
+    if takes_all:
+        return free_bytes - pass_bytes
+    if device_type == "cuda":
+        return SHARE_OF_DEVICE * free_bytes - pass_bytes
+    return SHARE_OF_HOST * free_bytes

@@ -63,8 +63,8 @@ class OnPolicy(Experiment):
     max_rows: int = Generate.max_rows
     """Sequences that a rank decodes at once; the others wait for a free slot."""
     kv_cache_gib: float | None = Generate.kv_cache_gib
-    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but at most
-    half of the free memory."""
+    """GiB of a rank for keys and values; None: enough for `max_rows` sequences of full length, but no more
+    than fits: what passes leave of 90 % of a GPU's free memory, or half of a host's."""
     prefill_tokens: int = Generate.prefill_tokens
     """Prompt tokens per forward pass; a longer prompt is processed in chunks."""
     work_stealing: bool = Generate.work_stealing

@@ -17,7 +17,6 @@ from realhf.engine.chunked_loss import loss_by_parts
 from realhf.engine.protocol import DTYPES, Metrics, Shards
 from realhf.engine.router_losses import Routers
 from realhf.graph import FunctionCall
-from realhf.inference.cache_limit import CacheLimit
 from realhf.inference.generation import Generation
 from realhf.inference.prompt_queue import PromptQueue
 from realhf.inference.rollout_buffer import PromptGroup
@@ -47,7 +46,6 @@ class NativeEngine(Engine):
             spec, groups, dtype=DTYPES[dtype], memory=memory, adapters=self.adapters,
             float32_head=float32_head)
         super().__init__(self.model, adapters=self.adapters, optimizer=optimizer)
-        self._cache_limit = CacheLimit(groups)
         self._kept: dict[str, tuple[Generation, Batch]] = {}
         """Call -> its generation with a cache that is kept, and on heads the unfinished samples."""
 
@@ -74,7 +72,8 @@ class NativeEngine(Engine):
     ) -> tuple[Batch, Batch]:
         """Generate; ranks over cp act as replicas, each of which begins with a part of the samples."""
         keeps = work.cache_on_update == "keep" and round_.budget is not None
-        generation = Generation(self.model, work, stream=call.name, limit=self._cache_limit, keeps=keeps)
+        limit = self.cache_limits.of(call.name)
+        generation = Generation(self.model, work, stream=call.name, limit=limit, keeps=keeps)
         held = Batch([])
         if keeps:
             generation, held = self._kept.setdefault(call.name, (generation, held))
@@ -90,6 +89,7 @@ class NativeEngine(Engine):
         ended, unfinished = round_.join(call, made, batch)
         if keeps:
             self._kept[call.name] = (generation, unfinished)
+        self.last_cache_bytes = generation.cache_bytes
         return ended, unfinished
 
     def _share(self, prompts: list[PromptGroup]) -> list[PromptGroup]:
@@ -98,6 +98,9 @@ class NativeEngine(Engine):
 
     def flush_cache(self, call: str) -> None:
         self._kept.pop(call, None)
+
+    def _cache_bytes(self) -> int:
+        return sum(generation.kept_bytes for generation, _ in self._kept.values())
 
     def _micro_batches(
         self, lengths: Sequence[int], groups: Sequence[Sequence[int]], max_tokens: int

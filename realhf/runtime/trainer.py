@@ -128,7 +128,7 @@ class Trainer:
             read=None if loader is None else loader.batch, group_size=experiment.group_size,
             num_rounds=experiment.num_rounds, outbox=self._outbox,
             failures=None if self._out is None else self._out / "failures", note=note,
-            flops=flops_by_role(self._program.roles),
+            flops=flops_by_role(self._program.roles), predicted_memory=self._program.predicted_memory,
             rollouts=None if self._out is None else make_collector(self._program, self._world, loader))
 
     def _make_meter(self) -> ComputeMeter:
