@@ -20,7 +20,10 @@ class HostStates:
     """
 
     def __init__(self, states: Sequence[Sequence[Tensor]], device: torch.device) -> None:
-        """Take the states of each section: flat tensors in host memory, of one dtype."""
+        """Take the states of each section: flat tensors in host memory, of one dtype.
+
+        Call `release` once all views of `on_device` are made, for which the buffers need their memory.
+        """
         self._states = states
         self._device = device
         sizes = [sum(map(len, tensors)) for tensors in states]
@@ -35,7 +38,6 @@ class HostStates:
         self.buffer_bytes = sum(buffer.nbytes for buffer in self._buffers)
         self._up = _copy_stream(device)
         self._down = _copy_stream(device)
-        self._release()
 
     @property
     def host_bytes(self) -> int:
@@ -62,7 +64,7 @@ class HostStates:
         for event in free:
             if event is not None:
                 event.synchronize()
-        self._release()
+        self.release()
 
     def _bring(self, section: int, *, after: "torch.cuda.Event | None") -> "torch.cuda.Event | None":
         """Copy a section's states to the device; return an event after which they are there."""
@@ -86,7 +88,8 @@ class HostStates:
         """Return an event after the work so far on the main stream; None on a CPU."""
         return torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Free the buffers until the next update; views of them stay valid."""
         for buffer in self._buffers:
             buffer.untyped_storage().resize_(0)
 

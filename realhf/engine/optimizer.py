@@ -120,6 +120,8 @@ class ShardedAdamW:
         self.sources = self.shards if self._host is None else self._by_parameter(self._mine)
         """The same on the device, for reallocation: equal to the master copy in the model's dtype."""
         self._updates = self._make_updates()
+        if self._host is not None:
+            self._host.release()
 
     def _zeros(self, *, shared: bool = False) -> list[torch.Tensor]:
         """Return zeros for each slice: in host memory if the optimizer is offloaded, else on the device,
