@@ -93,8 +93,9 @@ class OnPolicy(Experiment):
 
     def actor_generate(self) -> FunctionCall:
         """Return the call in which the actor answers the prompts. It writes `versions` if `with_versions`."""
-        # The experiment has each setting of Generate as a field of the same name.
-        settings = {setting.name: getattr(self, setting.name) for setting in fields(Generate)}
+        # The experiment has each setting of Generate as a field of the same name, but for what plans set.
+        names = [setting.name for setting in fields(Generate) if setting.name != "takes_free_memory"]
+        settings = {name: getattr(self, name) for name in names}
         if self.interruption is not None:
             settings["interruption"] = self.interruption.tokenized(self.tokenizer_dir())
         settings["tokenizer"] = self.tokenizer_dir() if self.sampling.reads_text else None

@@ -11,10 +11,8 @@ from realhf.runtime.actions import Run
 from realhf.runtime.engine_store import EngineKey, EngineStore
 from realhf.runtime.program import PredictedMemory
 
-_COUNTED = ("weights", "copy", "gradients", "optimizer", "cache", "kv_cache")
-"""Last words of the predicted parts that are counted on a CPU."""
-_NOT_ALLOCATED = ("communicators",)
-"""Predicted parts that torch's allocator does not know."""
+_COUNTED = ("weights", "copy", "gradients", "optimizer", "cache")
+"""Last words of the parts of roles (as in "actor gradients") that are counted on a CPU."""
 _USABLE = 0.95
 """Share of a GPU's memory that a call and the caches beside it may take."""
 
@@ -52,9 +50,9 @@ class MemoryMeter:
             event["memory_bytes"] = torch.cuda.max_memory_allocated(self._device)
         predicted = self._predicted.get(action.call.name, {}).get(self._rank)
         if predicted is not None:
-            event["predicted_memory_bytes"] = round(sum(
-                size for part, size in predicted.items()
-                if (part not in _NOT_ALLOCATED if on_cuda else part.split()[-1] in _COUNTED)))
+            is_compared = _is_allocated if on_cuda else _is_counted
+            event["predicted_memory_bytes"] = round(
+                sum(size for part, size in predicted.items() if is_compared(part)))
 
     def _make_room(self, action: Run) -> None:
         """Release gradients that the call does not need, and caches beside which it might not fit."""
@@ -71,3 +69,13 @@ class MemoryMeter:
     def _engine_key(self, action: Run) -> EngineKey:
         assert action.call.role is not None
         return action.call.role, action.layout
+
+
+def _is_allocated(part: str) -> bool:
+    """Return whether a predicted part is memory that torch's allocator gives out."""
+    return part != "communicators"
+
+
+def _is_counted(part: str) -> bool:
+    """Return whether a predicted part is counted on a CPU: states of roles, and caches."""
+    return part == "kv_cache" or (" " in part and part.split()[-1] in _COUNTED)
