@@ -1,5 +1,8 @@
 """Memory that an engine gives back: gradients between train steps, and an optimizer's state in host memory."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -158,3 +161,24 @@ def test_every_section_passes_through_the_buffers_once():
     assert seen == [[[float(i)] * size, [10.0 + i] * size] for i, size in enumerate(sizes)]
     assert [[part.tolist() for part in parts] for parts in states] == [
         [[100.0 + i] * size, [110.0 + i] * size] for i, size in enumerate(sizes)]
+
+
+_SETTINGS = """
+import os
+from realhf.__main__ import set_allocator
+set_allocator(os.environ)
+import torch
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.parametrize("own, expected", [
+    ({}, "expandable_segments:True"),
+    ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}, "max_split_size_mb:32"),
+])  # fmt: skip
+def test_torch_reads_the_setting_of_its_allocator_unless_the_user_has_one(own, expected):
+    others = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    made = subprocess.run(
+        [sys.executable, "-c", _SETTINGS], env=others | own, capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == expected
