@@ -1,6 +1,6 @@
 """MemoryMeter: makes room for each call on this rank, and measures its memory beside what was predicted."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from realhf.runtime.program import PredictedMemory
 
 _COUNTED = ("weights", "copy", "gradients", "optimizer", "cache")
 """Last words of the parts of roles (as in "actor gradients") that are counted on a CPU."""
+_METRICS = {"perf/memory_bytes/": "measured", "perf/predicted_memory_bytes/": "predicted"}
 _USABLE = 0.95
 """Share of a GPU's memory that a call and the caches beside it may take."""
 
@@ -79,3 +80,15 @@ def _is_allocated(part: str) -> bool:
 def _is_counted(part: str) -> bool:
     """Return whether a predicted part is counted on a CPU: states of roles, and caches."""
     return part == "kv_cache" or (" " in part and part.split()[-1] in _COUNTED)
+
+
+def largest_by_call(history: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return for each call the most bytes of a rank in any step, `measured` and perhaps `predicted`."""
+    found: dict[str, dict[str, float]] = {}
+    for metrics in history:
+        for name, value in metrics.items():
+            for prefix, key in _METRICS.items():
+                if name.startswith(prefix):
+                    of_call = found.setdefault(name.removeprefix(prefix), {})
+                    of_call[key] = max(of_call.get(key, 0.0), value)
+    return found

@@ -1,4 +1,4 @@
-"""Memory that an engine gives back: gradients between train steps, and an optimizer's state in host memory."""
+"""Memory that engines give back: gradients between train steps, an optimizer whose state is on the host."""
 
 import os
 import subprocess
@@ -35,7 +35,8 @@ def _engine(world, text, *, dtype="float32", lora=None, offload=False):
 
 def _step(engine, world, number):
     layout = engine.groups.layout
-    rows = [ragged_rows(8, seed=2 * number + i)[layout.coordinate(world.rank).dp :: layout.dp] for i in (0, 1)]
+    mine = slice(layout.coordinate(world.rank).dp, None, layout.dp)
+    rows = [ragged_rows(8, seed=2 * number + i)[mine] for i in (0, 1)]
     return engine.run(CALL, [minibatch(some) for some in rows], micro_batch_tokens=40).metrics
 
 
@@ -43,7 +44,8 @@ def _values(engine):
     """Return copies of the model's parameters and of the optimizer's state."""
     found = {"flat": engine._trained.flat.clone()}
     for kind, shards in engine.optimizer.state.items():
-        found |= {f"{kind}/{name}/{box}": part.clone() for name, parts in shards.items() for box, part in parts}
+        for name, parts in shards.items():
+            found |= {f"{kind}/{name}/{box}": part.clone() for box, part in parts}
     return found
 
 

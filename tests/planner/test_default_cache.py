@@ -2,7 +2,8 @@
 
 The arithmetic is written out here, for models whose config.json is shipped:
 
-- `llama-7b`: 6.738 B parameters, 32 layers, hidden 4096, MLP 11008, 32 key-value heads of 128, vocabulary 32000;
+- `llama-7b`: 6.738 B parameters, 32 layers, hidden 4096, MLP 11008, 32 key-value heads of 128, vocabulary
+  32000;
 - `qwen2.5-7b`: 7.616 B parameters, 28 layers, hidden 3584, MLP 18944, 4 key-value heads of 128, vocabulary
   152064.
 """
@@ -108,8 +109,8 @@ def test_a_run_takes_what_the_accountant_counts(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_and_generation_take_turns_on_eight_gpus(case):
-    """With ZeRO-1 on 8 GPUs: bfloat16 weights, an eighth of 12 bytes per parameter of optimizer, and 4 bytes of
-    gradients that exist while training runs only. The cache gets the room of the gradients."""
+    """With ZeRO-1 on 8 GPUs: bfloat16 weights, an eighth of 12 bytes per parameter of optimizer, and 4 bytes
+    of gradients, which exist while training runs. The cache gets the room of the gradients."""
     check = _check(case, "d8@0-7", trains=True)
     assert check.fits
     generate = check.by_call["actor_generate"].parts

@@ -1,5 +1,6 @@
-"""Memory of a run: recorded for each call beside the prediction, and the caches' limits kept by checkpoints."""
+"""Memory of a run: recorded for each call beside the prediction; limits of caches kept by checkpoints."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -50,11 +51,14 @@ def test_each_call_records_its_memory_beside_the_prediction(tmp_path, offload):
         difference = event["predicted_memory_bytes"] - event["memory_bytes"]
         cache = parts.get("kv_cache", 0)
         assert (0 <= difference <= 0.5 * cache) if cache else difference == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]
     for metrics in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
         for call in ("actor_generate", "ref_forward", "actor_train"):
             of_call = [e for e in events if (e["step"], e["name"]) == (metrics["step"], call)]
             assert metrics[f"perf/memory_bytes/{call}"] == max(e["memory_bytes"] for e in of_call)
             assert metrics[f"perf/predicted_memory_bytes/{call}"] == of_call[0]["predicted_memory_bytes"]
+            assert summary[call]["measured"] >= metrics[f"perf/memory_bytes/{call}"]
+            assert summary[call]["predicted"] == of_call[0]["predicted_memory_bytes"]
 
 
 def _limits(trainer):
